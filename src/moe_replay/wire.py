@@ -1,0 +1,412 @@
+"""A `RouteTrace` as bytes, and back. The format is docs/trace-format.md; names here are the names there.
+
+Reading trusts nothing: sizes are compared with the bytes that exist before anything is allocated, every byte is under
+a checksum, and whatever the one canonical writer would not have written is a `TraceFormatError`.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from moe_replay.errors import TraceFormatError
+from moe_replay.trace import MAX_EXPERTS, RouteTrace, VersionSpan, _cut_spans, trace_from_parts
+
+MAGIC = b"\x89MRT\r\n\x1a\n"
+VERSION = 1
+BLOCK_TOKENS = 512
+HEADER_BYTES = 64
+
+_HEADER = struct.Struct("<8sHBBBBHIIQIIQQII")
+_CODEC_PLANES = 1
+_ALL, _PER_TOKEN, _PER_TOKEN_AND_LAYER = range(3)  # coverage
+_DIGEST_ROW = 512  # words
+_ID_GROUP = 64  # ids are padded to a multiple of this, so that every plane is a whole number of 64-bit words
+_BIT_8_OF_EIGHT_IDS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") * np.uint16(256)
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is read or written at most, whatever a header claims."""
+
+    tokens: int = 2**24
+    layers: int = 4096
+    top_k: int = 1024
+    spans: int = 2**20
+    blob_bytes: int = 2**36
+
+
+DEFAULT_LIMITS = Limits()
+
+
+class Shape(NamedTuple):
+    """The sizes in a header, and where they put everything."""
+
+    tokens: int
+    layers: int
+    top_k: int
+    experts: int  # 0: unknown
+    id_bits: int
+    coverage: int
+    spans: int
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.tokens // BLOCK_TOKENS)
+
+    @property
+    def digests_at(self) -> int:
+        return HEADER_BYTES + 16 * self.spans
+
+    @property
+    def layers_at(self) -> int:
+        return self.digests_at + 8 * self.blocks
+
+    @property
+    def tokens_at(self) -> int:
+        return self.layers_at + 4 * self.layers
+
+    @property
+    def bitmap_at(self) -> int:
+        return self.tokens_at + 4 * self.tokens
+
+    @property
+    def padding_at(self) -> int:
+        if self.coverage == _ALL:
+            return self.bitmap_at
+        per_token = self.coverage == _PER_TOKEN
+        return self.bitmap_at + (-(-self.tokens // 8) if per_token else self.tokens * -(-self.layers // 8))
+
+    @property
+    def payload_at(self) -> int:
+        return -(-self.padding_at // 64) * 64
+
+    @property
+    def blob_bytes(self) -> int:
+        return self.block_at(self.blocks)
+
+    def block_at(self, block: int) -> int:
+        """Where a block begins; for the number of blocks, where the last one ends."""
+        ids = min(block * BLOCK_TOKENS, self.tokens) * self.layers * self.top_k
+        return self.payload_at + -(-ids // _ID_GROUP) * (_ID_GROUP // 8) * self.id_bits
+
+
+class BlobSource(Protocol):
+    """Where a blob lies: in memory or in a file."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, start: int, stop: int) -> memoryview:
+        """These bytes of the blob, read-only; no others are touched."""
+        ...
+
+    def refusal(
+        self, field: str, at: int, problem: str, expected: object, found: object, token: int | None = None
+    ) -> TraceFormatError:
+        """The error that says what is wrong in a field."""
+        ...
+
+
+class MemorySource:
+    """A blob in a read-only buffer."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+
+    def __len__(self) -> int:
+        return len(self._view)
+
+    def take(self, start: int, stop: int) -> memoryview:
+        return self._view[start:stop]
+
+    def refusal(
+        self, field: str, at: int, problem: str, expected: object, found: object, token: int | None = None
+    ) -> TraceFormatError:
+        return TraceFormatError(f"{field} at byte {at}: {problem}", token=token, expected=expected, found=found)
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def encode_trace(trace: RouteTrace, *, limits: Limits = DEFAULT_LIMITS) -> bytes:
+    """The one encoding of a trace."""
+    return b"".join(encode_parts(trace, limits=limits))
+
+
+def encode_parts(trace: RouteTrace, *, limits: Limits = DEFAULT_LIMITS) -> list[memoryview]:
+    """`encode_trace` in pieces, for vectored writes. Up to 256 experts, ids are views of the trace and not copied."""
+    mode, bitmap = _coverage_bitmap(trace._coverage)
+    experts = trace.num_experts or 0
+    id_bits = _smallest_id_bits(experts or int(trace.experts.max(initial=0)) + 1)
+    shape = Shape(len(trace), len(trace.layers), trace.top_k, experts, id_bits, mode, len(trace.versions))
+    nowhere = MemorySource(memoryview(b""))
+    _check_shape(nowhere, shape, limits)
+    blocks, digests = [], []
+    for first in range(0, len(trace), BLOCK_TOKENS):
+        ids = trace.experts[first : first + BLOCK_TOKENS].reshape(-1)
+        if (largest := int(ids.max())) >= (experts or MAX_EXPERTS):  # its high bits would be lost in silence
+            raise nowhere.refusal("payload", shape.payload_at, "id out of range", f"below {experts}", largest)
+        blocks.append(_pack_block(ids, id_bits))
+        digests.append(block_digest(blocks[-1]))  # while it is in cache
+    sections = b"".join(
+        (
+            np.array(trace.versions, "<u8").tobytes(),
+            np.array(digests, "<u8").tobytes(),
+            np.array(trace.layers, "<u4").tobytes(),
+            trace.token_ids.astype("<u4").tobytes(),
+            bitmap,
+            bytes(shape.payload_at - shape.padding_at),
+        )
+    )
+    fields = (MAGIC, VERSION, _CODEC_PLANES, id_bits, mode, 0, shape.top_k, shape.layers, experts)
+    sizes = (shape.tokens, shape.spans, 0, shape.blob_bytes, 0, zlib.crc32(sections))
+    header = _HEADER.pack(*fields, *sizes, 0)[:-4]
+    head = header + struct.pack("<I", zlib.crc32(header)) + sections
+    return [memoryview(head), *(block.data for block in blocks)]
+
+
+def block_digest(block: np.ndarray) -> int:
+    """Checksum of a block of whole words: CRC-32 of the row sums, and above it that of the column sums."""
+    words = block.view("<u8")
+    full_rows = words[: len(words) - len(words) % _DIGEST_ROW].reshape(-1, _DIGEST_ROW)
+    rest = words[full_rows.size :]
+    rows = np.add.reduce(full_rows, axis=1)
+    columns = np.add.reduce(full_rows, axis=0)
+    if rest.size:
+        rows = np.append(rows, np.add.reduce(rest))
+        columns[: rest.size] += rest
+    return zlib.crc32(rows.astype("<u8", copy=False)) | zlib.crc32(columns.astype("<u8", copy=False)) << 32
+
+
+def _smallest_id_bits(num_ids: int) -> int:
+    return max(8, (num_ids - 1).bit_length())
+
+
+def _coverage_bitmap(covered: np.ndarray) -> tuple[int, bytes]:
+    """The smallest mode that can say which (token, layer) are covered, and its bits."""
+    if covered.all():
+        return _ALL, b""
+    if (covered == covered[:, :1]).all():
+        return _PER_TOKEN, np.packbits(covered[:, 0], bitorder="little").tobytes()
+    return _PER_TOKEN_AND_LAYER, np.packbits(covered, axis=1, bitorder="little").tobytes()
+
+
+def _pack_block(ids: np.ndarray, id_bits: int) -> np.ndarray:
+    """Ids (n,) as a byte plane and bit planes, uint8."""
+    if len(ids) % _ID_GROUP:
+        ids = np.pad(ids, (0, -len(ids) % _ID_GROUP))
+    if id_bits == 8:
+        return ids.astype(np.uint8, copy=False)
+    block = np.empty(len(ids) // 8 * id_bits, np.uint8)
+    np.copyto(block[: len(ids)], ids, casting="unsafe")  # keeps the low byte
+    planes = block[len(ids) :].reshape(id_bits - 8, -1)
+    for bit in range(id_bits - 1, 7, -1):  # from the top, where a comparison finds the bit
+        planes[bit - 8] = np.packbits(ids >= (1 << bit), bitorder="little")
+        if bit > 8:
+            ids = ids & ((1 << bit) - 1)
+    return block
+
+
+def _unpack_block(block: np.ndarray, id_bits: int, out: np.ndarray) -> None:
+    """The inverse of `_pack_block`, into out (n,) uint16."""
+    eights = out.reshape(-1, 8)
+    planes = block[len(out) :].reshape(id_bits - 8, -1)
+    np.take(_BIT_8_OF_EIGHT_IDS, planes[0], axis=0, out=eights, mode="clip")  # "clip": "raise" would buffer
+    for more, plane in enumerate(planes[1:], 1):
+        eights |= np.take(_BIT_8_OF_EIGHT_IDS << more, plane, axis=0)
+    out |= block[: len(out)]
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+def decode_trace(
+    data: Buffer, tokens: slice = slice(None), layers: Sequence[int] | None = None, *, limits: Limits = DEFAULT_LIMITS
+) -> RouteTrace:
+    """The trace in a blob, or only a range of its tokens and some of its layers.
+
+    Every byte that is used is verified; only `RouteTrace.check_rows` is left to whoever uses the routes. A read-only
+    buffer is viewed, a writable one copied: `memoryview(buffer).toreadonly()` promises not to write any more.
+    """
+    view = memoryview(data).cast("B")
+    if not view.readonly or np.frombuffer(view, np.uint8).ctypes.data % 8:  # only aligned words can be viewed
+        view = memoryview(bytes(view))
+    return read_blob(MemorySource(view), tokens, layers, limits)
+
+
+def read_blob(source: BlobSource, tokens: slice, layers: Sequence[int] | None, limits: Limits) -> RouteTrace:
+    """The chosen tokens and layers of a blob, wherever it lies."""
+    shape, sections_crc = read_header(source, limits)
+    if len(source) != shape.blob_bytes:
+        problem = "the blob is cut off" if len(source) < shape.blob_bytes else "bytes after the end of the blob"
+        raise source.refusal("blob_bytes", 40, problem, f"{shape.blob_bytes} bytes", f"{len(source)} bytes")
+    sections = _read_sections(source, shape, sections_crc)
+    start, stop, step = tokens.indices(shape.tokens)
+    blocks = range(start // BLOCK_TOKENS, -(-max(start, stop) // BLOCK_TOKENS))
+    first, last = (min(block * BLOCK_TOKENS, shape.tokens) for block in (blocks.start, blocks.stop))
+    covered = sections.covered[first:last]
+    ids = _read_ids(source, shape, sections.digests, blocks)
+    experts = ids[: (last - first) * shape.layers * shape.top_k].reshape(last - first, shape.layers, shape.top_k)
+    _check_uncovered_rows(source, shape, experts, covered, first)
+    versions = _cut_spans(sections.versions, first, last)
+    token_ids = sections.token_ids[first:last]
+    trace = trace_from_parts(token_ids, experts, sections.layers, covered, versions, shape.experts or None)
+    chosen = trace[start - first : stop - first : step]
+    return chosen if layers is None else chosen.select_layers(layers)
+
+
+def read_header(source: BlobSource, limits: Limits) -> tuple[Shape, int]:
+    """The sizes and the checksum of the sections; nothing is known yet of the bytes that should follow."""
+    raw = bytes(source.take(0, min(HEADER_BYTES, len(source))))
+    if raw[:8] != MAGIC[: len(raw)]:
+        raise source.refusal("magic", 0, "not a route trace", MAGIC.hex(" "), raw[:8].hex(" "))
+    if len(raw) < HEADER_BYTES:
+        raise source.refusal("header", 0, "the blob is cut off", f"{HEADER_BYTES} bytes", f"{len(raw)} bytes")
+    _, version, codec, id_bits, coverage, flags, top_k, num_layers, num_experts, *more = _HEADER.unpack(raw)
+    num_tokens, num_spans, reserved, blob_bytes, reserved_too, sections_crc, header_crc = more
+    if version != VERSION:
+        raise source.refusal("version", 8, "another format version", VERSION, version)
+    _check_crc(source, "header_crc", 60, raw[:60], header_crc)
+    shape = Shape(num_tokens, num_layers, top_k, num_experts, id_bits, coverage, num_spans)
+    _check_shape(source, shape, limits)
+    for field, at, expected, found in (
+        ("codec", 10, _CODEC_PLANES, codec),
+        ("flags", 13, 0, flags),
+        ("reserved", 36, 0, reserved),
+        ("blob_bytes", 40, shape.blob_bytes, blob_bytes),
+        ("reserved", 48, 0, reserved_too),
+    ):
+        if found != expected:
+            raise source.refusal(field, at, "wrong value", expected, found)
+    return shape, sections_crc
+
+
+def _check_shape(source: BlobSource, shape: Shape, limits: Limits) -> None:
+    least_bits = _smallest_id_bits(shape.experts or 1)
+    most_bits = least_bits if shape.experts else _smallest_id_bits(MAX_EXPERTS)
+    for field, at, least, most, found in (
+        ("num_experts", 20, 0, MAX_EXPERTS, shape.experts),
+        ("id_bits", 11, least_bits, most_bits, shape.id_bits),
+        ("coverage", 12, _ALL, _PER_TOKEN_AND_LAYER if shape.tokens else _ALL, shape.coverage),
+        ("top_k", 14, 1, min(limits.top_k, shape.experts or MAX_EXPERTS), shape.top_k),
+        ("num_layers", 16, 1, limits.layers, shape.layers),
+        ("num_tokens", 24, 0, limits.tokens, shape.tokens),
+        ("num_spans", 32, 1, min(limits.spans, max(shape.tokens, 1)), shape.spans),
+        ("blob_bytes", 40, HEADER_BYTES, limits.blob_bytes, shape.blob_bytes),
+    ):
+        if not least <= found <= most:
+            raise source.refusal(field, at, "out of range", f"{least} to {most}", found)
+
+
+class _Sections(NamedTuple):
+    versions: tuple[VersionSpan, ...]
+    digests: list[int]  # B of them
+    layers: tuple[int, ...]
+    token_ids: np.ndarray  # (T,) int32
+    covered: np.ndarray  # (T, 1) or (T, L) bool
+
+
+def _read_sections(source: BlobSource, shape: Shape, crc: int) -> _Sections:
+    """All of a blob but its header and payload, checked."""
+    raw = source.take(HEADER_BYTES, shape.payload_at)
+    _check_crc(source, "sections_crc", 56, raw, crc)
+
+    def array(dtype: str, start: int, stop: int) -> np.ndarray:
+        return np.frombuffer(raw[start - HEADER_BYTES : stop - HEADER_BYTES], dtype)
+
+    spans = array("<u8", HEADER_BYTES, shape.digests_at).reshape(-1, 2)
+    starts, versions = spans.T
+    starts_fit = starts[0] == 0 and (starts[1:] > starts[:-1]).all() and int(starts[-1]) < max(shape.tokens, 1)
+    if not starts_fit or (versions[1:] == versions[:-1]).any() or int(versions.max()) >= 2**63:
+        rule = f"starts 0, ... increasing, below {shape.tokens}; versions below 2**63, each unlike the one before"
+        raise source.refusal("version spans", HEADER_BYTES, "wrong order or value", rule, spans[:8].tolist())
+    layers = array("<u4", shape.layers_at, shape.tokens_at)
+    if (layers[1:] <= layers[:-1]).any():
+        raise source.refusal("layer ids", shape.layers_at, "wrong order", "increasing", layers[:8].tolist())
+    token_ids = array("<i4", shape.tokens_at, shape.bitmap_at)
+    if token_ids.min(initial=0) < 0:
+        token = int(np.argmax(token_ids < 0))
+        at, found = shape.tokens_at + 4 * token, int(token_ids[token]) + 2**32
+        raise source.refusal("token ids", at, "id out of range", "below 2**31", found, token)
+    if array("u1", shape.padding_at, shape.payload_at).any():
+        raise source.refusal("padding", shape.padding_at, "not empty", "zero bytes", "others")
+    return _Sections(
+        tuple(VersionSpan(*span) for span in spans.tolist()),
+        array("<u8", shape.digests_at, shape.layers_at).tolist(),
+        tuple(layers.tolist()),
+        token_ids.astype(np.int32, copy=False),
+        _read_coverage(source, shape, array("u1", shape.bitmap_at, shape.padding_at)),
+    )
+
+
+def _read_coverage(source: BlobSource, shape: Shape, bitmap: np.ndarray) -> np.ndarray:
+    """(T, 1) or (T, L) bool."""
+    if shape.coverage == _ALL:
+        return np.ones((shape.tokens, 1), bool)
+    per_token = shape.coverage == _PER_TOKEN
+    bits = np.unpackbits(bitmap.reshape(1 if per_token else shape.tokens, -1), axis=1, bitorder="little")
+    used, unused = np.split(bits, [shape.tokens if per_token else shape.layers], axis=1)
+    if unused.any():
+        raise source.refusal("coverage bitmap", shape.bitmap_at, "unused bits are set", "zero bits", "others")
+    covered = used.reshape(shape.tokens, -1).view(bool)
+    smallest, _ = _coverage_bitmap(covered)
+    if smallest != shape.coverage:
+        raise source.refusal("coverage", 12, "a smaller mode says the same", smallest, shape.coverage)
+    return covered
+
+
+def _read_ids(source: BlobSource, shape: Shape, digests: list[int], blocks: range) -> np.ndarray:
+    """The ids of some blocks with the zeros that fill the last one; uint8 without a copy, or uint16."""
+    start, stop = shape.block_at(blocks.start), shape.block_at(blocks.stop)
+    payload = np.frombuffer(source.take(start, stop), np.uint8)
+    ids = payload if shape.id_bits == 8 else np.empty(len(payload) // shape.id_bits * 8, np.uint16)
+    row_ids = shape.layers * shape.top_k
+    limit = shape.experts or MAX_EXPERTS
+    largest = 0
+    for block in blocks:  # each is checked and unpacked while it is in cache
+        at = shape.block_at(block)
+        raw = payload[at - start : shape.block_at(block + 1) - start]
+        digest = block_digest(raw)
+        if digest != digests[block]:
+            problem, expected = f"block {block} is corrupted", f"checksum {digests[block]:016x}"
+            raise source.refusal("payload", at, problem, expected, f"{digest:016x}", block * BLOCK_TOKENS)
+        block_ids = ids[(block - blocks.start) * BLOCK_TOKENS * row_ids :][: len(raw) // shape.id_bits * 8]
+        if shape.id_bits > 8:
+            _unpack_block(raw, shape.id_bits, block_ids)
+        largest = max(largest, int(block_ids.max()))
+        if largest >= limit:
+            token = block * BLOCK_TOKENS + int(np.argmax(block_ids >= limit)) // row_ids
+            raise source.refusal("payload", at, "id out of range", f"below {limit}", largest, token)
+        if block_ids[(shape.tokens - block * BLOCK_TOKENS) * row_ids :].any():
+            raise source.refusal("payload", at, "ids after the last token", "zeros", "others")
+    if not shape.experts and len(blocks) == shape.blocks and shape.id_bits != _smallest_id_bits(largest + 1):
+        raise source.refusal("id_bits", 11, "fewer would do", _smallest_id_bits(largest + 1), shape.id_bits)
+    return ids
+
+
+def _check_uncovered_rows(
+    source: BlobSource, shape: Shape, experts: np.ndarray, covered: np.ndarray, first: int
+) -> None:
+    """Raise unless the ids of what nobody recorded are zero."""
+    if covered.all():
+        return
+    rows = np.nonzero(~covered if covered.shape[1] > 1 else ~covered[:, 0])
+    strays = experts[rows].reshape(len(rows[0]), -1).any(axis=1)
+    if strays.any():
+        row = tuple(axis[np.argmax(strays)] for axis in rows)
+        token = first + int(row[0])
+        at = shape.block_at(token // BLOCK_TOKENS)
+        raise source.refusal("payload", at, "ids where nothing is covered", "zeros", experts[row].tolist(), token)
+
+
+def _check_crc(source: BlobSource, field: str, at: int, raw: bytes | memoryview, expected: int) -> None:
+    found = zlib.crc32(raw)
+    if found != expected:
+        raise source.refusal(field, at, "corrupted", f"checksum {expected:08x}", f"{found:08x}")

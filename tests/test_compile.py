@@ -1,0 +1,117 @@
+"""`torch.compile`: one graph, no breaks, no recompilation when the routes change, and the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+
+import moe_replay as mr
+from tests.models import gradients, perturb_routers, random_ids, tiny_qwen3_moe
+from tests.test_recompute import loss, uncover
+
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_recording_and_replaying_compile_to_one_graph_each():
+    model = tiny_qwen3_moe(experts_implementation="batched_mm")
+    replay = mr.attach(model)
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    recorded, plain = [], []
+    with torch.no_grad():
+        for step in range(STEPS):
+            with replay.record() as recording:
+                plain.append(compiled(random_ids(2, 7, seed=step)).logits)
+            recorded.append(recording.batch())
+        assert counter.frame_count == 1
+        for step in range(STEPS):
+            with replay.record() as again:
+                assert torch.equal(model(random_ids(2, 7, seed=step)).logits, plain[step])
+            assert torch.equal(again.batch().experts, recorded[step].experts)
+
+        perturb_routers(replay)
+        for step in range(STEPS):
+            # the covered share changes from step to step, which must not compile anew either
+            batch = recorded[step] if step % 2 else uncover(recorded[step], every=2 + step)
+            with replay.replay(batch):
+                found = compiled(random_ids(2, 7, seed=step)).logits
+            with replay.replay(batch):
+                assert torch.equal(model(random_ids(2, 7, seed=step)).logits, found)
+        assert counter.frame_count == 2
+
+
+def test_training_step_compiles():
+    model = tiny_qwen3_moe(experts_implementation="batched_mm").train()
+    replay = mr.attach(model)
+    batches = []
+    for step in range(STEPS):
+        with torch.no_grad(), replay.record() as recording:
+            model(random_ids(2, 7, seed=step))
+        batches.append(recording.batch())
+    perturb_routers(replay)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for step in range(STEPS):
+        ids = random_ids(2, 7, seed=step)
+        with replay.replay(batches[step]):
+            loss(compiled(ids)).backward()
+        found = gradients(model)
+        with replay.replay(batches[step]):
+            loss(model(ids)).backward()
+        for name, expected in gradients(model).items():
+            torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-7)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_compiled_layers_are_recomputed_with_their_own_routes(use_reentrant):
+    """Regional compilation: each decoder layer compiled, checkpointing around it in eager mode."""
+    model = tiny_qwen3_moe(experts_implementation="batched_mm").train()
+    replay = mr.attach(model)
+    inputs = [random_ids(2, 7, seed=i) for i in range(3)]
+    batches = []
+    for ids in inputs:
+        with torch.no_grad(), replay.record() as recording:
+            model(ids)
+        batches.append(recording.batch())
+    perturb_routers(replay)
+    expected = []
+    for ids, batch in zip(inputs, batches, strict=True):
+        with replay.replay(batch):
+            loss(model(ids)).backward()
+        expected.append(gradients(model))
+    for layer in model.model.layers:
+        layer.mlp.compile(backend="aot_eager", fullgraph=True)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    losses = []
+    for ids, batch in zip(inputs, batches, strict=True):
+        with replay.replay(batch):
+            losses.append(loss(model(ids)))
+    for i in (2, 0, 1):
+        losses[i].backward()
+        found = gradients(model)
+        for name, gradient in expected[i].items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_compiled_forward_fed_other_tokens_is_refused():
+    model = tiny_qwen3_moe(experts_implementation="batched_mm")
+    replay = mr.attach(model)
+    with torch.no_grad(), replay.record() as recording:
+        model(random_ids(2, 7))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with (
+        torch.no_grad(),
+        pytest.raises(mr.AlignmentError, match="another token"),
+        replay.replay(recording.batch()),
+    ):
+        compiled(random_ids(2, 7).flip(1))

@@ -1,0 +1,419 @@
+"""The architecture as rules over the source, and for each rule a proof that it bites.
+
+A rule takes one file and yields `(line, what is wrong)`. An exception to a rule is an entry in `EXCEPTIONS`, with a
+reason; one that is no longer needed fails as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "moe_replay"
+
+LONG_LINES, LONGEST_LINES = 400, 600
+BASE = sys.stdlib_module_names | {"numpy", "torch", PACKAGE}
+OPTIONAL = {"accelerate", "datasets", "matplotlib", "megatron", "peft", "sglang", "transformers", "trl", "vllm"}
+PICKLERS = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
+MACHINE_PATH = re.compile(r"(?<![\w.:/~}>-])/(?:root|home|work|farm|mnt|opt|Users)/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class File:
+    """One text file of the project; Python is parsed on demand."""
+
+    path: str  # relative to the root, with forward slashes
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, self.path)
+
+    @cached_property
+    def imported(self) -> dict[str, str]:
+        """Local name -> the dotted name it was imported as."""
+        names: dict[str, str] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    bound = alias.asname or alias.name.partition(".")[0]
+                    names[bound] = alias.name if alias.asname else bound
+            elif isinstance(node, ast.ImportFrom):
+                names |= {a.asname or a.name: f"{node.module or PACKAGE}.{a.name}" for a in node.names}
+        return names
+
+    def dotted(self, node: ast.AST) -> str:
+        """`np.load` -> "numpy.load"; "" for what is not a plain chain of names."""
+        if isinstance(node, ast.Name):
+            return self.imported.get(node.id, node.id)
+        if isinstance(node, ast.Attribute) and (owner := self.dotted(node.value)):
+            return f"{owner}.{node.attr}"
+        return ""
+
+
+Rule = Callable[[File], Iterator[tuple[int, str]]]
+
+EXCEPTIONS: dict[str, dict[str, str]] = {
+    "long_file": {
+        "src/moe_replay/trace.py": "one value: what a trace may be, and every way in which a rollout makes it grow",
+    },
+}
+
+
+# ---- rules for the package -------------------------------------------------------------------------------------------
+
+
+def global_statement(file: File) -> Iterator[tuple[int, str]]:
+    """Two models in one process must never see each other's routes."""
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Global):
+            yield node.lineno, f"global {', '.join(node.names)}"
+
+
+def unsafe_loading(file: File) -> Iterator[tuple[int, str]]:
+    """Traces and checkpoints may come from anywhere: nothing we read may run code."""
+    for line, module in imports(file, ast.walk(file.tree)):
+        if module.partition(".")[0] in PICKLERS:
+            yield line, f"imports {module}"
+    for node in ast.walk(file.tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = file.dotted(node.func).removeprefix("builtins.")
+        constants = {k.arg: k.value.value for k in node.keywords if isinstance(k.value, ast.Constant)}
+        if name in ("eval", "exec"):
+            yield node.lineno, f"calls {name}"
+        if name == "torch.load" and constants.get("weights_only") is not True:
+            yield node.lineno, "torch.load without weights_only=True"
+        if name == "numpy.load" and any(k.arg == "allow_pickle" and constants.get(k.arg) for k in node.keywords):
+            yield node.lineno, "numpy.load with allow_pickle"
+
+
+def broad_except(file: File) -> Iterator[tuple[int, str]]:
+    """Fail closed: a handler names what it expects."""
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.ExceptHandler):
+            kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            for kind in kinds:
+                name = file.dotted(kind).removeprefix("builtins.") if kind else "everything"
+                if name in ("everything", "Exception", "BaseException"):
+                    yield node.lineno, f"catches {name}"
+
+
+def patched_class(file: File) -> Iterator[tuple[int, str]]:
+    """No patches: an imported name, or a class as a whole, is not ours to assign to."""
+    shared = {"cls", *file.imported, *(node.name for node in ast.walk(file.tree) if isinstance(node, ast.ClassDef))}
+    for node in ast.walk(file.tree):
+        target = None
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            target = node.value
+        elif isinstance(node, ast.Call) and file.dotted(node.func) in ("setattr", "delattr") and node.args:
+            target = node.args[0]
+        while isinstance(target, ast.Attribute):
+            target = target.value
+        if isinstance(target, ast.Name) and target.id in shared:
+            yield target.lineno, f"assigns to an attribute of {target.id}"
+
+
+def eager_import(file: File) -> Iterator[tuple[int, str]]:
+    """An optional library is imported by the function that needs it, never by importing us."""
+    for line, module in imports(file, run_at_import(file, file.tree)):
+        if module.partition(".")[0] in OPTIONAL:
+            yield line, f"imports {module} at module level"
+
+
+def core_import(file: File) -> Iterator[tuple[int, str]]:
+    """The core is what lies in the package itself, not in a folder of it: numpy and torch are all it knows."""
+    if is_core(file):
+        for line, module in imports(file, ast.walk(file.tree)):
+            if module.partition(".")[0] not in BASE:
+                yield line, f"core module imports {module}"
+
+
+def long_file(file: File) -> Iterator[tuple[int, str]]:
+    """A file has one reason to exist and fits on a few screens."""
+    if (lines := len(file.text.splitlines())) > LONG_LINES:
+        yield lines, f"{lines} lines, more than {LONG_LINES}"
+
+
+def too_long_file(file: File) -> Iterator[tuple[int, str]]:
+    """And beyond this there are no reasons left."""
+    if (lines := len(file.text.splitlines())) > LONGEST_LINES:
+        yield lines, f"{lines} lines, more than {LONGEST_LINES}"
+
+
+def missing_docstring(file: File) -> Iterator[tuple[int, str]]:
+    """Everything public says what it is. An overload or an override says it elsewhere."""
+
+    def public(scope: ast.Module | ast.ClassDef, prefix: str) -> Iterator[tuple[int, str]]:
+        for node in scope.body:
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or node.name[0] == "_":
+                continue
+            marks = {file.dotted(mark).rpartition(".")[2] for mark in node.decorator_list}
+            if not marks & {"overload", "override", "setter", "deleter"} and not ast.get_docstring(node):
+                yield node.lineno, f"{prefix}{node.name} has no docstring"
+            if isinstance(node, ast.ClassDef):
+                yield from public(node, f"{node.name}.")
+
+    if not ast.get_docstring(file.tree):
+        yield 1, "the module has no docstring"
+    yield from public(file.tree, "")
+
+
+# ---- rules for tests and for every file ------------------------------------------------------------------------------
+
+
+def empty_test(file: File) -> Iterator[tuple[int, str]]:
+    """A test checks something, itself or through a function of its file that it names."""
+    functions = {n.name: n for n in file.tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))}
+
+    def checks(node: ast.AST) -> bool:
+        if isinstance(node, ast.Assert):
+            return not isinstance(node.test, ast.Constant)
+        name = file.dotted(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+        return name in ("raises", "warns", "fail") or re.match(r"_?(check|assert)", name) is not None
+
+    def reaches_a_check(function: ast.AST, seen: set[str]) -> bool:
+        for node in ast.walk(function):
+            if checks(node):
+                return True
+            if isinstance(node, ast.Name) and node.id in functions and node.id not in seen:
+                seen.add(node.id)
+                if reaches_a_check(functions[node.id], seen):
+                    return True
+        return False
+
+    for name, function in functions.items():
+        if name.startswith("test") and not reaches_a_check(function, {name}):
+            yield function.lineno, f"{name} checks nothing"
+
+
+def machine_path(file: File) -> Iterator[tuple[int, str]]:
+    """A path of somebody's machine works on that machine."""
+    for number, line in enumerate(file.text.splitlines(), 1):
+        for match in MACHINE_PATH.finditer(line):
+            yield number, f"names {match[0]}"
+
+
+# ---- what the rules are made of --------------------------------------------------------------------------------------
+
+
+def imports(file: File, nodes: Iterator[ast.AST]) -> Iterator[tuple[int, str]]:
+    """(line, module) of every absolute import, `importlib.import_module` included."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.lineno, node.module
+        elif isinstance(node, ast.Call) and file.dotted(node.func) in ("importlib.import_module", "__import__"):
+            yield from ((node.lineno, str(name.value)) for name in node.args[:1] if isinstance(name, ast.Constant))
+
+
+def is_core(file: File) -> bool:
+    return re.fullmatch(rf"src/{PACKAGE}/\w+\.py", file.path) is not None
+
+
+def run_at_import(file: File, node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that importing the file runs: no function bodies, nothing under TYPE_CHECKING."""
+    yield node
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        return
+    children = ast.iter_child_nodes(node)
+    if isinstance(node, ast.If) and file.dotted(node.test).removeprefix("typing.") == "TYPE_CHECKING":
+        children = iter(node.orelse)
+    for child in children:
+        yield from run_at_import(file, child)
+
+
+def project_paths() -> Iterator[Path]:
+    """Every file that is or would be tracked; in an unpacked archive, every file but products of building."""
+    if (ROOT / ".git").exists():
+        command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        yield from (ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file())
+        return
+    for folder, names, files in os.walk(ROOT):
+        names[:] = [
+            name for name in names if not re.match(r"\.venv|\.\w+_cache|\.hypothesis|__pycache__|build|dist", name)
+        ]
+        yield from (Path(folder, name) for name in files)
+
+
+def read_files(*folders: str, suffix: str = "") -> list[File]:
+    found = []
+    for path in sorted(project_paths()):
+        name = path.relative_to(ROOT).as_posix()
+        if name.startswith(folders) and name.endswith(suffix):
+            content = path.read_bytes()
+            if b"\0" not in content:  # pictures and traces are not text
+                found.append(File(name, content.decode()))
+    return found
+
+
+def offences(rule: Rule, files: list[File]) -> list[str]:
+    return [f"{file.path}:{line}: {what}" for file in files for line, what in rule(file)]
+
+
+# ---- the project obeys -----------------------------------------------------------------------------------------------
+
+SOURCE = read_files("src/", suffix=".py")
+TESTS = read_files("tests/", suffix=".py")
+EVERYTHING = read_files("")
+
+SCOPE: dict[Rule, list[File]] = {
+    global_statement: SOURCE,
+    unsafe_loading: SOURCE,
+    broad_except: SOURCE,
+    patched_class: SOURCE,
+    eager_import: SOURCE,
+    core_import: SOURCE,
+    long_file: SOURCE,
+    too_long_file: SOURCE,
+    missing_docstring: SOURCE,
+    empty_test: TESTS,
+    machine_path: EVERYTHING,
+}
+
+
+@pytest.mark.parametrize("rule", SCOPE, ids=lambda rule: rule.__name__)
+def test_the_project_obeys(rule: Rule) -> None:
+    assert SCOPE[rule], "the rule has nothing to look at"
+    excepted = EXCEPTIONS.get(rule.__name__, {})
+    found = offences(rule, [file for file in SCOPE[rule] if file.path not in excepted])
+    assert not found, "\n".join([str(rule.__doc__), *found])
+
+
+def test_exceptions_are_needed_and_explained() -> None:
+    rules = {rule.__name__: rule for rule in SCOPE}
+    assert "too_long_file" not in EXCEPTIONS
+    for name, excepted in EXCEPTIONS.items():
+        for path, reason in excepted.items():
+            assert len(reason.split()) > 3, f"{name}: {path} wants a reason"
+            assert offences(rules[name], [f for f in SCOPE[rules[name]] if f.path == path]), f"{name}: {path} is stale"
+
+
+# ---- each rule bites, and bites nothing else -------------------------------------------------------------------------
+
+CAUGHT: list[tuple[Rule, str]] = [
+    (global_statement, "def f():\n    global state\n    state = 1"),
+    (unsafe_loading, "import pickle"),
+    (unsafe_loading, "def f():\n    from cloudpickle import loads"),
+    (unsafe_loading, "eval('1')"),
+    (unsafe_loading, "import builtins\nbuiltins.exec('1')"),
+    (unsafe_loading, "import torch\ntorch.load(path)"),
+    (unsafe_loading, "import torch as t\nt.load(path, weights_only=False)"),
+    (unsafe_loading, "from torch import load\nload(path, weights_only=flag)"),
+    (unsafe_loading, "import numpy as np\nnp.load(path, allow_pickle=True)"),
+    (broad_except, "try:\n    f()\nexcept:\n    pass"),
+    (broad_except, "try:\n    f()\nexcept Exception as error:\n    pass"),
+    (broad_except, "try:\n    f()\nexcept (OSError, BaseException):\n    pass"),
+    (patched_class, "from megatron.core import TopKRouter\nTopKRouter.routing = mine"),
+    (patched_class, "import torch\ntorch.nn.Linear.forward, x = mine, 1"),
+    (patched_class, "import torch\ndel torch.nn.Linear.forward"),
+    (patched_class, "def f():\n    from vllm import LLM\n    setattr(LLM, name, mine)"),
+    (patched_class, "class Ours:\n    @classmethod\n    def add(cls):\n        cls.count += 1"),
+    (patched_class, "class Ours:\n    pass\nOurs.registry = {}"),
+    (eager_import, "import transformers"),
+    (eager_import, "from vllm.outputs import RequestOutput"),
+    (eager_import, "try:\n    import megatron.core\nexcept ImportError:\n    megatron = None"),
+    (eager_import, "class C:\n    import sglang"),
+    (eager_import, "import importlib\nvllm = importlib.import_module('vllm')"),
+    (eager_import, "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    pass\nelse:\n    import vllm"),
+    (core_import, "def f():\n    import transformers"),
+    (core_import, "from safetensors.torch import load_file"),
+    (long_file, "x = 1\n" * 401),
+    (too_long_file, "x = 1\n" * 601),
+    (missing_docstring, "x = 1"),
+    (missing_docstring, '"""M."""\ndef f(): ...'),
+    (missing_docstring, '"""M."""\nclass C:\n    x: int'),
+    (missing_docstring, '"""M."""\nclass C:\n    """C."""\n    async def f(self): ...'),
+    (empty_test, "def test_nothing():\n    run()"),
+    (empty_test, "def test_constant():\n    assert True"),
+    (empty_test, "def helper():\n    run()\ndef test_through_a_helper():\n    helper()"),
+    (empty_test, "def test_circle():\n    test_circle()"),
+    (machine_path, "cd /" + "root/project"),
+    (machine_path, 'open("/' + 'home/me/data.json")'),
+]
+
+FREE: list[tuple[Rule, str]] = [
+    (unsafe_loading, "import torch\ntorch.load(path, weights_only=True)\nmodel.eval()\njson.load(file)"),
+    (unsafe_loading, "import numpy as np\nnp.load(path)\nnp.load(path, allow_pickle=False)"),
+    (broad_except, "try:\n    f()\nexcept (OSError, ValueError):\n    raise"),
+    (
+        patched_class,
+        "import torch\nclass C:\n    def f(self):\n        self.x = torch.ones(1)\n        self.x.grad = None",
+    ),
+    (patched_class, "import os\nos.environ['X'] = '1'\nsetattr(module, 'x', 1)"),
+    (eager_import, "def f():\n    import transformers"),
+    (eager_import, "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import vllm"),
+    (eager_import, "from moe_replay.routers import transformers\nfrom . import vllm"),
+    (core_import, "import os.path\nimport numpy as np\nfrom torch import nn\nfrom moe_replay.errors import TraceError"),
+    (long_file, "x = 1\n" * 400),
+    (too_long_file, "x = 1\n" * 600),
+    (missing_docstring, '"""M."""\ndef _f(): ...\nclass _C:\n    def f(self): ...'),
+    (
+        missing_docstring,
+        '"""M."""\nclass C:\n    """C."""\n    def __len__(self): ...\n    @x.setter\n    def x(self): ...',
+    ),
+    (empty_test, "def test_plain():\n    assert f() == 1"),
+    (empty_test, "def test_raises():\n    with pytest.raises(ValueError):\n        f()"),
+    (empty_test, "def test_library():\n    torch.testing.assert_close(a, b)"),
+    (empty_test, "def test_named():\n    check_alignment(a, b)"),
+    (empty_test, "def rank(i):\n    assert f(i)\ndef test_ranks():\n    spawn(rank, 2)"),
+    (machine_path, "https://example.org/home/page and src/work/file and ~/work/x and /usr/bin/env"),
+]
+
+
+def name_case(value: object) -> str | None:
+    return value.__name__ if callable(value) else None
+
+
+@pytest.mark.parametrize(("rule", "snippet"), CAUGHT, ids=name_case)
+def test_a_rule_catches(rule: Rule, snippet: str) -> None:
+    assert offences(rule, [File("src/moe_replay/trace.py", snippet)])
+
+
+@pytest.mark.parametrize(("rule", "snippet"), FREE, ids=name_case)
+def test_a_rule_lets_pass(rule: Rule, snippet: str) -> None:
+    assert offences(rule, [File("src/moe_replay/trace.py", snippet)]) == []
+
+
+def test_every_rule_is_shown_to_bite() -> None:
+    assert {rule for rule, _ in CAUGHT} == set(SCOPE)
+
+
+def test_folders_of_the_package_are_not_core() -> None:
+    assert offences(core_import, [File("src/moe_replay/rollout/vllm.py", "def f():\n    import vllm")]) == []
+
+
+# ---- importing the package is light ----------------------------------------------------------------------------------
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level modules that a fresh interpreter holds after the statement."""
+    code = f"import sys\n{statement}\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_importing_the_package_imports_no_optional_library() -> None:
+    core = [file.path for file in SOURCE if is_core(file) and not file.path.endswith("__init__.py")]
+    modules = [path.removeprefix("src/").removesuffix(".py").replace("/", ".") for path in core]
+    loaded = loaded_by(f"import {', '.join([PACKAGE, *modules])}")
+    assert PACKAGE in loaded
+    assert not loaded & OPTIONAL
+
+
+def test_what_an_interpreter_loaded_is_seen() -> None:
+    assert "hypothesis" in loaded_by("import hypothesis.errors")
