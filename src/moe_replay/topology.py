@@ -7,12 +7,11 @@ looked at is an error, not a guess; `routers/layer_rules.py` says which have bee
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from moe_replay.errors import UnsupportedRouterError
 from moe_replay.routers.base import RouterSite
-from moe_replay.routers.layer_rules import LAYER_RULES, STATE_IT, Config, not_understood, num_layers, setting
+from moe_replay.routers.layer_rules import LAYER_RULES, STATE_IT, Config, decoder_depth, not_understood, setting
 from moe_replay.routers.refused import refusal_by_type
 
 ATTENTION_ROUTER = 1 << 16
@@ -136,44 +135,42 @@ def _by_layer(moe: MoeLayer) -> int:
 
 def _from_megatron(config: Config) -> MoeTopology:
     """`moe_layer_freq` is a period or a pattern with one flag a layer. Layers of multi-token prediction come after."""
-    num_layers, frequency = config.num_layers, config.moe_layer_freq
-    pattern = [i % frequency == 0 for i in range(num_layers)] if isinstance(frequency, int) else list(frequency)
-    if len(pattern) != num_layers:
-        raise not_understood("moe_layer_freq", f"{num_layers} flags, one a layer", f"{len(pattern)} flags")
+    depth, frequency = config.num_layers, config.moe_layer_freq
+    pattern = [i % frequency == 0 for i in range(depth)] if isinstance(frequency, int) else list(frequency)
+    if len(pattern) != depth:
+        raise not_understood("moe_layer_freq", f"{depth} flags, one a layer", f"{len(pattern)} flags")
     sparse = [i for i, flag in enumerate(pattern) if flag] if config.num_moe_experts else []
     moe_layers = tuple(MoeLayer(layer, config.num_moe_experts, config.moe_router_topk) for layer in sparse)
-    return MoeTopology(num_layers, moe_layers, "megatron")
+    return MoeTopology(depth, moe_layers, "megatron")
 
 
-# ---- Transformers: how many experts -----------------------------------------------------------------------------
+# ---- Transformers -----------------------------------------------------------------------------------------------
 
-_EXPERT_NAMES = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-    "ffn_config.moe_num_experts",
-)
-_TOP_K_NAMES = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "ffn_config.moe_top_k")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config.moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "ffn_config.moe_top_k")
 
 
 def _from_transformers(config: Config) -> MoeTopology:
     model_type = setting(config, "model_type") or type(config).__name__
-    rule = _LAYER_RULES.get(model_type)
+    rule = LAYER_RULES.get(model_type)
     if rule is None:
         raise _no_rule(config, model_type)
-    experts = _setting(config, _EXPERT_NAMES)
-    layers = rule(config) if experts else ()  # granitemoehybrid, qwen: no experts make a dense model
-    moe_layers = [_moe_layer(config, layer, experts, _setting(config, _TOP_K_NAMES)) for layer in layers]
-    return MoeTopology(num_layers(config), tuple(sorted(moe_layers, key=_by_layer)), model_type)
+    experts = _by_any_name(config, _EXPERTS)
+    layers = rule(config) if experts else ()  # granitemoehybrid, qwen: without experts the model is dense
+    top_k = _by_any_name(config, _TOP_K) if layers else 0
+    added = _experts_without_weights(config)
+    in_mlp = [MoeLayer(i, _in_layer(i, experts, config) + added, _in_layer(i, top_k, config)) for i in layers]
+    in_attention = [replace(moe, layer=moe.layer + ATTENTION_ROUTER) for moe in in_mlp if model_type == "jetmoe"]
+    return MoeTopology(decoder_depth(config), (*in_mlp, *in_attention), model_type)
 
 
-def _moe_layer(config: Config, layer: int, experts: int | list[int], top_k: int | list[int]) -> MoeLayer:
+def _in_layer(layer: int, number: int | Sequence[int], config: Config) -> int:
     """Some families give a list with one number a layer (hunyuan_v1_moe)."""
-    position = layer % ATTENTION_ROUTER
-    num_experts = experts if isinstance(experts, int) else experts[position]
-    chosen = top_k if isinstance(top_k, int) else top_k[position]
-    return MoeLayer(layer, num_experts + _experts_without_weights(config), chosen)
+    if isinstance(number, int):
+        return number
+    if len(number) != decoder_depth(config):
+        raise not_understood("list of numbers", f"{decoder_depth(config)} numbers, one a layer", number)
+    return number[layer]
 
 
 def _experts_without_weights(config: Config) -> int:
@@ -183,16 +180,17 @@ def _experts_without_weights(config: Config) -> int:
     return int(config.model_type == "zaya")
 
 
-def _setting(config: Config, names: tuple[str, ...]) -> Any:
-    """The one value that the config has under any of these names."""
+def _by_any_name(config: Config, names: tuple[str, ...]) -> int | Sequence[int]:
+    """The one number that the config has under any of these names."""
     values = {name: value for name in names if (value := setting(config, name)) is not None}
     found = list(values.values())
-    if any(value != found[0] for value in found):
-        raise not_understood(" / ".join(values), "the same number under each name", values)
-    return found[0] if found else None
+    if not found or any(value != found[0] for value in found):
+        raise not_understood(" / ".join(values or names), "one number, the same under each name", values)
+    return found[0]
 
 
 # ---- errors -----------------------------------------------------------------------------------------------------
+
 
 def _no_rule(config: Config, model_type: str) -> UnsupportedRouterError:
     """Refused, dense, or a mixture that nobody has looked at."""

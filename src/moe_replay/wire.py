@@ -10,12 +10,14 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
 from moe_replay.errors import TraceFormatError
-from moe_replay.trace import MAX_EXPERTS, RouteTrace, VersionSpan, _cut_spans, trace_from_parts
+from moe_replay.trace import MAX_EXPERTS, RouteTrace, VersionSpan, _cut_spans, narrowest_dtype, trace_from_parts
 
 MAGIC = b"\x89MRT\r\n\x1a\n"
 VERSION = 1
@@ -46,7 +48,20 @@ class Limits:
 DEFAULT_LIMITS = Limits()
 
 
-class Shape(NamedTuple):
+class Places(NamedTuple):
+    """Where the parts of a blob begin."""
+
+    spans: int
+    digests: int
+    layers: int
+    token_ids: int
+    bitmap: int
+    padding: int
+    payload: int
+
+
+@dataclass(frozen=True)
+class Shape:
     """The sizes in a header, and where they put everything."""
 
     tokens: int
@@ -59,63 +74,34 @@ class Shape(NamedTuple):
 
     @property
     def blocks(self) -> int:
+        """How many blocks of tokens there are."""
         return -(-self.tokens // BLOCK_TOKENS)
 
-    @property
-    def digests_at(self) -> int:
-        return HEADER_BYTES + 16 * self.spans
-
-    @property
-    def layers_at(self) -> int:
-        return self.digests_at + 8 * self.blocks
-
-    @property
-    def tokens_at(self) -> int:
-        return self.layers_at + 4 * self.layers
-
-    @property
-    def bitmap_at(self) -> int:
-        return self.tokens_at + 4 * self.tokens
-
-    @property
-    def padding_at(self) -> int:
-        if self.coverage == _ALL:
-            return self.bitmap_at
-        per_token = self.coverage == _PER_TOKEN
-        return self.bitmap_at + (-(-self.tokens // 8) if per_token else self.tokens * -(-self.layers // 8))
-
-    @property
-    def payload_at(self) -> int:
-        return -(-self.padding_at // 64) * 64
+    @cached_property
+    def places(self) -> Places:
+        """Where the parts of the blob begin."""
+        bitmap = (0, -(-self.tokens // 8), self.tokens * -(-self.layers // 8))[self.coverage]
+        sizes = (HEADER_BYTES, 16 * self.spans, 8 * self.blocks, 4 * self.layers, 4 * self.tokens, bitmap)
+        *begins, end = accumulate(sizes)
+        return Places(*begins, padding=end, payload=-(-end // 64) * 64)
 
     @property
     def blob_bytes(self) -> int:
+        """Size of the whole blob."""
         return self.block_at(self.blocks)
 
     def block_at(self, block: int) -> int:
         """Where a block begins; for the number of blocks, where the last one ends."""
         ids = min(block * BLOCK_TOKENS, self.tokens) * self.layers * self.top_k
-        return self.payload_at + -(-ids // _ID_GROUP) * (_ID_GROUP // 8) * self.id_bits
+        return self.places.payload + -(-ids // _ID_GROUP) * (_ID_GROUP // 8) * self.id_bits
 
 
-class BlobSource(Protocol):
-    """Where a blob lies: in memory or in a file."""
+class BlobSource:
+    """Where a blob lies: in a read-only buffer, unless a subclass says otherwise."""
 
-    def __len__(self) -> int: ...
-
-    def take(self, start: int, stop: int) -> memoryview:
-        """These bytes of the blob, read-only; no others are touched."""
-        ...
-
-    def refusal(
-        self, field: str, at: int, problem: str, expected: object, found: object, token: int | None = None
-    ) -> TraceFormatError:
-        """The error that says what is wrong in a field."""
-        ...
-
-
-class MemorySource:
-    """A blob in a read-only buffer."""
+    prefix: str = ""  # of an error's text
+    start: int = 0  # of the blob in what holds it
+    sample: int | None = None
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
@@ -124,12 +110,15 @@ class MemorySource:
         return len(self._view)
 
     def take(self, start: int, stop: int) -> memoryview:
+        """These bytes of the blob; no others are touched."""
         return self._view[start:stop]
 
     def refusal(
         self, field: str, at: int, problem: str, expected: object, found: object, token: int | None = None
     ) -> TraceFormatError:
-        return TraceFormatError(f"{field} at byte {at}: {problem}", token=token, expected=expected, found=found)
+        """The error that says what is wrong in a field."""
+        text = f"{self.prefix}{field} at byte {self.start + at}: {problem}"
+        return TraceFormatError(text, sample=self.sample, token=token, expected=expected, found=found)
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------
@@ -146,14 +135,14 @@ def encode_parts(trace: RouteTrace, *, limits: Limits = DEFAULT_LIMITS) -> list[
     experts = trace.num_experts or 0
     id_bits = _smallest_id_bits(experts or int(trace.experts.max(initial=0)) + 1)
     shape = Shape(len(trace), len(trace.layers), trace.top_k, experts, id_bits, mode, len(trace.versions))
-    nowhere = MemorySource(memoryview(b""))
+    nowhere = BlobSource(memoryview(b""))
     _check_shape(nowhere, shape, limits)
     blocks, digests = [], []
     for first in range(0, len(trace), BLOCK_TOKENS):
         ids = trace.experts[first : first + BLOCK_TOKENS].reshape(-1)
         if (largest := int(ids.max())) >= (experts or MAX_EXPERTS):  # its high bits would be lost in silence
-            raise nowhere.refusal("payload", shape.payload_at, "id out of range", f"below {experts}", largest)
-        blocks.append(_pack_block(ids, id_bits))
+            raise nowhere.refusal("payload", shape.places.payload, "id out of range", f"below {experts}", largest)
+        blocks.append(_pack_block(ids.astype(narrowest_dtype(1 << id_bits), copy=False), id_bits))
         digests.append(block_digest(blocks[-1]))  # while it is in cache
     sections = b"".join(
         (
@@ -162,7 +151,7 @@ def encode_parts(trace: RouteTrace, *, limits: Limits = DEFAULT_LIMITS) -> list[
             np.array(trace.layers, "<u4").tobytes(),
             trace.token_ids.astype("<u4").tobytes(),
             bitmap,
-            bytes(shape.payload_at - shape.padding_at),
+            bytes(shape.places.payload - shape.places.padding),
         )
     )
     fields = (MAGIC, VERSION, _CODEC_PLANES, id_bits, mode, 0, shape.top_k, shape.layers, experts)
@@ -203,7 +192,7 @@ def _pack_block(ids: np.ndarray, id_bits: int) -> np.ndarray:
     if len(ids) % _ID_GROUP:
         ids = np.pad(ids, (0, -len(ids) % _ID_GROUP))
     if id_bits == 8:
-        return ids.astype(np.uint8, copy=False)
+        return ids
     block = np.empty(len(ids) // 8 * id_bits, np.uint8)
     np.copyto(block[: len(ids)], ids, casting="unsafe")  # keeps the low byte
     planes = block[len(ids) :].reshape(id_bits - 8, -1)
@@ -238,7 +227,7 @@ def decode_trace(
     view = memoryview(data).cast("B")
     if not view.readonly or np.frombuffer(view, np.uint8).ctypes.data % 8:  # only aligned words can be viewed
         view = memoryview(bytes(view))
-    return read_blob(MemorySource(view), tokens, layers, limits)
+    return read_blob(BlobSource(view), tokens, layers, limits)
 
 
 def read_blob(source: BlobSource, tokens: slice, layers: Sequence[int] | None, limits: Limits) -> RouteTrace:
@@ -299,10 +288,11 @@ def _check_shape(source: BlobSource, shape: Shape, limits: Limits) -> None:
         ("num_layers", 16, 1, limits.layers, shape.layers),
         ("num_tokens", 24, 0, limits.tokens, shape.tokens),
         ("num_spans", 32, 1, min(limits.spans, max(shape.tokens, 1)), shape.spans),
-        ("blob_bytes", 40, HEADER_BYTES, limits.blob_bytes, shape.blob_bytes),
     ):
         if not least <= found <= most:
             raise source.refusal(field, at, "out of range", f"{least} to {most}", found)
+    if shape.blob_bytes > limits.blob_bytes:
+        raise source.refusal("blob_bytes", 40, "out of range", f"at most {limits.blob_bytes}", shape.blob_bytes)
 
 
 class _Sections(NamedTuple):
@@ -315,34 +305,35 @@ class _Sections(NamedTuple):
 
 def _read_sections(source: BlobSource, shape: Shape, crc: int) -> _Sections:
     """All of a blob but its header and payload, checked."""
-    raw = source.take(HEADER_BYTES, shape.payload_at)
+    places = shape.places
+    raw = source.take(places.spans, places.payload)
     _check_crc(source, "sections_crc", 56, raw, crc)
 
     def array(dtype: str, start: int, stop: int) -> np.ndarray:
-        return np.frombuffer(raw[start - HEADER_BYTES : stop - HEADER_BYTES], dtype)
+        return np.frombuffer(raw[start - places.spans : stop - places.spans], dtype)
 
-    spans = array("<u8", HEADER_BYTES, shape.digests_at).reshape(-1, 2)
+    spans = array("<u8", places.spans, places.digests).reshape(-1, 2)
     starts, versions = spans.T
     starts_fit = starts[0] == 0 and (starts[1:] > starts[:-1]).all() and int(starts[-1]) < max(shape.tokens, 1)
     if not starts_fit or (versions[1:] == versions[:-1]).any() or int(versions.max()) >= 2**63:
         rule = f"starts 0, ... increasing, below {shape.tokens}; versions below 2**63, each unlike the one before"
-        raise source.refusal("version spans", HEADER_BYTES, "wrong order or value", rule, spans[:8].tolist())
-    layers = array("<u4", shape.layers_at, shape.tokens_at)
+        raise source.refusal("version spans", places.spans, "wrong order or value", rule, spans[:8].tolist())
+    layers = array("<u4", places.layers, places.token_ids)
     if (layers[1:] <= layers[:-1]).any():
-        raise source.refusal("layer ids", shape.layers_at, "wrong order", "increasing", layers[:8].tolist())
-    token_ids = array("<i4", shape.tokens_at, shape.bitmap_at)
+        raise source.refusal("layer ids", places.layers, "wrong order", "increasing", layers[:8].tolist())
+    token_ids = array("<i4", places.token_ids, places.bitmap)
     if token_ids.min(initial=0) < 0:
         token = int(np.argmax(token_ids < 0))
-        at, found = shape.tokens_at + 4 * token, int(token_ids[token]) + 2**32
+        at, found = places.token_ids + 4 * token, int(token_ids[token]) + 2**32
         raise source.refusal("token ids", at, "id out of range", "below 2**31", found, token)
-    if array("u1", shape.padding_at, shape.payload_at).any():
-        raise source.refusal("padding", shape.padding_at, "not empty", "zero bytes", "others")
+    if array("u1", places.padding, places.payload).any():
+        raise source.refusal("padding", places.padding, "not empty", "zero bytes", "others")
     return _Sections(
         tuple(VersionSpan(*span) for span in spans.tolist()),
-        array("<u8", shape.digests_at, shape.layers_at).tolist(),
+        array("<u8", places.digests, places.layers).tolist(),
         tuple(layers.tolist()),
         token_ids.astype(np.int32, copy=False),
-        _read_coverage(source, shape, array("u1", shape.bitmap_at, shape.padding_at)),
+        _read_coverage(source, shape, array("u1", places.bitmap, places.padding)),
     )
 
 
@@ -354,7 +345,7 @@ def _read_coverage(source: BlobSource, shape: Shape, bitmap: np.ndarray) -> np.n
     bits = np.unpackbits(bitmap.reshape(1 if per_token else shape.tokens, -1), axis=1, bitorder="little")
     used, unused = np.split(bits, [shape.tokens if per_token else shape.layers], axis=1)
     if unused.any():
-        raise source.refusal("coverage bitmap", shape.bitmap_at, "unused bits are set", "zero bits", "others")
+        raise source.refusal("coverage bitmap", shape.places.bitmap, "unused bits are set", "zero bits", "others")
     covered = used.reshape(shape.tokens, -1).view(bool)
     smallest, _ = _coverage_bitmap(covered)
     if smallest != shape.coverage:

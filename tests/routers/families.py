@@ -199,7 +199,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | HEAD
     | MLP
     | LOCAL_EXPERTS
-    | {"layer_types": ["sliding_attention", "full_attention"] + ["full_attention"]},
+    | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 4},
     "granitemoe": GRANITE_MOE,
     "granitemoe_swa": GRANITE_MOE | {"shared_intermediate_size": 16},
     "granitemoehybrid": GRANITE_MOE
@@ -341,10 +341,9 @@ UNLISTED: dict[str, tuple[str, str, str]] = {
 @functools.cache
 def available_families() -> tuple[str, ...]:
     """The families that the installed release of Transformers has."""
-    folders = {model_type: UNLISTED[model_type][0] if model_type in UNLISTED else model_type for model_type in FAMILIES}
-    return tuple(
-        model_type for model_type, folder in folders.items() if model_type in CONFIG_MAPPING or folder in CONFIG_MAPPING
-    )
+    listed = set(CONFIG_MAPPING)
+    unlisted = {model_type for model_type, (folder, _, _) in UNLISTED.items() if folder in listed}
+    return tuple(model_type for model_type in FAMILIES if model_type in listed | unlisted)
 
 
 def tiny_config(model_type: str, **changes: Any) -> PretrainedConfig:

@@ -29,7 +29,7 @@ def setting(config: Config, name: str) -> Any:
     return config
 
 
-def num_layers(config: Config) -> int:
+def decoder_depth(config: Config) -> int:
     """longcat_flash counts two for each decoder layer in `num_hidden_layers`, one for each of its attentions."""
     return config.num_layers if config.model_type == "longcat_flash" else config.num_hidden_layers
 
@@ -42,7 +42,7 @@ def not_understood(name: str, expected: str, found: object) -> UnsupportedRouter
 
 
 def _every_layer(config: Config) -> Sequence[int]:
-    return range(num_layers(config))
+    return range(decoder_depth(config))
 
 
 def _every_layer_if_enabled(config: Config) -> Sequence[int]:
@@ -51,17 +51,17 @@ def _every_layer_if_enabled(config: Config) -> Sequence[int]:
 
 
 def _after_first_k_dense(config: Config) -> Sequence[int]:
-    return range(config.first_k_dense_replace, num_layers(config))
+    return range(config.first_k_dense_replace, decoder_depth(config))
 
 
 def _after_num_dense(config: Config) -> Sequence[int]:
-    return range(config.num_dense_layers, num_layers(config))
+    return range(config.num_dense_layers, decoder_depth(config))
 
 
 def _by_sparse_step(config: Config) -> Sequence[int]:
     """qwen: each `decoder_sparse_step`-th layer, counted from one, less an explicit list of dense ones."""
     step, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
-    return [i for i in range(num_layers(config)) if i not in dense and (i + 1) % step == 0]
+    return [i for i in range(decoder_depth(config)) if i not in dense and (i + 1) % step == 0]
 
 
 def _by_mlp_types(config: Config) -> Sequence[int]:
@@ -83,19 +83,19 @@ def _by_list(config: Config) -> Sequence[int]:
 def _by_period(config: Config) -> Sequence[int]:
     """jamba. A single expert is an MLP."""
     period, offset = config.expert_layer_period, config.expert_layer_offset
-    return [i for i in range(num_layers(config)) if i % period == offset and config.num_experts > 1]
+    return [i for i in range(decoder_depth(config)) if i % period == offset and config.num_experts > 1]
 
 
 def _by_interval(config: Config) -> Sequence[int]:
     """ernie4_5: each `moe_layer_interval`-th layer, counted from one, between two bounds that both belong."""
     first, last, interval = config.moe_layer_start_index, config.moe_layer_end_index, config.moe_layer_interval
-    return [i for i in range(num_layers(config)) if (i + 1) % interval == 0 and first <= i <= last]
+    return [i for i in range(decoder_depth(config)) if (i + 1) % interval == 0 and first <= i <= last]
 
 
 def _positions(config: Config, name: str, known: tuple[str, ...], wanted: tuple[str, ...]) -> Sequence[int]:
     kinds = setting(config, name)
-    if kinds is None or len(kinds) != num_layers(config):
-        raise not_understood(name, f"{num_layers(config)} names, one a layer", kinds)
+    if kinds is None or len(kinds) != decoder_depth(config):
+        raise not_understood(name, f"{decoder_depth(config)} names, one a layer", kinds)
     if strange := sorted(set(kinds).difference(known)):
         raise not_understood(name, f"names among {known}", strange)
     return [i for i, kind in enumerate(kinds) if kind in wanted]

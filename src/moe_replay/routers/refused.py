@@ -1,4 +1,4 @@
-"""Routers of Transformers that replay cannot drive, and why. Known by name, so that the refusal comes before a forward."""
+"""Routers of Transformers that replay cannot drive, and why: refused by name, before any forward."""
 
 from __future__ import annotations
 

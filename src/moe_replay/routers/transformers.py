@@ -45,22 +45,24 @@ _RULES = (
     RouterRule("Gemma4TextRouter", num_experts="config.num_experts", top_k="config.top_k_experts"),
     RouterRule("LongcatFlashTopkRouter", num_experts="n_routed_experts"),  # zero-experts included
     RouterRule("ZayaRouter", num_experts="num_router_classes"),  # the skip expert included
-    # release 4
+    # Release 4. Where release 5 has the same class, the module it names inside is the router.
     RouterRule("AriaTextMoELayer", num_experts="config.moe_num_experts", top_k="config.moe_topk"),
     RouterRule("DbrxRouter", num_experts="moe_num_experts", top_k="moe_top_k"),
     RouterRule("DeepseekV2MoEGate", num_groups="num_group", groups_kept="topk_group"),
-    *(
-        RouterRule(name, num_experts="n_routed_experts", num_groups="n_group", groups_kept="topk_group")
-        for name in ("DeepseekV3TopkRouter", "Dots1TopkRouter", "Glm4MoeTopkRouter", "Glm4vMoeTextTopkRouter")
-    ),
-    *(
-        RouterRule(name)
-        for name in ("GraniteMoeTopKGating", "GraniteMoeHybridTopKGating", "GraniteMoeSharedTopKGating")
-        + ("HunYuanMoEV1Moe", "JambaSparseMoeBlock", "JetMoeTopKGating", "Llama4Router", "OlmoeSparseMoeBlock")
-        + ("Qwen2MoeSparseMoeBlock",)
-    ),
+    RouterRule("DeepseekV3TopkRouter", "n_routed_experts", num_groups="n_group", groups_kept="topk_group"),
+    RouterRule("Dots1TopkRouter", "n_routed_experts", num_groups="n_group", groups_kept="topk_group"),
+    RouterRule("Glm4MoeTopkRouter", "n_routed_experts", num_groups="n_group", groups_kept="topk_group"),
+    RouterRule("Glm4vMoeTextTopkRouter", "n_routed_experts", num_groups="n_group", groups_kept="topk_group"),
+    RouterRule("GraniteMoeHybridTopKGating"),
+    RouterRule("GraniteMoeSharedTopKGating"),
+    RouterRule("GraniteMoeTopKGating"),
+    RouterRule("HunYuanMoEV1Moe"),
+    RouterRule("JambaSparseMoeBlock"),
+    RouterRule("JetMoeTopKGating"),
+    RouterRule("Llama4Router"),
+    RouterRule("OlmoeSparseMoeBlock"),
+    RouterRule("Qwen2MoeSparseMoeBlock"),
 )
-
 
 # What the router classes of release 5 have in common.
 _RECORDED = RouterRule("", num_groups="num_group", groups_kept="topk_group")

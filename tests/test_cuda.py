@@ -1,0 +1,109 @@
+"""On a GPU, in bf16: the same promises, and no wait for the device in any layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import moe_replay as mr
+from tests.models import gradients, perturb_routers, random_ids, tiny_qwen3_moe
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(params=["grouped_mm", "batched_mm"])
+def model(request):
+    return tiny_qwen3_moe(experts_implementation=request.param).to("cuda", torch.bfloat16).train()
+
+
+def recorded(model, replay, ids):
+    with torch.no_grad(), replay.record() as recording:
+        logits = model(ids).logits
+    return recording.batch(), logits
+
+
+def test_replay_of_a_record_is_bit_identical(model):
+    replay = mr.attach(model)
+    ids = random_ids(4, 64).cuda()
+    batch, logits = recorded(model, replay, ids)
+    with torch.no_grad(), replay.replay(batch):
+        assert torch.equal(model(ids).logits, logits)
+
+
+def test_experts_are_pinned_from_a_batch_on_the_host(model):
+    replay = mr.attach(model)
+    ids = random_ids(4, 64).cuda()
+    batch, _ = recorded(model, replay, ids)
+    perturb_routers(replay)
+    seen = {}
+    for layer, site in replay.sites.items():
+        site.module.register_forward_hook(lambda m, a, out, layer=layer: seen.update({layer: out[2]}))
+    with torch.no_grad(), replay.replay(batch.to("cpu"), observe=True) as replaying:
+        model(ids)
+    for slot, layer in enumerate(replay.layers):
+        assert torch.equal(seen[layer].view(-1, 2).to(torch.uint8), batch.experts[slot])
+    assert (replaying.native().experts != batch.experts).any(-1).float().mean() > 0.3
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_micro_batches_in_reverse_order(model, use_reentrant):
+    """Backward runs in autograd's own threads here."""
+    replay = mr.attach(model)
+    inputs = [random_ids(2, 32, seed=i).cuda() for i in range(3)]
+    batches = [recorded(model, replay, ids)[0] for ids in inputs]
+    perturb_routers(replay)
+    expected = []
+    for ids, batch in zip(inputs, batches, strict=True):
+        with replay.replay(batch):
+            model(ids).logits.float().pow(2).mean().backward()
+        expected.append(gradients(model))
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    losses = []
+    for ids, batch in zip(inputs, batches, strict=True):
+        with replay.replay(batch):
+            losses.append(model(ids).logits.float().pow(2).mean())
+    for i in (2, 0, 1):
+        losses[i].backward()
+        for name, gradient in gradients(model).items():
+            error = (gradient.float() - expected[i][name].float()).norm() / expected[i][name].float().norm()
+            assert error < 0.02, name
+
+
+def test_no_layer_waits_for_the_device(model):
+    """The token ids are compared once for a micro-batch; after that the host runs ahead."""
+    replay = mr.attach(model)
+    ids = random_ids(4, 64).cuda()
+    batch, _ = recorded(model, replay, ids)
+    layers = model.model.layers
+    layers[0].register_forward_pre_hook(lambda *args: torch.cuda.set_sync_debug_mode("error"))
+    layers[-1].register_forward_hook(lambda *args: torch.cuda.set_sync_debug_mode("default"))
+    try:
+        for observe in (False, True):
+            with torch.no_grad(), replay.replay(batch, observe=observe):
+                model(ids)
+        with torch.no_grad(), replay.record():
+            model(ids)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_other_tokens_are_refused(model):
+    replay = mr.attach(model)
+    ids = random_ids(4, 64).cuda()
+    batch, _ = recorded(model, replay, ids)
+    with pytest.raises(mr.AlignmentError, match="another token"), replay.replay(batch):
+        model(ids.roll(1, dims=1))
+
+
+def test_compiled_with_inductor(model):
+    replay = mr.attach(model)
+    ids = random_ids(4, 64).cuda()
+    batch, _ = recorded(model, replay, ids)
+    perturb_routers(replay)
+    with torch.no_grad(), replay.replay(batch):
+        expected = model(ids).logits
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad(), replay.replay(batch):
+        found = compiled(ids).logits
+    assert (found.float() - expected.float()).abs().max() < 0.05 * expected.float().abs().max()
