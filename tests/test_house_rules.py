@@ -167,7 +167,7 @@ def missing_docstring(file: File) -> Iterator[tuple[int, str]]:
 
 def empty_test(file: File) -> Iterator[tuple[int, str]]:
     """A test checks something, itself or through a function of its file that it names."""
-    functions = {n.name: n for n in file.tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    functions = {n.name: n for n in ast.walk(file.tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))}
 
     def checks(node: ast.AST) -> bool:
         if isinstance(node, ast.Assert):
@@ -332,6 +332,7 @@ CAUGHT: list[tuple[Rule, str]] = [
     (empty_test, "def test_nothing():\n    run()"),
     (empty_test, "def test_constant():\n    assert True"),
     (empty_test, "def helper():\n    run()\ndef test_through_a_helper():\n    helper()"),
+    (empty_test, "class TestIt:\n    def test_nothing(self):\n        run()"),
     (empty_test, "def test_circle():\n    test_circle()"),
     (machine_path, "cd /" + "root/project"),
     (machine_path, 'open("/' + 'home/me/data.json")'),
@@ -383,6 +384,32 @@ def test_every_rule_is_shown_to_bite() -> None:
 
 def test_folders_of_the_package_are_not_core() -> None:
     assert offences(core_import, [File("src/moe_replay/rollout/vllm.py", "def f():\n    import vllm")]) == []
+
+
+# ---- pins ------------------------------------------------------------------------------------------------------------
+
+
+def pins(name: str) -> list[str]:
+    lines = (ROOT / "requirements" / name).read_text().splitlines()
+    return [line for line in lines if line and not line.startswith(("#", "-r "))]
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "requirements").glob("*.txt")))
+def test_a_pin_file_holds_exact_versions(name: str) -> None:
+    assert [line for line in pins(name) if not re.match(r"[\w.-]+==[\w.]+(; |$)", line)] == []
+
+
+def test_only_its_own_file_pins_torch() -> None:
+    holders = [
+        path.name for path in (ROOT / "requirements").glob("*.txt") if re.search(r"(?m)^torch\b", path.read_text())
+    ]
+    assert holders == ["torch.txt"]
+
+
+def test_commit_hooks_format_like_make_lint() -> None:
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    (ruff,) = [line.removeprefix("ruff==") for line in pins("test.txt") if line.startswith("ruff==")]
+    assert f"rev: v{ruff}\n" in hooks
 
 
 # ---- importing the package is light ----------------------------------------------------------------------------------

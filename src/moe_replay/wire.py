@@ -31,8 +31,6 @@ _DIGEST_ROW = 512  # words
 _ID_GROUP = 64  # ids are padded to a multiple of this, so that every plane is a whole number of 64-bit words
 _BIT_8_OF_EIGHT_IDS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") * np.uint16(256)
 
-Buffer = bytes | bytearray | memoryview
-
 
 @dataclass(frozen=True)
 class Limits:
@@ -41,7 +39,7 @@ class Limits:
     tokens: int = 2**24
     layers: int = 4096
     top_k: int = 1024
-    spans: int = 2**20
+    spans: int = 2**16
     blob_bytes: int = 2**36
 
 
@@ -137,23 +135,18 @@ def encode_parts(trace: RouteTrace, *, limits: Limits = DEFAULT_LIMITS) -> list[
     shape = Shape(len(trace), len(trace.layers), trace.top_k, experts, id_bits, mode, len(trace.versions))
     nowhere = BlobSource(memoryview(b""))
     _check_shape(nowhere, shape, limits)
+    if trace.layers[-1] >= 2**32:
+        raise nowhere.refusal("layer ids", shape.places.layers, "id out of range", "below 2**32", trace.layers[-1])
     blocks, digests = [], []
     for first in range(0, len(trace), BLOCK_TOKENS):
         ids = trace.experts[first : first + BLOCK_TOKENS].reshape(-1)
-        if (largest := int(ids.max())) >= (experts or MAX_EXPERTS):  # its high bits would be lost in silence
-            raise nowhere.refusal("payload", shape.places.payload, "id out of range", f"below {experts}", largest)
+        if (largest := int(ids.max())) >= (limit := experts or MAX_EXPERTS):  # its high bits would be lost in silence
+            raise nowhere.refusal("payload", shape.places.payload, "id out of range", f"below {limit}", largest)
         blocks.append(_pack_block(ids.astype(narrowest_dtype(1 << id_bits), copy=False), id_bits))
         digests.append(block_digest(blocks[-1]))  # while it is in cache
-    sections = b"".join(
-        (
-            np.array(trace.versions, "<u8").tobytes(),
-            np.array(digests, "<u8").tobytes(),
-            np.array(trace.layers, "<u4").tobytes(),
-            trace.token_ids.astype("<u4").tobytes(),
-            bitmap,
-            bytes(shape.places.payload - shape.places.padding),
-        )
-    )
+    numbers = ((trace.versions, "<u8"), (digests, "<u8"), (trace.layers, "<u4"), (trace.token_ids, "<u4"))
+    padding = bytes(shape.places.payload - shape.places.padding)
+    sections = b"".join([*(np.asarray(values, dtype).tobytes() for values, dtype in numbers), bitmap, padding])
     fields = (MAGIC, VERSION, _CODEC_PLANES, id_bits, mode, 0, shape.top_k, shape.layers, experts)
     sizes = (shape.tokens, shape.spans, 0, shape.blob_bytes, 0, zlib.crc32(sections))
     header = _HEADER.pack(*fields, *sizes, 0)[:-4]
@@ -217,7 +210,11 @@ def _unpack_block(block: np.ndarray, id_bits: int, out: np.ndarray) -> None:
 
 
 def decode_trace(
-    data: Buffer, tokens: slice = slice(None), layers: Sequence[int] | None = None, *, limits: Limits = DEFAULT_LIMITS
+    data: bytes | bytearray | memoryview,
+    tokens: slice = slice(None),
+    layers: Sequence[int] | None = None,
+    *,
+    limits: Limits = DEFAULT_LIMITS,
 ) -> RouteTrace:
     """The trace in a blob, or only a range of its tokens and some of its layers.
 
@@ -238,12 +235,13 @@ def read_blob(source: BlobSource, tokens: slice, layers: Sequence[int] | None, l
         raise source.refusal("blob_bytes", 40, problem, f"{shape.blob_bytes} bytes", f"{len(source)} bytes")
     sections = _read_sections(source, shape, sections_crc)
     start, stop, step = tokens.indices(shape.tokens)
-    blocks = range(start // BLOCK_TOKENS, -(-max(start, stop) // BLOCK_TOKENS))
+    start, stop = max(start, 0), max(start, stop, 0)
+    blocks = range(start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS))
     first, last = (min(block * BLOCK_TOKENS, shape.tokens) for block in (blocks.start, blocks.stop))
     covered = sections.covered[first:last]
     ids = _read_ids(source, shape, sections.digests, blocks)
     experts = ids[: (last - first) * shape.layers * shape.top_k].reshape(last - first, shape.layers, shape.top_k)
-    _check_uncovered_rows(source, shape, experts, covered, first)
+    _check_uncovered(source, shape, experts, covered, first)
     versions = _cut_spans(sections.versions, first, last)
     token_ids = sections.token_ids[first:last]
     trace = trace_from_parts(token_ids, experts, sections.layers, covered, versions, shape.experts or None)
@@ -382,9 +380,7 @@ def _read_ids(source: BlobSource, shape: Shape, digests: list[int], blocks: rang
     return ids
 
 
-def _check_uncovered_rows(
-    source: BlobSource, shape: Shape, experts: np.ndarray, covered: np.ndarray, first: int
-) -> None:
+def _check_uncovered(source: BlobSource, shape: Shape, experts: np.ndarray, covered: np.ndarray, first: int) -> None:
     """Raise unless the ids of what nobody recorded are zero."""
     if covered.all():
         return

@@ -25,11 +25,10 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT = 120.0  # seconds; a rank that is not done by then tells where it stands, and dies
+FAMILIES = ("deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "qwen3_moe")
 PRELOADED = [
+    *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES),
     "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "transformers.models.auto.modeling_auto",
-    "transformers.distributed",
     "pytest",
 ]
 

@@ -23,13 +23,8 @@ REFUSALS = (
         "so a replayed expert could get no weight",
     ),
     Refusal(
-        ("switch_transformers",),
-        ("SwitchTransformersTop1Router",),
-        "its router drops tokens above each expert's capacity, so a replayed token could reach no expert",
-    ),
-    Refusal(
-        ("nllb-moe",),
-        ("NllbMoeTop2Router",),
+        ("switch_transformers", "nllb-moe", "gptsan-japanese"),
+        ("SwitchTransformersTop1Router", "NllbMoeTop2Router", "GPTSanJapaneseTop1Router"),
         "its router drops tokens above each expert's capacity, so a replayed token could reach no expert",
     ),
     Refusal(

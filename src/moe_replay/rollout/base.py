@@ -1,0 +1,142 @@
+"""What every rollout engine offers, and what every engine returns.
+
+Engines differ in rows, layers, dtypes and encodings of the routes they report. Past this file there is one form only:
+a `Sample` with a checked `RouteTrace`, or an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from moe_replay.errors import MoeReplayError
+from moe_replay.topology import MoeTopology
+from moe_replay.trace import RouteTrace
+
+Weights = Iterable[tuple[str, Tensor]] | Path
+"""New weights for an engine: Transformers parameter names with tensors, streamed; or a folder of safetensors."""
+
+
+class EngineError(MoeReplayError):
+    """A rollout engine that cannot do what was asked, died, or returned routes that cannot be true."""
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample. Log-probs are those of the distribution that was really sampled from, temperature included.
+
+    n                samples for each prompt
+    max_tokens       new tokens at most
+    temperature      0 is greedy
+    top_p, top_k     1 and 0 switch them off
+    stop_token_ids   end a sample; the token that ends it is part of the completion
+    ignore_eos       sample on after the model's own end-of-sequence token
+    seed             None: not reproducible
+    """
+
+    n: int = 1
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        checks = {
+            "n": self.n >= 1,
+            "max_tokens": self.max_tokens >= 1,
+            "temperature": self.temperature >= 0,
+            "top_p": 0 < self.top_p <= 1,
+            "top_k": self.top_k >= 0,
+        }
+        for name, fine in checks.items():
+            if not fine:
+                raise EngineError(f"sampling parameter {name} makes no sense", found=getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One completion of one prompt.
+
+    prompt_ids       (P,) int32
+    completion_ids   (C,) int32, the token that ended it included
+    logprobs         (C,) float32 of the sampled tokens, at the sampling temperature
+    trace            routes of all P + C tokens; what no engine routed (the last token) is marked as uncovered
+    weight_version   of the weights that sampled the last token; the trace has it for every token
+    """
+
+    prompt_ids: np.ndarray
+    completion_ids: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: FinishReason
+    trace: RouteTrace
+    weight_version: int
+    info: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        prompt, completion = len(self.prompt_ids), len(self.completion_ids)
+        if len(self.logprobs) != completion:
+            raise EngineError("a sample needs one log-prob a token", expected=completion, found=len(self.logprobs))
+        tokens = np.concatenate([self.prompt_ids, self.completion_ids])
+        if len(self.trace) != prompt + completion or not np.array_equal(self.trace.token_ids, tokens):
+            raise EngineError(
+                "the trace of a sample is of other tokens than the sample",
+                expected=f"{prompt} + {completion} tokens",
+                found=self.trace,
+            )
+
+
+class Engine(Protocol):
+    """A rollout engine: sample with routes, follow the trainer's weights, make room when it does not run."""
+
+    @property
+    def topology(self) -> MoeTopology:
+        """Which layers of the model route."""
+        ...
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights now sampled from."""
+        ...
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Sample]]:
+        """`params.n` samples for each prompt, in the order of the prompts."""
+        ...
+
+    async def generate_one(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
+        """The samples of one prompt, while others are under way."""
+        ...
+
+    def update_weights(self, weights: Weights, version: int) -> None:
+        """Replace the weights in place, forget cached prefixes, and stamp later samples with `version`."""
+        ...
+
+    def sleep(self) -> None:
+        """Free the memory that sampling needs, while the trainer works on the same device."""
+        ...
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        ...
+
+    def abort(self) -> None:
+        """End what is being sampled; unfinished samples come back with `FinishReason.ABORT`."""
+        ...
+
+    def close(self) -> None:
+        """Free everything."""
+        ...

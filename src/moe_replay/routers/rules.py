@@ -1,0 +1,161 @@
+"""Which modules of a live Transformers model are routers, and what numbers they route with.
+
+A router is the module in whose own forward the final top-k over the experts is made. Release 5 has a class for it in
+each family and names it in the model's `_can_record_outputs`; release 4 often makes the choice in the middle of the
+sparse block. What the model's classes say of themselves is taken from there, the rest is `_RULES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from moe_replay.errors import UnsupportedRouterError
+
+
+@dataclass(frozen=True, slots=True)
+class RouterRule:
+    """How to recognise a router by its class, and where it keeps its numbers.
+
+    class_name   name of the class in whose forward the final top-k is made, or of one of its bases
+    num_experts  attribute of the module, dots allowed ("config.num_experts"), or the number itself
+    top_k        the same
+    num_groups   the same, for routers that choose groups of experts first; 0: they do not
+    groups_kept  the same
+    """
+
+    class_name: str
+    num_experts: str | int = "num_experts"
+    top_k: str | int = "top_k"
+    num_groups: str | int = 0
+    groups_kept: str | int = 0
+
+
+# Routers that the model's class does not name in `_can_record_outputs`, or whose numbers are under other names.
+_RULES = (
+    RouterRule("DbrxFFN", num_experts="router.layer.out_features"),  # its router makes the logits, not the choice
+    RouterRule("Gemma4TextRouter", num_experts="config.num_experts", top_k="config.top_k_experts"),
+    RouterRule("LongcatFlashTopkRouter", num_experts="n_routed_experts"),  # zero-experts included
+    RouterRule("ZayaRouter", num_experts="num_router_classes"),  # the skip expert included
+    # Release 4. Where release 5 has the same class, the module it names inside is the router.
+    RouterRule("AriaTextMoELayer", num_experts="config.moe_num_experts", top_k="config.moe_topk"),
+    RouterRule("DbrxRouter", num_experts="moe_num_experts", top_k="moe_top_k"),
+    RouterRule("DeepseekV2MoEGate", num_groups="num_group", groups_kept="topk_group"),
+    RouterRule("DeepseekV3TopkRouter", "n_routed_experts", num_groups="n_group", groups_kept="topk_group"),
+    RouterRule("Dots1TopkRouter", "n_routed_experts", num_groups="n_group", groups_kept="topk_group"),
+    RouterRule("Glm4MoeTopkRouter", "n_routed_experts", num_groups="n_group", groups_kept="topk_group"),
+    RouterRule("Glm4vMoeTextTopkRouter", "n_routed_experts", num_groups="n_group", groups_kept="topk_group"),
+    RouterRule("GraniteMoeHybridTopKGating"),
+    RouterRule("GraniteMoeSharedTopKGating"),
+    RouterRule("GraniteMoeTopKGating"),
+    RouterRule("HunYuanMoEV1Moe"),
+    RouterRule("JambaSparseMoeBlock"),
+    RouterRule("JetMoeTopKGating"),
+    RouterRule("Llama4Router"),
+    RouterRule("OlmoeSparseMoeBlock"),
+    RouterRule("Qwen2MoeSparseMoeBlock"),
+)
+
+# What the router classes of release 5 have in common.
+_RECORDED = RouterRule("", num_groups="num_group", groups_kept="topk_group")
+
+
+class RouterNumbers(NamedTuple):
+    """What a `RouterSite` says of its router, beside where it is."""
+
+    num_experts: int
+    top_k: int
+    num_groups: int
+    groups_kept: int
+
+
+def router_numbers(modules: Mapping[str, nn.Module], extra: Sequence[RouterRule]) -> dict[str, RouterNumbers]:
+    """The numbers of every router, by name. Where one contains another, the inner one makes the choice."""
+    recorded = _recorded_classes(modules)
+    known: dict[str, RouterNumbers] = {}
+    for name, module in modules.items():
+        rule = _rule_for(module, _RULES)
+        numbers = _read(module, rule) if rule is not None else None
+        if numbers is None and isinstance(module, recorded):
+            numbers = _read(module, _RECORDED)
+        if numbers is not None:
+            known[name] = numbers
+    innermost = {name for name in known if not any(is_inside(other, name) for other in known)}
+    told = _told_by_user(modules, extra)
+    # What the user says of a module also settles the modules inside and around it.
+    untold = {name for name in innermost if not any(is_inside(name, mine) or is_inside(mine, name) for mine in told)}
+    return {name: numbers for name, numbers in known.items() if name in untold} | told
+
+
+def _told_by_user(modules: Mapping[str, nn.Module], extra: Sequence[RouterRule]) -> dict[str, RouterNumbers]:
+    told: dict[str, RouterNumbers] = {}
+    for name, module in modules.items():
+        rule = _rule_for(module, extra)
+        if rule is None:
+            continue
+        numbers = _read(module, rule)
+        if numbers is None or _number(module, rule.num_groups) is None or _number(module, rule.groups_kept) is None:
+            raise _rule_does_not_fit(name, module, rule)
+        told[name] = numbers
+    return told
+
+
+def _rule_for(module: nn.Module, rules: Sequence[RouterRule]) -> RouterRule | None:
+    """The first rule for the module's class, or for a base of it."""
+    names = class_names(module)
+    return next((rule for rule in rules if rule.class_name in names), None)
+
+
+def _recorded_classes(modules: Mapping[str, nn.Module]) -> tuple[type, ...]:
+    """The classes that the models of Transformers name as the source of their router logits."""
+    classes: list[type] = []
+    for module in modules.values():
+        recorders = (getattr(type(module), "_can_record_outputs", None) or {}).get("router_logits", ())
+        for recorder in recorders if isinstance(recorders, list) else [recorders]:
+            target = getattr(recorder, "target_class", recorder)
+            if isinstance(target, type):
+                classes.append(target)
+    return tuple(dict.fromkeys(classes))
+
+
+def _read(module: nn.Module, rule: RouterRule) -> RouterNumbers | None:
+    num_experts, top_k = _number(module, rule.num_experts), _number(module, rule.top_k)
+    if num_experts is None or top_k is None:
+        return None
+    groups, kept = _number(module, rule.num_groups) or 0, _number(module, rule.groups_kept) or 0
+    # One group is no choice; and deepseek_v2 has groups in its settings also when its method is not to use them.
+    if groups <= 1 or getattr(module, "topk_method", None) == "greedy":
+        groups = kept = 0
+    return RouterNumbers(num_experts, top_k, groups, kept)
+
+
+def _number(module: nn.Module, where: str | int) -> int | None:
+    value: Any = where
+    if isinstance(where, str):
+        value = module
+        for part in where.split("."):
+            value = getattr(value, part, None)
+    return value if isinstance(value, int) else None
+
+
+def class_names(module: nn.Module) -> frozenset[str]:
+    """Of its class and its bases: FSDP2 gives a module a class of its own, derived from the one it had."""
+    return frozenset(cls.__name__ for cls in type(module).__mro__)
+
+
+def is_inside(name: str, outer: str) -> bool:
+    """Whether a module is inside another, by their names."""
+    return name.startswith(f"{outer}.")
+
+
+def _rule_does_not_fit(name: str, module: nn.Module, rule: RouterRule) -> UnsupportedRouterError:
+    integers = {key: value for key, value in vars(module).items() if isinstance(value, int) and key[0] != "_"}
+    return UnsupportedRouterError(
+        f"the rule for {rule.class_name} does not fit {name}",
+        expected=f"integers where {rule} says",
+        found=f"integer attributes {integers}",
+        remedy="Name the attributes that hold the numbers of experts and of choices, or give the numbers themselves",
+    )
