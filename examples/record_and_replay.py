@@ -18,10 +18,11 @@ model = Qwen3MoeForCausalLM(config)
 sequences = [torch.randint(1000, (length,)).tolist() for length in (50, 31, 64)]
 layout = mr.TokenLayout.padded([len(ids) for ids in sequences], side="left")
 input_ids = torch.tensor(layout.fed_token_ids(sequences, pad=0), dtype=torch.long)
+mask = torch.tensor(layout.fed >= 0, dtype=torch.long)
 
 replay = mr.attach(model)
 with torch.no_grad(), replay.record() as recording:  # R2: the old-log-prob pass
-    model(input_ids)
+    model(input_ids, attention_mask=mask)
 traces = recording.traces(layout, sequences)  # what an engine would have sent, for R3
 print("recorded  ", traces[0])
 
@@ -31,7 +32,7 @@ with torch.no_grad():  # a policy update, much larger than a real one
 
 batch = mr.RouteBatch.from_traces([mr.RouteTrace.from_bytes(trace.to_bytes()) for trace in traces], layout)
 with replay.replay(batch, observe=True) as replaying:
-    loss = model(input_ids).logits.logsumexp(-1).mean()
+    loss = model(input_ids, attention_mask=mask).logits.logsumexp(-1).mean()
 loss.backward()  # gradient checkpointing would find its routes too
 
 print("layer      native routing agrees   router gradient")
@@ -42,6 +43,6 @@ print(f"replayed   {batch.coverage.replayed} routes of {batch.coverage.token_row
 other_tokens = input_ids.roll(1, dims=1)  # one token late: what a silent bug looks like
 try:
     with replay.replay(batch):
-        model(other_tokens)
+        model(other_tokens, attention_mask=mask)
 except mr.AlignmentError as error:
     print("refused   ", error)

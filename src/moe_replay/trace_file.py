@@ -44,7 +44,11 @@ class TraceWriter:
         self.path = Path(path)
         self.partial = Path(f"{self.path}.partial")
         if self.path.exists():
-            raise FileExistsError(f"{self.path} exists already, and traces are only written once")
+            raise FileExistsError(f"{self.path} exists already; a file of traces is written once")
+        if self.partial.exists():
+            raise FileExistsError(
+                f"{self.partial} exists: its writer is at work, or died; recover_traces saves its records"
+            )
         self._limits = limits
         self._offsets = [len(FILE_HEAD)]
         self._file = open(self.partial, "xb", buffering=0)  # noqa: SIM115  closed by close() or abandon()

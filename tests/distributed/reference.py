@@ -1,13 +1,13 @@
-"""What one process makes of a micro-batch, and how far from it other processes are.
+"""What one process makes of a micro-batch, and how far from it a group of ranks is.
 
-One process runs each sequence alone, with no padding and no sharding, so that nothing a rank does to its tokens can be
-done to both sides of a comparison. Routes are recorded before the routers' weights are moved, and replayed after.
+One process runs each sequence alone, neither padded nor sharded, so that nothing can go wrong on both sides of a
+comparison alike. Routes are recorded before the weights of the routers move, and replayed after.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import moe_replay as mr
-from moe_replay.replay import RouterReplay
 from tests.routers.families import VOCABULARY, tiny_model
 
+LENGTHS = (5, 9, 12)  # tokens of the sequences of a micro-batch, in an order of its own
 LOSS_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = 1e-5
 IGNORED = -100  # a label that cross_entropy leaves out
@@ -31,17 +31,17 @@ class Outcome(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-# ---- micro-batches -------------------------------------------------------------------------------------------------
+# ---- micro-batches ---------------------------------------------------------------------------------------------------
 
 
 def sequences(seed: int) -> list[np.ndarray]:
-    """The token ids of one micro-batch: three sequences of different lengths."""
+    """The token ids of one micro-batch."""
     random = np.random.default_rng(seed)
-    return [random.integers(3, VOCABULARY, length) for length in random.permutation([5, 9, 12])]
+    return [random.integers(3, VOCABULARY, length) for length in random.permutation(LENGTHS)]
 
 
-def fed(layout: mr.TokenLayout, token_ids: Sequence[np.ndarray]) -> dict[str, Tensor]:
-    """Arguments of a model's forward, cut and padded as the layout says."""
+def forward_arguments(layout: mr.TokenLayout, token_ids: Sequence[np.ndarray]) -> dict[str, Any]:
+    """What a model is fed, cut and padded as the layout says."""
     positions = [np.arange(len(ids)) for ids in token_ids]
     return {
         "input_ids": torch.from_numpy(layout.fed_token_ids(token_ids, pad=0)).long(),
@@ -51,121 +51,140 @@ def fed(layout: mr.TokenLayout, token_ids: Sequence[np.ndarray]) -> dict[str, Te
     }
 
 
-def loss_of(logits: Tensor, layout: mr.TokenLayout, token_ids: Sequence[np.ndarray], total: int) -> Tensor:
-    """Cross entropy of the next tokens that this layout holds, over the `total` of the micro-batch.
+def loss_of(logits: Tensor, layout: mr.TokenLayout, token_ids: Sequence[np.ndarray]) -> Tensor:
+    """This layout's share of the cross entropy of a micro-batch: the shares add up to the mean over its tokens.
 
-    The last token of a sequence is asked for its first, so that every token has a say.
+    The last token of a sequence is asked for the first, so that every token has a say.
     """
     following = layout.fed_token_ids([np.roll(ids, -1) for ids in token_ids], pad=IGNORED)
     labels = torch.from_numpy(following).long().flatten()
-    return nn.functional.cross_entropy(logits.double().flatten(0, 1), labels, reduction="sum") / total
+    each = nn.functional.cross_entropy(logits.double().flatten(0, 1), labels, reduction="sum")
+    return each / sum(LENGTHS)
 
 
-# ---- the models ----------------------------------------------------------------------------------------------------
+# ---- models and routes -----------------------------------------------------------------------------------------------
 
 
-def move_routers(replay: RouterReplay, seed: int = 1) -> None:
-    """Change the router weights, sharded or not, so far that native routing changes for most tokens."""
-    generator = torch.Generator().manual_seed(seed)
+def move_routers(replay: mr.RouterReplay) -> None:
+    """Change the weights of the routers, sharded or not, so far that most tokens would go to other experts."""
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for site in replay.sites.values():
             for parameter in site.module.parameters():
                 noise = 0.5 * torch.randn(parameter.shape, generator=generator)
                 if isinstance(parameter, DTensor):
                     noise = distribute_tensor(noise, parameter.device_mesh, parameter.placements)
-                parameter.add_(noise.to(parameter.dtype))
+                parameter.add_(noise)
 
 
 def moved_model(family: str, **changes: Any) -> nn.Module:
-    """A tiny model whose routers have moved since the traces of `recorded_traces`, in training mode."""
-    model = tiny_model(family, **changes)
+    """A tiny model whose routers have moved since the traces were recorded, in training mode."""
+    model = tiny_model(family, **changes).train()
     replay = mr.attach(model)
     move_routers(replay)
     replay.detach()
-    return model.train()
+    return model
 
 
 @functools.cache
 def recorded_traces(family: str, seed: int) -> list[mr.RouteTrace]:
-    """The routes of one micro-batch before the routers moved, every token covered."""
+    """The routes of one micro-batch before the routers moved."""
     model = tiny_model(family)
     replay = mr.attach(model)
     traces = []
     for ids in sequences(seed):
         alone = mr.TokenLayout.padded([len(ids)])
         with torch.no_grad(), replay.record() as recording:
-            model(**fed(alone, [ids]))
+            model(**forward_arguments(alone, [ids]))
         traces.extend(recording.traces(alone, [ids]))
     return traces
 
 
-@functools.cache
-def traces_as_sampled(family: str, seed: int) -> list[mr.RouteTrace]:
+def rollout_traces(family: str, seed: int) -> list[mr.RouteTrace]:
     """The same routes as a rollout has them: the last token of a sequence was sampled and never routed."""
     return [trace[:-1].append_tokens(trace.token_ids[-1:]) for trace in recorded_traces(family, seed)]
 
 
-def packed_for_travel(traces: Iterable[Sequence[mr.RouteTrace]]) -> list[list[bytes]]:
-    """The traces of several micro-batches as a rank gets them."""
-    return [[trace.to_bytes() for trace in micro_batch] for micro_batch in traces]
+def to_wire(traces: Iterable[mr.RouteTrace]) -> list[bytes]:
+    """Traces as they travel to a rank and back."""
+    return [trace.to_bytes() for trace in traces]
 
 
-def unpacked(micro_batch: Iterable[bytes]) -> list[mr.RouteTrace]:
-    """The traces of one micro-batch, from what travelled."""
-    return [mr.RouteTrace.from_bytes(data) for data in micro_batch]
+def from_wire(received: Iterable[bytes]) -> list[mr.RouteTrace]:
+    """Traces that have travelled."""
+    return [mr.RouteTrace.from_bytes(data) for data in received]
+
+
+# ---- one process -----------------------------------------------------------------------------------------------------
+
+Traces = Callable[[str, int], list[mr.RouteTrace]]
 
 
 @functools.cache
-def replayed_alone(family: str, seed: int) -> Outcome:
-    """One process replays the routes of one micro-batch with the moved routers. Most tokens would go elsewhere."""
+def one_process(family: str, seed: int, traces: Traces = rollout_traces, dtype: torch.dtype = torch.float32) -> Outcome:
+    """Replay the routes of one micro-batch with the moved routers."""
     model = moved_model(family)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
     replay = mr.attach(model)
-    token_ids, loss, flipped, rows = sequences(seed), 0.0, 0, 0
-    total = sum(map(len, token_ids))
-    for ids, trace in zip(token_ids, traces_as_sampled(family, seed), strict=True):
-        alone = mr.TokenLayout.padded([len(ids)])
+    loss, flipped, replayed = 0.0, 0, 0
+    for trace in traces(family, seed):
+        alone, ids = mr.TokenLayout.padded([len(trace)]), [trace.token_ids]
         batch = mr.RouteBatch.from_traces([trace], alone)
         with replay.replay(batch, observe=True) as replaying:
-            own_loss = loss_of(model(**fed(alone, [ids])).logits, alone, [ids], total)
-        own_loss.backward()
-        loss += own_loss.item()
-        differs = (replaying.native().experts.sort(-1).values != batch.experts.sort(-1).values).any(-1)
-        flipped += int((differs & batch.valid).sum())
-        rows += int(batch.valid.sum())
-    assert flipped > rows / 2, f"{family}: only {flipped} of {rows} routes would be others natively"
+            share = loss_of(model(**forward_arguments(alone, ids)).logits, alone, ids)
+        share.backward()
+        loss += share.item()
+        others = (replaying.native().experts.sort(-1).values != batch.experts.sort(-1).values).any(-1)
+        flipped += int((others & batch.valid).sum())
+        replayed += int(batch.valid.sum())
+    assert flipped > replayed / 2, f"{family}: the routers moved so little that {replayed - flipped} routes are native"
     return Outcome([loss], full_gradients(model))
 
 
-def mean_of(outcomes: Sequence[Outcome], ranks: int) -> Outcome:
-    """What data parallel ranks have together: all losses, and the sum of the gradients over the number of ranks."""
-    names = outcomes[0].gradients
-    gradients = {name: sum(o.gradients[name] for o in outcomes) / ranks for name in names}
-    return Outcome([loss for o in outcomes for loss in o.losses], gradients)
+def data_parallel(outcomes: Sequence[Outcome], ranks: int) -> Outcome:
+    """What ranks that share micro-batches come to: every loss, and the gradients' sum over the number of ranks."""
+    gradients = {
+        name: torch.stack([outcome.gradients[name] for outcome in outcomes]).sum(0) / ranks
+        for name in outcomes[0].gradients
+    }
+    return Outcome([loss for outcome in outcomes for loss in outcome.losses], gradients)
 
 
-# ---- comparing -----------------------------------------------------------------------------------------------------
+# ---- comparing -------------------------------------------------------------------------------------------------------
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """The whole gradient of every parameter, by the name it has in the plain model. A collective where sharded."""
+    """The whole gradient of every parameter, by its name in the plain model. Where sharded, all ranks must ask."""
     gradients = {}
     for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        if gradient is not None:
-            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-            gradients[name.replace("_checkpoint_wrapped_module.", "")] = whole.detach().float().clone()
+        if parameter.grad is not None:
+            whole = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+            gradients[name.replace("_checkpoint_wrapped_module.", "")] = whole.detach().float()
     return gradients
 
 
-def distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest relative difference of a parameter's gradient, and the name of that parameter."""
+def differences(found: Outcome, expected: Outcome) -> tuple[float, float]:
+    """The largest difference of a loss, and the largest relative difference of a parameter's gradient."""
+    apart = max(abs(mine - its) for mine, its in zip(found.losses, expected.losses, strict=True))
+    return apart, max(relative_differences(found.gradients, expected.gradients).values())
+
+
+def relative_differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """By parameter."""
     assert found.keys() == expected.keys()
-    return max(((found[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected), ""
+    return {name: ((found[name] - its).norm() / its.norm()).item() for name, its in expected.items()}
 
 
 def check_same(found: Outcome, expected: Outcome) -> None:
     """Raise unless losses and gradients are those of one process."""
-    apart = max(abs(a - b) for a, b in zip(found.losses, expected.losses, strict=True))
-    worst, name = distance(found.gradients, expected.gradients)
-    assert apart <= LOSS_TOLERANCE, f"losses {found.losses}, of one process {expected.losses}"
-    assert worst <= GRADIENT_TOLERANCE, f"the gradient of {name} is {worst:.1e} from that of one process"
+    loss, gradient = differences(found, expected)
+    assert loss <= LOSS_TOLERANCE, f"losses {found.losses}, expected {expected.losses}"
+    assert gradient <= GRADIENT_TOLERANCE, relative_differences(found.gradients, expected.gradients)
+
+
+def check_other(found: Outcome, expected: Outcome) -> None:
+    """Raise unless `check_same` would have noticed a difference, by far, in losses and gradients."""
+    loss, gradient = differences(found, expected)
+    assert loss > 100 * LOSS_TOLERANCE
+    assert gradient > 1000 * GRADIENT_TOLERANCE

@@ -1,4 +1,4 @@
-"""The gates of every Transformers family, told a second time: what its router hands out, and what it should.
+"""The gates of every Transformers family, told a second time.
 
 The formulas are written by hand in float64, from the router's input, its current weights and the replayed experts. They
 call no code of a model. Where a family stands in the table says what it is (R rows, E columns, K experts of a row):
@@ -10,17 +10,16 @@ call no code of a model. Where a family stands in the table says what it is (R r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_replay.routers.base import RouterSite
-from tests.routers.families import RELEASE, tiny_model
+from tests.routers.families import RELEASE
 
 Config = Any
 Parameters = tuple[Tensor, ...]
@@ -271,147 +270,7 @@ GATES: dict[str, Gate] = {
     ),
 }
 
-# ---- what a router really did ---------------------------------------------------------------------------------------
-
-
-@dataclass
-class Call:
-    """The last call of one router, seen from outside.
-
-    hidden  (R, H) what it projects to logits
-    output  what it returned; of a dbrx block that keeps it to itself, what its experts were given
-    """
-
-    hidden: Tensor
-    output: Any = None
-
-
-@contextmanager
-def watched(model_type: str, sites: Iterable[RouterSite]) -> Iterator[dict[int, Call]]:
-    """The calls of the routers inside this context: layer -> call, in the order in which the routers ran."""
-    calls: dict[int, Call] = {}
-
-    def is_given(layer: int, args: tuple[Any, ...]) -> None:
-        calls[layer] = Call(args[0].detach().flatten(end_dim=-2))
-
-    def gives(layer: int, output: Any) -> None:
-        calls[layer].output = output
-
-    handles = []
-    for site in sites:
-        start = site.module.get_submodule(GATES[model_type].input_of)
-        handles.append(start.register_forward_pre_hook(lambda m, args, layer=site.layer: is_given(layer, args)))
-        if _keeps_its_choice(site.module):
-            experts = site.module.get_submodule("experts")
-            handles.append(experts.register_forward_pre_hook(lambda m, args, layer=site.layer: gives(layer, args)))
-        else:
-            handles.append(
-                site.module.register_forward_hook(lambda m, args, output, layer=site.layer: gives(layer, output))
-            )
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _keeps_its_choice(router: nn.Module) -> bool:
-    return type(router).__name__ == "DbrxFFN"
-
-
-Handed = tuple[Tensor, Tensor]
-"""gates (R, E) and whether the expert was taken (R, E)"""
-
-
-def _weights_then_ids(output: Any, columns: int) -> Handed:
-    return _in_columns(output[1], output[2], columns)
-
-
-def _ids_then_weights(output: Any, columns: int) -> Handed:
-    return _in_columns(output[1], output[0], columns)
-
-
-def _dbrx_experts_input(output: Any, columns: int) -> Handed:
-    _, ids, weights = output
-    return _in_columns(weights, ids, columns)
-
-
-def _with_shared(output: Any, columns: int) -> Handed:
-    """inkling: the gates of the shared experts follow."""
-    _, weights, ids, shared = output
-    gates, taken = _in_columns(weights, ids, columns - shared.shape[-1])
-    return torch.cat([gates, shared], -1), torch.cat([taken, torch.ones_like(shared, dtype=torch.bool)], -1)
-
-
-def _without_skipped(output: Any, columns: int) -> Handed:
-    """zaya: a row that skips names expert 0 with gate 0."""
-    gates, taken = _weights_then_ids(output, columns)
-    return gates, taken & (gates != 0)
-
-
-def _columns_alone(output: Any, columns: int) -> Handed:
-    """llama4: a gate in every column, zero where not taken."""
-    return output[0], output[0] != 0
-
-
-def _columns_and_ids(output: Any, columns: int) -> Handed:
-    """gpt_oss of release 4."""
-    return output[0], _one_hot(output[1], columns)
-
-
-def _grouped_by_expert(output: Any, columns: int) -> Handed:
-    """jetmoe, granite of release 4: the rows in the order of the experts they go to, and how many go to each."""
-    in_order, row, gates, sizes, logits = output
-    top_k = len(in_order) // len(logits)
-    expert = torch.repeat_interleave(torch.arange(columns), torch.tensor(sizes))
-    place = torch.empty_like(in_order).scatter_(0, in_order, torch.arange(len(in_order)))
-    assert torch.equal(row, in_order // top_k)
-    return _in_columns(gates[place].view(-1, top_k), expert[place].view(-1, top_k), columns)
-
-
-def _in_columns(weights: Tensor, ids: Tensor, columns: int) -> Handed:
-    return weights.new_zeros(len(ids), columns).scatter_add(-1, ids, weights), _one_hot(ids, columns)
-
-
-def _one_hot(ids: Tensor, columns: int) -> Tensor:
-    return torch.zeros(len(ids), columns, dtype=torch.bool).scatter(-1, ids, True)
-
-
-Reader = Callable[[Any, int], Handed]
-
-_READERS_5: dict[str, Reader] = dict.fromkeys(GATES, _weights_then_ids) | {
-    "dbrx": _dbrx_experts_input,
-    "inkling_text": _with_shared,
-    "jetmoe": _grouped_by_expert,
-    "llama4_text": _columns_alone,
-    "zaya": _without_skipped,
-}
-# The other families of release 4 choose in the middle of their sparse block and hand no gates out.
-_READERS_4: dict[str, Reader] = {
-    "dbrx": _weights_then_ids,
-    "gpt_oss": _columns_and_ids,
-    "llama4_text": _columns_alone,
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "dots1", "glm4_moe", "glm4v_moe_text"), _ids_then_weights),
-    **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared", "jetmoe"), _grouped_by_expert),
-    "longcat_flash": _ids_then_weights,
-}
-READERS = _READERS_5 if RELEASE >= 5 else _READERS_4
-
-
-def handed_out(model_type: str, call: Call, site: RouterSite, config: Config) -> Handed:
-    """The gates that the router handed out, and the experts that it took, one column for each logit."""
-    return READERS[model_type](call.output, site.num_experts + GATES[model_type].shared(config))
-
-
-def taken_by(model_type: str, experts: Tensor, site: RouterSite, config: Config) -> Tensor:
-    """(R, K) -> (R, E): what `handed_out` shows when these experts were taken."""
-    taken = _one_hot(experts, site.num_experts)
-    if model_type == "zaya":
-        taken[:, config.num_experts] = False
-    return torch.cat([taken, torch.ones(len(experts), GATES[model_type].shared(config), dtype=torch.bool)], -1)
-
-
-# ---- what it should have done ---------------------------------------------------------------------------------------
+# ---- what a router should hand out ----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -427,36 +286,13 @@ class Expected:
         return self.formula.func in SPREADING
 
 
-def expected_gates(model_type: str, call: Call, experts: Tensor, site: RouterSite, config: Config) -> Expected:
-    """The gates of the experts (R, K) by the family's formula, in the columns of `handed_out`."""
+def expected_gates(model_type: str, hidden: Tensor, experts: Tensor, site: RouterSite, config: Config) -> Expected:
+    """The gates of the experts (R, K) by the family's formula, for a router whose projection is given hidden (R, H)."""
     gate = GATES[model_type]
     values = {name: site.module.get_parameter(name).detach().double().requires_grad_() for name in gate.parameters}
     parameters = tuple(values.values())
-    logits = gate.logits(config, parameters, call.hidden.double())
+    logits = gate.logits(config, parameters, hidden.double())
     shared = torch.arange(site.num_experts, site.num_experts + gate.shared(config)).expand(len(experts), -1)
     chosen = torch.cat([experts, shared], -1)
     formula = gate.formula(config, parameters)
     return Expected(torch.zeros_like(logits).scatter(-1, chosen, formula(logits, chosen)), values, formula)
-
-
-# ---- models in which choice and gate are not the same ---------------------------------------------------------------
-
-_STARTS_NEUTRAL = (
-    "e_score_correction_bias",
-    "expert_bias",
-    "balancing_biases",
-    "per_expert_scale",
-    "global_scale",
-    "router.bias",
-    "router.scale",
-)
-
-
-def lively_model(model_type: str, **changes: Any) -> nn.Module:
-    """The family's tiny model with random numbers where it starts with zeros or ones: biases of the choice, scales."""
-    model = tiny_model(model_type, **changes)
-    generator = torch.Generator().manual_seed(2)
-    for name, value in [*model.named_parameters(), *model.named_buffers()]:
-        if name.endswith(_STARTS_NEUTRAL):
-            value.data.add_(0.3 * torch.randn(value.shape, generator=generator))
-    return model

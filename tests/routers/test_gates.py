@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,19 +12,22 @@ from torch import Tensor
 import moe_replay as mr
 from tests.routers.families import FAMILIES, available_families, tiny_config, tiny_inputs
 from tests.routers.gates import (
-    READERS,
     Expected,
     expected_gates,
-    handed_out,
-    lively_model,
     softmax_floored,
     softmax_kept,
     softmax_of_chosen,
     softmax_renormalised,
+)
+from tests.routers.watching import (
+    READERS,
+    handed_out,
+    lively_model,
+    random_routes,
+    route_batch,
     taken_by,
     watched,
 )
-from tests.routers.routes import random_routes, route_batch
 
 CLOSE = {"rtol": 2e-4, "atol": 2e-6}  # float32 against float64
 
@@ -57,7 +60,7 @@ def cases() -> list[Any]:
         changes: list[dict[str, Any]] = [{}, *CHANGES.get(model_type, ())]
         changes += [{"norm_topk_prob": not config.norm_topk_prob}] if hasattr(config, "norm_topk_prob") else []
         changes += [{name: 1.7} for name in SCALES if hasattr(config, name)]
-        found += [pytest.param(model_type, tuple(change.items()), id=_name(model_type, change)) for change in changes]
+        found += [pytest.param((model_type, change), id=_name(model_type, change)) for change in changes]
     return found
 
 
@@ -77,9 +80,11 @@ class Seen(NamedTuple):
     parameters: dict[str, torch.nn.Parameter]
 
 
-def routers_under_replay(model_type: str, change: tuple[tuple[str, Any], ...]) -> list[Seen]:
-    """A forward of a model under random routes, which its routers would hardly choose."""
-    model = lively_model(model_type, **dict(change))
+@pytest.fixture(scope="module", params=cases())
+def routers(request: pytest.FixtureRequest) -> list[Seen]:
+    """The routers of a model in a forward under random routes, which they would hardly choose."""
+    model_type, changes = request.param
+    model = lively_model(model_type, **changes)
     inputs = tiny_inputs(model_type)
     replay = mr.attach(model)
     batch = route_batch(replay, inputs["input_ids"], random_routes(replay, inputs["input_ids"]))
@@ -89,66 +94,58 @@ def routers_under_replay(model_type: str, change: tuple[tuple[str, Any], ...]) -
     for layer, site in replay.sites.items():
         experts = batch.layer(layer)[0].long()
         gates, taken = handed_out(model_type, calls[layer], site, model.config)
-        expected = expected_gates(model_type, calls[layer], experts, site, model.config)
+        expected = expected_gates(model_type, calls[layer].hidden, experts, site, model.config)
         parameters = {name: site.module.get_parameter(name) for name in expected.parameters}
         seen.append(Seen(gates, taken, taken_by(model_type, experts, site, model.config), expected, parameters))
     return seen
 
 
-# One forward serves all tests of a case, which stand together in the order of the file's parametrisation.
-remembered = cache(routers_under_replay)
-
-
-@pytest.mark.parametrize(("model_type", "change"), cases())
-def test_the_gates_are_those_of_the_formula(model_type, change):
-    for router in remembered(model_type, change):
+def test_the_gates_are_those_of_the_formula(routers):
+    for router in routers:
         assert torch.equal(router.taken, router.should_take)
         torch.testing.assert_close(router.gates.double(), router.expected.gates, **CLOSE)
 
 
-@pytest.mark.parametrize(("model_type", "change"), cases())
-def test_no_gate_is_lost(model_type, change):
+def test_no_gate_is_lost(routers):
     """Every replayed expert has a weight: no group mask, no threshold takes it away."""
-    for router in remembered(model_type, change):
+    for router in routers:
         assert torch.equal(router.gates != 0, router.should_take)
 
 
-@pytest.mark.parametrize(("model_type", "change"), cases())
-def test_the_gradient_is_that_of_the_formula(model_type, change):
+def test_the_gradient_is_that_of_the_formula(routers):
     """Of every parameter that the gates are made from: the projection, its bias, learned scales."""
-    for router in remembered(model_type, change):
+    for router in routers:
         coefficients = torch.randn(router.gates.shape, generator=torch.Generator().manual_seed(3))
-        found = torch.autograd.grad(
-            (router.gates * coefficients).sum(), list(router.parameters.values()), retain_graph=True
-        )
-        wanted = torch.autograd.grad(
-            (router.expected.gates * coefficients).sum(), list(router.expected.parameters.values()), retain_graph=True
-        )
+        found = _gradients(router.gates * coefficients, router.parameters.values())
+        wanted = _gradients(router.expected.gates * coefficients, router.expected.parameters.values())
         for name, one, other in zip(router.parameters, found, wanted, strict=True):
             assert other.abs().max() > 1e-4, f"{name} has no gradient to compare"
-            torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(one.double(), other, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize(("model_type", "change"), cases())
-def test_experts_that_were_not_taken(model_type, change):
+def test_experts_that_were_not_taken(routers):
     """Row by row: they get a gradient where the denominator holds all logits, and none anywhere else."""
-    for router in remembered(model_type, change):
-        if router.expected.formula.func is softmax_floored and change:
-            continue  # both, row by row: compared with the formula above
-        weight = next(iter(router.parameters.values()))
+    for router in routers:
+        formula = router.expected.formula
+        if formula.func is softmax_floored and formula.keywords["floor"] > 1e-6:
+            continue  # some rows are of one kind and some of the other; the formula's gradient is compared above
+        projection = list(router.parameters.values())[:1]
         coefficients = torch.randn(router.gates.shape[1], generator=torch.Generator().manual_seed(3))
-        for row, gates in enumerate(router.gates):
-            (gradient,) = torch.autograd.grad((gates * coefficients).sum(), weight, retain_graph=True)
+        for gates, taken in zip(router.gates, router.should_take, strict=True):
+            (gradient,) = _gradients(gates * coefficients, projection)
             size = gradient.abs().amax(-1)
-            others = size[~router.should_take[row]]
-            if not router.should_take[row].any():  # zaya skips this row
+            if not taken.any():  # zaya skips this row
                 assert not size.any()
             elif router.expected.spreads:
-                assert (others > 1e-6).all()
+                assert (size > 1e-6).all()
             elif has_softmax_over_all(router.expected):
-                assert (others <= 1e-5 * size.max()).all()
+                assert (size[~taken] <= 1e-5 * size.max()).all()
             else:
-                assert not others.any()
+                assert not size[~taken].any()
+
+
+def _gradients(values: Tensor, parameters: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(values.sum(), list(parameters), retain_graph=True)
 
 
 def has_softmax_over_all(expected: Expected) -> bool:
