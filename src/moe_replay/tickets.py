@@ -8,7 +8,7 @@ whatever the order of micro-batches. Routers know nothing of this: they look at 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,6 +53,7 @@ class Ticket:
     """The slots of one pass over one model, keyed by decoder layer.
 
     purpose    what the pass is for, in words, for error messages
+    chunks     the layers of each pipeline chunk that the slots are for; a whole model is one chunk
     thread     the only thread whose forward may use it; None in a backward, which autograd runs where it likes
     batch      the routes that are replayed, if any are
     repeats    a recording may span many passes (token by token generation); nothing else may
@@ -60,15 +61,35 @@ class Ticket:
     """
 
     def __init__(
-        self, purpose: str, slots: Mapping[int, Slot], *, batch: RouteBatch | None = None, repeats: bool = False
+        self,
+        purpose: str,
+        slots: Mapping[int, Slot],
+        chunks: Sequence[tuple[int, ...]] = (),
+        *,
+        batch: RouteBatch | None = None,
+        repeats: bool = False,
     ) -> None:
         self.purpose = purpose
         self.slots = dict(slots)
+        self.chunks = tuple(chunks)
         self.batch = batch
         self.repeats = repeats
         self.thread: int | None = threading.get_ident()
         self.fed_ids: torch.Tensor | None = None
         self._fed_checked = False
+        self._begun: set[tuple[int, ...]] = set()
+
+    def chunk_begins(self, layers: tuple[int, ...]) -> None:
+        """The forward of the chunk with these layers begins."""
+        if layers not in self.chunks:
+            raise AlignmentError(
+                f"a pipeline chunk runs that this {self.purpose} has no routes for",
+                layer=", ".join(map(str, layers)),
+                expected=f"layers {list(layers)}",
+                found=f"layers {sorted(self.slots)}",
+                remedy="Make the batch for the layers of this chunk: replay.layers_of(chunk), or replay.layers for all",
+            )
+        self._begun.add(layers)
 
     def was_fed(self, token_ids: torch.Tensor) -> None:
         """These token ids go into the model."""
@@ -88,12 +109,19 @@ class Ticket:
 
     def claim(self, layer: int) -> Slot:
         """The slot of a router that is about to run."""
-        slot = self.slots[layer]
+        slot = self.slots.get(layer)
+        if slot is None:
+            raise ReplayStateError(
+                f"a router ran that this {self.purpose} has no routes for",
+                layer=layer,
+                expected=f"routers of layers {sorted(self.slots)}",
+                remedy="Run each pipeline chunk in a context with the routes of its own layers",
+            )
         if not torch.compiler.is_compiling() and self.thread not in (None, threading.get_ident()):
             raise ReplayStateError(
                 f"a router ran in another thread than the one that opened this {self.purpose}",
                 layer=layer,
-                remedy="Open record() or replay() in the thread that runs the model; one model serves one thread at a time",
+                remedy="Open record() or replay() in the thread that runs the model; it serves one thread at a time",
             )
         if slot.chosen is not None:
             if not self.repeats:
@@ -102,14 +130,33 @@ class Ticket:
                     layer=layer,
                     expected="one forward of the model for each context",
                     found="a second one",
-                    remedy="Open a new context for each micro-batch; in a backward, do not nest checkpoints around a router",
+                    remedy="Open a new context for each micro-batch; in a backward, nest no checkpoints around a router",
                 )
             slot.earlier.append(slot.chosen)
         return slot
 
-    def unused_layers(self) -> list[int]:
-        """Decoder layers whose router has not run."""
-        return [layer for layer, slot in self.slots.items() if slot.chosen is None]
+    def layers_run(self) -> list[int]:
+        """Decoder layers of the chunks that have run or begun to; of all chunks where none has."""
+        return [layer for chunk in self._chunks_run() or self.chunks for layer in chunk]
+
+    def check_used(self) -> None:
+        """Raise unless at least one chunk has run, and each that has ran through all its routers."""
+        unused = [layer for layer in self.layers_run() if self.slots[layer].chosen is None]
+        if not unused and self._chunks_run():
+            return
+        raise ReplayStateError(
+            f"routers did not run inside this {self.purpose}" if unused else f"no model ran inside this {self.purpose}",
+            layer=", ".join(map(str, unused)) or None,
+            expected=f"one forward through {len(self.slots)} routers",
+            found=f"{len(self.slots) - len(unused)} that ran",
+            remedy="Call the attached model itself inside the context, once",
+        )
+
+    def _chunks_run(self) -> list[tuple[int, ...]]:
+        def used(chunk: tuple[int, ...]) -> bool:  # a compiled forward cannot say that it begins
+            return any(self.slots[layer].chosen is not None for layer in chunk)
+
+        return [chunk for chunk in self.chunks if chunk in self._begun or used(chunk)]
 
     def for_recompute(self) -> Ticket:
         """The same routes for a backward that runs layers again: what was taken then is taken now."""
@@ -122,7 +169,11 @@ class Ticket:
             )
         again = Ticket(
             f"backward of a {self.purpose}",
-            {layer: Slot(layer, slot.chosen, all_valid=True) for layer, slot in self.slots.items()},
+            {
+                layer: Slot(layer, slot.chosen, all_valid=True)
+                for layer, slot in self.slots.items()
+                if slot.chosen is not None
+            },
         )
         again.thread = None
         return again

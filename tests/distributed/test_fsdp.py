@@ -147,7 +147,7 @@ def test_replay_equals_one_process(family, checkpoint, attached):
     check_same(together(ran), expected(family, 2))
 
 
-@pytest.mark.parametrize(("family", "checkpoint"), zip(FAMILIES, ["transformers", "wrapper", "none"], strict=True))
+@pytest.mark.parametrize(("family", "checkpoint"), list(zip(FAMILIES, ["transformers", "wrapper", "none"], strict=True)))
 def test_four_ranks(family, checkpoint):
     ran = run_ranks(4, replay_rollout, family, checkpoint, "after", routes_for(family, 4))
     print(differences(together(ran), expected(family, 4)))

@@ -17,30 +17,35 @@ from torch import Tensor, nn
 
 import moe_replay as mr
 from moe_replay.routers.base import RouterSite
-from tests.routers.families import RELEASE, tiny_model
+from tests.routers.families import RELEASE, tiny_inputs, tiny_model
 from tests.routers.gates import GATES, Config
 
 # ---- models in which choice and gate are not the same ---------------------------------------------------------------
 
-_STARTS_NEUTRAL = (
-    "e_score_correction_bias",
-    "expert_bias",
-    "balancing_biases",
-    "per_expert_scale",
-    "global_scale",
-    "router.bias",
-    "router.scale",
-)
+_BIASES = ("e_score_correction_bias", "expert_bias", "balancing_biases", "router.bias")  # start with zeros
+_SCALES = ("per_expert_scale", "global_scale", "router.scale")  # start with ones
+_FAINT = "router_mlp.out_proj.weight"  # zaya: behind three layers the logits of all tokens are nearly the same
 
 
 def lively_model(model_type: str, **changes: Any) -> nn.Module:
-    """The family's tiny model with random numbers where it starts with zeros or ones: biases of the choice, scales."""
+    """The family's tiny model, made such that each token chooses for itself, and not by the gates alone."""
     model = tiny_model(model_type, **changes)
     generator = torch.Generator().manual_seed(2)
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
-        if name.endswith(_STARTS_NEUTRAL):
-            value.data.add_(0.3 * torch.randn(value.shape, generator=generator))
+        noise = torch.randn(value.shape, generator=generator)
+        if name.endswith(_BIASES):
+            value.data = 0.1 * noise
+        elif name.endswith(_SCALES):
+            value.data += 0.3 * noise
+        elif name.endswith(_FAINT):
+            value.data *= 40
     return model
+
+
+def forward_arguments(model_type: str) -> dict[str, Any]:
+    """`input_ids` (2, 6) and what keeps a forward plain; glm4v_moe of release 4 needs to be told that all is text."""
+    inputs = tiny_inputs(model_type)
+    return inputs | {"attention_mask": torch.ones_like(inputs["input_ids"]), "use_cache": False}
 
 
 # ---- routes that no router chose ------------------------------------------------------------------------------------

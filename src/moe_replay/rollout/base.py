@@ -20,7 +20,7 @@ from moe_replay.topology import MoeTopology
 from moe_replay.trace import RouteTrace
 
 Weights = Iterable[tuple[str, Tensor]] | Path
-"""New weights for an engine: Transformers parameter names with tensors, streamed; or a folder of safetensors."""
+"""New weights for an engine, named and shaped as in the model's checkpoint: streamed, or a folder of safetensors."""
 
 
 class EngineError(MoeReplayError):
@@ -100,6 +100,34 @@ class Sample:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What the trainer's own weights say of one sequence: the proof that an engine computes with them.
+
+    token_ids    (T,)
+    logprobs     (T - 1,) of every token but the first, at temperature 1
+    tolerance    on the mean difference: 1e-3 is generous for float32, 0.05 for bfloat16
+    """
+
+    token_ids: Sequence[int] | np.ndarray
+    logprobs: np.ndarray
+    tolerance: float = 0.05
+
+    def check(self, found: np.ndarray, engine: str) -> None:
+        """Raise unless the engine's log-probs (T - 1,) are the trainer's."""
+        difference = np.abs(np.asarray(found, np.float64) - self.logprobs)
+        if not difference.mean() <= self.tolerance:  # also when it is not a number
+            worst = int(difference.argmax())
+            raise EngineError(
+                f"{engine} does not compute with the weights that it was given",
+                token=worst + 1,
+                expected=f"log-probs within {self.tolerance} of the trainer's on average",
+                found=f"{difference.mean():.4g} off on average, {difference[worst]:.4g} at most",
+                remedy="Expert weights that an engine re-packs at load may have been left in the old layout by the "
+                "update; sampling is refused until an update succeeds",
+            )
+
+
 class Engine(Protocol):
     """A rollout engine: sample with routes, follow the trainer's weights, make room when it does not run."""
 
@@ -121,8 +149,16 @@ class Engine(Protocol):
         """The samples of one prompt, while others are under way."""
         ...
 
-    def update_weights(self, weights: Weights, version: int) -> None:
-        """Replace the weights in place, forget cached prefixes, and stamp later samples with `version`."""
+    def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
+        """(T - 1,) float32: log-probs of every token but the first, at temperature 1."""
+        ...
+
+    def update_weights(self, weights: Weights, version: int, probe: Probe | None = None) -> None:
+        """Replace all weights in place, forget cached prefixes, and stamp later samples with `version`.
+
+        What is being sampled is aborted first, so that no sample mixes two versions in silence. An update that fails,
+        or whose result contradicts `probe`, leaves an engine that refuses to sample until an update succeeds.
+        """
         ...
 
     def sleep(self) -> None:

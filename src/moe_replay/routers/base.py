@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from moe_replay.tickets import Switch
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +34,38 @@ class RouterSite:
 
     def __str__(self) -> str:
         return f"{self.name} ({type(self.module).__name__}, layer {self.layer})"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Chunk:
+    """What is called as a whole: a model, or one pipeline chunk of it. It may have no routers.
+
+    entrances  modules whose forward begins and ends a forward of the chunk
+    sites      its routers
+    """
+
+    entrances: tuple[nn.Module, ...]
+    sites: tuple[RouterSite, ...]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The decoder layers of its routers."""
+        return tuple(site.layer for site in self.sites)
+
+
+class Port(Protocol):
+    """Sits on one router and makes it obey the ticket in force."""
+
+    def remove(self) -> None:
+        """Leave the router as it was."""
+        ...
+
+
+class PortKind(Protocol):
+    """How ports are made: one kind for each way in which routers can be driven."""
+
+    def __call__(self, site: RouterSite, switch: Switch) -> Port: ...
+
+    def is_on(self, module: nn.Module) -> bool:
+        """Whether a router has a port already."""
+        ...

@@ -7,68 +7,30 @@ scores, so one mechanism serves every gate formula and the gradient of each.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from moe_replay.errors import AlignmentError, UnsupportedRouterError
+from moe_replay.errors import UnsupportedRouterError
 from moe_replay.routers.base import RouterSite
+from moe_replay.routers.choice import Choice
 from moe_replay.tickets import Slot, Switch
 
 
-def narrow(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Ids in the dtype they rest in: uint8, or int16 above 256 experts (torch computes with few uint16)."""
-    return ids.detach().to(torch.uint8 if num_experts <= 256 else torch.int16)
+class Answers(Protocol):
+    """What a `topk` inside an interceptor is sent to."""
+
+    def topk(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of `func(*args, **kwargs)`, or another in its place."""
+        ...
 
 
-class TopKPort:
-    """Stands in for the forward of one router instance.
-
-    Its methods are bound, so that `copy.deepcopy` of an attached model yields a model with ports, switch and
-    controller of its own.
-    """
-
-    def __init__(self, site: RouterSite, switch: Switch) -> None:
-        self.site = site
-        self.switch = switch
-        self.native_forward = site.module.forward
-        site.module.forward = self.forward
-
-    def remove(self) -> None:
-        """Give the router its own forward back."""
-        del self.site.module.forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The router's forward, under the ticket in force."""
-        ticket = self.switch.ticket
-        if ticket is None:
-            return self.native_forward(*args, **kwargs)
-        slot = ticket.claim(self.site.layer)
-        answer = _Answer(self.site, slot)
-        with _Interceptor(answer):
-            result = self.native_forward(*args, **kwargs)
-        if answer.chosen is None:
-            raise UnsupportedRouterError(
-                f"the router {self.site} made no top-k choice that could be recorded or replayed",
-                layer=self.site.layer,
-                expected=f"topk(k={self.site.top_k}) over {self.site.num_experts} columns",
-                found=f"topk calls {answer.asked}" if answer.asked else "no topk call",
-                remedy="See docs/routers.md for how to describe a router",
-            )
-        slot.chosen = slot.target if answer.obeyed else self._narrowed(answer.chosen)
-        if slot.observe:
-            slot.native = self._narrowed(answer.native)
-        return result
-
-    def _narrowed(self, ids: torch.Tensor) -> torch.Tensor:
-        return narrow(ids, self.site.num_experts).view(-1, self.site.top_k)
-
-
-class _Interceptor(TorchFunctionMode):
+class TopKInterceptor(TorchFunctionMode):
     """Sends every `topk` of one router call to its answer. Keeps no state: the compiler cannot read it off a mode."""
 
-    def __init__(self, answer: _Answer) -> None:
+    def __init__(self, answer: Answers) -> None:
         super().__init__()
         self.answer = answer
 
@@ -79,15 +41,13 @@ class _Interceptor(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Answer:
+class Answer:
     """Answers the top-k questions of one router call."""
 
     def __init__(self, site: RouterSite, slot: Slot) -> None:
         self.site = site
         self.slot = slot
-        self.chosen: Any = None
-        self.native: Any = None
-        self.obeyed = False  # the target was taken as it is, on every row
+        self.choice = Choice(site, slot)
         self.asked: list[tuple[int, int]] = []
 
     def topk(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -97,28 +57,19 @@ class _Answer:
         columns = scores.shape[-1]
         if k == self.site.top_k and columns == self.site.num_experts:
             return self._experts(func, args, kwargs, scores)
-        if k == self.site.groups_kept and columns == self.site.num_groups:
+        # Scores inside each group (..., groups, experts of a group) may have as many columns as there are groups.
+        if k == self.site.groups_kept and columns == self.site.num_groups and not self._inside_groups(scores):
             return self._groups(func, args, kwargs, scores)
         self.asked.append((k, columns))
         return func(*args, **kwargs)
 
-    # In every mode the ids are found outside autograd and the scores gathered at them, so that a forward and its
-    # recomputation save the same tensors: checkpointing compares them.
+    def _inside_groups(self, scores: torch.Tensor) -> bool:
+        size = self.site.num_experts // self.site.num_groups
+        return scores.dim() > 2 and scores.shape[-2:] == (self.site.num_groups, size)
 
     def _experts(self, func: Any, args: Any, kwargs: Any, scores: torch.Tensor) -> Any:
-        slot = self.slot
-        # A compiled graph always takes the masked way, so that it never recompiles when a batch becomes fully covered.
-        masked = slot.valid is not None and (torch.compiler.is_compiling() or not slot.all_valid)
-        if slot.target is None or masked or slot.observe:
-            self.native = _own_choice(func, args, kwargs)
-        if slot.target is None:
-            experts = self.native
-        else:
-            experts = self._target(scores)
-            if masked:
-                experts = torch.where(slot.valid.view(*scores.shape[:-1], 1), experts, self.native)
-            self.obeyed = not masked
-        self.chosen = experts  # a router with one group asks twice: the last answer is the route
+        # A router with one group asks twice: the last answer is the route.
+        experts = self.choice.among(scores, lambda: func(*args, **kwargs).indices)
         return torch.return_types.topk((scores.gather(-1, experts), experts))
 
     def _groups(self, func: Any, args: Any, kwargs: Any, scores: torch.Tensor) -> Any:
@@ -128,25 +79,66 @@ class _Answer:
         width = max(self.site.top_k, self.site.groups_kept)
         groups = own = _widened(_own_choice(func, args, kwargs), width)
         if slot.target is not None:
-            groups = _widened(self._target(scores) // (self.site.num_experts // self.site.num_groups), width)
+            groups = _widened(self.choice.target(scores) // (self.site.num_experts // self.site.num_groups), width)
             if slot.valid is not None:
                 groups = torch.where(slot.valid.view(*scores.shape[:-1], 1), groups, own)
         return torch.return_types.topk((scores.gather(-1, groups), groups))
 
-    def _target(self, scores: torch.Tensor) -> torch.Tensor:
-        target = self.slot.target
-        assert target is not None
-        rows = scores.shape[:-1].numel()
-        if target.shape[0] != rows:
-            raise AlignmentError(
-                f"the router {self.site} sees another number of rows than the routes have",
+
+class TopKPort:
+    """Stands in for the forward of one router instance.
+
+    Its methods are bound, so that `copy.deepcopy` of an attached model yields a model with ports, switch and
+    controller of its own.
+    """
+
+    answer: type[Answer] = Answer
+
+    def __init__(self, site: RouterSite, switch: Switch) -> None:
+        self.site = site
+        self.switch = switch
+        self.native_forward = site.module.forward
+        site.module.forward = self.forward
+
+    @staticmethod
+    def is_on(module: nn.Module) -> bool:
+        """Whether a router has a port already."""
+        return isinstance(getattr(module.forward, "__self__", None), TopKPort)
+
+    def remove(self) -> None:
+        """Give the router its own forward back."""
+        del self.site.module.forward
+        if self.site.module.forward != self.native_forward:  # an expert-parallel plan had put one on this instance
+            self.site.module.forward = self.native_forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The router's forward, under the ticket in force."""
+        ticket = self.switch.ticket
+        if ticket is None:
+            return self.native_forward(*args, **kwargs)
+        slot = ticket.claim(self.site.layer)
+        answer = self.answer(self.site, slot)
+        with TopKInterceptor(answer):
+            result = self.native_forward(*args, **kwargs)
+        if answer.choice.experts is None:
+            raise UnsupportedRouterError(
+                f"the router {self.site} made no top-k choice that could be recorded or replayed",
                 layer=self.site.layer,
-                expected=f"{target.shape[0]} rows",
-                found=f"{rows} rows",
-                remedy="The layout of the batch must be the one this rank's model sees: padding, packing, "
-                "context and sequence parallel",
+                expected=f"topk(k={self.site.top_k}) over {self.site.num_experts} columns",
+                found=f"topk calls {answer.asked}" if answer.asked else "no topk call",
+                remedy="See docs/routers.md for how to describe a router",
             )
-        return target.long().view(*scores.shape[:-1], self.site.top_k)
+        if slot.observe and self.site.num_groups:
+            answer.choice.native = self._chosen_natively(args, kwargs)
+        answer.choice.keep()
+        return result
+
+    def _chosen_natively(self, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """A second run, for routers whose scores show the replayed groups alone once those were let through."""
+        answer = self.answer(self.site, Slot(self.site.layer))
+        with torch.no_grad(), TopKInterceptor(answer):
+            self.native_forward(*args, **kwargs)
+        return answer.choice.experts
 
 
 def _own_choice(func: Any, args: Any, kwargs: Any) -> torch.Tensor:

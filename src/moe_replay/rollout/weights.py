@@ -1,0 +1,147 @@
+"""Weights on their way to an engine: streamed in the names of the checkpoint, never all at once.
+
+Transformers 5 keeps the experts of a layer in one tensor, checkpoints keep one tensor for each expert. Engines read
+checkpoints, so that is the form weights travel in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_replay.rollout.base import EngineError, Weights
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The files that hold the weights in a folder, in order."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise EngineError("no weights in the folder", expected="*.safetensors", found=folder)
+    return files
+
+
+def read_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor once, as it is needed."""
+    if not isinstance(weights, Path):
+        yield from weights
+        return
+    from safetensors import safe_open
+
+    for file in safetensors_files(weights):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118: not a dict
+                yield name, tensors.get_tensor(name)
+
+
+def packed(weights: NamedTensors, chunk_bytes: int) -> Iterator[bytes]:
+    """The tensors as a series of safetensors files of about `chunk_bytes`; a larger tensor has a file of its own."""
+    from safetensors.torch import save
+
+    chunk: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        if chunk and size + tensor.nbytes > chunk_bytes:
+            yield save(chunk)
+            chunk, size = {}, 0
+        # safetensors refuses tensors that share memory: parts of one parameter get memory of their own
+        chunk[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        size += tensor.nbytes
+    if chunk:
+        yield save(chunk)
+
+
+def checkpoint_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a live Transformers model in the names and shapes of its checkpoint, one parameter at a time."""
+    for name, tensor in model.state_dict().items():
+        yield from _in_checkpoint(model, name, tensor).items()
+
+
+def load_into(model: nn.Module, weights: NamedTensors) -> None:
+    """Copy weights in place, whether they have the names of the checkpoint or of the live model. All must come."""
+    live = model.state_dict()
+    parts = {name: list(_in_checkpoint(model, name, t.to("meta"))) for name, t in live.items()}
+    owner = {part: name for name, names in parts.items() for part in names}
+    if len(owner) < sum(map(len, parts.values())):
+        raise EngineError(
+            "a tensor of this model's checkpoint is split in the live model, which cannot be updated in place",
+            found=type(model).__name__,
+            remedy="Use vLLM as the rollout engine of this model",
+        )
+    waiting: dict[str, dict[str, Tensor]] = {}
+    written: set[int] = set()
+    for name, tensor in weights:
+        target = name if name in live else owner.get(name)
+        if target is None:
+            raise EngineError("no such parameter in the model", found=name, expected=f"one of {len(owner)} names")
+        if name in live and parts[name] != [name]:  # the live model's own, fused form
+            _copy(live[name], tensor, name)
+        else:
+            group = waiting.setdefault(target, {})
+            group[name] = tensor
+            if len(group) < len(parts[target]):
+                continue
+            _copy(live[target], _in_model(model, target, waiting.pop(target)), target)
+        written.add(live[target].data_ptr())
+    missing = [name for name, tensor in live.items() if tensor.data_ptr() not in written]  # tied ones share memory
+    if missing:
+        raise EngineError(
+            "the update left parameters as they were",
+            expected=f"all of {len(live)}",
+            found=f"{len(missing)} missing, among them {', '.join(missing[:3])}",
+            remedy="An update brings every weight, frozen ones included",
+        )
+
+
+def _copy(target: Tensor, source: Tensor, name: str) -> None:
+    if target.shape != source.shape:
+        raise EngineError(f"wrong shape of {name}", expected=tuple(target.shape), found=tuple(source.shape))
+    with torch.no_grad():
+        target.copy_(source)
+
+
+# ---- Transformers 5 ---------------------------------------------------------------------------------------------
+
+
+def _in_checkpoint(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """What one tensor of the live model is in the checkpoint."""
+    if not _converts():
+        return {name: tensor}
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, {name: tensor})  # type: ignore[arg-type]
+
+
+def _in_model(model: Any, target: str, parts: dict[str, Tensor]) -> Tensor:
+    """What tensors of the checkpoint are together in the live model."""
+    if list(parts) == [target]:
+        return parts[target]
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    converter: Any = None
+    for name in sorted(parts, key=dot_natural_key):
+        renamed, pattern = rename_source_key(name, renamings, converters)
+        if pattern is None:  # another name, nothing more
+            return parts[name]
+        converter = converter or by_pattern[pattern]
+        converter.add_tensor(renamed, name, pattern, parts[name])
+    return _only(converter.convert(target, model=model, config=model.config)[target])
+
+
+def _only(value: Tensor | list[Tensor]) -> Tensor:
+    return value[0] if isinstance(value, list) else value
+
+
+def _converts() -> bool:
+    return find_spec("transformers.core_model_loading") is not None

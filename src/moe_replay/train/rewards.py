@@ -1,0 +1,154 @@
+"""Reward functions, in TRL's signature: keyword arguments in, one float (or None: do not score) for each sample out.
+
+    def reward(prompts, completions, **columns) -> list[float | None]
+
+`columns` holds every other column of the data set, one value for each sample.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moe_replay.errors import MissingExtraError, MoeReplayError
+
+RewardFunction = Callable[..., Sequence[float | None]]
+
+
+class RewardError(MoeReplayError):
+    """A reward function that cannot be found, raised, or returned something else than one number a sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A reward function with a name for metrics and errors, and its weight in the sum."""
+
+    name: str
+    function: RewardFunction
+    weight: float = 1.0
+
+
+def load_reward(name: str, weight: float = 1.0) -> Reward:
+    """`accuracy`, `format`, `module:function`, or `verl:module:function` for a verl `compute_score`."""
+    if name in _BUILT_IN:
+        return Reward(name, _BUILT_IN[name], weight)
+    style, _, rest = name.partition(":")
+    path = rest if style == "verl" else name
+    module_name, _, function_name = path.partition(":")
+    if not function_name:
+        raise RewardError(
+            f"unknown reward {name!r}",
+            expected=f"one of {sorted(_BUILT_IN)}, 'module:function' or 'verl:module:function'",
+            found=name,
+        )
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise RewardError(
+            f"reward {name!r} cannot be loaded: {error}",
+            remedy="The module must be importable where training runs, e.g. a file in the working directory",
+        ) from error
+    return Reward(name, from_verl(function) if style == "verl" else function, weight)
+
+
+def score(
+    rewards: Sequence[Reward], prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
+) -> dict[str, np.ndarray]:
+    """(samples,) float64 for each reward, NaN where it does not score a sample."""
+    return {reward.name: _scored(reward, prompts, completions, columns) for reward in rewards}
+
+
+def total(rewards: Sequence[Reward], scores: Mapping[str, np.ndarray]) -> np.ndarray:
+    """(samples,) the weighted sum of what was scored; NaN where no reward scored the sample."""
+    table = np.stack([scores[reward.name] * reward.weight for reward in rewards])
+    unscored = np.isnan(table).all(axis=0)
+    return np.where(unscored, np.nan, np.nansum(table, axis=0))
+
+
+def from_verl(compute_score: Callable[..., float | Mapping[str, Any]]) -> RewardFunction:
+    """A verl `compute_score(data_source, solution_str, ground_truth, extra_info)` as a reward function."""
+
+    def reward(prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
+        def column(name: str) -> Sequence[Any]:
+            return columns.get(name) or [None] * len(completions)
+
+        truths = columns.get("ground_truth") or [(model or {}).get("ground_truth") for model in column("reward_model")]
+        results = [
+            compute_score(data_source=source, solution_str=text_of(completion), ground_truth=truth, extra_info=extra)
+            for source, completion, truth, extra in zip(
+                column("data_source"), completions, truths, column("extra_info"), strict=True
+            )
+        ]
+        return [result["score"] if isinstance(result, Mapping) else result for result in results]
+
+    return reward
+
+
+def text_of(completion: Any) -> str:
+    """A completion as text; conversational ones are lists of messages, of which the last assistant turn counts."""
+    if isinstance(completion, str):
+        return completion
+    return next((m["content"] for m in reversed(completion) if m.get("role") == "assistant"), "")
+
+
+def accuracy(
+    prompts: Sequence[Any], completions: Sequence[Any], solution: Sequence[str], **_: Any
+) -> list[float | None]:
+    """1 where the completion's answer equals `solution` as mathematics, 0 where not, None where the solution is none."""
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise MissingExtraError(
+            "the reward 'accuracy' needs math-verify", remedy="pip install 'moe-replay[train]'"
+        ) from error
+    # Without its own timeouts, which use signals and so work in the main thread only.
+    answers: list[float | None] = []
+    for completion, truth in zip(completions, solution, strict=True):
+        gold = parse(str(truth), parsing_timeout=None) or parse(f"${truth}$", parsing_timeout=None)
+        if not gold:
+            answers.append(None)
+            continue
+        found = parse(text_of(completion), parsing_timeout=None)
+        answers.append(float(verify(gold, found, timeout_seconds=None)))
+    return answers
+
+
+_THINK_THEN_ANSWER = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>\s*(?!\s)(?:(?!</?think>).)+", re.DOTALL)
+
+
+def think_format(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float | None]:
+    """1 where the completion is `<think> ... </think>` followed by an answer."""
+    return [float(bool(_THINK_THEN_ANSWER.fullmatch(text_of(completion)))) for completion in completions]
+
+
+_BUILT_IN: Mapping[str, RewardFunction] = {"accuracy": accuracy, "format": think_format}
+
+
+def _scored(
+    reward: Reward, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
+) -> np.ndarray:
+    try:
+        values = reward.function(prompts=list(prompts), completions=list(completions), **columns)
+    except MoeReplayError:
+        raise
+    except Exception as error:  # a user's function may raise anything; it must be named in what follows
+        raise RewardError(
+            f"reward {reward.name!r} raised {type(error).__name__}: {error}",
+            found=f"{len(completions)} completions and columns {sorted(columns)}",
+            remedy="Return None for samples that cannot be scored",
+        ) from error
+    if not isinstance(values, (list, tuple, np.ndarray)) or len(values) != len(completions):
+        raise RewardError(
+            f"reward {reward.name!r} must return one value for each completion",
+            expected=f"a list of {len(completions)}",
+            found=f"{type(values).__name__} of {len(values)}" if hasattr(values, "__len__") else type(values).__name__,
+        )
+    for sample, value in enumerate(values):
+        if value is not None and not isinstance(value, (int, float, np.number, np.bool_)):
+            raise RewardError(f"reward {reward.name!r} returned no number", sample=sample, found=repr(value))
+    return np.array([np.nan if value is None else float(value) for value in values], np.float64)

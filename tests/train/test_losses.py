@@ -1,0 +1,199 @@
+"""Losses and advantages: number for number those of TRL, and independent of how tokens are divided."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_replay.train.advantages import group_advantages, has_signal
+from moe_replay.train.losses import correction_weights, k3, policy_loss, token_weights
+
+MAX_TOKENS = 12
+
+
+class Batch:
+    """Random completions, both as padded rows and as one row of tokens."""
+
+    def __init__(self, seed: int, sequences: int = 6) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.lengths = torch.randint(1, MAX_TOKENS + 1, (sequences,), generator=generator)
+        self.mask = (torch.arange(MAX_TOKENS)[None] < self.lengths[:, None]).double()
+        self.padded = {
+            name: torch.randn((sequences, MAX_TOKENS), generator=generator, dtype=torch.float64).mul(0.4) - 1
+            for name in ("new", "old", "rollout", "reference")
+        }
+        self.advantages = torch.randn(sequences, generator=generator, dtype=torch.float64)
+        self.sequence = torch.arange(sequences).repeat_interleave(self.lengths)
+
+    def flat(self, name: str) -> torch.Tensor:
+        return self.padded[name][self.mask.bool()]
+
+
+def trl_loss(batch: Batch, loss_type: str, level: str, beta: float, correction: str, clip: tuple[float, float]):
+    """TRL's own `_compute_loss` on given log-probs; everything around it is what it reads of its trainer."""
+    trl = pytest.importorskip("trl.trainer.grpo_trainer", reason="needs TRL")
+    new = batch.padded["new"].clone().requires_grad_()
+    ratio = None
+    if correction != "off":
+        difference = (batch.padded["old"] - batch.padded["rollout"]) * batch.mask
+        if correction == "sequence_mask":
+            difference = difference.sum(-1, keepdim=True)
+        ratio = difference.exp()
+        if correction == "token_truncate":
+            ratio = ratio.clamp(max=2.0)
+        else:
+            ratio = ratio.masked_fill((ratio < 0.5) | (ratio > 2.0), 0.0)
+    trainer = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *a, **k: (new, torch.zeros_like(new), None),
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        importance_sampling_level=level,
+        beta=beta,
+        loss_type=loss_type,
+        epsilon_low=clip[0],
+        epsilon_high=clip[1],
+        args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1),
+        use_vllm=correction != "off",
+        vllm_importance_sampling_correction=True,
+        model=SimpleNamespace(training=True),
+        current_gradient_accumulation_steps=1,
+        max_completion_length=MAX_TOKENS,
+        accelerator=SimpleNamespace(num_processes=1, reduce=lambda t, reduction: t, gather=lambda t: t),
+        aux_loss_enabled=False,
+        _entropy_bonus_enabled=False,
+        _metrics={"train": defaultdict(list)},
+    )
+    inputs = {
+        "prompt_ids": torch.zeros(len(batch.lengths), 1, dtype=torch.long),
+        "prompt_mask": torch.ones(len(batch.lengths), 1, dtype=torch.long),
+        "completion_ids": torch.zeros_like(new, dtype=torch.long),
+        "completion_mask": batch.mask,
+        "advantages": batch.advantages,
+        "old_per_token_logps": batch.padded["old"],
+        "ref_per_token_logps": batch.padded["reference"],
+        "importance_sampling_ratio": ratio,
+        "num_items_in_batch": batch.mask.sum(),
+    }
+    loss = trl.GRPOTrainer._compute_loss(trainer, None, inputs)
+    (gradient,) = torch.autograd.grad(loss, new)
+    return loss.detach(), gradient[batch.mask.bool()]
+
+
+def our_loss(batch: Batch, aggregation, level, beta, correction, clip, tokens=slice(None)):
+    weights = torch.from_numpy(token_weights(batch.lengths.numpy(), aggregation, MAX_TOKENS))
+    new = batch.flat("new").clone().requires_grad_()
+    found = policy_loss(
+        new[tokens],
+        batch.flat("old")[tokens],
+        batch.advantages[batch.sequence][tokens],
+        weights[batch.sequence][tokens],
+        batch.sequence[tokens],
+        len(batch.lengths),
+        rollout=batch.flat("rollout")[tokens],
+        reference=batch.flat("reference")[tokens],
+        level=level,
+        clip_low=clip[0],
+        clip_high=clip[1],
+        beta=beta,
+        correction=correction,
+        correction_low=0.5,
+    )
+    (gradient,) = torch.autograd.grad(found.loss, new)
+    return found.loss.detach(), gradient
+
+
+@pytest.mark.parametrize("correction", ["off", "token_truncate", "token_mask", "sequence_mask"])
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("aggregation", ["grpo", "dr_grpo", "dapo"])
+def test_equal_to_trl(aggregation, level, beta, correction):
+    for seed in range(3):
+        batch = Batch(seed)
+        arguments = (aggregation, level, beta, correction, (0.2, 0.28))
+        expected, expected_gradient = trl_loss(batch, *arguments)
+        found, gradient = our_loss(batch, *arguments)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-12)
+
+
+@settings(max_examples=20)
+@given(
+    seed=st.integers(0, 1000),
+    aggregation=st.sampled_from(["grpo", "dr_grpo", "dapo"]),
+    level=st.sampled_from(["token", "sequence"]),
+    cuts=st.sets(st.integers(1, 5), max_size=4),
+)
+def test_micro_batches_add_up(seed, aggregation, level, cuts):
+    """However whole sequences are divided over micro-batches, losses and gradients add up to those of the whole."""
+    batch = Batch(seed)
+    arguments = (aggregation, level, 0.04, "token_mask", (0.2, 0.2))
+    expected, expected_gradient = our_loss(batch, *arguments)
+    ends = np.cumsum(batch.lengths.numpy())
+    bounds = [0, *(int(ends[cut - 1]) for cut in sorted(cuts)), int(ends[-1])]
+    parts = [our_loss(batch, *arguments, tokens=slice(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+    torch.testing.assert_close(sum(loss for loss, _ in parts), expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(sum(gradient for _, gradient in parts), expected_gradient, rtol=1e-10, atol=1e-12)
+
+
+def test_on_policy_ratio_is_exactly_one():
+    batch = Batch(0)
+    new = batch.flat("new").clone().requires_grad_()
+    weights = torch.ones_like(new)
+    found = policy_loss(new, new.detach(), batch.advantages[batch.sequence], weights, batch.sequence, 6)
+    assert torch.equal(found.ratio, torch.ones_like(found.ratio))
+    assert not found.clipped_low.any()
+    assert not found.clipped_high.any()
+
+
+def test_correction_weights_by_hand():
+    old = torch.tensor([0.0, 0.0, 0.0, 0.0])
+    rollout = torch.log(torch.tensor([0.5, 0.9, 4.0, 1.0]))  # ratios 2, 1.11, 0.25, 1
+    sequence = torch.tensor([0, 0, 1, 1])
+    close = torch.testing.assert_close
+    close(correction_weights(old, rollout, sequence, 2, "token_truncate", 0.0, 1.5), torch.tensor([1.5, 1 / 0.9, 0.25, 1]))
+    close(correction_weights(old, rollout, sequence, 2, "token_mask", 0.5, 1.5), torch.tensor([0, 1 / 0.9, 0, 1]))
+    close(correction_weights(old, rollout, sequence, 2, "sequence_mask", 0.1, 2.0), torch.tensor([0, 0, 0.25, 0.25]))
+    close(correction_weights(old, rollout, sequence, 2, "off", 0.0, 0.0), torch.ones(4))
+
+
+def test_k3_is_zero_only_where_equal():
+    one = torch.tensor([-1.0, -2.0, -3.0])
+    assert torch.equal(k3(one, one), torch.zeros(3))
+    assert (k3(one, one + 0.1) > 0).all()
+    assert (k3(one, one - 0.1) > 0).all()
+
+
+# ---- advantages -----------------------------------------------------------------------------------------------------
+
+
+@given(
+    rewards=st.lists(
+        st.lists(st.floats(-5, 5) | st.just(float("nan")), min_size=4, max_size=4), min_size=1, max_size=5
+    ).map(np.array)
+)
+def test_advantages_against_a_plain_loop(rewards):
+    for baseline in ("std", "none", "leave_one_out"):
+        found = group_advantages(rewards, baseline)
+        for group, advantages in zip(rewards, found, strict=True):
+            scored = [r for r in group if not np.isnan(r)]
+            for reward, advantage in zip(group, advantages, strict=True):
+                if np.isnan(reward):
+                    assert advantage == 0
+                    continue
+                expected = reward - np.mean(scored)
+                if baseline == "std":
+                    expected /= (np.std(scored, ddof=1) if len(scored) > 1 else 0) + 1e-4
+                elif baseline == "leave_one_out" and len(scored) > 1:
+                    expected = reward - (sum(scored) - reward) / (len(scored) - 1)
+                assert advantage == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def test_groups_without_signal():
+    nan = float("nan")
+    assert has_signal(np.array([[1.0, 1.0], [0.0, 1.0], [nan, 1.0], [nan, nan]])).tolist() == [False, True, False, False]
