@@ -87,34 +87,37 @@ def check_same(batch: RouteBatch, other: np.ndarray) -> None:
         raise AssertionError("two ways to make a batch disagree")
 
 
-def measure(name: str, tokens: int, repeats: int) -> None:
-    """Print the table of one model."""
+def measure(traces: Sequence[RouteTrace], layout: TokenLayout, layers: slice, repeats: int) -> str:
+    """One line of a table."""
+    wanted = traces[0].layers[layers]
+    batch = RouteBatch.from_traces(traces, layout, wanted)
+    check_same(batch, by_transpose(traces, layout, layers))
+    source = batch.experts.numpy()
+    target = np.zeros_like(source)
+    ours = seconds(lambda: RouteBatch.from_traces(traces, layout, wanted), repeats)
+    plain = seconds(lambda: by_transpose(traces, layout, layers), repeats)
+    padded = seconds(lambda: by_int64_padding(traces, layout, layers), max(repeats // 3, 1))
+    copy = seconds(lambda: np.copyto(target, source), repeats)
+    return (
+        f"{len(wanted):6} {source.nbytes / 1e6:6.1f} {source.nbytes / ours / 1e9:6.2f} {plain / ours:12.1f} "
+        f"{padded / ours:12.1f} {copy / ours:9.0%}"
+    )
+
+
+def print_table(name: str, tokens: int, repeats: int) -> None:
+    """All layouts for one model."""
     num_layers, experts, top_k = MODELS[name]
     spread = np.random.default_rng(1).uniform(0.5, 1.5, SEQUENCES)
     lengths = (spread / spread.sum() * tokens).astype(int).tolist()
     traces = some_traces(lengths, num_layers, experts, top_k)
+    every, stage = slice(0, num_layers), slice(num_layers // 4, num_layers // 2)
+    right = TokenLayout.padded(lengths)
+    check_same(RouteBatch.from_traces(traces, right), by_int64_padding(traces, right, every))
     print(f"\n{name}: {SEQUENCES} sequences of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all")
     print(f"{'layout':24} {'layers':>6} {'MB':>6} {'GB/s':>6} {'x transpose':>12} {'x int64 pad':>12} {'/ memcpy':>9}")
-    every, stage = slice(0, num_layers), slice(num_layers // 4, num_layers // 2)
-    cases = [(label, layout, every) for label, layout in layouts(lengths).items()]
-    cases.append(("packed, stage of 4", TokenLayout.packed(lengths), stage))
-    for label, layout, layers in cases:
-        wanted = list(range(num_layers))[layers]
-        batch = RouteBatch.from_traces(traces, layout, wanted)
-        check_same(batch, by_transpose(traces, layout, layers))
-        if label == "right-padded":
-            check_same(batch, by_int64_padding(traces, layout, layers))
-        size = batch.experts.numel() * batch.experts.element_size()
-        source, target = batch.experts.numpy(), np.zeros(tuple(batch.experts.shape), batch.experts.numpy().dtype)
-        ours = seconds(lambda: RouteBatch.from_traces(traces, layout, wanted), repeats)
-        plain = seconds(lambda: by_transpose(traces, layout, layers), repeats)
-        padded = seconds(lambda: by_int64_padding(traces, layout, layers), max(repeats // 3, 1))
-        copy = seconds(lambda: np.copyto(target, source), repeats)
-        print(
-            f"{label:24} {len(wanted):6} {size / 1e6:6.1f} {size / ours / 1e9:6.2f} {plain / ours:12.1f} "
-            f"{padded / ours:12.1f} {copy / ours:9.0%}",
-            flush=True,
-        )
+    for label, layout in layouts(lengths).items():
+        print(f"{label:24} {measure(traces, layout, every, repeats)}", flush=True)
+    print(f"{'packed, stage of 4':24} {measure(traces, TokenLayout.packed(lengths), stage, repeats)}", flush=True)
 
 
 def main() -> None:
@@ -126,7 +129,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     for name in MODELS:
-        measure(name, options.tokens, options.repeats)
+        print_table(name, options.tokens, options.repeats)
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ class Ticket:
                     layer=layer,
                     expected="one forward of the model for each context",
                     found="a second one",
-                    remedy="Open a new context for each micro-batch; in a backward, nest no checkpoints around a router",
+                    remedy="Open a new context for each micro-batch; nest no checkpoints around a router",
                 )
             slot.earlier.append(slot.chosen)
         return slot

@@ -1,71 +1,147 @@
+"""Replay under the tensor- and expert-parallel plans of Transformers.
+
+Ranks of a tensor-parallel group see the same tokens, so that their layout knows nothing of the plan; routes name
+experts by their global id, wherever the experts are.
+"""
+
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
+
 import moe_replay as mr
 from tests.distributed.harness import run_ranks
-from tests.distributed.reference import *
+from tests.distributed.reference import (
+    Outcome,
+    backward_last_first,
+    check_other,
+    check_same,
+    data_parallel,
+    forward_arguments,
+    from_wire,
+    loss_of,
+    move_routers,
+    one_process,
+    recorded_traces,
+    rollout_traces,
+    sequences,
+    to_wire,
+)
 from tests.routers.families import tiny_model
 from tests.test_recompute import CHECKPOINTS
 
 pytestmark = pytest.mark.distributed
 
-ROUTER = {"gpt_oss": "router"}
-def plan_of(name, family):
-    gate = ROUTER.get(family, "gate")
-    masked = {f"model.layers.*.mlp.{gate}": "ep_router", "model.layers.*.mlp.experts": "moe_tp_experts"}
-    return {"tp": dict(tp_size=2), "masked": dict(tp_size=2, ep_size=2, ep_plan=masked), "dispatch": dict(tp_size=2, ep_size=2),
-    "fsdp_ep": dict(fsdp_size=2, ep_size=2), "fsdp4_ep": dict(fsdp_size=4, ep_size=2), "masked_only": dict(tp_size=2, tp_plan={}, ep_size=2, ep_plan=masked)}[name]
+CHECKPOINTING = ("none", "transformers", "transformers-reentrant")
 
-def layout_of(seed):
+
+def masked(family: str) -> dict[str, str]:
+    """Every rank keeps all tokens, and its router leaves other ranks' experts out."""
+    router = "router" if family == "gpt_oss" else "gate"
+    return {f"model.layers.*.mlp.{router}": "ep_router", "model.layers.*.mlp.experts": "moe_tp_experts"}
+
+
+class Plan(NamedTuple):
+    """Sizes of the meshes, and what the model's own expert-parallel plan is overruled by."""
+
+    tensor: int = 1
+    expert: int = 1
+    data: int = 1
+    overruled: dict[str, str] | None = None
+
+    @property
+    def config(self) -> DistributedConfig:
+        return DistributedConfig(
+            tp_size=self.tensor, ep_size=self.expert, fsdp_size=self.data, ep_plan=self.overruled
+        )
+
+
+# ---- on a rank -------------------------------------------------------------------------------------------------------
+
+
+def layout_of(seed: int) -> mr.TokenLayout:
     return mr.TokenLayout.padded([len(ids) for ids in sequences(seed)], 14, "left")
-def run(model, seed, replay=None, batch=None):
-    lay, ids = layout_of(seed), sequences(seed)
-    import contextlib
-    with (replay.replay(batch) if replay else contextlib.nullcontext()):
-        loss = loss_of(model(**forward_arguments(lay, ids)).logits, lay, ids)
-    loss.backward()
-    g = full_gradients(model)
-    model.zero_grad()
-    return [loss.item()], g
 
-def on_rank(path, family, plan, checkpoint, routes):
-    conf = DistributedConfig(**plan_of(plan, family))
-    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=conf).train()
-    seed = 0 if conf.fsdp_size == 1 else dist.get_rank()
+
+def loss_on_rank(model: nn.Module, seed: int) -> torch.Tensor:
+    layout, ids = layout_of(seed), sequences(seed)
+    return loss_of(model(**forward_arguments(layout, ids)).logits, layout, ids)
+
+
+def on_rank(folder: str, plan: Plan, routes: list[list[bytes]]) -> dict[str, Any]:
+    """Record, move the routers, and replay with each checkpointing; natively as well."""
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=plan.config).train()
     replay = mr.attach(model)
+    seed = dist.get_rank() // plan.tensor
     with torch.no_grad(), replay.record() as recording:
-        model(**forward_arguments(layout_of(seed), sequences(seed)))
-    rec = to_wire(recording.traces(layout_of(seed), sequences(seed)))
+        loss_on_rank(model, seed)
     move_routers(replay)
-    if checkpoint != "none": CHECKPOINTS[checkpoint](model)
-    batch = mr.RouteBatch.from_traces(from_wire(routes[seed]), layout_of(seed))
-    r = run(model, seed, replay, batch)
-    replay.detach()
-    n = run(model, seed)
-    return rec, r, n
 
-@pytest.mark.parametrize("checkpoint", ["none", "transformers", "transformers-reentrant"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral", "glm4_moe", "deepseek_v3"])
-@pytest.mark.parametrize("plan", ["tp", "masked", "dispatch", "fsdp_ep", "fsdp4_ep"])
-def test_it(tmp_path, family, checkpoint, plan):
-    tiny_model(family).save_pretrained(tmp_path)
-    size = 4 if plan == "fsdp4_ep" else 2
-    seeds = range(size)
-    res = run_ranks(size, on_rank, str(tmp_path), family, plan, checkpoint, [to_wire(rollout_traces(family, s)) for s in seeds])
-    fs = "fsdp" in plan
-    for rank, (rec, r, n) in enumerate(res):
-        assert from_wire(rec) == recorded_traces(family, rank if fs else 0)
-        if fs: 
-            r, n = ([l for x in res for l in x[i][0]] for i in (1, 2)); r = (r, res[rank][1][1]); n = (n, res[rank][2][1])
-            exp = data_parallel([one_process(family, s) for s in seeds], size)
-        else: exp = one_process(family, 0)
-        a, b = Outcome(*r), Outcome(*n)
-        print(plan, family, checkpoint, rank, differences(a, exp), "native", differences(b, exp))
-        rd = relative_differences(a.gradients, exp.gradients)
-        bad = {k: v for k, v in rd.items() if v > 1e-5}
-        if bad: print(bad)
-    assert not bad
+    batch = mr.RouteBatch.from_traces(from_wire(routes[seed]), layout_of(seed))
+    outcomes = {}
+    for checkpoint in CHECKPOINTING:
+        if checkpoint != "none":
+            CHECKPOINTS[checkpoint](model)
+        with replay.replay(batch):
+            loss = loss_on_rank(model, seed)
+        outcomes[checkpoint] = tuple(backward_last_first(model, [loss]))
+
+    native = loss_on_rank(model, seed)
+    replay.detach()
+    detached = loss_on_rank(model, seed)
+    assert torch.equal(native, detached), "detach() left another model than it found"
+    return {
+        "recorded": to_wire(recording.traces(layout_of(seed), sequences(seed))),
+        "replayed": outcomes,
+        "native": tuple(backward_last_first(model, [native])),
+    }
+
+
+# ---- all ranks together ----------------------------------------------------------------------------------------------
+
+
+def check_plan(family: str, plan: Plan, folder: Path) -> None:
+    """On every rank: recorded ids are global ones, replay is one process's, and native routing is not."""
+    tiny_model(family).save_pretrained(folder)
+    seeds = range(plan.data)
+    routes = [to_wire(rollout_traces(family, seed)) for seed in seeds]
+    averaged = data_parallel([one_process(family, seed) for seed in seeds], plan.data).gradients
+    for number, rank in enumerate(run_ranks(plan.data * plan.tensor, on_rank, str(folder), plan, routes)):
+        seed = number // plan.tensor
+        expected = Outcome(one_process(family, seed).losses, averaged)
+        assert from_wire(rank["recorded"]) == recorded_traces(family, seed)
+        for outcome in rank["replayed"].values():
+            check_same(Outcome(*outcome), expected)
+        check_other(Outcome(*rank["native"]), expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3"])
+def test_tensor_parallel(family, tmp_path):
+    check_plan(family, Plan(tensor=2), tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"])
+def test_experts_masked_on_other_ranks(family, tmp_path):
+    """The router's output is cut down to local ids after its choice was made."""
+    check_plan(family, Plan(tensor=2, expert=2, overruled=masked(family)), tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_tokens_dispatched_to_experts(family, tmp_path):
+    check_plan(family, Plan(tensor=2, expert=2), tmp_path)
+
+
+def test_fully_sharded_with_tensor_parallel(tmp_path):
+    check_plan("qwen3_moe", Plan(tensor=2, data=2), tmp_path)
+
+
+def test_fully_sharded_with_dispatched_tokens(tmp_path):
+    """Two ranks hold each expert. With one (data == expert) Transformers shrinks its gradient, replayed or not."""
+    check_plan("glm4_moe", Plan(expert=2, data=4), tmp_path)

@@ -139,9 +139,7 @@ def test_an_expert_twice_in_a_row() -> None:
     assert "twice" in error.problem
 
 
-@pytest.mark.parametrize(
-    ("depth", "cause"), [(3, "MoE layers only"), (5, "draft (MTP)"), (2, "one pipeline stage")]
-)
+@pytest.mark.parametrize(("depth", "cause"), [(3, "MoE layers only"), (5, "draft (MTP)"), (2, "one pipeline stage")])
 def test_another_number_of_layers(depth: int, cause: str) -> None:
     raw = np.ones((9, depth, 2), np.uint8)
     error = fails(raw, 10)

@@ -87,7 +87,7 @@ class _Checks:
         self.tokens = tokens
         self.first_token = first_token
         self.topology = topology
-        # Routers inside the attention (jetmoe) are beyond what engines capture: the trace declares them as not recorded.
+        # Routers inside the attention (jetmoe) are beyond what engines capture: the trace says they are not recorded.
         self.layers = [layer for layer in topology.layers if layer < topology.num_layers]
         self.engine = engine
         self.sample = sample

@@ -35,7 +35,7 @@ class Choice:
     # and its recomputation save the same tensors: checkpointing compares them.
 
     def among(self, scores: torch.Tensor, own_choice: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The experts (..., K) int64 to take, where the scores are (..., E) and `own_choice` what the router would do."""
+        """The experts (..., K) int64 to take among scores (..., E); `own_choice` is what the router would do."""
         slot = self.slot
         # A compiled graph always takes the masked way, so that it never recompiles when a batch becomes fully covered.
         masked = slot.valid is not None and (torch.compiler.is_compiling() or not slot.all_valid)

@@ -1,0 +1,73 @@
+"""How far two sets of log-probs of the same sampled tokens are apart.
+
+Everything is kept as sums and maxima over tokens, so that numbers of micro-batches and ranks combine exactly: a mean is
+only ever taken at the end, over all tokens, and never over means.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_SUMS = ("tokens", "k1", "k3", "abs", "ratio", "ratio_squared", "beyond_two")
+_MAXIMA = ("abs", "ratio")
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Sums (7,) and maxima (2,) over tokens, float64; `+` combines them, as does an all-reduce of each."""
+
+    sums: Tensor
+    maxima: Tensor
+
+    @classmethod
+    def between(cls, sampled: Tensor, scored: Tensor, mask: Tensor | None = None) -> Mismatch:
+        """Of tokens sampled with log-probs `sampled` and scored by another pass as `scored`, both (N,).
+
+        With d = scored - sampled and r = exp(d): k1 = -d and k3 = r - 1 - d estimate KL(sampled || scored), unbiased
+        because the tokens come from `sampled`; `beyond_two` counts max(r, 1/r) > 2.
+        """
+        difference = (scored.detach() - sampled.detach()).double()
+        if mask is not None:
+            difference = difference[mask.bool()]
+        ratio = difference.exp()
+        distance = difference.abs()
+        sums = torch.stack(
+            [
+                torch.ones_like(difference).sum(),
+                -difference.sum(),
+                (ratio - 1 - difference).sum(),
+                distance.sum(),
+                ratio.sum(),
+                ratio.square().sum(),
+                (distance > torch.log(torch.tensor(2.0, dtype=torch.float64))).double().sum(),
+            ]
+        )
+        if difference.numel():
+            maxima = torch.stack([distance.max(), ratio.max()])
+        else:
+            maxima = difference.new_zeros(2)
+        return cls(sums, maxima)
+
+    def __add__(self, other: Mismatch) -> Mismatch:
+        return Mismatch(self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
+
+    def summary(self) -> dict[str, float]:
+        """Means over all tokens, maxima, and the effective share of the samples (ESS); empty where no token was seen."""
+        values = dict(zip(_SUMS, self.sums.tolist(), strict=True))
+        largest = dict(zip(_MAXIMA, self.maxima.tolist(), strict=True))
+        tokens = values["tokens"]
+        if not tokens:
+            return {}
+        return {
+            "k1_kl": values["k1"] / tokens,
+            "k3_kl": values["k3"] / tokens,
+            "logprob_abs_diff/mean": values["abs"] / tokens,
+            "logprob_abs_diff/max": largest["abs"],
+            "ratio/mean": values["ratio"] / tokens,
+            "ratio/max": largest["ratio"],
+            "ess": values["ratio"] ** 2 / (tokens * values["ratio_squared"]),
+            "beyond_two": values["beyond_two"] / tokens,
+        }

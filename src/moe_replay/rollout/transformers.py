@@ -1,0 +1,299 @@
+"""Sampling with Transformers itself: batched, with a KV cache and exact routes; the engine where no other is installed.
+
+It samples from the very module it is given, so a trainer may share its own with it: then weights need no update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moe_replay.batch import RouteBatch
+from moe_replay.errors import MissingExtraError
+from moe_replay.replay import RouterReplay, attach
+from moe_replay.rollout.base import EngineError, FinishReason, Probe, Sample, SamplingParams, Weights
+from moe_replay.rollout.sampling import draw, sampled_logprobs, uniforms
+from moe_replay.rollout.state import EngineState
+from moe_replay.rollout.weights import load_into, read_tensors
+from moe_replay.topology import MoeTopology
+from moe_replay.trace import RouteTrace, narrowest_dtype
+
+NAME = "Transformers"
+
+
+class TransformersEngine:
+    """A Transformers model as a rollout engine.
+
+    model         a causal language model, on whatever device it is
+    replay        its controller, where it is attached already
+    max_length    tokens of a sequence at most, prompt included; None: what the config says
+    batch_size    sequences that are sampled at once
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        replay: RouterReplay | None = None,
+        max_length: int | None = None,
+        batch_size: int = 64,
+        weight_version: int = 0,
+    ) -> None:
+        self.model: Any = model
+        self.max_length = max_length or self.model.config.get_text_config().max_position_embeddings
+        self.batch_size = batch_size
+        self._attached_here = replay is None
+        self._replay = replay or attach(model)
+        self._state = EngineState(NAME, weight_version)
+        self._one_at_a_time = threading.Lock()
+        self._abort = threading.Event()
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, **options: Any) -> TransformersEngine:
+        """A model from a folder or a name; options are those of Transformers' `from_pretrained` (dtype, device_map)."""
+        try:
+            from transformers import AutoModelForCausalLM
+        except ImportError as missing:
+            raise MissingExtraError(
+                "the Transformers engine needs transformers", remedy="pip install 'moe-replay[transformers]'"
+            ) from missing
+        return cls(AutoModelForCausalLM.from_pretrained(path, **options))
+
+    @property
+    def topology(self) -> MoeTopology:
+        return self._replay.topology
+
+    @property
+    def weight_version(self) -> int:
+        return self._state.weight_version
+
+    # ---- sampling -----------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Sample]]:
+        """`params.n` samples for each prompt, in the order of the prompts."""
+        check_prompts(prompts, self.max_length)
+        at_once = max(1, self.batch_size // params.n)
+        groups: list[list[Sample]] = []
+        with self._one_at_a_time:
+            self._state.require_ready()
+            self._abort.clear()
+            for first in range(0, len(prompts), at_once):
+                samples = self._sample(prompts[first : first + at_once], params)
+                groups += [samples[start:stop] for start, stop in pairwise(range(0, len(samples) + 1, params.n))]
+        return groups
+
+    async def generate_one(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
+        """The samples of one prompt. Prompts that are given together run in one batch: prefer `generate`."""
+        return (await asyncio.to_thread(self.generate, [prompt], params))[0]
+
+    def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
+        """(T - 1,) float32: log-probs of every token but the first, at temperature 1."""
+        check_prompts([token_ids], self.max_length + 1)
+        with self._one_at_a_time:
+            return self._prompt_logprobs(token_ids)
+
+    def _prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
+        ids = torch.tensor([list(token_ids)], device=self.model.device)
+        with torch.inference_mode(), _evaluating(self.model):
+            logprobs = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        return logprobs.gather(-1, ids[0, 1:, None])[:, 0].cpu().numpy()
+
+    def _sample(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Sample]:
+        """n samples of each prompt, all in one batch."""
+        with (
+            torch.inference_mode(),
+            _evaluating(self.model),
+            self._replay.record(every_pass=True) as recording,
+        ):
+            drawn = self._draw_all(_Batch.left_padded(prompts, self.model.device), prompts, params)
+        routes = _routes_by_sample(recording.passes(), len(prompts), params.n, self.topology.num_experts)
+        width = max(map(len, prompts))
+        samples = []
+        for row, (completion, logprobs, reason) in enumerate(drawn):
+            prompt = np.asarray(prompts[row // params.n], np.int32)
+            tokens = np.concatenate([prompt, completion])
+            covered = np.arange(len(tokens)) < max(len(prompt) + len(completion) - 1, len(prompt))
+            experts = np.zeros((len(tokens), *routes.shape[2:]), routes.dtype)
+            experts[covered] = routes[row, width - len(prompt) :][: covered.sum()]
+            trace = RouteTrace(
+                tokens,
+                experts,
+                self.topology.layers,
+                covered,
+                self.weight_version,
+                num_experts=self.topology.num_experts,
+            )
+            samples.append(
+                Sample(
+                    prompt_ids=prompt,
+                    completion_ids=completion,
+                    logprobs=logprobs,
+                    finish_reason=reason,
+                    trace=trace,
+                    weight_version=self.weight_version,
+                )
+            )
+        return samples
+
+    def _draw_all(
+        self, batch: _Batch, prompts: Sequence[Sequence[int]], params: SamplingParams
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, FinishReason]]:
+        """Completion ids, log-probs and finish reason of each of the B = prompts * n rows."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self.model.config)
+        logits = self._forward(batch, cache).repeat_interleave(params.n, dim=0)
+        if params.n > 1:
+            cache.batch_repeat_interleave(params.n)
+        batch = batch.repeated(params.n)
+        rows, device = len(logits), logits.device
+        room = torch.tensor([self.max_length - len(prompt) for prompt in prompts], device=device)
+        limit = room.clamp(max=params.max_tokens).repeat_interleave(params.n)
+        steps = int(limit.max())
+        numbers = uniforms(rows, steps, params).to(device)
+        ends = torch.tensor(sorted({*params.stop_token_ids, *self._end_tokens(params)}), device=device)
+
+        alive = torch.ones(rows, dtype=torch.bool, device=device)
+        stopped, count = torch.zeros_like(alive), torch.zeros_like(limit)
+        ids, logprobs = [], []
+        for step in range(steps):
+            every = sampled_logprobs(logits, params)
+            token = draw(every, numbers[:, step], params)
+            ids.append(token)
+            logprobs.append(every.gather(-1, token[:, None])[:, 0])
+            count += alive
+            stopped |= alive & torch.isin(token, ends)
+            alive &= ~stopped & (count < limit)
+            if not bool(alive.any()) or self._abort.is_set():
+                break
+            batch = batch.followed_by(token.where(alive, 0))
+            logits = self._forward(batch, cache)
+        return _by_row(torch.stack(ids, 1), torch.stack(logprobs, 1), count, stopped, alive)
+
+    def _forward(self, batch: _Batch, cache: Any) -> Tensor:
+        """(B, V) logits after the last column."""
+        return self.model(
+            input_ids=batch.ids,
+            attention_mask=batch.mask,
+            position_ids=batch.positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+
+    def _end_tokens(self, params: SamplingParams) -> tuple[int, ...]:
+        return () if params.ignore_eos else end_tokens(self.model.generation_config, self.model.config)
+
+    # ---- weights and life -------------------------------------------------------------------------------------
+
+    def update_weights(self, weights: Weights, version: int, probe: Probe | None = None) -> None:
+        """Copy new weights into the module, in place."""
+        self.abort()
+        with self._one_at_a_time, self._state.update_to(version):
+            load_into(self.model, read_tensors(weights))
+            if probe is not None:
+                probe.check(self._prompt_logprobs([int(token) for token in probe.token_ids]), NAME)
+
+    def sleep(self) -> None:
+        """Nothing is held between calls: only refuse to sample."""
+        self.abort()
+        with self._one_at_a_time:
+            self._state.asleep = True
+
+    def wake(self) -> None:
+        self._state.asleep = False
+
+    def abort(self) -> None:
+        """End what is being sampled after the token under way."""
+        self._abort.set()
+
+    def close(self) -> None:
+        """Take the controller off the model again, if this engine put it on."""
+        if self._attached_here:
+            self._replay.detach()
+
+
+class _Batch(NamedTuple):
+    """What is fed in one forward: ids and positions of its columns, and the mask of all columns so far."""
+
+    ids: Tensor
+    mask: Tensor
+    positions: Tensor
+
+    @classmethod
+    def left_padded(cls, prompts: Sequence[Sequence[int]], device: torch.device) -> _Batch:
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+        padding = torch.tensor([[width - len(prompt)] for prompt in prompts], device=device)
+        columns = torch.arange(width, device=device)
+        return cls(ids, (columns >= padding).long(), (columns - padding).clamp(min=0))
+
+    def repeated(self, n: int) -> _Batch:
+        return _Batch(*(tensor.repeat_interleave(n, dim=0) for tensor in self))
+
+    def followed_by(self, token: Tensor) -> _Batch:
+        """The next column."""
+        return _Batch(token[:, None], torch.nn.functional.pad(self.mask, (0, 1), value=1), self.positions[:, -1:] + 1)
+
+
+def _routes_by_sample(passes: Sequence[RouteBatch], prompts: int, n: int, num_experts: int) -> np.ndarray:
+    """(B, columns, L, K) from the prefill of the prompts and one pass of B = prompts * n rows for each later token."""
+    first, *later = [batch.experts for batch in passes]  # (L, R, K)
+    layers, _, top_k = first.shape
+    columns = [first.view(layers, prompts, -1, top_k).repeat_interleave(n, dim=1)]
+    columns += [experts[:, :, None] for experts in later]
+    by_sample = torch.cat(columns, dim=2).permute(1, 2, 0, 3).contiguous().cpu().numpy()
+    return by_sample.view(narrowest_dtype(num_experts))
+
+
+def _by_row(
+    ids: Tensor, logprobs: Tensor, count: Tensor, stopped: Tensor, alive: Tensor
+) -> Iterator[tuple[np.ndarray, np.ndarray, FinishReason]]:
+    all_ids, all_logprobs = ids.to(torch.int32).cpu().numpy(), logprobs.float().cpu().numpy()
+    for row, (tokens, ended, unfinished) in enumerate(
+        zip(count.tolist(), stopped.tolist(), alive.tolist(), strict=True)
+    ):
+        reason = FinishReason.STOP if ended else FinishReason.ABORT if unfinished else FinishReason.LENGTH
+        yield all_ids[row, :tokens], all_logprobs[row, :tokens], reason
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Dropout off inside, and as it was afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def end_tokens(*configs: Any) -> tuple[int, ...]:
+    """The end-of-sequence tokens that the first of these configs names."""
+    for config in configs:
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+    return ()
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], max_length: int) -> None:
+    """Raise at the first prompt that leaves nothing to sample."""
+    for sample, prompt in enumerate(prompts):
+        if not 0 < len(prompt) < max_length:
+            raise EngineError(
+                "a prompt that cannot be continued",
+                sample=sample,
+                expected=f"1 to {max_length - 1} tokens",
+                found=f"{len(prompt)} tokens",
+                remedy="Truncate or drop prompts that are as long as the longest sequence of the engine",
+            )
