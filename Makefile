@@ -28,11 +28,11 @@ types: .venv/.ready ## pyrefly
 
 unit: .venv/.ready ## Tests on transformers 5.x
 	@echo "==> tests"
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS)
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-transformers4: .venv-tf4/.ready ## Tests of what depends on transformers, on 4.57
 	@echo "==> tests on transformers 4.57"
-	OMP_NUM_THREADS=1 .venv-tf4/bin/python -m pytest -n $(WORKERS) $(TRANSFORMERS4_TESTS)
+	OMP_NUM_THREADS=1 .venv-tf4/bin/python -m pytest -n $(WORKERS) --dist worksteal $(TRANSFORMERS4_TESTS)
 
 format: .venv/.ready ## Rewrite the code the way `make lint` wants it
 	.venv/bin/ruff check --fix .

@@ -164,6 +164,21 @@ def test_sequences_longer_than_a_piece(order: str, top_k: int, covered: Literal[
     assert batch.to_traces(token_ids(traces), layout, weight_version=3) == traces
 
 
+def test_any_order_of_rows_is_served() -> None:
+    """Also one that no step of a layout makes."""
+    traces = some_traces([5, 4])
+    order = [3, -1, 8, 0, 1, 2, 4, -1, 7, 6, 5]
+    layout = TokenLayout(np.array([order]), lengths=(5, 4), segments=(11,))
+    padded = np.concatenate([t.experts for t in traces] + [np.zeros((1, len(LAYERS), 2), int)])
+    assert np.array_equal(ids_of(RouteBatch.from_traces(traces, layout)), padded[order].transpose(1, 0, 2))
+
+
+@given(cases())
+def test_no_layout_is_moved_token_by_token(case: Case) -> None:
+    for layout in case.layouts:  # a zigzag holds two runs of a sequence, and no run here is longer than a piece
+        assert len(batch_module._pieces(layout)) <= 2 * len(case.traces)
+
+
 def test_ids_keep_their_value_in_the_narrow_dtype() -> None:
     layout = TokenLayout.packed([1])
     narrow = RouteBatch.from_traces([RouteTrace([5], [[[255, 0]]], [1], num_experts=256)], layout)
@@ -217,6 +232,7 @@ def test_a_layer_without_routes_is_refused_with_the_way_to_declare_it() -> None:
     declared = [trace.with_uncaptured_layers([3]) for trace in traces]
     batch = RouteBatch.from_traces(declared, TokenLayout.packed([2]), [2, 3])
     assert batch.all_valid == (True, False)
+    assert batch.select_layers([3]).all_valid == (False,)
     counts = Coverage(rows=2, token_rows=2, replayed_in_layer=(2, 0))
     assert batch.coverage == counts
     assert (counts.replayed, counts.native) == (2, 2)

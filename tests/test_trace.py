@@ -357,6 +357,13 @@ def test_the_first_duplicate_is_found(top_k: int, tokens: int, layers: int, seed
     assert first_duplicate(experts, valid) == (found[0] if found else None)
 
 
+@pytest.mark.parametrize("place", [(0, 0), (203, 39), (204, 0), (299, 7)])
+def test_a_duplicate_is_found_in_a_long_trace(place: tuple[int, int]) -> None:
+    experts = np.broadcast_to(np.arange(3, dtype=np.uint8), (300, 40, 3)).copy()
+    experts[place] = 5
+    assert first_duplicate(experts, np.ones((300, 40), bool)) == place
+
+
 def test_parts_from_a_reader_are_checked_once() -> None:
     experts = np.array([[[1, 1]], [[2, 3]]], np.uint8)
     parts = (np.array([5, 6], np.int32), experts, (4,))

@@ -130,12 +130,15 @@ def test_a_file_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
         writer.append(TRACES[1])
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.mrt", TRACES)
     with pytest.raises(FileExistsError, match="exists already"):
         TraceWriter(path)
     (tmp_path / "b.mrt.partial").write_bytes(b"somebody is writing")
     with pytest.raises(FileExistsError, match="at work, or died"):
+        TraceWriter(tmp_path / "b.mrt")
+    with monkeypatch.context() as race, pytest.raises(FileExistsError):  # another writer began a moment ago
+        race.setattr(Path, "exists", lambda self: False)
         TraceWriter(tmp_path / "b.mrt")
     assert read_all(path) == TRACES
     assert (tmp_path / "b.mrt.partial").read_bytes() == b"somebody is writing"

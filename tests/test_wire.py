@@ -484,6 +484,20 @@ def test_what_a_reader_would_refuse_is_not_written() -> None:
             encode_trace(made_of(PLAIN, experts, num_experts, PLAIN.layers))
     with pytest.raises(TraceFormatError, match=r"layer ids at byte 88: id out of range: expected below 2\*\*32"):
         encode_trace(made_of(PLAIN, PLAIN.experts, 4, (1, 2**32)))
+    with pytest.raises(TraceFormatError, match=r"ids where nothing is covered \[token 9\]"):
+        encode_trace(made_of(PARTLY, PLAIN.experts, 4, PLAIN.layers))
+
+
+def test_a_part_names_tokens_by_their_place_in_the_whole() -> None:
+    covered = np.arange(700) != 600
+    honest = RouteTrace([7] * 700, [[[0, 1]]] * 700, [4], covered, num_experts=4)
+    blob = spec_encode(made_of(honest, np.full((700, 1, 2), 1, np.uint8), 4, (4,)))
+    with pytest.raises(TraceFormatError, match=r"byte \d+: ids where nothing is covered \[token 600\]"):
+        decode_trace(blob, slice(520, 690))
+    harmed = np.zeros((700, 1, 2), np.uint8)
+    harmed[650] = 5
+    with pytest.raises(TraceFormatError, match=r"id out of range \[token 650\]: expected below 4, found 5"):
+        decode_trace(spec_encode(made_of(honest, harmed, 4, (4,))), slice(520, 690))
 
 
 def test_rows_are_left_to_be_checked_later() -> None:

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from moe_replay.batch import RouteBatch
 from moe_replay.errors import AlignmentError, ReplayStateError, UnsupportedRouterError
 from moe_replay.layout import TokenLayout
-from moe_replay.routers.base import Chunk, PortKind, RouterSite
+from moe_replay.routers.base import Chunk, PortKind, RouterSite, RowOrder
 from moe_replay.routers.topk import TopKPort
 from moe_replay.tickets import Slot, Switch, Ticket
 from moe_replay.topology import MoeTopology
@@ -53,7 +53,7 @@ def attach(
     models = [model] if isinstance(model, nn.Module) else list(model)
     if megatron.is_megatron(models):
         found = megatron.find_chunks(models, topology, aux_loss)
-        return RouterReplay(found.chunks, found.topology, found.port, found.native_sites)
+        return RouterReplay(found.chunks, found.topology, found.port, found.rows, found.native_sites)
     if len(models) != 1:
         raise UnsupportedRouterError(
             "a list of modules that are not Megatron-Core chunks",
@@ -63,7 +63,7 @@ def attach(
     known = topology or transformers.topology_of(models[0])
     sites = transformers.find_routers(models[0], routers, known)
     entrances = _modules_around_the_layers(models[0], sites)
-    return RouterReplay([Chunk(tuple(entrances), tuple(sites))], known, TopKPort)
+    return RouterReplay([Chunk(tuple(entrances), tuple(sites))], known, TopKPort, RowOrder("batch"))
 
 
 class RouterReplay:
@@ -79,6 +79,7 @@ class RouterReplay:
         chunks: Sequence[Chunk],
         topology: MoeTopology,
         port: PortKind,
+        rows: RowOrder,
         native_sites: Sequence[RouterSite] = (),
     ) -> None:
         sites = [site for chunk in chunks for site in chunk.sites]
@@ -93,6 +94,7 @@ class RouterReplay:
         self.sites = {site.layer: site for site in sorted(sites, key=lambda site: site.layer)}
         self.native_sites = tuple(native_sites)
         self._chunks = list(chunks)
+        self._rows = rows
         self._switch = Switch()
         self._ports = [port(site, self._switch) for site in sites]
         self._hooks = [
@@ -192,6 +194,8 @@ class RouterReplay:
                 remedy="Layers are named by decoder index, dense ones counted; a layer the engine cannot capture is "
                 "declared with trace.with_uncaptured_layers([...])",
             )
+        if batch.layout is not None:
+            self._rows.check(batch.layout)
         served = [chunk for chunk in self._chunks if not chunk.layers or set(chunk.layers) & set(batch.layers)]
         for chunk in served or self._chunks:
             for site in chunk.sites:

@@ -137,6 +137,7 @@ def encode_parts(trace: RouteTrace, *, limits: Limits = DEFAULT_LIMITS) -> list[
     _check_shape(nowhere, shape, limits)
     if trace.layers[-1] >= 2**32:
         raise nowhere.refusal("layer ids", shape.places.layers, "id out of range", "below 2**32", trace.layers[-1])
+    _check_uncovered(nowhere, shape, trace.experts, trace._coverage, 0)
     blocks, digests = [], []
     for first in range(0, len(trace), BLOCK_TOKENS):
         ids = trace.experts[first : first + BLOCK_TOKENS].reshape(-1)

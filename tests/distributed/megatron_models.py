@@ -82,30 +82,48 @@ class Case:
     vpp: int | None = None
     cp: int = 1
     ep: int = 1
-    etp: int = 1
+    etp: int | None = None  # as many as tp
     packed: bool = False
-    plain_attention: bool = False
     overlap: bool = False
     optimizer: str | None = None  # "sharded": the distributed optimizer, "whole": the plain one
-    lengths: str = "equal"  # "varying": each micro-batch has a width of its own
-    routes: str = "traces"  # "sharded": recorded on the rank itself, and never moved
+    varying: bool = False  # each micro-batch has a width of its own
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def dp(self) -> int:
         return self.size // (self.tp * self.pp * self.cp)
 
+    def parallel_settings(self) -> dict[str, Any]:
+        """The config of the partitioned model, beyond its variant."""
+        interleaved = {"overlap_p2p_comm": True, "batch_p2p_comm": False} if self.vpp and self.pp == 2 else {}
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "sequence_parallel": self.tp > 1,
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vpp,
+            "context_parallel_size": self.cp,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp,
+            "variable_seq_lengths": self.varying,
+            **interleaved,
+            **self.settings,
+        }
+
 
 # ---- building -------------------------------------------------------------------------------------------------------
 
 
-def start(tp: int = 1, pp: int = 1, vpp: int | None = None, cp: int = 1, ep: int = 1, etp: int = 1) -> None:
+def enable() -> None:
+    """Let this process run Megatron-Core on its CPU, for good."""
+    megatron_cpu.enable()
+    torch.backends.mkldnn.set_flags(False)  # its bfloat16 is slow and talkative on small CPUs
+
+
+def start(tp: int = 1, pp: int = 1, vpp: int | None = None, cp: int = 1, ep: int = 1, etp: int | None = None) -> None:
     """Megatron's process groups and random state, on the CPU."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    megatron_cpu.enable()
-    torch.backends.mkldnn.set_flags(False)  # its bfloat16 is slow and talkative on small CPUs
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
@@ -232,12 +250,238 @@ def packed_params(segments: Sequence[int]) -> Any:
 
 def case_layout(case: Case, config: Any, lengths: Sequence[int]) -> mr.TokenLayout:
     """The layout of this rank, of the same width for every micro-batch unless lengths vary."""
-    if case.packed:
-        multiple = max(8, column_multiple(config))
-        return layout_for(config, lengths, packed=True, width=None if case.lengths == "varying" else 3 * WIDTH)
-    return layout_for(config, lengths, width=None if case.lengths == "varying" else WIDTH)
+    width = None if case.varying else 3 * WIDTH if case.packed else WIDTH
+    return layout_for(config, lengths, packed=case.packed, width=width)
 
 
-def whole_segments(case: Case, config: Any, layout: mr.TokenLayout) -> list[int]:
-    """The packed segments on all context-parallel ranks together."""
-    return [width * config.context_parallel_size for width in layout.segments]
+# ---- the whole model ------------------------------------------------------------------------------------------------
+
+
+def save_reference(path: str, variant: str, micro_batches: int, varying: bool = False) -> list[float]:
+    """Record the routes of some micro-batches, move the routers, replay: weights, traces, losses, gradients."""
+    enable()
+    start()
+    config = make_config(variant)
+    model = make_chunk(config, plain_attention=True)
+    replay = mr.attach(model)
+    traces = [recorded_alone(model, replay, sequences(number, varying)) for number in range(micro_batches)]
+    move_routers(model)
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    losses, gradients, flipped = [], [], []
+    for number in range(micro_batches):
+        loss = 0.0
+        for layout, part in reference_batches(traces[number], together=variant in BATCH_DEPENDS):
+            batch = mr.RouteBatch.from_traces(part, layout)
+            inputs = fed(layout, [trace.token_ids for trace in part])
+            with replay.replay(batch, observe=True) as replaying:
+                token_losses = model(**inputs).float()
+            own_loss = (token_losses * inputs["loss_mask"]).sum() / sum(map(len, traces[number]))
+            scale_inner_losses(1.0)
+            own_loss.backward()
+            loss += own_loss.item()
+            flipped.append(differing(replaying.native(), batch))
+        losses.append(loss)
+        gradients.append({name: p.grad.float().clone() for name, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad(set_to_none=True)
+    share = torch.cat(flipped).float().mean().item()
+    assert share > 0.5, f"only {share:.0%} of the routes would be others natively"
+    travelling = [[trace.to_bytes() for trace in of_batch] for of_batch in traces]
+    torch.save({"weights": weights, "traces": travelling, "losses": losses, "gradients": gradients}, path)
+    return losses
+
+
+def recorded_alone(model: nn.Module, replay: mr.RouterReplay, token_ids: Sequence[np.ndarray]) -> list[mr.RouteTrace]:
+    """The routes of each sequence, run alone and without padding."""
+    traces = []
+    for ids in token_ids:
+        alone = mr.TokenLayout.padded([len(ids)]).sequence_major()
+        with torch.no_grad(), replay.record() as recording:
+            model(**fed(alone, [ids]))
+        traces.extend(recording.traces(alone, [ids]))
+    return traces
+
+
+def reference_batches(
+    traces: list[mr.RouteTrace], together: bool
+) -> Iterator[tuple[mr.TokenLayout, list[mr.RouteTrace]]]:
+    if together:
+        yield mr.TokenLayout.padded([len(trace) for trace in traces], WIDTH).sequence_major(), traces
+        return
+    for trace in traces:
+        yield mr.TokenLayout.padded([len(trace)]).sequence_major(), [trace]
+
+
+def differing(native: mr.RouteBatch, batch: mr.RouteBatch) -> Tensor:
+    """Of the rows that have a route: whether the router would have taken other experts."""
+    differs = (native.experts.sort(-1).values != batch.experts.sort(-1).values).any(-1)
+    return differs[batch.valid]
+
+
+def scale_inner_losses(scale: float) -> None:
+    """What Megatron's schedules tell the losses that layers compute by themselves."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(scale))
+    MTPLossAutoScaler.set_loss_scale(torch.tensor(scale))
+
+
+# ---- the partitioned model ------------------------------------------------------------------------------------------
+
+
+def global_name(name: str, chunk: nn.Module, experts_here: int) -> str:
+    """The name that a parameter of a chunk has in the whole model."""
+    from megatron.core import parallel_state
+
+    def layer(match: re.Match) -> str:
+        return f"decoder.layers.{chunk.decoder.layers[int(match[1])].layer_number - 1}."
+
+    def expert(match: re.Match) -> str:
+        first = parallel_state.get_expert_model_parallel_rank() * experts_here
+        return f"local_experts.{int(match[1]) + first}."
+
+    name = re.sub(r"decoder\.layers\.(\d+)\.", layer, name)
+    return re.sub(r"local_experts\.(\d+)\.", expert, name)
+
+
+def shard_of(name: str, whole: Tensor, shape: torch.Size) -> Tensor:
+    """This rank's part of a parameter of the whole model, or of its gradient."""
+    from megatron.core import parallel_state as ps
+
+    if whole.shape == shape:
+        return whole
+    if "local_experts" in name:
+        rank, size = ps.get_expert_tensor_parallel_rank(), ps.get_expert_tensor_parallel_world_size()
+    else:
+        rank, size = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
+    if "linear_fc1" in name:  # gate and up projection are each cut
+        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
+    (dim,) = (i for i in range(whole.dim()) if whole.shape[i] != shape[i])
+    return whole.chunk(size, dim)[rank]
+
+
+class Partition:
+    """This rank's chunks of a model, with the weights of the whole one, wrapped as in training, and attached."""
+
+    def __init__(self, case: Case, reference: dict[str, Any]) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.transformer.module import Float16Module
+
+        enable()
+        start(case.tp, case.pp, case.vpp, case.cp, case.ep, case.etp)
+        self.case = case
+        self.reference = reference
+        self.dp_rank = parallel_state.get_data_parallel_rank()
+        self.config = make_config(case.variant, **case.parallel_settings())
+        stages = [None] if case.vpp is None else range(case.vpp)
+        plain = case.packed or case.cp > 1
+        self.chunks = [make_chunk(self.config, stage, plain) for stage in stages]
+        self.parameters = [
+            (name, parameter)
+            for chunk in self.chunks
+            for local, parameter in chunk.named_parameters()
+            for name in [global_name(local, chunk, self.config.num_moe_experts // case.ep)]
+        ]
+        for name, parameter in self.parameters:
+            parameter.data.copy_(shard_of(name, reference["weights"][name], parameter.shape))
+        inner = [Float16Module(self.config, chunk) for chunk in self.chunks] if self.config.bf16 else self.chunks
+        self.models = [self._distributed(chunk) for chunk in inner]
+        self._connect()
+        self.replay = mr.attach(self.models)
+
+    def _distributed(self, model: nn.Module) -> nn.Module:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=self.case.overlap,
+            overlap_param_gather=self.case.overlap and self.case.optimizer == "sharded",
+            use_distributed_optimizer=self.case.optimizer == "sharded",
+        )
+        return DistributedDataParallel(self.config, settings, model)
+
+    def _connect(self) -> None:
+        from megatron.core.distributed import finalize_model_grads
+
+        self.config.finalize_model_grads_func = finalize_model_grads
+        if self.case.overlap:
+            self.config.no_sync_func = [model.no_sync for model in self.models]
+            self.config.grad_sync_func = [model.start_grad_sync for model in self.models]
+            if self.case.vpp is None:
+                self.config.no_sync_func = self.models[0].no_sync
+                self.config.grad_sync_func = self.models[0].start_grad_sync
+
+    # ---- micro-batches ----------------------------------------------------------------------------------------------
+
+    def numbers(self) -> range:
+        """The micro-batches of this data-parallel rank."""
+        return range(self.dp_rank * MICRO_BATCHES, (self.dp_rank + 1) * MICRO_BATCHES)
+
+    def traces(self, number: int) -> list[mr.RouteTrace]:
+        return [mr.RouteTrace.from_bytes(data) for data in self.reference["traces"][number]]
+
+    def inputs(self, number: int) -> tuple[mr.TokenLayout, dict[str, Any]]:
+        token_ids = sequences(number, self.case.varying)
+        layout = case_layout(self.case, self.config, [len(ids) for ids in token_ids])
+        inputs: dict[str, Any] = fed(layout, token_ids)
+        if self.case.packed:
+            inputs["packed_seq_params"] = packed_params([width * self.case.cp for width in layout.segments])
+        return layout, inputs
+
+    def forward_step(self, numbers: Iterator[int], model: nn.Module) -> tuple[Tensor, Any]:
+        """One forward of one chunk, as Megatron's schedules call it."""
+        number = next(numbers)
+        layout, inputs = self.inputs(number)
+        batch = mr.RouteBatch.from_traces(self.traces(number), layout, self.replay.layers_of(model))
+        with self.replay.replay(batch):
+            output = model(**inputs)
+        return output, lambda losses: self.loss(losses, inputs["loss_mask"], layout.num_tokens)
+
+    def loss(self, losses: Tensor, mask: Tensor, total: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """This context-parallel rank's part of the micro-batch's loss."""
+        part = (losses.float() * mask).sum() / total
+        return part, {"loss": part.detach().clone()}
+
+    def run(self, forward_only: bool = False) -> list[float]:
+        """All micro-batches, forward and backward: the losses, on the last stage."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        for model in self.models:
+            model.zero_grad_buffer()
+        iterators = [iter(self.numbers()) for _ in self.models]
+        width = 3 * WIDTH if self.case.packed else WIDTH
+        results = get_forward_backward_func()(
+            forward_step_func=self.forward_step,
+            data_iterator=iterators if self.case.vpp else iterators[0],
+            model=self.models if self.case.vpp else self.models[0],
+            num_microbatches=MICRO_BATCHES,
+            seq_length=width,
+            micro_batch_size=1 if self.case.packed else len(LENGTHS),
+            forward_only=forward_only,
+        )
+        return [result["loss"].item() for result in results]
+
+    # ---- comparing --------------------------------------------------------------------------------------------------
+
+    def expected_gradient(self, name: str) -> Tensor:
+        """Of the mean loss over all micro-batches of all data-parallel ranks."""
+        count = MICRO_BATCHES * self.case.dp
+        return sum(self.reference["gradients"][number][name] for number in range(count)) / count
+
+    def distance(self) -> tuple[float, str]:
+        """The largest relative difference of a parameter's gradient, and the name of that parameter."""
+        worst = (0.0, "")
+        for name, parameter in self.parameters:
+            expected = shard_of(name, self.expected_gradient(name), parameter.shape)
+            apart = (parameter.main_grad.float() - expected).norm() / expected.norm()
+            worst = max(worst, (apart.item(), name))
+        return worst
+
+
+def run_case(case: Case, path: str) -> dict[str, Any]:
+    """On each rank: the layout's losses, and how far its gradients are from those of the whole model."""
+    reference = torch.load(path, weights_only=True)
+    partition = Partition(case, reference)
+    losses = partition.run()
+    worst, name = partition.distance()
+    return {"dp": partition.dp_rank, "losses": losses, "worst": worst, "name": name, "layers": partition.replay.layers}

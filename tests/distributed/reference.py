@@ -1,7 +1,8 @@
 """What one process makes of a micro-batch, and how far from it a group of ranks is.
 
-One process runs each sequence alone, neither padded nor sharded, so that nothing can go wrong on both sides of a
-comparison alike. Routes are recorded before the weights of the routers move, and replayed after.
+One process runs each sequence alone, neither padded nor sharded, and its experts are held against what its routers
+hand on to them, so that nothing can go wrong on both sides of a comparison alike. Routes are recorded before the
+weights of the routers move, and replayed after.
 """
 
 from __future__ import annotations
@@ -86,17 +87,35 @@ def moved_model(family: str, **changes: Any) -> nn.Module:
     return model
 
 
+class Handed:
+    """What the routers of a model hand on to the experts, whoever chose it."""
+
+    def __init__(self, replay: mr.RouterReplay) -> None:
+        self._by_layer: dict[int, Tensor] = {}
+        for layer, site in replay.sites.items():
+            site.module.register_forward_hook(functools.partial(self._see, layer))
+
+    def _see(self, layer: int, module: nn.Module, args: tuple, output: tuple) -> None:
+        self._by_layer[layer] = output[2]
+
+    def experts(self) -> np.ndarray:
+        """(T, L, K) of the last forward, which was of one sequence."""
+        return torch.stack([self._by_layer[layer] for layer in sorted(self._by_layer)], dim=1).numpy()
+
+
 @functools.cache
 def recorded_traces(family: str, seed: int) -> list[mr.RouteTrace]:
     """The routes of one micro-batch before the routers moved."""
     model = tiny_model(family)
     replay = mr.attach(model)
+    handed = Handed(replay)
     traces = []
     for ids in sequences(seed):
         alone = mr.TokenLayout.padded([len(ids)])
         with torch.no_grad(), replay.record() as recording:
             model(**forward_arguments(alone, [ids]))
         traces.extend(recording.traces(alone, [ids]))
+        assert np.array_equal(traces[-1].experts, handed.experts())
     return traces
 
 
@@ -127,18 +146,19 @@ def one_process(family: str, seed: int, traces: Traces = rollout_traces, dtype: 
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     replay = mr.attach(model)
-    loss, flipped, replayed = 0.0, 0, 0
+    handed = Handed(replay)
+    loss, moved, replayed = 0.0, 0, 0
     for trace in traces(family, seed):
         alone, ids = mr.TokenLayout.padded([len(trace)]), [trace.token_ids]
-        batch = mr.RouteBatch.from_traces([trace], alone)
-        with replay.replay(batch, observe=True) as replaying:
+        with replay.replay(mr.RouteBatch.from_traces([trace], alone), observe=True) as replaying:
             share = loss_of(model(**forward_arguments(alone, ids)).logits, alone, ids)
         share.backward()
         loss += share.item()
-        others = (replaying.native().experts.sort(-1).values != batch.experts.sort(-1).values).any(-1)
-        flipped += int((others & batch.valid).sum())
-        replayed += int(batch.valid.sum())
-    assert flipped > replayed / 2, f"{family}: the routers moved so little that {replayed - flipped} routes are native"
+        native = replaying.native().experts.numpy().swapaxes(0, 1)
+        assert np.array_equal(handed.experts(), np.where(trace.valid[..., None], trace.experts, native))
+        other = (np.sort(native) != np.sort(trace.experts)).any(-1)
+        moved, replayed = moved + int(other[trace.valid].sum()), replayed + int(trace.valid.sum())
+    assert moved > replayed / 2, f"{family}: the routers moved so little that {replayed - moved} routes are native"
     return Outcome([loss], full_gradients(model))
 
 

@@ -7,39 +7,30 @@ experts by their global id, wherever the experts are.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import moe_replay as mr
 from tests.distributed.harness import run_ranks
+from tests.distributed.rank import Share, record_and_replay
 from tests.distributed.reference import (
     Outcome,
-    backward_last_first,
     check_other,
     check_same,
     data_parallel,
-    forward_arguments,
     from_wire,
-    loss_of,
-    move_routers,
     one_process,
     recorded_traces,
     rollout_traces,
-    sequences,
     to_wire,
 )
 from tests.routers.families import tiny_model
-from tests.test_recompute import CHECKPOINTS
 
 pytestmark = pytest.mark.distributed
-
-CHECKPOINTING = ("none", "transformers", "transformers-reentrant")
 
 
 def masked(family: str) -> dict[str, str]:
@@ -58,50 +49,17 @@ class Plan(NamedTuple):
 
     @property
     def config(self) -> DistributedConfig:
-        return DistributedConfig(
-            tp_size=self.tensor, ep_size=self.expert, fsdp_size=self.data, ep_plan=self.overruled
-        )
+        return DistributedConfig(tp_size=self.tensor, ep_size=self.expert, fsdp_size=self.data, ep_plan=self.overruled)
 
 
 # ---- on a rank -------------------------------------------------------------------------------------------------------
 
 
-def layout_of(seed: int) -> mr.TokenLayout:
-    return mr.TokenLayout.padded([len(ids) for ids in sequences(seed)], 14, "left")
-
-
-def loss_on_rank(model: nn.Module, seed: int) -> torch.Tensor:
-    layout, ids = layout_of(seed), sequences(seed)
-    return loss_of(model(**forward_arguments(layout, ids)).logits, layout, ids)
-
-
-def on_rank(folder: str, plan: Plan, routes: list[list[bytes]]) -> dict[str, Any]:
-    """Record, move the routers, and replay with each checkpointing; natively as well."""
+def on_rank(folder: str, plan: Plan, routes: list[list[bytes]]) -> tuple:
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=plan.config).train()
-    replay = mr.attach(model)
-    seed = dist.get_rank() // plan.tensor
-    with torch.no_grad(), replay.record() as recording:
-        loss_on_rank(model, seed)
-    move_routers(replay)
-
-    batch = mr.RouteBatch.from_traces(from_wire(routes[seed]), layout_of(seed))
-    outcomes = {}
-    for checkpoint in CHECKPOINTING:
-        if checkpoint != "none":
-            CHECKPOINTS[checkpoint](model)
-        with replay.replay(batch):
-            loss = loss_on_rank(model, seed)
-        outcomes[checkpoint] = tuple(backward_last_first(model, [loss]))
-
-    native = loss_on_rank(model, seed)
-    replay.detach()
-    detached = loss_on_rank(model, seed)
-    assert torch.equal(native, detached), "detach() left another model than it found"
-    return {
-        "recorded": to_wire(recording.traces(layout_of(seed), sequences(seed))),
-        "replayed": outcomes,
-        "native": tuple(backward_last_first(model, [native])),
-    }
+    mine = routes[dist.get_rank() // plan.tensor]
+    layout = mr.TokenLayout.padded([len(trace) for trace in from_wire(mine)], side="left").pad_to(multiple_of=8)
+    return record_and_replay(model, layout, mine)
 
 
 # ---- all ranks together ----------------------------------------------------------------------------------------------
@@ -113,13 +71,13 @@ def check_plan(family: str, plan: Plan, folder: Path) -> None:
     seeds = range(plan.data)
     routes = [to_wire(rollout_traces(family, seed)) for seed in seeds]
     averaged = data_parallel([one_process(family, seed) for seed in seeds], plan.data).gradients
-    for number, rank in enumerate(run_ranks(plan.data * plan.tensor, on_rank, str(folder), plan, routes)):
-        seed = number // plan.tensor
+    for rank, parts in enumerate(run_ranks(plan.data * plan.tensor, on_rank, str(folder), plan, routes)):
+        share, seed = Share.received(parts), rank // plan.tensor
         expected = Outcome(one_process(family, seed).losses, averaged)
-        assert from_wire(rank["recorded"]) == recorded_traces(family, seed)
-        for outcome in rank["replayed"].values():
-            check_same(Outcome(*outcome), expected)
-        check_other(Outcome(*rank["native"]), expected)
+        assert from_wire(share.recorded) == recorded_traces(family, seed)
+        for outcome in share.replayed.values():
+            check_same(outcome, expected)
+        check_other(share.native, expected)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3"])

@@ -24,6 +24,7 @@ from tests.routers.families import RELEASE
 Config = Any
 Parameters = tuple[Tensor, ...]
 Formula = partial[Tensor]
+FormulaOf = Callable[[Config, Parameters], Formula]
 
 # ---- formulas: logits (R, E), experts (R, K) -> gates (R, K) --------------------------------------------------------
 
@@ -66,9 +67,7 @@ def sigmoid_kept(logits: Tensor, experts: Tensor, scale: float | Tensor = 1.0) -
     return scale / (1 + (-logits.gather(-1, experts)).exp())
 
 
-def sigmoid_renormalised(
-    logits: Tensor, experts: Tensor, eps: float = 0.0, scale: float | Tensor = 1.0
-) -> Tensor:
+def sigmoid_renormalised(logits: Tensor, experts: Tensor, eps: float = 0.0, scale: float | Tensor = 1.0) -> Tensor:
     kept = sigmoid_kept(logits, experts)
     return scale * kept / (kept.sum(-1, keepdim=True) + eps)
 
@@ -127,7 +126,7 @@ class Gate:
     shared      shared experts that have a logit and a gate beside the routed ones
     """
 
-    formula: Callable[[Config, Parameters], Formula]
+    formula: FormulaOf
     parameters: tuple[str, ...] = ("weight",)
     logits: Callable[[Config, Parameters, Tensor], Tensor] = linear
     input_of: str = ""
@@ -142,28 +141,23 @@ def _deepseek_v2(config: Config, parameters: Parameters) -> Formula:
     return partial(softmax_kept, scale=config.routed_scaling_factor)
 
 
-def _deepseek_v3(config: Config, parameters: Parameters) -> Formula:
-    scaled = {"scale": config.routed_scaling_factor}
-    return partial(sigmoid_renormalised, eps=1e-20, **scaled) if config.norm_topk_prob else partial(sigmoid_kept, **scaled)
+def _scaled(kept: Callable[..., Tensor], renormalised: Callable[..., Tensor], eps: float) -> FormulaOf:
+    """Scaled by `routed_scaling_factor`, renormalised by `norm_topk_prob`."""
+
+    def formula(config: Config, parameters: Parameters) -> Formula:
+        scale = config.routed_scaling_factor
+        return partial(renormalised, eps=eps, scale=scale) if config.norm_topk_prob else partial(kept, scale=scale)
+
+    return formula
 
 
 def _sigmoid_by_setting(config: Config, parameters: Parameters) -> Formula:
     return partial(sigmoid_renormalised if config.norm_topk_prob else sigmoid_kept)
 
 
-def _mistral4(config: Config, parameters: Parameters) -> Formula:
-    scaled = {"scale": config.routed_scaling_factor}
-    return partial(softmax_renormalised, eps=1e-20, **scaled) if config.norm_topk_prob else partial(softmax_kept, **scaled)
-
-
 def _deepseek_v4(config: Config, parameters: Parameters) -> Formula:
     known = {"sqrtsoftplus": sqrt_softplus_renormalised, "sigmoid": sigmoid_renormalised}
     return partial(known[config.scoring_func], scale=config.routed_scaling_factor)
-
-
-def _lfm2(config: Config, parameters: Parameters) -> Formula:
-    scaled = {"scale": config.routed_scaling_factor}
-    return partial(sigmoid_renormalised, eps=1e-6, **scaled) if config.norm_topk_prob else partial(sigmoid_kept, **scaled)
 
 
 def _cohere2(config: Config, parameters: Parameters) -> Formula:
@@ -179,7 +173,7 @@ def _dbrx(config: Config, parameters: Parameters) -> Formula:
 
 QWEN = Gate(_qwen)
 DEEPSEEK_V2 = Gate(_deepseek_v2)
-DEEPSEEK_V3 = Gate(_deepseek_v3)
+DEEPSEEK_V3 = Gate(_scaled(sigmoid_kept, sigmoid_renormalised, eps=1e-20))
 RENORMALISED = Gate(lambda config, parameters: partial(softmax_renormalised))
 OF_CHOSEN = Gate(lambda config, parameters: partial(softmax_of_chosen))
 SIGMOID = Gate(lambda config, parameters: partial(sigmoid_renormalised))
@@ -233,7 +227,7 @@ GATES: dict[str, Gate] = {
     "kimi_linear": DEEPSEEK_V3,
     "kolibri1": SIGMOID_BY_SETTING,  # chooses by logit + bias, not by score + bias
     "laguna": Gate(SIGMOID.formula, logits=_soft_capped),  # scaled after the experts
-    "lfm2_moe": Gate(_lfm2),
+    "lfm2_moe": Gate(_scaled(sigmoid_kept, sigmoid_renormalised, eps=1e-6)),
     "llama4_text": Gate(lambda c, p: partial(sigmoid_kept)),  # scales the input of the experts
     "longcat_flash": Gate(_deepseek_v2, ("classifier.weight",)),
     "mellum": QWEN,
@@ -241,7 +235,7 @@ GATES: dict[str, Gate] = {
     "minimax": RENORMALISED,
     "minimax_m2": SIGMOID,
     "minimax_m3_vl_text": SIGMOID,  # scaled after the experts
-    "mistral4": Gate(_mistral4),
+    "mistral4": Gate(_scaled(softmax_kept, softmax_renormalised, eps=1e-20)),
     "mistral_large4_text": Gate(lambda c, p: partial(softmax_renormalised, eps=1e-20, scale=c.routed_scaling_factor)),
     "mixtral": RENORMALISED,
     "muse_spark_text": Gate(

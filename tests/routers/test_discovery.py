@@ -207,7 +207,7 @@ def process_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-FAMILIES_TO_WRAP = ("qwen3_moe", "deepseek_v3", "jetmoe")
+FAMILIES_TO_WRAP = ("qwen3_moe", "deepseek_v3", "jetmoe", "longcat_flash")
 
 
 def check_same_routers(wrapped: nn.Module, expected: list[tuple[int, ...]]) -> None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import moe_replay as mr
-from tests.routers.families import FAMILIES, available_families, tiny_config
+from tests.routers.families import FAMILIES, RELEASE, available_families, tiny_config
 from tests.routers.gates import (
+    GATES,
     Expected,
     expected_gates,
     softmax_floored,
@@ -151,6 +152,11 @@ def _gradients(values: Tensor, parameters: Iterable[Tensor]) -> tuple[Tensor, ..
 
 def has_softmax_over_all(expected: Expected) -> bool:
     return expected.formula.func.__name__.startswith("softmax") and expected.formula.func is not softmax_of_chosen
+
+
+def test_every_family_has_a_formula():
+    assert GATES.keys() == FAMILIES.keys()
+    assert RELEASE < 5 or READERS.keys() >= set(available_families())
 
 
 def test_the_formulas_differ():

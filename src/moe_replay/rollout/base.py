@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -23,8 +23,22 @@ Weights = Iterable[tuple[str, Tensor]] | Path
 """New weights for an engine, named and shaped as in the model's checkpoint: streamed, or a folder of safetensors."""
 
 
+class EngineName(NamedTuple):
+    """Which engine, in which version: for the texts of errors."""
+
+    name: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
+
 class EngineError(MoeReplayError):
     """A rollout engine that cannot do what was asked, died, or returned routes that cannot be true."""
+
+
+class EngineUnavailableError(EngineError):
+    """An engine that cannot be reached, is overloaded or does not answer in time: another one may serve the request."""
 
 
 class FinishReason(StrEnum):
@@ -62,6 +76,7 @@ class SamplingParams:
             "temperature": self.temperature >= 0,
             "top_p": 0 < self.top_p <= 1,
             "top_k": self.top_k >= 0,
+            "seed": self.seed is None or self.seed >= 0,
         }
         for name, fine in checks.items():
             if not fine:
@@ -109,7 +124,7 @@ class Probe:
     tolerance    on the mean difference: 1e-3 is generous for float32, 0.05 for bfloat16
     """
 
-    token_ids: Sequence[int] | np.ndarray
+    token_ids: Sequence[int]
     logprobs: np.ndarray
     tolerance: float = 0.05
 
@@ -130,6 +145,11 @@ class Probe:
 
 class Engine(Protocol):
     """A rollout engine: sample with routes, follow the trainer's weights, make room when it does not run."""
+
+    @property
+    def name(self) -> EngineName:
+        """Which engine, in which version."""
+        ...
 
     @property
     def topology(self) -> MoeTopology:
@@ -176,3 +196,25 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free everything."""
         ...
+
+
+def end_tokens(*configs: Any) -> tuple[int, ...]:
+    """The end-of-sequence tokens that the first of these configs names."""
+    for config in configs:
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+    return ()
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], max_length: int) -> None:
+    """Raise at the first prompt that leaves nothing to sample."""
+    for sample, prompt in enumerate(prompts):
+        if not 0 < len(prompt) < max_length:
+            raise EngineError(
+                "a prompt that cannot be continued",
+                sample=sample,
+                expected=f"1 to {max_length - 1} tokens",
+                found=f"{len(prompt)} tokens",
+                remedy="Truncate or drop prompts that are as long as the longest sequence of the engine",
+            )

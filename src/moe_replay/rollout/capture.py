@@ -8,26 +8,15 @@ nothing is believed here that can be checked.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from moe_replay.errors import TraceError
-from moe_replay.rollout.base import EngineError
+from moe_replay.rollout.base import EngineError, EngineName
 from moe_replay.topology import MoeTopology
 from moe_replay.trace import RouteTrace, VersionSpan
 
 _CHANCE_IS_RULED_OUT = 64  # this many rows of expert 0 in a row, at top 1, are no choice of a router
-
-
-class EngineName(NamedTuple):
-    """Who captured, for the texts of errors."""
-
-    name: str
-    version: str
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.version}"
 
 
 def trace_from_capture(

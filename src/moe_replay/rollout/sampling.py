@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,12 +39,16 @@ def draw(logprobs: Tensor, uniform: Tensor, params: SamplingParams) -> Tensor:
     return found.clamp(max=logprobs.shape[-1] - 1)
 
 
-def uniforms(rows: int, steps: int, params: SamplingParams) -> Tensor:
-    """(rows, steps) in [0, 1): row r of a prompt's n samples draws from seed + r % n, whatever else is in the batch."""
-    if params.seed is None:
-        return torch.rand(rows, steps, dtype=torch.float64)
-    of_sample = []
-    for sample in range(params.n):
-        generator = torch.Generator().manual_seed(params.seed + sample)
-        of_sample.append(torch.rand(steps, dtype=torch.float64, generator=generator))
-    return torch.stack(of_sample).repeat(rows // params.n, 1)
+def uniforms(prompts: Sequence[Sequence[int]], steps: int, params: SamplingParams) -> Tensor:
+    """(prompts * n, steps) in [0, 1). A seeded row depends on seed, prompt and number of the sample alone."""
+    rows = []
+    for prompt in prompts:
+        if params.seed is None:
+            rows.append(torch.rand(params.n, steps, dtype=torch.float64))
+            continue
+        # The prompt is part of the seed, or else one seed would draw alike for all prompts.
+        prompt_hash = zlib.crc32(np.asarray(prompt, np.int32).tobytes())
+        for sample in range(params.n):
+            random = np.random.default_rng([params.seed, prompt_hash, sample])
+            rows.append(torch.from_numpy(random.random((1, steps))))
+    return torch.cat(rows)

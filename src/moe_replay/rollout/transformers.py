@@ -20,14 +20,21 @@ from torch import Tensor, nn
 from moe_replay.batch import RouteBatch
 from moe_replay.errors import MissingExtraError
 from moe_replay.replay import RouterReplay, attach
-from moe_replay.rollout.base import EngineError, FinishReason, Probe, Sample, SamplingParams, Weights
+from moe_replay.rollout.base import (
+    EngineName,
+    FinishReason,
+    Probe,
+    Sample,
+    SamplingParams,
+    Weights,
+    check_prompts,
+    end_tokens,
+)
 from moe_replay.rollout.sampling import draw, sampled_logprobs, uniforms
 from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.weights import load_into, read_tensors
 from moe_replay.topology import MoeTopology
 from moe_replay.trace import RouteTrace, narrowest_dtype
-
-NAME = "Transformers"
 
 
 class TransformersEngine:
@@ -48,17 +55,22 @@ class TransformersEngine:
         batch_size: int = 64,
         weight_version: int = 0,
     ) -> None:
+        from transformers import __version__
+
+        self.name = EngineName("Transformers", __version__)
         self.model: Any = model
         self.max_length = max_length or self.model.config.get_text_config().max_position_embeddings
         self.batch_size = batch_size
         self._attached_here = replay is None
         self._replay = replay or attach(model)
-        self._state = EngineState(NAME, weight_version)
+        self._state = EngineState(str(self.name), weight_version)
         self._one_at_a_time = threading.Lock()
         self._abort = threading.Event()
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, **options: Any) -> TransformersEngine:
+    def from_pretrained(
+        cls, path: str | Path, *, max_length: int | None = None, weight_version: int = 0, **options: Any
+    ) -> TransformersEngine:
         """A model from a folder or a name; options are those of Transformers' `from_pretrained` (dtype, device_map)."""
         try:
             from transformers import AutoModelForCausalLM
@@ -66,7 +78,8 @@ class TransformersEngine:
             raise MissingExtraError(
                 "the Transformers engine needs transformers", remedy="pip install 'moe-replay[transformers]'"
             ) from missing
-        return cls(AutoModelForCausalLM.from_pretrained(path, **options))
+        model = AutoModelForCausalLM.from_pretrained(path, **options)
+        return cls(model, max_length=max_length, weight_version=weight_version)
 
     @property
     def topology(self) -> MoeTopology:
@@ -121,9 +134,9 @@ class TransformersEngine:
         for row, (completion, logprobs, reason) in enumerate(drawn):
             prompt = np.asarray(prompts[row // params.n], np.int32)
             tokens = np.concatenate([prompt, completion])
-            covered = np.arange(len(tokens)) < max(len(prompt) + len(completion) - 1, len(prompt))
+            covered = np.arange(len(tokens)) < len(tokens) - 1  # the last token has been drawn, but never fed
             experts = np.zeros((len(tokens), *routes.shape[2:]), routes.dtype)
-            experts[covered] = routes[row, width - len(prompt) :][: covered.sum()]
+            experts[covered] = routes[row, width - len(prompt) :][: len(tokens) - 1]
             trace = RouteTrace(
                 tokens,
                 experts,
@@ -159,7 +172,7 @@ class TransformersEngine:
         room = torch.tensor([self.max_length - len(prompt) for prompt in prompts], device=device)
         limit = room.clamp(max=params.max_tokens).repeat_interleave(params.n)
         steps = int(limit.max())
-        numbers = uniforms(rows, steps, params).to(device)
+        numbers = uniforms(prompts, steps, params).to(device)
         ends = torch.tensor(sorted({*params.stop_token_ids, *self._end_tokens(params)}), device=device)
 
         alive = torch.ones(rows, dtype=torch.bool, device=device)
@@ -201,7 +214,7 @@ class TransformersEngine:
         with self._one_at_a_time, self._state.update_to(version):
             load_into(self.model, read_tensors(weights))
             if probe is not None:
-                probe.check(self._prompt_logprobs([int(token) for token in probe.token_ids]), NAME)
+                probe.check(self._prompt_logprobs([int(token) for token in probe.token_ids]), str(self.name))
 
     def sleep(self) -> None:
         """Nothing is held between calls: only refuse to sample."""
@@ -275,25 +288,3 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
-
-
-def end_tokens(*configs: Any) -> tuple[int, ...]:
-    """The end-of-sequence tokens that the first of these configs names."""
-    for config in configs:
-        ids = getattr(config, "eos_token_id", None)
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
-    return ()
-
-
-def check_prompts(prompts: Sequence[Sequence[int]], max_length: int) -> None:
-    """Raise at the first prompt that leaves nothing to sample."""
-    for sample, prompt in enumerate(prompts):
-        if not 0 < len(prompt) < max_length:
-            raise EngineError(
-                "a prompt that cannot be continued",
-                sample=sample,
-                expected=f"1 to {max_length - 1} tokens",
-                found=f"{len(prompt)} tokens",
-                remedy="Truncate or drop prompts that are as long as the longest sequence of the engine",
-            )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import nn
 
+from moe_replay.errors import AlignmentError
+
 if TYPE_CHECKING:
+    from moe_replay.layout import TokenLayout
     from moe_replay.tickets import Switch
 
 
@@ -51,6 +54,36 @@ class Chunk:
     def layers(self) -> tuple[int, ...]:
         """The decoder layers of its routers."""
         return tuple(site.layer for site in self.sites)
+
+
+@dataclass(frozen=True, slots=True)
+class RowOrder:
+    """How a model makes rows of the tokens (B, W) that it is fed: what the token ids themselves cannot show.
+
+    order           row by row of the batch, or sequence-major as Megatron's [s, b, h]
+    sequence_shard  (rank, size) of the columns that its routers see; None where it is not known
+    """
+
+    order: Literal["batch", "sequence"] = "batch"
+    sequence_shard: tuple[int, int] | None = None
+
+    def check(self, layout: TokenLayout) -> None:
+        """Raise unless the layout makes rows in the same way."""
+        if layout.order != self.order and 1 not in layout.fed.shape:
+            raise AlignmentError(
+                "the model makes rows of its tokens in another order than the layout",
+                expected=f"{self.order}-major",
+                found=f"{layout.order}-major",
+                remedy="End the layout with .sequence_major() for Megatron-Core, and leave it out for Transformers",
+            )
+        shard = layout.sequence_shard or (0, 1)
+        if self.sequence_shard not in (None, shard):
+            raise AlignmentError(
+                "the routers of this rank see another part of the columns than the layout",
+                expected=f"sequence parallel (rank, size) {self.sequence_shard}",
+                found=shard,
+                remedy="Use layout.sequence_parallel(tensor parallel rank, size) where sequence_parallel is on",
+            )
 
 
 class Port(Protocol):

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from moe_replay.errors import UnsupportedRouterError
-from moe_replay.routers.base import Chunk, PortKind, RouterSite
+from moe_replay.routers.base import Chunk, PortKind, RouterSite, RowOrder
 from moe_replay.routers.choice import Choice
 from moe_replay.routers.megatron_legacy import legacy_port
 from moe_replay.routers.megatron_settings import check_replay_enabled, check_settings, megatron_version
@@ -42,12 +42,14 @@ class MegatronModel:
     chunks        in the order they were given
     topology      the routers of the whole model, on all ranks
     port          how its routers are driven
+    rows          how it makes rows of its tokens
     native_sites  routers of multi-token prediction: no rollout has routes for them, so they choose by themselves
     """
 
     chunks: tuple[Chunk, ...]
     topology: MoeTopology
     port: PortKind
+    rows: RowOrder
     native_sites: tuple[RouterSite, ...]
 
 
@@ -81,7 +83,7 @@ def find_chunks(
     else:
         check_replay_enabled(config, [site for chunk in chunks for site in chunk.sites])
         port = ReplayedAuxLossPort if aux_loss == "replayed" else RouterPort
-    return MegatronModel(tuple(chunks), promised, port, tuple(native))
+    return MegatronModel(tuple(chunks), promised, port, _row_order(config), tuple(native))
 
 
 # ---- how a router is driven -----------------------------------------------------------------------------------------
@@ -186,6 +188,15 @@ def _language_model(model: nn.Module) -> nn.Module:
             remedy="Attach the language model itself rather than what is around it",
         )
     return found[0]
+
+
+def _row_order(config: Any) -> RowOrder:
+    from megatron.core import parallel_state
+
+    # The dispatcher "alltoall_seq" of 0.12 and 0.13 gathers the scores of all shards before the choice.
+    if not config.sequence_parallel or config.moe_token_dispatcher_type == "alltoall_seq":
+        return RowOrder("sequence", (0, 1))
+    return RowOrder("sequence", (parallel_state.get_tensor_model_parallel_rank(), config.tensor_model_parallel_size))
 
 
 def _outwards(name: str) -> Iterator[str]:

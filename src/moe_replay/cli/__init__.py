@@ -1,0 +1,1 @@
+"""The command `moe-replay`: one file for each of its subcommands."""

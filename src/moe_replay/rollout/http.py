@@ -1,0 +1,93 @@
+"""What engines behind HTTP have in common: a bounded number of requests, time-outs, a token, and errors with names."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import httpx
+
+from moe_replay.rollout.base import EngineError, EngineUnavailableError, Sample, SamplingParams
+from moe_replay.rollout.loop import AsyncEngine
+
+_TRY_ANOTHER = (429, 502, 503, 504)
+
+
+class HttpEngine(AsyncEngine):
+    """An engine that is reached over HTTP.
+
+    url              where it listens, e.g. http://127.0.0.1:8000
+    token            sent as bearer token
+    max_concurrent   requests under way at once; others wait here
+    timeout          seconds for one request, from the first byte sent to the last byte received
+    """
+
+    def __init__(self, url: str, *, token: str | None = None, max_concurrent: int = 64, timeout: float = 600.0) -> None:
+        super().__init__(f"client of {url}")
+        self.url = url.rstrip("/")
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        timeouts = httpx.Timeout(timeout, connect=min(timeout, 10.0))
+        limits = httpx.Limits(max_connections=max_concurrent + 4, max_keepalive_connections=max_concurrent + 4)
+        options: dict[str, Any] = {"base_url": self.url, "headers": headers, "timeout": timeouts, "trust_env": False}
+        self._async = httpx.AsyncClient(**options, limits=limits)
+        self._sync = httpx.Client(**options)
+        self._slots = asyncio.Semaphore(max_concurrent)
+        self._timeout = timeout
+
+    async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
+        """`params.n` samples of one prompt; runs in the engine's own loop."""
+        async with self._slots:
+            return await self._sample(prompt, params)
+
+    async def _sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
+        raise NotImplementedError
+
+    async def _post(self, path: str, content: object) -> httpx.Response:
+        """A request in the engine's own loop."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                return self._checked(await self._async.post(path, json=content))
+        except (httpx.TransportError, TimeoutError) as failure:
+            raise self._unavailable(failure) from failure
+
+    def _call(self, method: str, path: str, *, json: object = None, body: Iterable[bytes] | None = None) -> Any:
+        """A request in the caller's thread; the JSON that comes back."""
+        try:
+            return self._checked(self._sync.request(method, path, json=json, content=body)).json()
+        except httpx.TransportError as failure:
+            raise self._unavailable(failure) from failure
+
+    def healthy(self) -> bool:
+        """Whether the server answers at all."""
+        try:
+            return self._sync.get("/health", timeout=5.0).is_success
+        except httpx.TransportError:
+            return False
+
+    def _unavailable(self, failure: Exception) -> EngineUnavailableError:
+        why = str(failure) or "no answer in time"
+        return EngineUnavailableError(f"{self.url} cannot be reached: {type(failure).__name__}: {why}")
+
+    def _checked(self, response: httpx.Response) -> httpx.Response:
+        if response.is_success:
+            return response
+        kind = EngineUnavailableError if response.status_code in _TRY_ANOTHER else EngineError
+        raise kind(f"{self.url} refused {response.request.url.path}: {_words(response)}", found=response.status_code)
+
+    def close(self) -> None:
+        """Close the connections; the server goes on."""
+        self._sync.close()
+        if not self._loop.loop.is_closed():
+            self._loop.run(self._async.aclose())
+        super().close()
+
+
+def _words(response: httpx.Response) -> str:
+    """What a server says of an error, whichever of the usual forms it has."""
+    try:
+        answer = response.json()
+    except ValueError:
+        return response.text[:500]
+    error = answer.get("error", answer) if isinstance(answer, dict) else answer
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:2000]

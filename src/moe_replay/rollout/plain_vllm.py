@@ -1,0 +1,138 @@
+"""The client of a plain `vllm serve --enable-return-routed-experts`: read what it returns, nothing more.
+
+Such a server cannot be given new weights; it is for evaluation, for weights that something else keeps up to date, and
+for a first try. `moe-replay rollout` is the server made for training.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from moe_replay.rollout.base import EngineError, EngineName, FinishReason, Probe, Sample, SamplingParams, Weights
+from moe_replay.rollout.capture import trace_from_capture
+from moe_replay.rollout.http import HttpEngine
+from moe_replay.topology import MoeTopology
+
+
+class PlainVllmServer(HttpEngine):
+    """vLLM's own OpenAI-compatible server.
+
+    model                what the server calls the model
+    topology             of that model: MoeTopology.from_config(AutoConfig.from_pretrained(...))
+    processed_logprobs   the server was started with `--logprobs-mode processed_logprobs`; it cannot be asked, and
+                         without it log-probs are right at temperature 1, top_p 1 and top_k 0 only
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        topology: MoeTopology,
+        *,
+        processed_logprobs: bool = False,
+        weight_version: int = 0,
+        token: str | None = None,
+        max_concurrent: int = 64,
+        timeout: float = 600.0,
+    ) -> None:
+        super().__init__(url, token=token, max_concurrent=max_concurrent, timeout=timeout)
+        self.model = model
+        self.topology = topology
+        self.weight_version = weight_version
+        self.processed_logprobs = processed_logprobs
+
+    @cached_property
+    def name(self) -> EngineName:
+        return EngineName("vLLM", self._call("GET", "/version")["version"])
+
+    async def _sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
+        plain = (params.temperature, params.top_p, params.top_k) in ((1.0, 1.0, 0), (0.0, 1.0, 0))
+        if not plain and not self.processed_logprobs:
+            raise EngineError(
+                "a plain vLLM server reports log-probs of another distribution than it samples from",
+                expected="temperature 1, top_p 1, top_k 0",
+                found=f"temperature {params.temperature}, top_p {params.top_p}, top_k {params.top_k}",
+                remedy="Start it with --logprobs-mode processed_logprobs and say processed_logprobs=True here",
+            )
+        asked = {
+            "model": self.model,
+            "prompt": [int(token) for token in prompt],
+            "n": params.n,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "seed": params.seed,
+            "stop_token_ids": list(params.stop_token_ids),
+            "ignore_eos": params.ignore_eos,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+        answer = (await self._post("/v1/completions", asked)).json()
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        if len(choices) != params.n:
+            raise EngineError("vLLM lost samples", expected=params.n, found=len(choices))
+        return [self._to_sample(np.asarray(prompt, np.int32), choice) for choice in choices]
+
+    def _to_sample(self, prompt: np.ndarray, choice: dict[str, Any]) -> Sample:
+        index = choice["index"]
+        if choice.get("prompt_token_ids") not in (None, prompt.tolist()):
+            raise EngineError("vLLM continued another prompt than it was sent", sample=index)
+        if choice.get("token_ids") is None or choice.get("routed_experts") is None:
+            raise EngineError(
+                f"vLLM at {self.url} returned no routes",
+                sample=index,
+                expected="token_ids and routed_experts in every choice",
+                found=sorted(key for key, value in choice.items() if value is not None),
+                remedy="Start it with --enable-return-routed-experts; a gateway in between must pass the fields on",
+            )
+        completion = np.asarray(choice["token_ids"], np.int32)
+        trace = trace_from_capture(
+            _npy(choice["routed_experts"], index),
+            np.concatenate([prompt, completion]),
+            self.topology,
+            EngineName("vLLM", f"at {self.url}"),
+            weight_version=self.weight_version,
+            sample=index,
+        )
+        return Sample(
+            prompt_ids=prompt,
+            completion_ids=completion,
+            logprobs=np.asarray(choice["logprobs"]["token_logprobs"], np.float32),
+            finish_reason=FinishReason(choice["finish_reason"]),
+            trace=trace,
+            weight_version=self.weight_version,
+        )
+
+    def _cannot(self, what: str) -> EngineError:
+        return EngineError(f"a plain vLLM server cannot {what}", remedy="Use `moe-replay rollout` as the server")
+
+    def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
+        raise self._cannot("score a sequence for us")
+
+    def update_weights(self, weights: Weights, version: int, probe: Probe | None = None) -> None:
+        raise self._cannot("be given new weights")
+
+    def sleep(self) -> None:
+        raise self._cannot("sleep")
+
+    def wake(self) -> None:
+        raise self._cannot("wake")
+
+    def abort(self) -> None:
+        raise self._cannot("abort what it samples")
+
+
+def _npy(encoded: str, sample: int) -> np.ndarray:
+    """The array in base64 of a .npy file."""
+    try:
+        return np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
+    except (binascii.Error, ValueError, EOFError) as wrong:
+        raise EngineError(f"vLLM returned routes that cannot be read: {wrong}", sample=sample) from wrong

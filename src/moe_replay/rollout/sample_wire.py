@@ -1,0 +1,138 @@
+"""The samples of one prompt as bytes: routes of the prompt once for all of them, dense layers never.
+
+    u32 length of the head | head, JSON | trace of each distinct prompt | for each sample: trace of its completion,
+    log-probs (float32)
+
+All numbers are little-endian; traces are in the format of docs/trace-format.md. Reading trusts nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from moe_replay.errors import TraceFormatError
+from moe_replay.rollout.base import FinishReason, Sample
+from moe_replay.trace import RouteTrace
+
+MEDIA_TYPE = "application/vnd.moe-replay.samples"
+_LENGTH = struct.Struct("<I")
+_MOST_HEAD_BYTES = 2**24
+
+Bytes = bytes | bytearray | memoryview
+
+
+class _SampleHead(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompt: int = Field(ge=0)  # which of the prompts' traces
+    trace_bytes: int = Field(ge=0)
+    tokens: int = Field(ge=0)
+    finish_reason: str
+    weight_version: int = Field(ge=0)
+    info: dict[str, str] = {}
+
+
+class _Head(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompt_bytes: list[int]
+    samples: list[_SampleHead]
+    logprobs_crc: int
+
+
+def encode_samples(samples: Sequence[Sample]) -> bytes:
+    """The samples of one prompt. Where a sample's prompt was routed unlike the others', it brings routes of its own."""
+    prompts: list[RouteTrace] = []
+    heads, bodies, crc = [], [], 0
+    for sample in samples:
+        cut = len(sample.prompt_ids)
+        prompt, completion = sample.trace[:cut], sample.trace[cut:]
+        number = next((i for i, seen in enumerate(prompts) if seen == prompt), len(prompts))
+        if number == len(prompts):
+            prompts.append(prompt)
+        trace, logprobs = completion.to_bytes(), sample.logprobs.astype("<f4").tobytes()
+        crc = zlib.crc32(logprobs, crc)
+        bodies += [trace, logprobs]
+        heads.append(
+            _SampleHead(
+                prompt=number,
+                trace_bytes=len(trace),
+                tokens=len(sample.completion_ids),
+                finish_reason=sample.finish_reason,
+                weight_version=sample.weight_version,
+                info=sample.info,
+            )
+        )
+    blobs = [prompt.to_bytes() for prompt in prompts]
+    head = _Head(prompt_bytes=[len(blob) for blob in blobs], samples=heads, logprobs_crc=crc)
+    text = head.model_dump_json().encode()
+    return b"".join([_LENGTH.pack(len(text)), text, *blobs, *bodies])
+
+
+def decode_samples(data: Bytes) -> list[Sample]:
+    """The samples in these bytes; anything but whole, unharmed samples is an error."""
+    body = _Cursor(data)
+    (length,) = _LENGTH.unpack(body.take(_LENGTH.size, "length of the head"))
+    if length > _MOST_HEAD_BYTES:
+        raise TraceFormatError("samples with an impossible head", expected=f"at most {_MOST_HEAD_BYTES}", found=length)
+    try:
+        head = _Head.model_validate_json(bytes(body.take(length, "head")))
+    except ValidationError as wrong:
+        raise TraceFormatError(f"samples with an unreadable head: {wrong}") from wrong
+    prompts = [_trace(body.take(size, f"prompt {i}")) for i, size in enumerate(head.prompt_bytes)]
+    samples, crc = [], 0
+    for number, described in enumerate(head.samples):
+        completion = _trace(body.take(described.trace_bytes, f"trace of sample {number}"), number)
+        logprobs = body.take(4 * described.tokens, f"log-probs of sample {number}")
+        crc = zlib.crc32(logprobs, crc)
+        if described.prompt >= len(prompts) or described.finish_reason not in tuple(FinishReason):
+            raise TraceFormatError("a sample with an impossible head", sample=number, found=described)
+        prompt = prompts[described.prompt]
+        samples.append(
+            Sample(
+                prompt_ids=prompt.token_ids,
+                completion_ids=completion.token_ids,
+                logprobs=np.frombuffer(logprobs, "<f4").astype(np.float32),
+                finish_reason=FinishReason(described.finish_reason),
+                trace=prompt.extend(completion),
+                weight_version=described.weight_version,
+                info=described.info,
+            )
+        )
+    body.check_end()
+    if crc != head.logprobs_crc:
+        raise TraceFormatError("log-probs were changed on the way", expected=head.logprobs_crc, found=crc)
+    return samples
+
+
+def _trace(blob: memoryview, sample: int | None = None) -> RouteTrace:
+    trace = RouteTrace.from_bytes(bytes(blob))
+    trace.check_rows(sample)
+    return trace
+
+
+class _Cursor:
+    """Reads bytes from front to back."""
+
+    def __init__(self, data: Bytes) -> None:
+        self.view = memoryview(data)
+        self.at = 0
+
+    def take(self, size: int, what: str) -> memoryview:
+        if size < 0 or self.at + size > len(self.view):
+            raise TraceFormatError(
+                f"samples are cut off in the {what}",
+                expected=f"{size} bytes from byte {self.at} on",
+                found=f"{len(self.view)} bytes in all",
+            )
+        self.at += size
+        return self.view[self.at - size : self.at]
+
+    def check_end(self) -> None:
+        if self.at != len(self.view):
+            raise TraceFormatError("bytes after the last sample", expected=self.at, found=len(self.view))

@@ -1,0 +1,209 @@
+"""An engine behind HTTP: what `moe-replay rollout` serves, and `VllmServer` talks to.
+
+POST /generate   {"prompt_ids": [...], "params": {...}} -> samples in the format of `sample_wire`
+POST /weights    the body of `weight_stream`
+POST /prompt_logprobs {"token_ids": [...]} -> {"logprobs": [...]}
+POST /sleep, /wake, /abort
+GET  /info       engine, topology, weight version
+GET  /health     the only one that asks for no token
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio.from_thread
+import anyio.to_thread
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from moe_replay.errors import MoeReplayError
+from moe_replay.rollout.base import Engine, SamplingParams
+from moe_replay.rollout.sample_wire import MEDIA_TYPE, encode_samples
+from moe_replay.rollout.weight_stream import read_order, read_tensors
+
+MOST_JSON_BYTES = 2**26
+T = TypeVar("T")
+
+
+class _Generate(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompt_ids: list[int] = Field(min_length=1)
+    params: SamplingParams
+
+
+class _TokenIds(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    token_ids: list[int] = Field(min_length=2)
+
+
+def build_app(engine: Engine, token: str, max_requests: int = 256) -> Starlette:
+    """The application. At most `max_requests` prompts are under way; beyond that a client is sent elsewhere (503)."""
+
+    service = _Service(engine, token, max_requests)
+    posts = {
+        "/generate": service.generate,
+        "/weights": service.weights,
+        "/prompt_logprobs": service.prompt_logprobs,
+        "/sleep": partial(service.command, engine.sleep),
+        "/wake": partial(service.command, engine.wake),
+        "/abort": partial(service.command, engine.abort),
+    }
+    routes = [Route(path, service.guarded(work), methods=["POST"]) for path, work in posts.items()]
+    routes.append(Route("/info", service.guarded(service.info), methods=["GET"]))
+    routes.append(Route("/health", service.health, methods=["GET"]))
+    return Starlette(routes=routes)
+
+
+class _RefusalError(Exception):
+    """An answer that is not the one asked for."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class _Service:
+    """The handlers of one engine."""
+
+    def __init__(self, engine: Engine, token: str, max_requests: int) -> None:
+        self.engine = engine
+        self.max_requests = max_requests
+        self._token = token.encode()
+        self._under_way = 0
+
+    def guarded(self, work: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """Only with the token; what is wrong comes back as text."""
+
+        async def handler(request: Request) -> Response:
+            try:
+                self._check_token(request.headers.get("authorization", ""))
+                return await work(request)
+            except _RefusalError as refusal:
+                return JSONResponse({"error": str(refusal)}, refusal.status)
+            except ValidationError as wrong:
+                return JSONResponse({"error": str(wrong)}, 422)
+            except MoeReplayError as wrong:
+                return JSONResponse({"error": str(wrong)}, 409)
+
+        return handler
+
+    def _check_token(self, header: str) -> None:
+        scheme, _, given = header.partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), self._token):
+            raise _RefusalError(401, "a bearer token is needed, the one that the server was started with")
+
+    async def health(self, request: Request) -> Response:
+        """Alive; whether it may sample is in /info."""
+        return JSONResponse({"alive": True})
+
+    async def info(self, request: Request) -> Response:
+        """What this server is."""
+        topology = self.engine.topology
+        return JSONResponse(
+            {
+                "engine": list(self.engine.name),
+                "weight_version": self.engine.weight_version,
+                "num_layers": topology.num_layers,
+                "model_type": topology.model_type,
+                "moe_layers": [[moe.layer, moe.num_experts, moe.top_k] for moe in topology.moe_layers],
+            }
+        )
+
+    async def generate(self, request: Request) -> Response:
+        """Samples of one prompt; given up when the client is gone."""
+        asked = _Generate.model_validate_json(await _limited_body(request))
+        if self._under_way >= self.max_requests:
+            raise _RefusalError(503, f"{self._under_way} requests are under way already")
+        self._under_way += 1
+        try:
+            samples = await _while_connected(request, self.engine.generate_one(asked.prompt_ids, asked.params))
+        finally:
+            self._under_way -= 1
+        return Response(await anyio.to_thread.run_sync(encode_samples, samples), media_type=MEDIA_TYPE)
+
+    async def prompt_logprobs(self, request: Request) -> Response:
+        """Log-probs of a given sequence."""
+        asked = _TokenIds.model_validate_json(await _limited_body(request))
+        found = await anyio.to_thread.run_sync(self.engine.prompt_logprobs, asked.token_ids)
+        return JSONResponse({"logprobs": found.tolist()})
+
+    async def weights(self, request: Request) -> Response:
+        """New weights, read from the request while the engine loads them."""
+        body = _BodyReader(request)
+        await anyio.to_thread.run_sync(self._update, body.read)
+        return await self.info(request)
+
+    def _update(self, read: Callable[[int], bytes]) -> None:
+        order = read_order(read)
+        weights = read_tensors(read) if order.folder is None else Path(order.folder)
+        self.engine.update_weights(weights, order.version, order.to_probe())
+
+    async def command(self, work: Callable[[], None], request: Request) -> Response:
+        """Something to do that has no parameters."""
+        await anyio.to_thread.run_sync(work)
+        return await self.info(request)
+
+
+class _BodyReader:
+    """Lets a worker thread read the body of a request as it arrives."""
+
+    def __init__(self, request: Request) -> None:
+        self._stream = request.stream()
+        self._waiting = bytearray()
+
+    def read(self, size: int) -> bytes:
+        """Exactly so many bytes; an error where the body ends before."""
+        return anyio.from_thread.run(self._read, size)
+
+    async def _read(self, size: int) -> bytes:
+        try:
+            while len(self._waiting) < size:
+                piece = await anext(self._stream, None)
+                if piece is None:
+                    raise _RefusalError(400, "the update ended before its end")
+                self._waiting += piece
+        except ClientDisconnect as gone:
+            raise _RefusalError(400, "the client left in the middle of an update") from gone
+        taken = bytes(self._waiting[:size])
+        del self._waiting[:size]
+        return taken
+
+
+async def _limited_body(request: Request) -> bytes:
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MOST_JSON_BYTES:
+            raise _RefusalError(413, f"a request has at most {MOST_JSON_BYTES} bytes")
+    return bytes(body)
+
+
+async def _while_connected(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away."""
+    task: asyncio.Future[Any] = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise _RefusalError(499, "the client is gone")
+        return task.result()
+    finally:
+        for future in (task, gone):
+            future.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

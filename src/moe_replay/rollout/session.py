@@ -1,0 +1,127 @@
+"""`Session`: one trajectory that grows turn by turn, with tools in between, aborts and new weights at any time.
+
+    session = Session(prompt_ids)
+    while await session.generate(engine, params) is FinishReason.ABORT:
+        ...                                             # new weights came: the next call resumes the turn
+    session.observe(tool_output_ids)
+    await session.generate(engine, params)
+
+Engines are sent token ids, never text, and see the whole sequence again in every turn. What they say of tokens that
+are routed already is kept or replaced as `keep` says; what nobody routed stays marked as uncovered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from moe_replay.rollout.base import Engine, EngineError, FinishReason, Sample, SamplingParams
+from moe_replay.trace import RouteTrace
+
+NOT_SAMPLED = -1
+
+
+class Session:
+    """The tokens of one trajectory, and where each of them comes from. T tokens so far.
+
+    keep                as_sampled: a token keeps the route that it was given first; latest: the last pass over it
+                        decides
+    token_ids           (T,) int32
+    logprobs            (T,) float32: of the tokens that were sampled, under the weights that sampled them; else 0
+    sampled_versions    (T,) int64: weight version that sampled the token, -1 for prompt and observations
+    trace               routes of the tokens, with the weight version that routed each; None before the first turn
+    """
+
+    def __init__(self, prompt_ids: Sequence[int], keep: Literal["as_sampled", "latest"] = "as_sampled") -> None:
+        self.keep: Literal["as_sampled", "latest"] = keep
+        self.token_ids = np.zeros(0, np.int32)
+        self.logprobs = np.zeros(0, np.float32)
+        self.sampled_versions = np.zeros(0, np.int64)
+        self.trace: RouteTrace | None = None
+        self.finish_reason: FinishReason | None = None  # of the last turn
+        self._turn_starts_at = 0
+        self.observe(prompt_ids)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """(T,) bool: tokens that the model sampled, which are those to train on."""
+        return self.sampled_versions != NOT_SAMPLED
+
+    # ---- growing ------------------------------------------------------------------------------------------------
+
+    def observe(self, token_ids: Sequence[int]) -> None:
+        """Append tokens that the model did not sample: a prompt, a tool's output."""
+        if self.finish_reason is FinishReason.ABORT:
+            raise EngineError(
+                "an observation in the middle of a turn",
+                token=len(self),
+                remedy="The turn was aborted: call generate again to resume it, then append what answers it",
+            )
+        ids = np.asarray(token_ids, np.int32)
+        self._append(ids, np.zeros(len(ids), np.float32), NOT_SAMPLED)
+        if self.trace is not None:
+            self.trace = self.trace.append_tokens(ids)
+        self._turn_starts_at = len(self)
+
+    def observe_conversation(self, token_ids: Sequence[int]) -> None:
+        """Append what a whole conversation, tokenised anew, has beyond the tokens so far.
+
+        Text does not always give the tokens back that it was made from: where it does not, this is an error.
+        """
+        ids = np.asarray(token_ids, np.int32)
+        common = min(len(ids), len(self))
+        differing = np.flatnonzero(ids[:common] != self.token_ids[:common])
+        if differing.size or len(ids) < len(self):
+            position = int(differing[0]) if differing.size else common
+            raise EngineError(
+                "tokenising the conversation anew changed tokens that were sampled or routed already",
+                token=position,
+                expected=f"token id {self.token_ids[position]}",
+                found=f"token id {ids[position]}" if position < len(ids) else "the end of the sequence",
+                remedy="Tokenise only what is new and append it with observe(); chat templates that drop earlier "
+                "reasoning need a new session",
+            )
+        self.observe(ids[len(self) :].tolist())
+
+    async def generate(self, engine: Engine, params: SamplingParams) -> FinishReason:
+        """Sample one turn; after an abort, the rest of the turn, with the weights that the engine has by now."""
+        asked = self._remaining(params)
+        (sample,) = await engine.generate_one(self.token_ids.tolist(), asked)
+        return self.absorb(sample)
+
+    def absorb(self, sample: Sample) -> FinishReason:
+        """Take in what an engine made of the tokens so far."""
+        if not np.array_equal(sample.prompt_ids, self.token_ids):
+            raise EngineError("a sample of another sequence", expected=f"{len(self)} tokens", found=sample.trace)
+        if self.trace is None:
+            self.trace = sample.trace
+        else:
+            self.trace = self.trace.continued_by(sample.trace, self.keep)
+        self._append(sample.completion_ids, sample.logprobs, sample.weight_version)
+        self.finish_reason = sample.finish_reason
+        return sample.finish_reason
+
+    def _remaining(self, params: SamplingParams) -> SamplingParams:
+        """What is left of a turn that was aborted, with random numbers that have not been used yet."""
+        done = len(self) - self._turn_starts_at if self.finish_reason is FinishReason.ABORT else 0
+        if params.n != 1:
+            raise EngineError("a session is one trajectory", expected="n=1", found=f"n={params.n}")
+        if done >= params.max_tokens:
+            raise EngineError(
+                "the turn that was aborted is as long as a turn may be", expected=f"less than {params.max_tokens}"
+            )
+        if self.finish_reason is not FinishReason.ABORT:
+            self._turn_starts_at = len(self)
+        seed = None if params.seed is None else params.seed + len(self)
+        return replace(params, max_tokens=params.max_tokens - done, seed=seed)
+
+    def _append(self, ids: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+        self.token_ids = np.concatenate([self.token_ids, ids])
+        self.logprobs = np.concatenate([self.logprobs, logprobs])
+        self.sampled_versions = np.concatenate([self.sampled_versions, np.full(len(ids), version, np.int64)])

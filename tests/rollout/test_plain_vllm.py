@@ -1,0 +1,148 @@
+"""What a plain `vllm serve` returns: read as it is, and refused where it is not what it must be."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from moe_replay.rollout.base import EngineError, SamplingParams
+from moe_replay.rollout.plain_vllm import PlainVllmServer
+from moe_replay.topology import MoeLayer, MoeTopology
+from tests.rollout.conftest import NEEDS_VLLM
+from tests.rollout.serving import serving
+from tests.rollout.tiny import assert_sampled_from, tiny_model
+
+TOPOLOGY = MoeTopology(3, (MoeLayer(1, 8, 2), MoeLayer(2, 8, 2)))
+
+
+def npy(array: np.ndarray) -> str:
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def choice(**changes: Any) -> dict[str, Any]:
+    """A choice as vLLM 0.30.0 writes it: 2 tokens of prompt, 2 of completion, 3 rows of routes, layer 0 dense."""
+    routes = np.tile(np.array([[0, 0], [3, 1], [7, 2]], np.uint8), (3, 1, 1))
+    written = {
+        "index": 0,
+        "token_ids": [8, 9],
+        "prompt_token_ids": [5, 6],
+        "routed_experts": npy(routes),
+        "logprobs": {"token_logprobs": [-1.5, -0.5]},
+        "finish_reason": "length",
+    }
+    return written | changes
+
+
+@contextmanager
+def answering(answer: dict[str, Any]) -> Iterator[PlainVllmServer]:
+    pytest.importorskip("starlette", reason="the stand-in for the server needs starlette, which comes with vLLM")
+    from starlette.applications import Starlette
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
+    async def completions(request: Any) -> Any:
+        return JSONResponse({"choices": [answer]})
+
+    app = Starlette(routes=[Route("/v1/completions", completions, methods=["POST"])])
+    with serving(app) as url, PlainVllmServer(url, "model", TOPOLOGY, weight_version=4) as client:
+        yield client
+
+
+def test_a_choice_becomes_a_sample() -> None:
+    with answering(choice()) as client:
+        ((sample,),) = client.generate([[5, 6]], SamplingParams())
+    assert sample.trace.token_ids.tolist() == [5, 6, 8, 9]
+    assert sample.trace.layers == (1, 2)
+    assert sample.trace.experts[:3].tolist() == [[[3, 1], [7, 2]]] * 3
+    assert sample.trace.valid.all(axis=1).tolist() == [True, True, True, False]
+    assert sample.logprobs.tolist() == [-1.5, -0.5]
+    assert sample.weight_version == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"routed_experts": None}, "--enable-return-routed-experts"),
+        ({"token_ids": None}, "returned no routes"),
+        ({"prompt_token_ids": [5, 7]}, "another prompt"),
+        ({"routed_experts": "no base64!"}, "cannot be read"),
+        ({"routed_experts": base64.b64encode(b"no array").decode()}, "cannot be read"),
+        ({"routed_experts": npy(np.array([object()]))}, "cannot be read"),
+        ({"routed_experts": npy(np.zeros((3, 3, 2), np.uint8))}, "all-zero capture"),
+        ({"routed_experts": npy(np.zeros((3, 4, 2), np.uint8))}, "another number of layers"),
+    ],
+)
+def test_a_choice_that_cannot_be_true(changes: dict[str, Any], text: str) -> None:
+    with answering(choice(**changes)) as client, pytest.raises(EngineError, match=text):
+        client.generate([[5, 6]], SamplingParams())
+
+
+def test_log_probs_of_another_distribution_are_refused() -> None:
+    with answering(choice()) as client, pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
+        client.generate([[5, 6]], SamplingParams(temperature=0.7))
+
+
+def test_what_a_plain_server_cannot_do() -> None:
+    with PlainVllmServer("http://127.0.0.1:9", "model", TOPOLOGY) as client:
+        for call in (client.sleep, client.wake, client.abort, lambda: client.update_weights(Path(), 1)):
+            with pytest.raises(EngineError, match="a plain vLLM server cannot"):
+                call()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("vllm")
+@pytest.mark.timeout(600)
+def test_the_real_vllm_serve(tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason=NEEDS_VLLM)
+    model = tiny_model("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(tmp_path)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny", "--dtype", "float32"]
+    command += ["--enable-return-routed-experts", "--logprobs-mode", "processed_logprobs", "--enforce-eager"]
+    command += ["--skip-tokenizer-init", "--max-model-len", "256", "--kv-cache-memory-bytes", str(2**26)]
+    environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    server = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        while server.poll() is None and not answers(port):
+            time.sleep(0.5)
+        assert server.poll() is None, "vllm serve did not start"
+        with PlainVllmServer(f"http://127.0.0.1:{port}", "tiny", mr_topology(model), processed_logprobs=True) as client:
+            assert client.name.name == "vLLM"
+            for group in client.generate(
+                [[1, 2, 3], list(range(1, 60))], SamplingParams(n=2, max_tokens=6, temperature=0.7)
+            ):
+                for sample in group:
+                    assert_sampled_from(model, sample, 0.7)
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait()
+
+
+def mr_topology(model: Any) -> MoeTopology:
+    return MoeTopology.from_config(model.config)
+
+
+def answers(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health").is_success
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,242 @@
+"""The rollout server and its client: the same engine, with a wire in between."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from moe_replay.rollout.base import EngineError, EngineUnavailableError, FinishReason, Probe, Sample, SamplingParams
+from moe_replay.rollout.sample_wire import encode_samples
+from moe_replay.rollout.transformers import TransformersEngine
+from moe_replay.rollout.vllm_server import VllmServer
+from moe_replay.rollout.weight_stream import write_update
+from moe_replay.rollout.weights import checkpoint_tensors
+from tests.rollout.serving import serving
+from tests.rollout.tiny import assert_sampled_from, reference, tiny_model
+
+TOKEN = "open sesame"
+PROBE = list(range(1, 40))
+
+
+@pytest.fixture
+def engine() -> TransformersEngine:
+    return TransformersEngine(tiny_model("qwen3_moe"), max_length=240)
+
+
+@pytest.fixture
+def url(engine: TransformersEngine) -> Iterator[str]:
+    pytest.importorskip("starlette", reason="the server's own dependencies come with vLLM")
+    from moe_replay.rollout.server_app import build_app
+
+    with serving(build_app(engine, TOKEN, max_requests=4)) as address:
+        yield address
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[VllmServer]:
+    with VllmServer(url, token=TOKEN) as made:
+        yield made
+
+
+def probe(model: torch.nn.Module) -> Probe:
+    return Probe(token_ids=PROBE, logprobs=reference(model, np.array(PROBE)).logprobs, tolerance=1e-3)
+
+
+def test_samples_are_those_of_the_engine(client: VllmServer, engine: TransformersEngine) -> None:
+    asked, params = [[1, 2, 3], [4], list(range(1, 50))], SamplingParams(n=3, max_tokens=5, seed=1, temperature=0.7)
+    alone = [engine.generate([prompt], params)[0] for prompt in asked]  # as the server runs them: bit-equal
+    for near, far in zip(alone, client.generate(asked, params), strict=True):
+        for one, other in zip(near, far, strict=True):
+            assert one.trace == other.trace
+            assert (one.finish_reason, one.weight_version) == (other.finish_reason, other.weight_version)
+            np.testing.assert_array_equal(one.logprobs, other.logprobs)
+
+
+def test_the_client_knows_the_engine(client: VllmServer, engine: TransformersEngine) -> None:
+    assert client.name == engine.name
+    assert client.topology == engine.topology
+    assert client.weight_version == 0
+    assert client.healthy()
+    np.testing.assert_allclose(client.prompt_logprobs(PROBE), engine.prompt_logprobs(PROBE), atol=1e-6)
+
+
+def test_prompts_one_by_one_from_a_running_loop(client: VllmServer) -> None:
+    async def both() -> list[list[Sample]]:
+        return await asyncio.gather(*(client.generate_one(prompt, SamplingParams()) for prompt in ([1, 2], [3])))
+
+    assert [sample.prompt_ids.tolist() for (sample,) in asyncio.run(both())] == [[1, 2], [3]]
+
+
+def test_more_prompts_than_the_server_takes_wait_in_the_client(url: str) -> None:
+    with VllmServer(url, token=TOKEN, max_concurrent=4) as client:
+        assert len(client.generate([[token] for token in range(1, 20)], SamplingParams(max_tokens=2))) == 19
+    with VllmServer(url, token=TOKEN, max_concurrent=32) as client, pytest.raises(EngineUnavailableError, match="503"):
+        client.generate([[token] for token in range(1, 30)], SamplingParams(max_tokens=100))
+
+
+@pytest.mark.parametrize("form", ["stream", "folder"])
+def test_new_weights(client: VllmServer, form: str, tmp_path: Path) -> None:
+    new = tiny_model("qwen3_moe", seed=1)
+    new.save_pretrained(tmp_path)
+    client.update_weights(checkpoint_tensors(new) if form == "stream" else tmp_path, version=2, probe=probe(new))
+    assert client.weight_version == 2
+    ((sample,),) = client.generate([[1, 2, 3]], SamplingParams(max_tokens=6))
+    assert sample.weight_version == 2
+    assert_sampled_from(new, sample)
+
+
+def test_an_update_that_fails_is_told(client: VllmServer) -> None:
+    new = tiny_model("qwen3_moe", seed=1)
+    with pytest.raises(EngineError, match="left parameters as they were"):
+        client.update_weights(iter(list(checkpoint_tensors(new))[:-1]), version=1)
+    with pytest.raises(EngineError, match="did not succeed"):
+        client.generate([[1]], SamplingParams())
+    with pytest.raises(EngineError, match="does not compute with the weights"):
+        client.update_weights(checkpoint_tensors(new), version=1, probe=probe(tiny_model("qwen3_moe")))
+    with pytest.raises(EngineError, match="no weights in the folder"):
+        client.update_weights(Path("nowhere"), version=1)
+    client.update_weights(checkpoint_tensors(new), version=1)
+    assert client.weight_version == 1
+
+
+def test_an_update_without_its_end_is_no_update(client: VllmServer, url: str) -> None:
+    body = b"".join(write_update(checkpoint_tensors(tiny_model("qwen3_moe", seed=1)), 1, None))
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    answer = httpx.post(f"{url}/weights", content=body[:-8], headers=headers)
+    assert answer.status_code == 400
+    assert "before its end" in answer.json()["error"]
+    with pytest.raises(EngineError, match="did not succeed"):
+        client.generate([[1]], SamplingParams())
+    assert httpx.post(f"{url}/weights", content=b"\xff" * 40, headers=headers).status_code == 409
+
+
+@pytest.mark.parametrize("token", [None, "open sesam", "open sesame!", "öffne"])
+def test_nothing_without_the_token(url: str, token: str | None) -> None:
+    headers = {} if token is None else {"authorization": f"Bearer {token}".encode()}
+    paths = [("GET", "/info"), *(("POST", path) for path in ("/generate", "/weights", "/sleep", "/wake", "/abort"))]
+    for method, path in paths:
+        assert httpx.request(method, url + path, headers=headers).status_code == 401, path  # type: ignore[arg-type]
+    assert httpx.get(f"{url}/health").json() == {"alive": True}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"prompt_ids": [], "params": {}},
+        {"prompt_ids": ["1"], "params": {}},
+        {"prompt_ids": [1], "params": {"n": 0}},
+        {"prompt_ids": [1], "params": {"temprature": 1}},
+        {"prompt_ids": [1], "params": {}, "more": 1},
+    ],
+)
+def test_requests_that_make_no_sense(url: str, asked: dict[str, Any]) -> None:
+    answer = httpx.post(f"{url}/generate", json=asked, headers={"authorization": f"Bearer {TOKEN}"})
+    assert answer.status_code == 422
+    assert answer.json()["error"]
+
+
+def test_sleep_wake_and_what_the_engine_refuses(client: VllmServer) -> None:
+    client.sleep()
+    with pytest.raises(EngineError, match="sleeps"):
+        client.generate([[1]], SamplingParams())
+    client.wake()
+    assert client.generate([[1]], SamplingParams(max_tokens=1))
+    with pytest.raises(EngineError, match="cannot be continued"):
+        client.generate([[1] * 240], SamplingParams())
+
+
+def under_way(engine: TransformersEngine) -> threading.Semaphore:
+    """Counts the forwards of an engine."""
+    forwards = threading.Semaphore(0)
+    engine.model.register_forward_hook(lambda *_: forwards.release())
+    return forwards
+
+
+def test_an_abort_brings_back_what_there_is(client: VllmServer, engine: TransformersEngine) -> None:
+    forwards, results = under_way(engine), []
+    thread = threading.Thread(
+        target=lambda: results.extend(client.generate([[1, 2]], SamplingParams(n=2, max_tokens=230)))
+    )
+    thread.start()
+    for _ in range(4):
+        forwards.acquire()
+    client.abort()
+    thread.join()
+    for sample in results[0]:
+        assert sample.finish_reason is FinishReason.ABORT
+        assert_sampled_from(tiny_model("qwen3_moe"), sample)
+
+
+def test_a_request_takes_no_longer_than_its_time(url: str, engine: TransformersEngine) -> None:
+    with (
+        VllmServer(url, token=TOKEN, timeout=0.3) as client,
+        engine._one_at_a_time,
+        pytest.raises(EngineUnavailableError, match="cannot be reached"),
+    ):
+        client.generate([[1]], SamplingParams())
+
+
+class EndlessEngine(TransformersEngine):
+    """Samples until it is told to stop."""
+
+    async def generate_one(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
+        return []
+
+
+def test_what_nobody_waits_for_is_given_up() -> None:
+    pytest.importorskip("starlette", reason="the server's own dependencies come with vLLM")
+    from moe_replay.rollout.server_app import build_app
+
+    engine = EndlessEngine(tiny_model("olmoe"))
+    engine.cancelled = threading.Event()
+    with serving(build_app(engine, TOKEN)) as address, VllmServer(address, token=TOKEN, timeout=0.3) as client:
+        with pytest.raises(EngineUnavailableError):
+            client.generate([[1]], SamplingParams())
+        assert engine.cancelled.wait(timeout=60)
+
+
+def test_a_server_that_is_not_there() -> None:
+    with VllmServer("http://127.0.0.1:9", token=TOKEN) as client:
+        assert not client.healthy()
+        with pytest.raises(EngineUnavailableError, match="cannot be reached"):
+            client.generate([[1]], SamplingParams())
+        with pytest.raises(EngineUnavailableError, match="cannot be reached"):
+            client.sleep()
+
+
+def test_the_prompt_of_a_group_travels_once(client: VllmServer) -> None:
+    long = list(range(1, 90)) * 2
+    (group,) = client.generate([long], SamplingParams(n=8, max_tokens=2))
+    layers, top_k = len(group[0].trace.layers), group[0].trace.top_k
+    assert len(encode_samples(group)) < len(long) * (layers * top_k + 4) + 8 * 700 + 2000
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("vllm")
+@pytest.mark.timeout(600)
+def test_the_real_vllm_behind_the_server(vllm_engine: Callable[[str], Any]) -> None:
+    from moe_replay.rollout.server_app import build_app
+
+    engine, old, new = vllm_engine("qwen3_moe"), tiny_model("qwen3_moe"), tiny_model("qwen3_moe", seed=1)
+    with serving(build_app(engine, TOKEN)) as address, VllmServer(address, token=TOKEN) as client:
+        assert client.name.name == "vLLM"
+        asked = [[1, 2, 3], list(range(1, 80))]
+        for version, model in ((1, new), (0, old)):
+            client.update_weights(checkpoint_tensors(model), version, probe(model))
+            for group in client.generate(asked, SamplingParams(n=3, max_tokens=6, temperature=0.8)):
+                for sample in group:
+                    assert sample.weight_version == version
+                    assert_sampled_from(model, sample, 0.8)
