@@ -3,14 +3,14 @@
 
 PYTHON ?= python3
 WORKERS ?= 2
-TRANSFORMERS4_TESTS ?= $(wildcard tests/routers tests/test_topology.py)
+TRANSFORMERS4_TESTS ?= tests/routers tests/rollout tests/test_topology.py
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help test lint types unit test-transformers4 format bench vllm clean
+.PHONY: help test lint types unit test-transformers4 test-vllm format bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,7 +19,7 @@ test: lint types test-transformers4 unit ## Everything that must pass: lint, typ
 
 lint: .venv/.ready ## ruff: rules and formatting
 	@echo "==> lint"
-	.venv/bin/ruff check --quiet .
+	.venv/bin/ruff check --quiet --output-format concise .
 	.venv/bin/ruff format --quiet --check .
 
 types: .venv/.ready ## pyrefly
@@ -34,14 +34,16 @@ test-transformers4: .venv-tf4/.ready ## Tests of what depends on transformers, o
 	@echo "==> tests on transformers 4.57"
 	OMP_NUM_THREADS=1 .venv-tf4/bin/python -m pytest -n $(WORKERS) --dist worksteal $(TRANSFORMERS4_TESTS)
 
+test-vllm: .venv-vllm/.ready ## Tests of the rollout engines against vLLM on CPU; minutes to build, so no part of `make test`
+	@echo "==> tests on vLLM"
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/rollout
+
 format: .venv/.ready ## Rewrite the code the way `make lint` wants it
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
 bench: .venv/.ready ## Run every script in benchmarks/
 	@for script in benchmarks/*.py; do echo "==> $$script"; .venv/bin/python "$$script"; done
-
-vllm: .venv-vllm/.ready ## Build .venv-vllm: vLLM on CPU and Megatron-Core, for runs against the real engines
 
 clean: ## Remove environments, caches and build products
 	rm -rf .venv .venv-tf4 .venv-vllm build dist .pytest_cache .ruff_cache .hypothesis

@@ -33,7 +33,7 @@ import pybase64
 from moe_replay.trace import RouteTrace
 from moe_replay.wire import decode_trace, encode_parts, encode_trace
 
-T = TypeVar("T")
+Result = TypeVar("Result", "Cost", "Speed")
 
 
 @dataclass(frozen=True)
@@ -165,13 +165,27 @@ class Cost(NamedTuple):
     size: int
 
 
-def repeated(seconds: float, measure: Callable[[], T]) -> list[T]:
-    """Measurements for about that long. The first warms up and is left out, unless it took all the time."""
-    until = time.perf_counter() + seconds
-    results = [measure()]
-    while time.perf_counter() < until:
-        results.append(measure())
-    return results[1:] or results
+class Speed(NamedTuple):
+    """In 10^9 ids a second."""
+
+    encode: float
+    decode: float
+
+
+def medians(measures: dict[str, Callable[[], Result]], seconds: float, rounds: int = 40) -> dict[str, Result]:
+    """The median of each measure, field by field. They take turns, so that a busy moment of the machine meets all.
+
+    Each stops after so many seconds or rounds; its first result warms up and is left out, unless it is the only one.
+    """
+    results: dict[str, list[Result]] = {name: [] for name in measures}
+    spent = dict.fromkeys(measures, 0.0)
+    while open_ones := [name for name in measures if spent[name] < seconds and len(results[name]) < rounds]:
+        for name in open_ones:
+            start = time.perf_counter()
+            results[name].append(measures[name]())
+            spent[name] += time.perf_counter() - start
+    kept = {name: found[1:] or found for name, found in results.items()}
+    return {name: type(found[0])(*map(median, zip(*found, strict=True))) for name, found in kept.items()}
 
 
 def request_cost(client: http.client.HTTPConnection, server_cpu: int, path: str, way: Way) -> Cost:
@@ -189,11 +203,14 @@ def request_cost(client: http.client.HTTPConnection, server_cpu: int, path: str,
     return Cost(cpu_clock() - cpu, wall, len(body))
 
 
-def cpu_of(action: Callable[[], object]) -> float:
-    """CPU seconds of this process."""
-    start = time.process_time()
-    action()
-    return time.process_time() - start
+def codec_speed(routes: Routes, way: Way, body: bytes) -> Speed:
+    """Encode and decode in this process."""
+    begin = time.process_time()
+    way.encode(routes)
+    middle = time.process_time()
+    way.decode(body)
+    ids = routes.trace.experts.size / 1e9
+    return Speed(ids / (middle - begin), ids / (time.process_time() - middle))
 
 
 def main() -> None:
@@ -207,37 +224,26 @@ def main() -> None:
     server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
     server.start()
     client = http.client.HTTPConnection("127.0.0.1", ours.recv())
-    server_cpu = (
-        ~(server.pid or 0) << 3
-    ) | 2  # Linux: the clock of another process's CPU time, see clock_getcpuclockid(3)
+    server_cpu = (~(server.pid or 0) << 3) | 2  # Linux: clock_getcpuclockid(3) of another process
 
     print(f"{options.tokens} tokens; bytes, CPU and wall relative to {BASELINE}\n")
-    print(
-        "| routes | way | bytes | less CPU | less wall | CPU ms | encode | decode |\n" + "|---|---" + "|---:" * 6 + "|"
-    )
+    print("| routes | way | bytes | less CPU | less wall | CPU ms | encode | decode |")
+    print("|---|---|---:|---:|---:|---:|---:|---:|")
     for number, model in enumerate(MODELS):
         routes = routes_of(model, options.tokens)
-        requests = {
-            name: repeated(
-                options.seconds,
-                functools.partial(request_cost, client, server_cpu, f"/{number}/{index}/{options.tokens}", way),
-            )
-            for index, (name, way) in enumerate(WAYS.items())
-        }
-        costs = {name: Cost(*map(median, zip(*found, strict=True))) for name, found in requests.items()}
+        requests: dict[str, Callable[[], Cost]] = {}
+        codecs: dict[str, Callable[[], Speed]] = {}
+        for index, (name, way) in enumerate(WAYS.items()):
+            path = f"/{number}/{index}/{options.tokens}"
+            requests[name] = functools.partial(request_cost, client, server_cpu, path, way)
+            codecs[name] = functools.partial(codec_speed, routes, way, b"".join(way.encode(routes)))
+        codecs.pop(FLOOR)
+        costs, speeds = medians(requests, options.seconds), medians(codecs, options.seconds / 3)
         base = costs[BASELINE]
-        for name, way in WAYS.items():
-            cost = costs[name]
+        for name, cost in costs.items():
             ratios = f"{cost.size / base.size:.1%} | {base.cpu / cost.cpu:.3g} x | {base.wall / cost.wall:.3g} x"
-            body = b"".join(way.encode(routes))
-            encode, decode = (
-                routes.trace.experts.size
-                / 1e9
-                / median(repeated(options.seconds / 5, functools.partial(cpu_of, action)))
-                for action in (functools.partial(way.encode, routes), functools.partial(way.decode, body))
-            )
-            rates = "| |" if name == FLOOR else f"{encode:.2g} | {decode:.2g} |"
-            print(f"| {model} | {name} | {ratios} | {1000 * cost.cpu:.2f} | {rates}", flush=True)
+            rates = " | ".join(f"{rate:.2g}" for rate in speeds[name]) if name in speeds else "|"
+            print(f"| {model} | {name} | {ratios} | {1000 * cost.cpu:.2f} | {rates} |", flush=True)
     server.terminate()
 
 

@@ -76,7 +76,9 @@ def test_no_layer_waits_for_the_device(model):
     ids = random_ids(4, 64).cuda()
     batch, _ = recorded(model, replay, ids)
     layers = model.model.layers
+    watched = []
     layers[0].register_forward_pre_hook(lambda *args: torch.cuda.set_sync_debug_mode("error"))
+    layers[-1].register_forward_pre_hook(lambda *args: watched.append(torch.cuda.get_sync_debug_mode()))
     layers[-1].register_forward_hook(lambda *args: torch.cuda.set_sync_debug_mode("default"))
     try:
         for observe in (False, True):
@@ -86,6 +88,7 @@ def test_no_layer_waits_for_the_device(model):
             model(ids)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert watched == [2, 2, 2]  # "error" was in force in all three forwards, and nothing raised
 
 
 def test_other_tokens_are_refused(model):

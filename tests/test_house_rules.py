@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,6 +65,12 @@ class File:
 Rule = Callable[[File], Iterator[tuple[int, str]]]
 
 EXCEPTIONS: dict[str, dict[str, str]] = {
+    "broad_except": {
+        "src/moe_replay/train/rewards.py": "a user's function may raise anything; it is named and raised again",
+    },
+    "patched_class": {
+        "src/moe_replay/megatron_cpu/patches.py": "Megatron-Core asks for CUDA where it needs none; undone on leaving",
+    },
     "long_file": {
         "src/moe_replay/trace.py": "one value: what a trace may be, and every way in which a rollout makes it grow",
     },
@@ -110,18 +117,17 @@ def broad_except(file: File) -> Iterator[tuple[int, str]]:
 
 
 def patched_class(file: File) -> Iterator[tuple[int, str]]:
-    """No patches: an imported name, or a class as a whole, is not ours to assign to."""
+    """No patches: an imported name, or a class as a whole, is not ours to assign to; `setattr` would hide that."""
     shared = {"cls", *file.imported, *(node.name for node in ast.walk(file.tree) if isinstance(node, ast.ClassDef))}
     for node in ast.walk(file.tree):
-        target = None
+        if isinstance(node, ast.Name) and node.id in ("setattr", "delattr"):
+            yield node.lineno, f"uses {node.id}"
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
-            target = node.value
-        elif isinstance(node, ast.Call) and file.dotted(node.func) in ("setattr", "delattr") and node.args:
-            target = node.args[0]
-        while isinstance(target, ast.Attribute):
-            target = target.value
-        if isinstance(target, ast.Name) and target.id in shared:
-            yield target.lineno, f"assigns to an attribute of {target.id}"
+            owner = node.value
+            while isinstance(owner, ast.Attribute):
+                owner = owner.value
+            if isinstance(owner, ast.Name) and owner.id in shared:
+                yield owner.lineno, f"assigns to an attribute of {owner.id}"
 
 
 def eager_import(file: File) -> Iterator[tuple[int, str]]:
@@ -172,8 +178,10 @@ def empty_test(file: File) -> Iterator[tuple[int, str]]:
     def checks(node: ast.AST) -> bool:
         if isinstance(node, ast.Assert):
             return not isinstance(node.test, ast.Constant)
-        name = file.dotted(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
-        return name in ("raises", "warns", "fail") or re.match(r"_?(check|assert)", name) is not None
+        name = file.dotted(node)
+        return (
+            name in ("pytest.raises", "pytest.warns") or re.search(r"(^|\.)_?(check|assert)(_\w+)?$", name) is not None
+        )
 
     def reaches_a_check(function: ast.AST, seen: set[str]) -> bool:
         for node in ast.walk(function):
@@ -312,7 +320,8 @@ CAUGHT: list[tuple[Rule, str]] = [
     (patched_class, "from megatron.core import TopKRouter\nTopKRouter.routing = mine"),
     (patched_class, "import torch\ntorch.nn.Linear.forward, x = mine, 1"),
     (patched_class, "import torch\ndel torch.nn.Linear.forward"),
-    (patched_class, "def f():\n    from vllm import LLM\n    setattr(LLM, name, mine)"),
+    (patched_class, "def f(owner):\n    setattr(owner, name, mine)"),
+    (patched_class, "undo.callback(delattr, owner, name)"),
     (patched_class, "class Ours:\n    @classmethod\n    def add(cls):\n        cls.count += 1"),
     (patched_class, "class Ours:\n    pass\nOurs.registry = {}"),
     (eager_import, "import transformers"),
@@ -333,6 +342,7 @@ CAUGHT: list[tuple[Rule, str]] = [
     (empty_test, "def test_constant():\n    assert True"),
     (empty_test, "def helper():\n    run()\ndef test_through_a_helper():\n    helper()"),
     (empty_test, "class TestIt:\n    def test_nothing(self):\n        run()"),
+    (empty_test, "def test_words():\n    checked = failing.raises()"),
     (empty_test, "def test_circle():\n    test_circle()"),
     (machine_path, "cd /" + "root/project"),
     (machine_path, 'open("/' + 'home/me/data.json")'),
@@ -346,7 +356,7 @@ FREE: list[tuple[Rule, str]] = [
         patched_class,
         "import torch\nclass C:\n    def f(self):\n        self.x = torch.ones(1)\n        self.x.grad = None",
     ),
-    (patched_class, "import os\nos.environ['X'] = '1'\nsetattr(module, 'x', 1)"),
+    (patched_class, "import os\nos.environ['X'] = '1'"),
     (eager_import, "def f():\n    import transformers"),
     (eager_import, "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import vllm"),
     (eager_import, "from moe_replay.routers import transformers\nfrom . import vllm"),
@@ -358,6 +368,7 @@ FREE: list[tuple[Rule, str]] = [
     (empty_test, "def test_plain():\n    assert f() == 1"),
     (empty_test, "def test_raises():\n    with pytest.raises(ValueError):\n        f()"),
     (empty_test, "def test_library():\n    torch.testing.assert_close(a, b)"),
+    (empty_test, "def test_short():\n    close = torch.testing.assert_close\n    close(a, b)"),
     (empty_test, "def test_named():\n    check_alignment(a, b)"),
     (empty_test, "def rank(i):\n    assert f(i)\ndef test_ranks():\n    spawn(rank, 2)"),
     (machine_path, "https://example.org/home/page and src/work/file and ~/work/x and /usr/bin/env"),
@@ -404,6 +415,18 @@ def test_only_its_own_file_pins_torch() -> None:
         path.name for path in (ROOT / "requirements").glob("*.txt") if re.search(r"(?m)^torch\b", path.read_text())
     ]
     assert holders == ["torch.txt"]
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {
+        extra
+        for file in EVERYTHING
+        for listed in re.findall(r"moe-replay\[([a-z,]+)\]", file.text)
+        for extra in listed.split(",")
+    }
+    assert named
+    assert named <= set(extras)
 
 
 def test_commit_hooks_format_like_make_lint() -> None:

@@ -291,10 +291,10 @@ class Recording:
         return batch.to_traces(token_ids, layout, weight_version)
 
     def _batch(self, taken: dict[int, torch.Tensor | None], fed_ids: torch.Tensor | None) -> RouteBatch:
-        unrun = [layer for layer, choice in taken.items() if choice is None]
-        if unrun:
-            raise ReplayStateError("nothing was recorded", layer=", ".join(map(str, unrun)))
-        return RouteBatch.recorded(taken, self._controller.topology, fed_ids)
+        found = {layer: choice for layer, choice in taken.items() if choice is not None}
+        if len(found) < len(taken):
+            raise ReplayStateError("nothing was recorded", layer=", ".join(str(i) for i in taken if i not in found))
+        return RouteBatch.recorded(found, self._controller.topology, fed_ids)
 
 
 class Replaying:
@@ -306,8 +306,9 @@ class Replaying:
 
     def native(self) -> RouteBatch:
         """What the routers would have chosen; needs `replay(batch, observe=True)` and the forward done."""
-        choices = {layer: self._ticket.slots[layer].native for layer in self._ticket.layers_run()}
-        if any(choice is None for choice in choices.values()):
+        layers, slots = self._ticket.layers_run(), self._ticket.slots
+        choices = {layer: native for layer in layers if (native := slots[layer].native) is not None}
+        if len(choices) < len(layers):
             raise ReplayStateError(
                 "native choices were not observed", remedy="Open replay(batch, observe=True) and run the forward first"
             )

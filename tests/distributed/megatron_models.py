@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import moe_replay as mr
 from moe_replay import megatron_cpu
-from moe_replay.routers.megatron_layout import column_multiple, layout_for
+from moe_replay.routers.megatron_layout import layout_for
 
 PRELOADED = [
     "megatron.core.models.gpt.gpt_layer_specs",
@@ -32,6 +32,8 @@ PRELOADED = [
 ]
 
 VOCABULARY = 64
+HUGE = 1e6
+LEARNING_RATE = 1e6  # so that a step is large beside the weights, and rounding small beside the step
 MICRO_BATCHES = 4  # of each data-parallel rank
 WIDTH = 16
 LENGTHS = (5, 11, 7)
@@ -163,6 +165,9 @@ def make_config(variant: str = "hybrid", **settings: Any) -> Any:
     }
     overrides = VARIANTS[variant] | settings
     kind = MLATransformerConfig if overrides.get("multi_latent_attention") else TransformerConfig
+    known = {setting.name for setting in fields(kind)}
+    if "moe_enable_routing_replay" not in known:  # before 0.16
+        del base["moe_enable_routing_replay"]
     return kind(**(megatron_cpu.SETTINGS | base | overrides))
 
 
@@ -172,23 +177,24 @@ def make_chunk(config: Any, vp_stage: int | None = None, plain_attention: bool =
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    stage = {} if vp_stage is None else {"vp_stage": vp_stage}  # 0.12 knows no such argument
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, **stage)
     if plain_attention or config.multi_latent_attention:
         megatron_cpu.use_plain_attention(spec)
     prediction = None
     if config.mtp_num_layers:
-        prediction = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=vp_stage)
+        prediction = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **stage)
     return GPTModel(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=VOCABULARY,
         max_sequence_length=64,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=not stage, **stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=not stage, **stage),
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
         mtp_block_spec=prediction,
-        vp_stage=vp_stage,
+        **stage,
     )
 
 
@@ -285,8 +291,15 @@ def save_reference(path: str, variant: str, micro_batches: int, varying: bool = 
         model.zero_grad(set_to_none=True)
     share = torch.cat(flipped).float().mean().item()
     assert share > 0.5, f"only {share:.0%} of the routes would be others natively"
-    travelling = [[trace.to_bytes() for trace in of_batch] for of_batch in traces]
-    torch.save({"weights": weights, "traces": travelling, "losses": losses, "gradients": gradients}, path)
+    moved = [recorded_alone(model, replay, sequences(number, varying)) for number in range(micro_batches)]
+    outcome = {
+        "weights": weights,
+        "traces": [[trace.to_bytes() for trace in of_batch] for of_batch in traces],
+        "moved traces": [[trace.to_bytes() for trace in of_batch] for of_batch in moved],
+        "losses": losses,
+        "gradients": gradients,
+    }
+    torch.save(outcome, path)
     return losses
 
 
@@ -386,6 +399,7 @@ class Partition:
             parameter.data.copy_(shard_of(name, reference["weights"][name], parameter.shape))
         inner = [Float16Module(self.config, chunk) for chunk in self.chunks] if self.config.bf16 else self.chunks
         self.models = [self._distributed(chunk) for chunk in inner]
+        self.optimizer = self._optimizer() if case.optimizer else None
         self._connect()
         self.replay = mr.attach(self.models)
 
@@ -399,6 +413,22 @@ class Partition:
             use_distributed_optimizer=self.case.optimizer == "sharded",
         )
         return DistributedDataParallel(self.config, settings, model)
+
+    def _optimizer(self) -> Any:
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        settings = OptimizerConfig(
+            optimizer="adam",
+            lr=LEARNING_RATE * HUGE,
+            adam_eps=HUGE,  # beside which gradients vanish: a step is the gradient times the learning rate
+            weight_decay=0.0,
+            clip_grad=0.0,
+            bf16=self.config.bf16,
+            params_dtype=self.config.params_dtype,
+            use_distributed_optimizer=self.case.optimizer == "sharded",
+            overlap_param_gather=self.case.overlap and self.case.optimizer == "sharded",
+        )
+        return get_megatron_optimizer(settings, self.models)
 
     def _connect(self) -> None:
         from megatron.core.distributed import finalize_model_grads
@@ -468,13 +498,26 @@ class Partition:
         count = MICRO_BATCHES * self.case.dp
         return sum(self.reference["gradients"][number][name] for number in range(count)) / count
 
+    def gradients(self) -> list[Tensor]:
+        """Of each parameter: what the optimizer takes off it, where there is one, as each rank may hold a part only."""
+        if self.optimizer is None:
+            return [parameter.main_grad.float() for _, parameter in self.parameters]
+        before = [parameter.detach().float().clone() for _, parameter in self.parameters]
+        stepped, _, _ = self.optimizer.step()
+        assert stepped
+        if self.case.overlap:
+            for model in self.models:
+                model.start_param_sync(force_sync=True)
+        after = [parameter.detach().float() for _, parameter in self.parameters]
+        return [(old - new) / LEARNING_RATE for old, new in zip(before, after, strict=True)]
+
     def distance(self) -> tuple[float, str]:
         """The largest relative difference of a parameter's gradient, and the name of that parameter."""
         worst = (0.0, "")
-        for name, parameter in self.parameters:
+        for (name, parameter), found in zip(self.parameters, self.gradients(), strict=True):
             expected = shard_of(name, self.expected_gradient(name), parameter.shape)
-            apart = (parameter.main_grad.float() - expected).norm() / expected.norm()
-            worst = max(worst, (apart.item(), name))
+            assert expected.norm() > 0, f"no token has a say in {name}"
+            worst = max(worst, (((found - expected).norm() / expected.norm()).item(), name))
         return worst
 
 

@@ -79,6 +79,11 @@ CASES = {
     "cp2-full": Case(2, cp=2, settings=FULL | ALLTOALL),
     "cp2-packed": Case(2, cp=2, packed=True, settings=FULL),
     "cp2-ep2": Case(2, cp=2, ep=2, settings=ALLTOALL),
+    "dp2-sharded-optimizer": Case(2, optimizer="sharded", settings=FULL),
+    "dp2-sharded-optimizer-overlap": Case(2, optimizer="sharded", overlap=True, settings=FULL),
+    "ep2-sharded-optimizer": Case(2, ep=2, optimizer="sharded", settings=FULL | ALLTOALL),
+    "pp2-optimizer": Case(2, pp=2, optimizer="whole", settings=FULL),
+    "bf16-dp2-sharded-optimizer": Case(2, "bf16", optimizer="sharded", settings=FULL),
     "bf16-dp2": Case(2, "bf16", settings=FULL),
     "bf16-pp2": Case(2, "bf16", pp=2, settings=FULL),
     # four ranks

@@ -68,7 +68,7 @@ def counter(name: str) -> float:
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_samples_are_those_of_the_model(engine: Any, family: str, temperature: float) -> None:
     asked = prompts(6)
-    groups = engine.generate(asked, SamplingParams(n=2, max_tokens=12, temperature=temperature, seed=7))
+    groups = engine.generate(asked, SamplingParams(n=2, max_tokens=12, temperature=temperature))
     for prompt, group in zip(asked, groups, strict=True):
         assert len(group) == 2
         for sample in group:
@@ -79,7 +79,7 @@ def test_samples_are_those_of_the_model(engine: Any, family: str, temperature: f
 
 
 def test_log_probs_of_a_truncated_distribution(engine: Any, family: str) -> None:
-    params = SamplingParams(n=4, max_tokens=6, temperature=1.3, top_k=5, top_p=0.8, seed=1)
+    params = SamplingParams(n=4, max_tokens=6, temperature=1.3, top_k=5, top_p=0.8)
     (group,) = engine.generate([[1, 2, 3]], params)
     for sample in group:
         untruncated = reference(tiny_model(family), sample.trace.token_ids, 1.3).logprobs[2:]
@@ -87,7 +87,8 @@ def test_log_probs_of_a_truncated_distribution(engine: Any, family: str) -> None
         assert (sample.logprobs > untruncated + 1e-3).any()
 
 
-def test_seeds_and_stop_tokens(engine: Any, family: str) -> None:
+def test_seeds_and_stop_tokens(vllm_engine: Callable[[str], Any]) -> None:
+    engine, family = vllm_engine("mixtral"), "mixtral"
     params = SamplingParams(n=3, max_tokens=10, seed=5)
     (first,), (again,) = engine.generate([[4, 5, 6]], params), engine.generate([[4, 5, 6]], params)
     completions = [sample.completion_ids.tolist() for sample in first]
@@ -100,6 +101,12 @@ def test_seeds_and_stop_tokens(engine: Any, family: str) -> None:
     assert ended.finish_reason is FinishReason.STOP
     assert ended.completion_ids.tolist() == completions[0][: completions[0].index(stop) + 1]
     assert_sampled_from(tiny_model(family), ended)
+
+
+def test_a_seed_that_would_kill_vllm_on_cpu_is_refused(qwen: Any) -> None:
+    with pytest.raises(EngineError, match="enable_chunked_prefill=False"):
+        qwen.generate([[1]], SamplingParams(seed=1))
+    assert qwen.generate([[1]], SamplingParams(seed=1, temperature=0))
 
 
 def test_a_prefix_from_the_cache_has_its_routes(qwen: Any) -> None:
@@ -121,7 +128,7 @@ def test_a_prompt_that_is_prefilled_in_chunks_has_its_routes(qwen: Any) -> None:
 
 def test_a_sequence_that_was_preempted_has_its_routes(qwen: Any) -> None:
     before = counter("num_preemptions")
-    groups = qwen.generate(prompts(12, longest=20, seed=3), SamplingParams(max_tokens=150, seed=1))
+    groups = qwen.generate(prompts(12, longest=20, seed=3), SamplingParams(max_tokens=150))
     assert counter("num_preemptions") > before
     for (sample,) in groups:
         assert len(sample.completion_ids) == 150
@@ -141,7 +148,7 @@ def test_log_probs_of_a_prompt(engine: Any, family: str) -> None:
 
 
 def test_prompts_one_by_one_from_a_running_loop(qwen: Any) -> None:
-    params = SamplingParams(max_tokens=4, seed=2)
+    params = SamplingParams(max_tokens=4)
 
     async def both() -> list[list[Sample]]:
         return await asyncio.gather(*(qwen.generate_one(prompt, params) for prompt in ([1, 2], [3, 4, 5])))
@@ -227,7 +234,7 @@ def sample_in_background(engine: Any, params: SamplingParams) -> tuple[threading
     samples: list[list[Sample]] = []
     thread = threading.Thread(target=lambda: samples.extend(engine.generate([[1, 2], [3] * 9], params)))
     thread.start()
-    while not engine._under_way:
+    while not engine._under_way and thread.is_alive():
         pass
     engine.generate([[4]], SamplingParams(max_tokens=10))
     return thread, samples

@@ -96,6 +96,11 @@ def test_the_attention_router_of_jetmoe() -> None:
     assert names[ATTENTION_ROUTER + 1] == "model.layers.1.self_attention.experts.router"
 
 
+def test_top_k_may_differ_from_layer_to_layer() -> None:
+    sites = find_routers(tiny_model("hunyuan_v1_moe", moe_topk=[1, 2, 3]))
+    assert [site.top_k for site in sites] == [1, 2, 3]
+
+
 def test_groups_that_the_method_does_not_use() -> None:
     sites = find_routers(tiny_model("deepseek_v2", topk_method="greedy"))
     assert {(site.num_groups, site.groups_kept) for site in sites} == {(0, 0)}

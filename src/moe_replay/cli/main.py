@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from moe_replay.cli.rollout import RolloutCommand
 from moe_replay.errors import MissingExtraError, MoeReplayError
 
-COMMANDS = {"rollout": RolloutCommand}
+COMMANDS: dict[str, Callable[..., Callable[[], None]]] = {"rollout": RolloutCommand}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -42,6 +42,8 @@ class EngineUnavailableError(EngineError):
 
 
 class FinishReason(StrEnum):
+    """Why a sample ended: a token that ends it, its greatest length, or an abort."""
+
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
@@ -68,6 +70,11 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+
+    @property
+    def draws(self) -> int:
+        """Samples that can differ: greedy ones are all alike, and some engines refuse to make them twice."""
+        return self.n if self.temperature > 0 else 1
 
     def __post_init__(self) -> None:
         checks = {

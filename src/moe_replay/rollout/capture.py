@@ -136,7 +136,7 @@ class _Checks:
 
     def unwritten(self) -> None:
         """Raise if rows were never written, and say which: all of them, all of a layer, those of the prompt."""
-        empty = ~self.captured[:, self.layers].any(axis=-1)
+        empty = np.logical_not(self.captured[:, self.layers].any(axis=-1))
         if not empty.any():
             return
         token, slot = np.argwhere(empty)[0].tolist()

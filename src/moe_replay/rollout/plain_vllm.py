@@ -64,7 +64,7 @@ class PlainVllmServer(HttpEngine):
         asked = {
             "model": self.model,
             "prompt": [int(token) for token in prompt],
-            "n": params.n,
+            "n": params.draws,
             "max_tokens": params.max_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,
@@ -77,9 +77,10 @@ class PlainVllmServer(HttpEngine):
         }
         answer = (await self._post("/v1/completions", asked)).json()
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        if len(choices) != params.n:
-            raise EngineError("vLLM lost samples", expected=params.n, found=len(choices))
-        return [self._to_sample(np.asarray(prompt, np.int32), choice) for choice in choices]
+        if len(choices) != params.draws:
+            raise EngineError("vLLM lost samples", expected=params.draws, found=len(choices))
+        ids = np.asarray(prompt, np.int32)
+        return [self._to_sample(ids, choice) for choice in choices] * (params.n // params.draws)
 
     def _to_sample(self, prompt: np.ndarray, choice: dict[str, Any]) -> Sample:
         index = choice["index"]

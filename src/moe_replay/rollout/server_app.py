@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from moe_replay.errors import MoeReplayError
-from moe_replay.rollout.base import Engine, SamplingParams
+from moe_replay.rollout.base import Engine, EngineUnavailableError, SamplingParams
 from moe_replay.rollout.sample_wire import MEDIA_TYPE, encode_samples
 from moe_replay.rollout.weight_stream import read_order, read_tensors
 
@@ -93,6 +93,8 @@ class _Service:
                 return JSONResponse({"error": str(refusal)}, refusal.status)
             except ValidationError as wrong:
                 return JSONResponse({"error": str(wrong)}, 422)
+            except EngineUnavailableError as dead:
+                return JSONResponse({"error": str(dead)}, 503)
             except MoeReplayError as wrong:
                 return JSONResponse({"error": str(wrong)}, 409)
 

@@ -59,7 +59,7 @@ class TransformersEngine:
 
         self.name = EngineName("Transformers", __version__)
         self.model: Any = model
-        self.max_length = max_length or self.model.config.get_text_config().max_position_embeddings
+        self.max_length = max_length or _text_config(model).max_position_embeddings
         self.batch_size = batch_size
         self._attached_here = replay is None
         self._replay = replay or attach(model)
@@ -256,6 +256,10 @@ class _Batch(NamedTuple):
     def followed_by(self, token: Tensor) -> _Batch:
         """The next column."""
         return _Batch(token[:, None], torch.nn.functional.pad(self.mask, (0, 1), value=1), self.positions[:, -1:] + 1)
+
+
+def _text_config(model: Any) -> Any:
+    return model.config.get_text_config()
 
 
 def _routes_by_sample(passes: Sequence[RouteBatch], prompts: int, n: int, num_experts: int) -> np.ndarray:

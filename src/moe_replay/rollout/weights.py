@@ -128,14 +128,14 @@ def _in_model(model: Any, target: str, parts: dict[str, Tensor]) -> Tensor:
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    converter: Any = None
-    for name in sorted(parts, key=dot_natural_key):
-        renamed, pattern = rename_source_key(name, renamings, converters)
-        if pattern is None:  # another name, nothing more
-            return parts[name]
-        converter = converter or by_pattern[pattern]
-        converter.add_tensor(renamed, name, pattern, parts[name])
+    by_pattern: dict[str, Any] = {p: converter for converter in converters for p in converter.source_patterns}
+    renamed = {name: rename_source_key(name, renamings, converters) for name in sorted(parts, key=dot_natural_key)}
+    _, first_pattern = next(iter(renamed.values()))
+    if first_pattern is None:  # another name, nothing more
+        return next(iter(parts.values()))
+    converter = by_pattern[first_pattern]
+    for name, (new_name, pattern) in renamed.items():
+        converter.add_tensor(new_name, name, pattern, parts[name])
     return _only(converter.convert(target, model=model, config=model.config)[target])
 
 

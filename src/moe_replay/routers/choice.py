@@ -38,18 +38,16 @@ class Choice:
         """The experts (..., K) int64 to take among scores (..., E); `own_choice` is what the router would do."""
         slot = self.slot
         # A compiled graph always takes the masked way, so that it never recompiles when a batch becomes fully covered.
-        masked = slot.valid is not None and (torch.compiler.is_compiling() or not slot.all_valid)
-        if slot.target is None or masked or slot.observe:
-            with torch.no_grad():
-                self.native = own_choice()
+        some_rows = slot.valid if torch.compiler.is_compiling() or not slot.all_valid else None
+        self.obeyed = slot.target is not None and some_rows is None
         if slot.target is None:
-            experts = self.native
+            self.native = experts = _outside_autograd(own_choice)
+        elif some_rows is not None:
+            self.native = _outside_autograd(own_choice)
+            experts = torch.where(some_rows.view(*scores.shape[:-1], 1), self.target(scores), self.native)
         else:
+            self.native = _outside_autograd(own_choice) if slot.observe else None
             experts = self.target(scores)
-            if masked:
-                experts = torch.where(slot.valid.view(*scores.shape[:-1], 1), experts, self.native)
-            self.obeyed = not masked
-        assert experts is not None
         self.experts = experts
         return experts
 
@@ -79,3 +77,8 @@ class Choice:
 
     def _narrowed(self, ids: torch.Tensor) -> torch.Tensor:
         return narrow(ids, self.site.num_experts).view(-1, self.site.top_k)
+
+
+def _outside_autograd(own_choice: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        return own_choice()

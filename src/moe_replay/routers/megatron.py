@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -33,6 +33,8 @@ DECODER_LAYER = "megatron.core.transformer.transformer_layer.TransformerLayer"
 PREDICTION_LAYER = "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayer"
 LANGUAGE_MODEL = "megatron.core.models.common.language_module.language_module.LanguageModule"
 FIRST_WITH_REPLAY = (0, 16)
+
+Modules = Mapping[str, Any]  # by name; nn.Module would not let its attributes be read
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -95,17 +97,18 @@ class RouterPort:
     def __init__(self, site: RouterSite, switch: Switch) -> None:
         self.site = site
         self.switch = switch
-        self.native_replay = site.module.router_replay
-        site.module.router_replay = self
+        self.router = cast(Any, site.module)
+        self.native_replay = self.router.router_replay
+        self.router.router_replay = self
 
     @staticmethod
-    def is_on(module: nn.Module) -> bool:
+    def is_on(module: Any) -> bool:
         """Whether a router has a port already."""
         return isinstance(module.router_replay, RouterPort)
 
     def remove(self) -> None:
         """Give the router its own replay object back."""
-        self.site.module.router_replay = self.native_replay
+        self.router.router_replay = self.native_replay
 
     def get_replay_topk(
         self,
@@ -138,13 +141,13 @@ class ReplayedAuxLossPort(RouterPort):
     def __init__(self, site: RouterSite, switch: Switch) -> None:
         super().__init__(site, switch)
         self._taken: torch.Tensor | None = None
-        self.native_routing = site.module.routing
-        site.module.routing = self.routing
+        self.native_routing = self.router.routing
+        self.router.routing = self.routing
 
     def remove(self) -> None:
         """Give the router its own replay object and method back."""
         super().remove()
-        del self.site.module.routing
+        del self.router.routing
 
     def routing(self, *args: Any, **kwargs: Any) -> Any:
         """The router's own method, with its second question answered."""
@@ -177,7 +180,7 @@ def _is_a(module: nn.Module, name: str) -> bool:
     return any(found == name or (name.endswith(".") and found.startswith(name)) for found in names)
 
 
-def _language_model(model: nn.Module) -> nn.Module:
+def _language_model(model: nn.Module) -> Any:
     """The module whose forward is the forward of the chunk, inside DDP and Float16Module."""
     found = [module for module in model.modules() if _is_a(module, LANGUAGE_MODEL)]
     if len(found) != 1:
@@ -205,12 +208,12 @@ def _outwards(name: str) -> Iterator[str]:
         yield name
 
 
-def _enclosing(modules: Mapping[str, nn.Module], name: str, kind: str) -> nn.Module | None:
+def _enclosing(modules: Modules, name: str, kind: str) -> Any:
     """The nearest module of a kind around the one of this name."""
     return next((modules[outer] for outer in _outwards(name) if _is_a(modules[outer], kind)), None)
 
 
-def _site(modules: Mapping[str, nn.Module], name: str) -> RouterSite:
+def _site(modules: Modules, name: str) -> RouterSite:
     router = modules[name]
     layer = _enclosing(modules, name, DECODER_LAYER)
     number = None if layer is None else layer.layer_number
@@ -236,7 +239,7 @@ def _site(modules: Mapping[str, nn.Module], name: str) -> RouterSite:
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _check_promise(promised: MoeTopology, chunk: Chunk, modules: Mapping[str, nn.Module]) -> None:
+def _check_promise(promised: MoeTopology, chunk: Chunk, modules: Modules) -> None:
     """A router that is missed is an error, never a layer that routes natively without anybody knowing."""
     present = {
         module.layer_number - 1

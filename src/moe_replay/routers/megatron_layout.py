@@ -14,9 +14,7 @@ def column_multiple(config: Any) -> int:
     return (2 * context if context > 1 else 1) * _sequence_shards(config)
 
 
-def layout_for(
-    config: Any, lengths: Sequence[int], *, packed: bool = False, width: int | None = None
-) -> TokenLayout:
+def layout_for(config: Any, lengths: Sequence[int], *, packed: bool = False, width: int | None = None) -> TokenLayout:
     """The layout of this rank for sequences of these lengths: sbhd, padded on the right, or packed (thd).
 
     Rows are sequence-major; context parallelism is zigzag, sequence parallelism contiguous. `width` is what is fed, on

@@ -95,11 +95,9 @@ def _sites(modules: Mapping[str, nn.Module], decoder: str, routers: Mapping[str,
     for name, numbers in routers.items():
         if not is_inside(name, decoder):
             continue
-        position = name[len(decoder) + 1 :].partition(".")[0]
-        layer = int(position)
-        around = [modules[outer] for outer in _outwards(name) if is_inside(outer, f"{decoder}.{position}")]
+        layer = int(name[len(decoder) + 1 :].partition(".")[0])
         # jetmoe's attention is a mixture of experts with a router of its own
-        if any(type(module).__name__.endswith("Attention") for module in around):
+        if any(type(modules[outer]).__name__.endswith("Attention") for outer in _outwards(name)):
             layer += ATTENTION_ROUTER
         site = RouterSite(layer, name, modules[name], **numbers._asdict())
         _check_alone(site, sites)

@@ -1,0 +1,112 @@
+"""A Megatron-Core model that computes what a Transformers model computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_replay import megatron_cpu
+from moe_replay.errors import MissingExtraError
+from moe_replay.weights.errors import WeightMapError
+from moe_replay.weights.family import Family, rope_parameters
+
+_REPLAY = "moe_enable_routing_replay"  # Megatron-Core has it from 0.16 on
+
+
+@dataclass(frozen=True)
+class MegatronRecipe:
+    """How to build the model on this rank.
+
+    config        Megatron-Core's `TransformerConfig` or `MLATransformerConfig`
+    arguments     of a `GPTModel`, beyond config, layer spec and pipeline stage
+    transformer_engine  whether its layers are Transformer Engine's
+    """
+
+    family: Family
+    config: Any
+    arguments: dict[str, Any]
+    transformer_engine: bool
+
+    def layer_spec(self, vp_stage: int | None = None) -> Any:
+        """The layers of one pipeline chunk of this rank."""
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+        spec = get_gpt_decoder_block_spec(self.config, self.transformer_engine, vp_stage=vp_stage)
+        spec = self.family.adapt(spec, self.config)
+        if not torch.cuda.is_available() and (
+            self.config.multi_latent_attention or self.config.context_parallel_size > 1
+        ):
+            megatron_cpu.use_plain_attention(spec)
+        return spec
+
+    def build(self) -> list[Any]:
+        """The pipeline chunks of this rank, with random weights."""
+        from megatron.core import parallel_state
+        from megatron.core.models.gpt import GPTModel
+
+        chunks = self.config.virtual_pipeline_model_parallel_size
+        return [
+            GPTModel(
+                config=self.config,
+                transformer_layer_spec=self.layer_spec(stage),
+                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+                vp_stage=stage,
+                **self.arguments,
+            )
+            for stage in ([None] if chunks is None else range(chunks))
+        ]
+
+
+def recipe(hf_config: Any, family: Family, settings: dict[str, Any]) -> MegatronRecipe:
+    """The recipe for a Transformers config. `settings` are of a `TransformerConfig`, and have the last word."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    defaults = _runtime_settings(settings)
+    chosen = {**family.settings(hf_config), **defaults, **settings}
+    kind = MLATransformerConfig if chosen.get("multi_latent_attention") else TransformerConfig
+    if _REPLAY not in {field.name for field in fields(kind)}:
+        del chosen[_REPLAY]
+    config = kind(**chosen)
+    if hf_config.vocab_size % config.tensor_model_parallel_size:
+        raise WeightMapError(
+            "the vocabulary cannot be cut into equal parts, and padding it would change the log-probabilities",
+            expected=f"vocab_size divisible by tensor_model_parallel_size {config.tensor_model_parallel_size}",
+            found=hf_config.vocab_size,
+        )
+    arguments = {
+        "vocab_size": hf_config.vocab_size,
+        "max_sequence_length": hf_config.max_position_embeddings,
+        "position_embedding_type": "rope",
+        "rotary_base": rope_parameters(hf_config)["rope_theta"],
+        "share_embeddings_and_output_weights": hf_config.tie_word_embeddings,
+    }
+    engine = torch.cuda.is_available() and find_spec("transformer_engine") is not None
+    return MegatronRecipe(family, config, arguments, engine)
+
+
+def read_config(source: Any) -> Any:
+    """The Transformers config in a folder, or the config itself."""
+    if not isinstance(source, str | Path):
+        return source
+    try:
+        from transformers import AutoConfig
+    except ModuleNotFoundError as missing:
+        raise MissingExtraError(
+            "Transformers is not installed", found=missing, remedy="pip install 'moe-replay[transformers]'"
+        ) from missing
+    return AutoConfig.from_pretrained(source)
+
+
+def _runtime_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """What follows from how the model is run rather than from what it is."""
+    cpu = {} if torch.cuda.is_available() else megatron_cpu.SETTINGS
+    return {
+        **cpu,
+        "sequence_parallel": settings.get("tensor_model_parallel_size", 1) > 1,
+        "pipeline_dtype": settings.get("params_dtype", torch.float32),
+    }
