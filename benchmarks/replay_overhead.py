@@ -240,9 +240,11 @@ def main() -> None:
         torch.set_num_threads(1)  # steadier, and forked processes may not use the threads of their parent
 
     bench = Bench(options.model, options.device, shape, options.checkpointing)
-    print(f"{options.model}: {shape['layers']} MoE layers, {shape['experts']} experts, top {shape['top_k']}, hidden {shape['hidden']}, "
-          f"{shape['batch']} x {shape['width']} tokens, {options.device}, "
-          f"{'checkpointed, ' if options.checkpointing else ''}median of {options.repeats} repeats")  # fmt: skip
+    print(
+        f"{options.model}: {shape['layers']} MoE layers, {shape['experts']} experts, top {shape['top_k']}, "
+        f"hidden {shape['hidden']}, {shape['batch']} x {shape['width']} tokens, {options.device}, "
+        f"{'checkpointed, ' if options.checkpointing else ''}median of {options.repeats} repeats"
+    )
     modes = ["native", *options.modes]
     bench.step("native")  # warm up
     peaks = {mode: bench.peak_bytes(mode) for mode in modes}

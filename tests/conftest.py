@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 
+import torch
 from hypothesis import settings
+
+torch.set_num_threads(1)  # sums in several threads are not bit for bit the same twice
 
 # Before anything imports huggingface_hub: a test that needs a download is a test that fails on a plane.
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 
@@ -40,7 +38,7 @@ def perturb_routers(replay: mr.RouterReplay, scale: float = 1.0, seed: int = 1) 
     for site in replay.sites.values():
         for parameter in site.module.parameters():
             noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-            parameter.data.add_(scale * parameter.data.std() * noise + 1e-3 * noise)
+            parameter.data.add_(scale * parameter.data.std(correction=0) * noise + 1e-3 * noise)
 
 
 def random_ids(batch: int, width: int, seed: int = 0, vocabulary: int = 97) -> torch.Tensor:
@@ -60,5 +58,18 @@ def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, to
     assert not different, f"gradients differ: {different}"
 
 
-def chosen(batch: mr.RouteBatch) -> Sequence[torch.Tensor]:
-    return list(batch.experts)
+def loss(output):
+    return output.logits.float().pow(2).mean()
+
+
+def uncover(batch: mr.RouteBatch, every: int) -> mr.RouteBatch:
+    """The batch without routes in every n-th row."""
+    lengths = [batch.fed_token_ids.shape[1]] * batch.fed_token_ids.shape[0]
+    layout = mr.TokenLayout.padded(lengths)
+    traces = batch.to_traces([row.tolist() for row in batch.fed_token_ids], layout)
+    cut = []
+    for trace in traces:
+        valid = trace.valid.copy()
+        valid[::every] = False
+        cut.append(mr.RouteTrace(trace.token_ids, trace.experts, trace.layers, valid, num_experts=trace.num_experts))
+    return mr.RouteBatch.from_traces(cut, layout)

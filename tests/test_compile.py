@@ -7,8 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import moe_replay as mr
-from tests.models import gradients, perturb_routers, random_ids, tiny_qwen3_moe
-from tests.test_recompute import loss, uncover
+from tests.models import gradients, loss, perturb_routers, random_ids, tiny_qwen3_moe, uncover
 
 STEPS = 6
 

@@ -7,14 +7,10 @@ import threading
 
 import pytest
 import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
 
 import moe_replay as mr
-from tests.models import assert_same_gradients, gradients, perturb_routers, random_ids, tiny_qwen3_moe
+from tests.checkpointing import CHECKPOINTS, unwrapped
+from tests.models import assert_same_gradients, gradients, loss, perturb_routers, random_ids, tiny_qwen3_moe, uncover
 
 MICRO_BATCHES = 3
 
@@ -43,37 +39,6 @@ def expected_gradients(model, replay, inputs, routes):
     return found
 
 
-def loss(output):
-    return output.logits.float().pow(2).mean()
-
-
-def checkpoint_transformers(use_reentrant):
-    def apply(model):
-        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        model.enable_input_require_grads()  # reentrant checkpoints need an input with a gradient
-
-    return apply
-
-
-def checkpoint_wrap(implementation):
-    def apply(model):
-        layer = type(model.model.layers[0])
-        apply_activation_checkpointing(
-            model,
-            checkpoint_wrapper_fn=lambda m: checkpoint_wrapper(m, checkpoint_impl=implementation),
-            check_fn=lambda m: isinstance(m, layer),
-        )
-        model.enable_input_require_grads()
-
-    return apply
-
-
-CHECKPOINTS = {
-    "transformers": checkpoint_transformers(False),
-    "transformers-reentrant": checkpoint_transformers(True),
-    "wrapper": checkpoint_wrap(CheckpointImpl.NO_REENTRANT),
-    "wrapper-reentrant": checkpoint_wrap(CheckpointImpl.REENTRANT),
-}
 ORDERS = list(itertools.permutations(range(MICRO_BATCHES)))
 
 
@@ -91,10 +56,6 @@ def test_backward_in_any_order(checkpoint, experts):
         for i in order:
             losses[i].backward()
             assert_same_gradients(unwrapped(gradients(model)), expected[i])
-
-
-def unwrapped(found):
-    return {name.replace("_checkpoint_wrapped_module.", ""): gradient for name, gradient in found.items()}
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
@@ -252,16 +213,3 @@ def test_rows_without_a_route_are_recomputed_as_they_were(checkpoint):
         model(inputs[1])
     one.backward()
     assert_same_gradients(unwrapped(gradients(model)), expected)
-
-
-def uncover(batch: mr.RouteBatch, every: int) -> mr.RouteBatch:
-    """The batch without routes in every n-th row."""
-    lengths = [batch.fed_token_ids.shape[1]] * batch.fed_token_ids.shape[0]
-    layout = mr.TokenLayout.padded(lengths)
-    traces = batch.to_traces([row.tolist() for row in batch.fed_token_ids], layout)
-    cut = []
-    for trace in traces:
-        valid = trace.valid.copy()
-        valid[::every] = False
-        cut.append(mr.RouteTrace(trace.token_ids, trace.experts, trace.layers, valid, num_experts=trace.num_experts))
-    return mr.RouteBatch.from_traces(cut, layout)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import moe_replay as mr
+from tests.checkpointing import CHECKPOINTS
 from tests.distributed.reference import (
     Outcome,
     backward_last_first,
@@ -17,7 +18,6 @@ from tests.distributed.reference import (
     move_routers,
     to_wire,
 )
-from tests.test_recompute import CHECKPOINTS
 
 CHECKPOINTING = ("none", "transformers", "transformers-reentrant")
 

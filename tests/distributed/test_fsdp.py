@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import moe_replay as mr
+from tests.checkpointing import CHECKPOINTS
 from tests.distributed.harness import run_ranks
 from tests.distributed.reference import (
     Outcome,
@@ -33,7 +34,6 @@ from tests.distributed.reference import (
     to_wire,
 )
 from tests.routers.families import tiny_model
-from tests.test_recompute import CHECKPOINTS
 
 pytestmark = pytest.mark.distributed
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.rollout.tiny import tiny_model
 
-NEEDS_VLLM = "the real vLLM is not installed here: see requirements/vllm-cpu.txt"
+NEEDS_VLLM = "the real vLLM is not installed here: see requirements/test.txt"
 OPTIONS: dict[str, dict[str, Any]] = {
     # Prompts longer than a step's tokens are prefilled in chunks; 40 blocks are too few for 12 long sequences at once.
     "qwen3_moe": {

@@ -234,7 +234,7 @@ def sample_in_background(engine: Any, params: SamplingParams) -> tuple[threading
     samples: list[list[Sample]] = []
     thread = threading.Thread(target=lambda: samples.extend(engine.generate([[1, 2], [3] * 9], params)))
     thread.start()
-    while not engine._under_way and thread.is_alive():
+    while not engine._gate.under_way and thread.is_alive():
         pass
     engine.generate([[4]], SamplingParams(max_tokens=10))
     return thread, samples

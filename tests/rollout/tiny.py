@@ -43,7 +43,7 @@ def tiny_model(family: str, seed: int = 0) -> nn.Module:
     elif family == "mixtral":
         from transformers import MixtralConfig, MixtralForCausalLM
 
-        model = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=8))
+        model = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=8, tie_word_embeddings=True))
     elif family == "olmoe":
         from transformers import OlmoeConfig, OlmoeForCausalLM
 

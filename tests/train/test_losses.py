@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -136,7 +137,7 @@ def test_micro_batches_add_up(seed, aggregation, level, cuts):
     expected, expected_gradient = our_loss(batch, *arguments)
     ends = np.cumsum(batch.lengths.numpy())
     bounds = [0, *(int(ends[cut - 1]) for cut in sorted(cuts)), int(ends[-1])]
-    parts = [our_loss(batch, *arguments, tokens=slice(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [our_loss(batch, *arguments, tokens=slice(a, b)) for a, b in pairwise(bounds)]
     torch.testing.assert_close(sum(loss for loss, _ in parts), expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(sum(gradient for _, gradient in parts), expected_gradient, rtol=1e-10, atol=1e-12)
 
@@ -156,7 +157,9 @@ def test_correction_weights_by_hand():
     rollout = torch.log(torch.tensor([0.5, 0.9, 4.0, 1.0]))  # ratios 2, 1.11, 0.25, 1
     sequence = torch.tensor([0, 0, 1, 1])
     close = torch.testing.assert_close
-    close(correction_weights(old, rollout, sequence, 2, "token_truncate", 0.0, 1.5), torch.tensor([1.5, 1 / 0.9, 0.25, 1]))
+    close(
+        correction_weights(old, rollout, sequence, 2, "token_truncate", 0.0, 1.5), torch.tensor([1.5, 1 / 0.9, 0.25, 1])
+    )
     close(correction_weights(old, rollout, sequence, 2, "token_mask", 0.5, 1.5), torch.tensor([0, 1 / 0.9, 0, 1]))
     close(correction_weights(old, rollout, sequence, 2, "sequence_mask", 0.1, 2.0), torch.tensor([0, 0, 0.25, 0.25]))
     close(correction_weights(old, rollout, sequence, 2, "off", 0.0, 0.0), torch.ones(4))
@@ -196,4 +199,9 @@ def test_advantages_against_a_plain_loop(rewards):
 
 def test_groups_without_signal():
     nan = float("nan")
-    assert has_signal(np.array([[1.0, 1.0], [0.0, 1.0], [nan, 1.0], [nan, nan]])).tolist() == [False, True, False, False]
+    assert has_signal(np.array([[1.0, 1.0], [0.0, 1.0], [nan, 1.0], [nan, nan]])).tolist() == [
+        False,
+        True,
+        False,
+        False,
+    ]

@@ -45,17 +45,14 @@ class Mismatch:
                 (distance > torch.log(torch.tensor(2.0, dtype=torch.float64))).double().sum(),
             ]
         )
-        if difference.numel():
-            maxima = torch.stack([distance.max(), ratio.max()])
-        else:
-            maxima = difference.new_zeros(2)
-        return cls(sums, maxima)
+        seen = difference.numel() > 0
+        return cls(sums, torch.stack([distance.max(), ratio.max()]) if seen else difference.new_zeros(2))
 
     def __add__(self, other: Mismatch) -> Mismatch:
         return Mismatch(self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
 
     def summary(self) -> dict[str, float]:
-        """Means over all tokens, maxima, and the effective share of the samples (ESS); empty where no token was seen."""
+        """Means over all tokens, maxima, and the effective share of the samples (ESS); empty without tokens."""
         values = dict(zip(_SUMS, self.sums.tolist(), strict=True))
         largest = dict(zip(_MAXIMA, self.maxima.tolist(), strict=True))
         tokens = values["tokens"]

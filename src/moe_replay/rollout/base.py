@@ -168,6 +168,10 @@ class Engine(Protocol):
         """Version of the weights now sampled from."""
         ...
 
+    def healthy(self) -> bool:
+        """Whether it is there and alive, ready to sample or not."""
+        ...
+
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Sample]]:
         """`params.n` samples for each prompt, in the order of the prompts."""
         ...

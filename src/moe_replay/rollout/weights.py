@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -28,13 +29,14 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 
 def read_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor once, as it is needed."""
-    if not isinstance(weights, Path):
-        yield from weights
-        return
+    """Every tensor once, as it is needed; a folder without weights is an error at once."""
+    return _read_files(safetensors_files(weights)) if isinstance(weights, Path) else iter(weights)
+
+
+def _read_files(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
     from safetensors import safe_open
 
-    for file in safetensors_files(weights):
+    for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.offset_keys():
                 yield name, tensors.get_tensor(name)
@@ -55,6 +57,20 @@ def packed(weights: NamedTensors, chunk_bytes: int) -> Iterator[bytes]:
         size += tensor.nbytes
     if chunk:
         yield save(chunk)
+
+
+def as_files(chunks: Iterable[bytes]) -> Iterator[Path]:
+    """Each chunk as a file in shared memory, which is gone when the next one comes.
+
+    A file of its own each time: who still has the last one mapped keeps it.
+    """
+    memory = Path("/dev/shm")
+    with TemporaryDirectory(dir=memory if memory.is_dir() else None, prefix="moe-replay-") as folder:
+        for number, chunk in enumerate(chunks):
+            file = Path(folder, f"{number}.safetensors")
+            file.write_bytes(chunk)
+            yield file
+            file.unlink()
 
 
 def checkpoint_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -122,8 +122,14 @@ class RouterPort:
         ticket = self.switch.ticket
         if ticket is None:
             return default_compute_topk(scores, topk, num_groups, group_topk)
+        with_gradient = torch.is_grad_enabled()
+
+        def own_choice() -> torch.Tensor:
+            with torch.set_grad_enabled(with_gradient):  # 0.19 sorts the experts only where there are gradients
+                return default_compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
+
         choice = Choice(self.site, ticket.claim(self.site.layer))
-        experts = choice.among(scores, lambda: default_compute_topk(scores, topk, num_groups, group_topk)[1])
+        experts = choice.among(scores, own_choice)
         choice.keep()
         self.took(experts)
         return scores.gather(-1, experts), experts

@@ -11,6 +11,7 @@ from moe_replay.errors import UnsupportedRouterError
 from moe_replay.routers.base import RouterSite
 
 KNOWN_FROM = (0, 12)
+CHOOSING_BY_TOP_K = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
 GRAPHS_BESIDE_THE_ROUTER = {"attn", "mlp", "mamba"}  # scopes of CUDA graphs that a router is never part of
 
 
@@ -74,9 +75,9 @@ def _is_on(setting: str) -> Callable[[Any], bool]:
     return lambda config: bool(getattr(config, setting, False))
 
 
-def _uses_sinkhorn(config: Any) -> bool:
+def _chooses_otherwise(config: Any) -> bool:
     kinds = config.moe_router_load_balancing_type
-    return "sinkhorn" in ([kinds] if isinstance(kinds, str) else kinds)
+    return not set([kinds] if isinstance(kinds, str) else kinds) <= CHOOSING_BY_TOP_K
 
 
 def _captures_the_router(config: Any) -> bool:
@@ -101,9 +102,9 @@ REFUSALS = (
     ),
     Refusal(
         "moe_router_load_balancing_type",
-        _uses_sinkhorn,
-        "sinkhorn balances the experts over the batch and asks nobody",
-        "Use 'aux_loss', 'seq_aux_loss', 'global_aux_loss' or 'none'",
+        _chooses_otherwise,
+        "sinkhorn and the like balance the experts over the batch and ask nobody",
+        f"Use one of {sorted(CHOOSING_BY_TOP_K)}",
     ),
     Refusal(
         "moe_expert_capacity_factor",

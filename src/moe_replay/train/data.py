@@ -1,4 +1,4 @@
-"""Prompts: read from JSONL, parquet or a `datasets` folder, tokenised once, and drawn in an order that can be resumed."""
+"""Prompts: read from JSONL, parquet or a `datasets` folder, tokenised once, drawn in an order that can be resumed."""
 
 from __future__ import annotations
 
@@ -154,7 +154,9 @@ def _dataset_rows(source: Path) -> list[dict[str, Any]]:
     try:
         import datasets
     except ImportError as error:
-        raise MissingExtraError("reading a datasets folder needs datasets", remedy="pip install 'moe-replay[train]'") from error
+        raise MissingExtraError(
+            "reading a datasets folder needs datasets", remedy="pip install 'moe-replay[train]'"
+        ) from error
     try:
         loaded = datasets.load_from_disk(str(source))
     except FileNotFoundError as error:

@@ -99,7 +99,7 @@ def text_of(completion: Any) -> str:
 def accuracy(
     prompts: Sequence[Any], completions: Sequence[Any], solution: Sequence[str], **_: Any
 ) -> list[float | None]:
-    """1 where the completion's answer equals `solution` as mathematics, 0 where not, None where the solution is none."""
+    """1 where the answer equals `solution` as mathematics, 0 where not, None where the solution cannot be read."""
     try:
         from math_verify import parse, verify
     except ImportError as error:

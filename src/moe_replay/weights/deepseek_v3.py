@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from moe_replay.weights.errors import WeightMapError
 from moe_replay.weights.family import (
     EXPERT,
@@ -65,6 +67,34 @@ def settings(hf: Any) -> dict[str, Any]:
         "moe_ffn_hidden_size": hf.moe_intermediate_size,
         "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * hf.n_shared_experts or None,
     }
+
+
+def finish(chunk: Any) -> None:
+    """Make the gradient of the rotary key whole where its projection is cut (layers without Transformer Engine).
+
+    All heads share that key. Megatron-Core gathers it in a way that leaves each rank with the gradient of its own heads
+    (multi_latent_attention.py:596 of 0.16.1). As a sequence shard, what a projection that is not cut gives, it is
+    gathered in the other way, which sums.
+    """
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    for module in chunk.modules():
+        if isinstance(module, MLASelfAttention) and module.config.sequence_parallel:
+            projection = module.linear_kv_down_proj
+            if isinstance(projection, ColumnParallelLinear):
+                projection.register_forward_hook(_as_sequence_shard)
+
+
+def _as_sequence_shard(module: Any, args: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    """(s, b, width here) -> (s here, b, width)"""
+    from megatron.core.tensor_parallel.mappings import (
+        gather_from_tensor_model_parallel_region,
+        scatter_to_sequence_parallel_region,
+    )
+
+    latent, bias = output
+    return scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(latent)), bias
 
 
 def _rotary_settings(hf: Any) -> dict[str, Any]:
@@ -138,5 +168,6 @@ DEEPSEEK_V3 = Family(
     },
     fused=fused_expert_rules(),
     settings=settings,
+    finish=finish,
     set_aside=prediction_layers,
 )

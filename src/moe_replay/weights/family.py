@@ -24,6 +24,10 @@ def unchanged(spec: Any, config: Any) -> Any:
     return spec
 
 
+def as_built(chunk: Any) -> None:
+    """The chunk is right as Megatron-Core builds it."""
+
+
 def nothing(config: Mapping[str, Any]) -> re.Pattern[str] | None:
     """Every tensor of the checkpoint is a weight of the model."""
     return None
@@ -37,6 +41,7 @@ class Family:
     fused     what differs in a checkpoint that keeps the experts of a layer in one tensor
     settings  Transformers config -> settings of a `TransformerConfig`; refuses what Megatron-Core cannot do
     adapt     layer spec, config -> the spec that the family needs
+    finish    does to a chunk that has been built what a spec cannot
     set_aside config.json -> names of tensors that are in checkpoints and not in the model
     """
 
@@ -45,6 +50,7 @@ class Family:
     fused: Rules
     settings: Callable[[Any], dict[str, Any]]
     adapt: Callable[[Any, Any], Any] = unchanged
+    finish: Callable[[Any], None] = as_built
     set_aside: Callable[[Mapping[str, Any]], re.Pattern[str] | None] = nothing
 
     def rules_for(self, *, fused: bool, tied: bool) -> Rules:

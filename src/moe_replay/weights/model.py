@@ -45,21 +45,23 @@ class MegatronRecipe:
 
     def build(self) -> list[Any]:
         """The pipeline chunks of this rank, with random weights."""
+        chunks = self.config.virtual_pipeline_model_parallel_size
+        return [self._chunk(stage) for stage in ([None] if chunks is None else range(chunks))]
+
+    def _chunk(self, vp_stage: int | None) -> Any:
         from megatron.core import parallel_state
         from megatron.core.models.gpt import GPTModel
 
-        chunks = self.config.virtual_pipeline_model_parallel_size
-        return [
-            GPTModel(
-                config=self.config,
-                transformer_layer_spec=self.layer_spec(stage),
-                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-                vp_stage=stage,
-                **self.arguments,
-            )
-            for stage in ([None] if chunks is None else range(chunks))
-        ]
+        chunk = GPTModel(
+            config=self.config,
+            transformer_layer_spec=self.layer_spec(vp_stage),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            vp_stage=vp_stage,
+            **self.arguments,
+        )
+        self.family.finish(chunk)
+        return chunk
 
 
 def recipe(hf_config: Any, family: Family, settings: dict[str, Any]) -> MegatronRecipe:
@@ -77,6 +79,16 @@ def recipe(hf_config: Any, family: Family, settings: dict[str, Any]) -> Megatron
             "the vocabulary cannot be cut into equal parts, and padding it would change the log-probabilities",
             expected=f"vocab_size divisible by tensor_model_parallel_size {config.tensor_model_parallel_size}",
             found=hf_config.vocab_size,
+        )
+    if (
+        config.expert_model_parallel_size == 1
+        and config.expert_tensor_parallel_size != config.tensor_model_parallel_size
+    ):
+        raise WeightMapError(
+            "Megatron-Core sums the gradients of experts over the wrong ranks, and says nothing",
+            expected=f"expert_tensor_parallel_size {config.tensor_model_parallel_size}, as tensor_model_parallel_size",
+            found=f"{config.expert_tensor_parallel_size} with expert_model_parallel_size 1",
+            remedy="Set them equal, or use expert parallelism",
         )
     arguments = {
         "vocab_size": hf_config.vocab_size,

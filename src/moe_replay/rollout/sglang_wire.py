@@ -1,0 +1,168 @@
+"""What an SGLang server is asked, and what it says of one sample: its native `/generate`, decoded strictly.
+
+request    return_routed_experts: true, routed_experts_start_len: first row that is wanted
+answer     meta_info.routed_experts: base64 of int32 (prompt + completion - 1 - start_len, decoder layers, top_k),
+           zeros in dense layers
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import secrets
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from moe_replay.rollout.base import EngineError, EngineName, FinishReason, Sample, SamplingParams
+from moe_replay.rollout.capture import trace_from_capture
+from moe_replay.topology import MoeTopology
+from moe_replay.trace import RouteTrace
+
+NO_PENALTIES = {"min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+"""Said in every request, or else the server's own preferences would count."""
+
+
+def generate_request(prompt: Sequence[int], params: SamplingParams, first_token: int = 0) -> dict[str, Any]:
+    """What SGLang is asked for. Its log-probs know of the temperature, not of top-k and top-p: those are extra."""
+    truncated = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)
+    if truncated and not params.top_k:
+        raise EngineError(
+            "SGLang cannot report log-probs of what top_p alone leaves to sample from",
+            expected="top_p 1, or top_k as well",
+            found=f"top_p {params.top_p}, top_k {params.top_k}",
+            remedy="Set top_k, at most the server's --sampling-mask-max-tokens",
+        )
+    return {
+        "input_ids": [int(token) for token in prompt],
+        "sampling_params": {
+            "n": params.draws,
+            "max_new_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k or -1,
+            "stop_token_ids": list(params.stop_token_ids),
+            "ignore_eos": params.ignore_eos,
+            **NO_PENALTIES,
+        },
+        "return_logprob": True,
+        "return_sampling_mask": truncated,
+        "return_routed_experts": True,
+        "routed_experts_start_len": first_token,
+    }
+
+
+def request_seed(prompt: Sequence[int], seed: int | None, number: int) -> int:
+    """Of one sample. The prompt is part of it, or else one seed would draw alike for all prompts."""
+    if seed is None:
+        return secrets.randbits(63)
+    prompt_hash = zlib.crc32(np.asarray(prompt, np.int32).tobytes())
+    return int(np.random.SeedSequence([seed, prompt_hash, number]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+class Answer:
+    """What SGLang says of one sample.
+
+    index   which one of its request, for errors
+    """
+
+    def __init__(self, content: dict[str, Any], engine: EngineName, index: int) -> None:
+        self.meta: dict[str, Any] = content["meta_info"]
+        self.output_ids: list[int] = content["output_ids"]
+        self.engine = engine
+        self.index = index
+
+    def to_sample(
+        self, prompt: np.ndarray, topology: MoeTopology, numbered: Callable[[str], int], first_token: int = 0
+    ) -> Sample:
+        """The sample, with routes from `first_token` on.
+
+        numbered   the number of a weight version, which SGLang has as text
+        """
+        if self.meta.get("prompt_tokens", len(prompt)) != len(prompt):
+            raise self._error("continued another prompt", expected=len(prompt), found=self.meta["prompt_tokens"])
+        reason, version = self._finish_reason(), numbered(self._version())
+        # A request that is aborted while it waits for its turn, also for its second one, has no routes of what it had
+        # sampled by then: it begins anew when it is resumed.
+        waiting = reason is FinishReason.ABORT and self.meta.get("routed_experts") is None
+        completion = np.asarray([] if waiting else self.output_ids, np.int32)
+        tokens = np.concatenate([prompt, completion])
+        if waiting:
+            trace = RouteTrace.uncovered(
+                tokens, topology.layers, topology.top_k, version, num_experts=topology.num_experts
+            )
+        else:
+            trace = trace_from_capture(
+                self._routes(topology),
+                tokens,
+                topology,
+                self.engine,
+                weight_version=version,
+                first_token=first_token,
+                sample=self.index,
+            )
+        return Sample(
+            prompt_ids=prompt,
+            completion_ids=completion,
+            logprobs=np.zeros(0, np.float32) if waiting else self._logprobs(),
+            finish_reason=reason,
+            trace=trace,
+            weight_version=version,
+        )
+
+    def _error(self, problem: str, **facts: Any) -> EngineError:
+        return EngineError(f"{self.engine} {problem}", sample=self.index, **facts)
+
+    def _finish_reason(self) -> FinishReason:
+        kind = self.meta["finish_reason"]["type"]
+        if kind not in tuple(FinishReason):
+            raise self._error("ended a sample for an unknown reason", expected=", ".join(FinishReason), found=kind)
+        return FinishReason(kind)
+
+    def _version(self) -> str:
+        versions = {span["version"] for span in self.meta.get("weight_versions") or ()}
+        if len(versions) > 1:
+            raise self._error(
+                "sampled one completion from several weight versions",
+                found=sorted(versions),
+                remedy="Whoever updates its weights must pause it with mode=abort, as update_weights does here",
+            )
+        return self.meta["weight_version"]
+
+    def _logprobs(self) -> np.ndarray:
+        reported = self.meta["output_token_logprobs"]
+        if [token for _, token, *_ in reported] != self.output_ids:
+            raise self._error(
+                "reported log-probs of other tokens than it sampled",
+                expected=f"{len(self.output_ids)} tokens",
+                found=f"{len(reported)} log-probs",
+            )
+        truncated = self.meta.get("output_token_sampling_logprobs")
+        return np.asarray([logprob for logprob, *_ in reported] if truncated is None else truncated, np.float32)
+
+    def _routes(self, topology: MoeTopology) -> np.ndarray:
+        """(rows, decoder layers, K) int32."""
+        encoded = self.meta.get("routed_experts")
+        if encoded is None:
+            raise self._error(
+                "returned no routes",
+                expected="meta_info.routed_experts",
+                found=sorted(self.meta),
+                remedy="Start it with --enable-return-routed-experts; a gateway in between must pass "
+                "return_routed_experts and meta_info.routed_experts on, and some strip them",
+            )
+        try:
+            raw = base64.b64decode(encoded, validate=True)
+        except (binascii.Error, ValueError, TypeError) as wrong:
+            raise self._error(f"returned routes that cannot be read: {wrong}", expected="base64") from wrong
+        row = 4 * topology.num_layers * topology.top_k
+        if len(raw) % row:
+            raise self._error(
+                "returned routes that are no whole number of rows",
+                expected=f"a multiple of {row} bytes: int32, {topology.num_layers} layers, top {topology.top_k}",
+                found=f"{len(raw)} bytes",
+                remedy="The server runs another model, or another version that encodes routes in another way",
+            )
+        return np.frombuffer(raw, "<i4").reshape(-1, topology.num_layers, topology.top_k)

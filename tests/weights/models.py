@@ -1,0 +1,167 @@
+"""Tiny Transformers checkpoints of each family, and what Transformers makes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import moe_replay as mr
+from tests.models import perturb_routers
+
+VOCABULARY = 96
+LENGTH, BATCH = 12, 4
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "eos_token_id": 2,
+    "pad_token_id": None,  # an embedding of Transformers has no gradient for it
+    "use_cache": False,
+}
+_QWEN3 = _SIZES | {
+    "moe_intermediate_size": 16,
+    "head_dim": 16,
+    "num_experts": 8,
+    "mlp_only_layers": [0],
+    "norm_topk_prob": True,
+}
+_DEEPSEEK = _SIZES | {
+    "moe_intermediate_size": 16,
+    "num_key_value_heads": 4,
+    "n_shared_experts": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "num_nextn_predict_layers": 0,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 16,
+}
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", _QWEN3),
+    "qwen3_moe-unnormalized": ("qwen3_moe", _QWEN3 | {"norm_topk_prob": False, "mlp_only_layers": []}),
+    "qwen3_moe-every-second": ("qwen3_moe", _QWEN3 | {"decoder_sparse_step": 2, "mlp_only_layers": []}),
+    "qwen3_moe-tied": ("qwen3_moe", _QWEN3 | {"tie_word_embeddings": True}),
+    "qwen3_moe-one-group": ("qwen3_moe", _QWEN3 | {"num_key_value_heads": 1}),
+    "mixtral": ("mixtral", _SIZES | {"num_local_experts": 8}),
+    "olmoe": ("olmoe", _SIZES | {"num_experts": 8}),
+    "olmoe-normalized": ("olmoe", _SIZES | {"num_experts": 8, "norm_topk_prob": True, "num_key_value_heads": 4}),
+    "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
+    "deepseek_v3-ungrouped": ("deepseek_v3", _DEEPSEEK | {"n_group": 1, "topk_group": 1, "q_lora_rank": None}),
+    "deepseek_v3-yarn": ("deepseek_v3", _DEEPSEEK | {"rope_parameters": _YARN}),
+}
+
+
+def tiny(variant: str, seed: int = 0) -> nn.Module:
+    """A random model whose every weight matters."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family, settings = VARIANTS[variant]
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).float().eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0.0, 0.2)
+        else:
+            parameter.data.uniform_(0.5, 1.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.uniform_(0.0, 0.2)
+    return model
+
+
+def token_ids() -> list[np.ndarray]:
+    """Four sequences of one length."""
+    return list(np.random.default_rng(0).integers(1, VOCABULARY, (BATCH, LENGTH)))
+
+
+def save_checkpoint(model: Any, folder: Path, **options: Any) -> None:
+    """As Transformers writes it."""
+    model.save_pretrained(folder, **options)
+
+
+def save_reference(variant: str, folder: Path) -> None:
+    """Routes recorded, routers moved, routes replayed: checkpoint, gradients, and the rest in `reference.pt`."""
+    model: Any = tiny(variant)
+    replay = mr.attach(model)
+    ids, layout = token_ids(), mr.TokenLayout.padded([LENGTH] * BATCH)
+    grid = torch.from_numpy(np.stack(ids))
+
+    def recorded() -> tuple[list[bytes], Tensor]:
+        with torch.no_grad(), replay.record() as recording:
+            logits = model(grid).logits
+        return [trace.to_bytes() for trace in recording.traces(layout, ids)], logits
+
+    earlier, _ = recorded()
+    perturb_routers(replay, scale=0.7)
+    native, native_logits = recorded()
+    batch = mr.RouteBatch.from_traces([mr.RouteTrace.from_bytes(data) for data in earlier], layout)
+    with replay.replay(batch):
+        logits = model(grid).logits
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), grid.roll(-1, 1).flatten())
+    loss.backward()
+    replay.detach()
+    save_checkpoint(model, folder)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)
+    save_checkpoint(model, folder / "gradients")
+    torch.save(
+        {
+            "earlier": earlier,
+            "native": native,
+            "native_logits": native_logits,
+            "logits": logits.detach(),
+            "loss": loss.item(),
+        },
+        folder / "reference.pt",
+    )
+
+
+def saved_tensors(folder: str | Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint folder, read without anything of ours."""
+    from safetensors.torch import load_file
+
+    return {
+        name: tensor for path in sorted(Path(folder).glob("*.safetensors")) for name, tensor in load_file(path).items()
+    }
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Change settings in a folder's config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def assert_same_bytes(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """The same names, dtypes, shapes and bytes."""
+    assert found.keys() == expected.keys()
+    different = [
+        name
+        for name, tensor in expected.items()
+        if found[name].dtype != tensor.dtype or not torch.equal(found[name], tensor)
+    ]
+    assert not different, f"tensors differ: {different}"
