@@ -61,7 +61,8 @@ def test_importing_changes_nothing() -> None:
         "assert 'megatron' not in sys.modules\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_everything_is_taken_back() -> None:

@@ -135,17 +135,8 @@ class RouteBatch:
     ) -> RouteBatch:
         """What the routers of this rank chose: decoder layer -> (R, K), on the device. Nothing waits for it."""
         layers = tuple(sorted(chosen))
-        if not layers:  # a pipeline stage without routers
-            return cls(
-                layers=(),
-                experts=torch.zeros((0, 0, topology.top_k), dtype=torch.uint8),
-                valid=torch.zeros((0, 0), dtype=torch.bool),
-                all_valid=(),
-                source_layers=topology.layers,
-                num_experts=topology.num_experts,
-                fed_token_ids=None if fed_token_ids is None else fed_token_ids.to(torch.int32),
-            )
-        experts = torch.stack([chosen[layer] for layer in layers])
+        nothing = torch.zeros((0, 0, topology.top_k), dtype=torch.uint8)  # of a pipeline stage without routers
+        experts = torch.stack([chosen[layer] for layer in layers]) if layers else nothing
         every_row = torch.ones((1, experts.shape[1]), dtype=torch.bool, device=experts.device)
         return cls(
             layers=layers,

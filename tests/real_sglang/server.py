@@ -50,6 +50,6 @@ def sglang_server(model: Path, *options: str, returns_routes: bool = True) -> It
 
 def answers(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/model_info").is_success
+        return httpx.get(f"{url}/health", timeout=30).is_success
     except httpx.TransportError:
         return False

@@ -77,7 +77,7 @@ def write_again(folder: str, forms: list[tuple[str, str, int]]) -> None:
 
     for form, dtype, file_bytes in forms:
         path = f"{folder}/{form}"
-        settings = {"bf16": True, "params_dtype": torch.bfloat16} if dtype == "bfloat16" else {}
+        settings = {"bf16": True} if dtype == "bfloat16" else {}
         chunks = built(Case(1), path, **settings)
         if settings:
             chunks = [Float16Module(chunk.config, chunk) for chunk in chunks]
@@ -86,6 +86,8 @@ def write_again(folder: str, forms: list[tuple[str, str, int]]) -> None:
 
 def refusals(folder: str, broken: list[str]) -> dict[str, Any]:
     """What loading says of each broken folder, and whether the weights stayed as they were."""
+    from transformers import AutoConfig
+
     chunks = built(Case(1), folder)
     before = [parameter.clone() for parameter in chunks[0].parameters()]
     messages = {name: _refusal(weights.load_hf, f"{folder}/{name}", chunks) for name in broken}
@@ -93,7 +95,8 @@ def refusals(folder: str, broken: list[str]) -> dict[str, Any]:
     unmapped = [*chunks]
     unmapped[0].decoder.layers[0].extra = nn.Linear(2, 2, bias=False)
     messages["parameter"] = _refusal(weights.load_hf, folder, unmapped)
-    messages["vocabulary"] = _refusal(weights.megatron_config, folder, tensor_model_parallel_size=5)
+    odd = AutoConfig.from_pretrained(folder, vocab_size=97)
+    messages["vocabulary"] = _refusal(weights.megatron_config, odd, tensor_model_parallel_size=2)
     messages["expert shards"] = _refusal(
         weights.megatron_config, folder, tensor_model_parallel_size=2, expert_tensor_parallel_size=1
     )

@@ -140,7 +140,14 @@ class Answer:
                 found=f"{len(reported)} log-probs",
             )
         truncated = self.meta.get("output_token_sampling_logprobs")
-        return np.asarray([logprob for logprob, *_ in reported] if truncated is None else truncated, np.float32)
+        logprobs = np.asarray([each for each, *_ in reported] if truncated is None else truncated, np.float32)
+        if not np.isfinite(logprobs).all():  # JSON has null for what is no number
+            raise self._error(
+                "computed log-probs that are no numbers",
+                token=int(np.argmin(np.isfinite(logprobs))),
+                remedy="Weights may be missing in its checkpoint, which it does not notice: compare with a probe",
+            )
+        return logprobs
 
     def _routes(self, topology: MoeTopology) -> np.ndarray:
         """(rows, decoder layers, K) int32."""

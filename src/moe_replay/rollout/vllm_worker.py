@@ -76,16 +76,26 @@ def _unloaded(model: torch.nn.Module) -> list[str]:
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    missing = []
+    incomplete: dict[str, set[int]] = {}  # module -> where its weights lie
+    complete: set[int] = set()
     for name, module in model.named_modules():
         info = get_layerwise_info(module)
-        if not info.can_load() or is_deferred_attention_layer(module):  # whole already; scales that no checkpoint has
+        own = list(module.parameters(recurse=False))
+        if is_deferred_attention_layer(module) or not own:  # scales that no checkpoint has; nothing to load
             continue
-        own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-        padded = "num_embeddings_padded" in vars(module)  # rows of the vocabulary that no checkpoint has
-        if info.load_numel < (min(own, 1) if padded else own):
-            missing.append(name)
-    return missing
+        if info.kernel_tensors is None:  # whole already
+            complete |= {parameter.data_ptr() for parameter in own}
+            continue
+        wanted = sum(parameter.numel() for parameter in own)
+        if "num_embeddings_padded" in vars(module):  # has rows for tokens that no checkpoint has
+            wanted = 1
+        memory = {parameter.data_ptr() for parameter in info.kernel_tensors[0].values()}
+        if info.load_numel < wanted:
+            incomplete[name] = memory
+        else:
+            complete |= memory
+    # An output head that is tied to the embedding gets its weights with it.
+    return [name for name, memory in incomplete.items() if not memory <= complete]
 
 
 def _forget_packed_experts(model: torch.nn.Module) -> None:

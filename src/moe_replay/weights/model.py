@@ -68,8 +68,7 @@ def recipe(hf_config: Any, family: Family, settings: dict[str, Any]) -> Megatron
     """The recipe for a Transformers config. `settings` are of a `TransformerConfig`, and have the last word."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    defaults = _runtime_settings(settings)
-    chosen = {**family.settings(hf_config), **defaults, **settings}
+    chosen = {**family.settings(hf_config), **_runtime_settings(settings), **settings}
     kind = MLATransformerConfig if chosen.get("multi_latent_attention") else TransformerConfig
     if _REPLAY not in {field.name for field in fields(kind)}:
         del chosen[_REPLAY]
@@ -116,9 +115,12 @@ def read_config(source: Any) -> Any:
 
 def _runtime_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """What follows from how the model is run rather than from what it is."""
+    half = torch.bfloat16 if settings.get("bf16") else torch.float16 if settings.get("fp16") else torch.float32
+    dtype = settings.get("params_dtype", half)
     cpu = {} if torch.cuda.is_available() else megatron_cpu.SETTINGS
     return {
         **cpu,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
         "sequence_parallel": settings.get("tensor_model_parallel_size", 1) > 1,
-        "pipeline_dtype": settings.get("params_dtype", torch.float32),
     }
