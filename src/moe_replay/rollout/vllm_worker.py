@@ -64,15 +64,21 @@ class WeightUpdates:
         if not self.replay_updating:
             return "no update has begun"
         model = self.model_runner.get_model()
-        missing = _unloaded(model)
+        missing, tied = _unloaded(model)
         with set_current_vllm_config(self.vllm_config), torch.device(self.model_runner.device):
             finalize_layerwise_reload(model, self.model_runner.model_config)
+            for name in tied:
+                module: Any = model.get_submodule(name)
+                module.quant_method.process_weights_after_loading(module)  # on CPU it computes with a packed copy
         self.replay_updating = False
         return f"weights of {len(missing)} modules missing, among them {', '.join(missing[:3])}" if missing else FINE
 
 
-def _unloaded(model: torch.nn.Module) -> list[str]:
-    """Modules that have not got all of their weights. vLLM would keep the old ones, or leave holes, and go on."""
+def _unloaded(model: torch.nn.Module) -> tuple[list[str], list[str]]:
+    """Modules that have not got all of their weights, and those that got them through a module they are tied to.
+
+    vLLM would keep the old weights of the former, or leave holes in them, and go on.
+    """
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -94,8 +100,8 @@ def _unloaded(model: torch.nn.Module) -> list[str]:
             incomplete[name] = memory
         else:
             complete |= memory
-    # An output head that is tied to the embedding gets its weights with it.
-    return [name for name, memory in incomplete.items() if not memory <= complete]
+    tied = [name for name, memory in incomplete.items() if memory <= complete]  # an output head to the embedding
+    return [name for name in incomplete if name not in tied], tied
 
 
 def _forget_packed_experts(model: torch.nn.Module) -> None:
