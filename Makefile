@@ -5,6 +5,8 @@ PYTHON ?= python3
 WORKERS ?= 2
 TRANSFORMERS4_TESTS ?= tests/routers tests/rollout tests/test_topology.py
 
+MEGATRON_VERSIONS ?= 0.12.1 0.13.1 0.14.0 0.15.3 0.17.1 0.18.2 0.19.2
+
 # Tests of what is not installed are skipped, so nothing may be missing where everything is to be tested.
 NEEDED := accelerate datasets math_verify megatron peft starlette tenacity tokenizers transformers trl tyro uvicorn vllm
 
@@ -13,7 +15,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help test lint types unit test-transformers4 format bench clean
+.PHONY: help test lint types unit test-transformers4 test-megatron-versions format bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +40,16 @@ test-transformers4: .venv-tf4/.ready ## Tests of what depends on transformers, o
 	@echo "==> tests on transformers 4.57"
 	OMP_NUM_THREADS=1 .venv-tf4/bin/python -m pytest -n $(WORKERS) --dist loadgroup $(TRANSFORMERS4_TESTS)
 
+test-megatron-versions: .venv/.ready ## Routers on every Megatron-Core from 0.12 on; not part of `make test`
+	@test -d .megatron/triton || .venv/bin/python -m pip -qq install --no-deps --target .megatron/triton triton
+	@for version in $(MEGATRON_VERSIONS); do \
+	  echo "==> megatron-core $$version"; \
+	  test -d .megatron/$$version || .venv/bin/python -m pip -qq install --no-deps --ignore-requires-python \
+	    --target .megatron/$$version megatron-core==$$version; \
+	  PYTHONPATH=.megatron/$$version:.megatron/triton OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q \
+	    tests/routers/test_megatron_versions.py; \
+	done
+
 format: .venv/.ready ## Rewrite the code the way `make lint` wants it
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
@@ -46,7 +58,7 @@ bench: .venv/.ready ## Run every script in benchmarks/
 	@for script in benchmarks/*.py; do echo "==> $$script"; .venv/bin/python "$$script"; done
 
 clean: ## Remove environments, caches and build products
-	rm -rf .venv .venv-tf4 build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-tf4 .megatron build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -exec rm -rf {} +
 
 # ---- environments ----------------------------------------------------------------------------------------------------

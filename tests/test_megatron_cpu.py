@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from tests.distributed.megatron_models import (
     start,
 )
 from tests.distributed.test_megatron_layouts import ALLTOALL, reference
+from tests.models import tiny_qwen3_moe
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.distributed
@@ -60,8 +62,33 @@ def test_importing_changes_nothing() -> None:
         "assert before == (torch.cuda.current_device, torch.zeros, torch.Tensor.cuda)\n"
         "assert 'megatron' not in sys.modules\n"
     )
+    run_alone(code)
+
+
+def test_transformers_works_beside_it(tmp_path: Path) -> None:
+    """Imported after it, and loading on "meta", where a factory that is not the real one would make CPU tensors."""
+    model = tiny_qwen3_moe()
+    model.save_pretrained(tmp_path)
+    ids = torch.arange(1, 9)[None]
+    torch.save(model(ids).logits.detach(), tmp_path / "logits.pt")
+    code = (
+        "import sys, torch\n"
+        "from moe_replay import megatron_cpu\n"
+        "megatron_cpu.enable()\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "with torch.device('meta'):\n"
+        "    assert torch.zeros(2).device.type == torch.ones(2).device.type == torch.tensor([2]).device.type == 'meta'\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()\n"
+        "expected = torch.load(sys.argv[1] + '/logits.pt', weights_only=True)\n"
+        "assert torch.equal(model(torch.arange(1, 9)[None]).logits, expected)\n"
+    )
+    run_alone(code, str(tmp_path))
+
+
+def run_alone(code: str, *arguments: str) -> None:
+    """In an interpreter of its own, which must end well."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

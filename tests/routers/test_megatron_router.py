@@ -556,6 +556,7 @@ REFUSED_LATER = {  # a config that cannot be built here, for want of a GPU or of
     "moe_token_dropping": {"moe_token_dropping": True},
     "cuda_graph_impl": {"cuda_graph_impl": "local"},
     "batch_p2p_comm": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    "expert_tensor_parallel_size": {"expert_tensor_parallel_size": 2},
 }
 
 

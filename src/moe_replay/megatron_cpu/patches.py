@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._device import _device_constructors
 
 SETTINGS: dict[str, Any] = {
     "use_cpu_initialization": True,
@@ -70,6 +71,9 @@ def _factories(undo: ExitStack) -> None:
 
         return made
 
+    # `with torch.device(...)` knows the factories by identity and lists them when it is first used: it must list the
+    # real ones, or tensors that belong elsewhere (a model being loaded on "meta") are made on the CPU, in silence.
+    _device_constructors()
     for name in ("zeros", "ones", "tensor"):
         _replace(undo, torch, name, on_cpu(getattr(torch, name)))
 
@@ -98,7 +102,9 @@ def _synchronize(undo: ExitStack) -> None:
 
 
 class _Stream:
-    """What runs at once has no stream to wait for."""
+    """What runs at once has no stream to wait for. A class, since others name it in annotations."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
 
     def wait_stream(self, stream: object) -> None: ...
 
@@ -112,7 +118,8 @@ class _Stream:
 
 def _streams(undo: ExitStack) -> None:
     stream = _Stream()
-    for name in ("Stream", "current_stream", "default_stream"):
+    _replace(undo, torch.cuda, "Stream", _Stream)
+    for name in ("current_stream", "default_stream"):
         _replace(undo, torch.cuda, name, lambda *args, **kwargs: stream)
     _replace(undo, torch.cuda, "stream", lambda *args: nullcontext())
 

@@ -93,6 +93,11 @@ def _mixes_messages(config: Any) -> bool:
     return config.pipeline_model_parallel_size == 2 and interleaved and config.batch_p2p_comm
 
 
+def _cuts_experts_alone(config: Any) -> bool:
+    own = getattr(config, "expert_tensor_parallel_size", None) or config.tensor_model_parallel_size
+    return config.expert_model_parallel_size == 1 and own != config.tensor_model_parallel_size
+
+
 REFUSALS = (
     Refusal(
         "moe_router_fusion",
@@ -154,5 +159,12 @@ REFUSALS = (
         "with two pipeline stages, interleaved, batched messages of the two directions can be taken for each other, "
         "and gradients are wrong without any error",
         "Set overlap_p2p_comm=True, batch_p2p_comm=False",
+    ),
+    Refusal(
+        "expert_tensor_parallel_size",
+        _cuts_experts_alone,
+        "without expert parallelism, Megatron-Core sums the gradients of experts that are cut otherwise than the rest "
+        "over the wrong ranks, without any error",
+        "Set it to tensor_model_parallel_size, or use expert parallelism",
     ),
 )
