@@ -106,15 +106,18 @@ def accuracy(
         raise MissingExtraError(
             "the reward 'accuracy' needs math-verify", remedy="pip install 'moe-replay[train]'"
         ) from error
+
     # Without its own timeouts, which use signals and so work in the main thread only.
+    def read(text: str) -> list[Any]:
+        return parse(text, parsing_timeout=None)  # type: ignore[arg-type]  None is documented, but not annotated
+
     answers: list[float | None] = []
     for completion, truth in zip(completions, solution, strict=True):
-        gold = parse(str(truth), parsing_timeout=None) or parse(f"${truth}$", parsing_timeout=None)
+        gold = read(str(truth)) or read(f"${truth}$")
         if not gold:
             answers.append(None)
             continue
-        found = parse(text_of(completion), parsing_timeout=None)
-        answers.append(float(verify(gold, found, timeout_seconds=None)))
+        answers.append(float(verify(gold, read(text_of(completion)), timeout_seconds=None)))
     return answers
 
 
