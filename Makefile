@@ -15,7 +15,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help test lint types unit test-transformers4 test-megatron-versions format bench clean
+.PHONY: help test lint types unit test-transformers4 test-sglang test-megatron-versions format bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,10 @@ test-transformers4: .venv-tf4/.ready ## Tests of what depends on transformers, o
 	@echo "==> tests on transformers 4.57"
 	OMP_NUM_THREADS=1 .venv-tf4/bin/python -m pytest -n $(WORKERS) --dist loadgroup $(TRANSFORMERS4_TESTS)
 
+test-sglang: .venv-sglang/.ready ## The SGLang client against the real server on CPU; not part of `make test`
+	@echo "==> tests on SGLang"
+	OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests/real_sglang tests/rollout/test_sglang_server.py
+
 test-megatron-versions: .venv/.ready ## Routers on every Megatron-Core from 0.12 on; not part of `make test`
 	@test -d .megatron/triton || .venv/bin/python -m pip -qq install --no-deps --target .megatron/triton triton
 	@for version in $(MEGATRON_VERSIONS); do \
@@ -58,7 +62,7 @@ bench: .venv/.ready ## Run every script in benchmarks/
 	@for script in benchmarks/*.py; do echo "==> $$script"; .venv/bin/python "$$script"; done
 
 clean: ## Remove environments, caches and build products
-	rm -rf .venv .venv-tf4 .megatron build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-tf4 .venv-sglang .megatron build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -exec rm -rf {} +
 
 # ---- environments ----------------------------------------------------------------------------------------------------
@@ -70,8 +74,10 @@ PIP = $(@D)/bin/python -m pip --disable-pip-version-check -qq
 .venv/.pinned: requirements/test.txt requirements/torch.txt
 .venv/.pinned: PINS_FLAGS := --no-deps
 .venv-tf4/.pinned: requirements/transformers4.txt requirements/torch.txt
+.venv-sglang/.pinned: requirements/sglang-cpu.txt requirements/torch.txt
+.venv-sglang/.pinned: PINS_FLAGS := --no-deps
 
-$(addsuffix /.pinned,.venv .venv-tf4):
+$(addsuffix /.pinned,.venv .venv-tf4 .venv-sglang):
 	@echo "==> $(@D): new environment ($$($(PYTHON) --version))"
 	@$(PYTHON) -m venv --clear $(@D)
 	@echo "==> $(@D): $$(grep -v '^#' requirements/torch.txt)"
@@ -80,7 +86,7 @@ $(addsuffix /.pinned,.venv .venv-tf4):
 	@$(PIP) install $(PINS_FLAGS) -c requirements/torch.txt -r $<
 	@touch $@
 
-$(addsuffix /.ready,.venv .venv-tf4): %/.ready: %/.pinned pyproject.toml
+$(addsuffix /.ready,.venv .venv-tf4 .venv-sglang): %/.ready: %/.pinned pyproject.toml
 	@echo "==> $(@D): moe-replay, editable"
 	@$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
