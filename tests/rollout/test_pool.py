@@ -177,6 +177,7 @@ def test_logprobs_and_commands(engines, urls) -> None:
         np.testing.assert_allclose(pool.prompt_logprobs(ids), engines[0].prompt_logprobs(ids), atol=1e-6)
         assert pool.topology == engines[0].topology
         assert pool.name.name.startswith("2 x ")
+        assert pool.healthy()
         pool.sleep()
         with pytest.raises(EngineError, match="sleeps"):
             pool.generate([[1]], SamplingParams())

@@ -36,13 +36,9 @@ from moe_replay.topology import MoeTopology
 
 
 class ServedEngine(Engine, Protocol):
-    """An engine that can be asked whether it is alive."""
+    """An engine with an address."""
 
     url: str
-
-    def healthy(self) -> bool:
-        """Whether it answers at all."""
-        ...
 
 
 class _Member:
@@ -106,6 +102,10 @@ class EnginePool(AsyncEngine):
     @property
     def weight_version(self) -> int:
         return self._version
+
+    def healthy(self) -> bool:
+        """Whether at least one engine answers."""
+        return any(member.engine.healthy() for member in self._members)
 
     # ---- sampling -----------------------------------------------------------------------------------------------
 
