@@ -1,6 +1,6 @@
 """moe-replay: send every token to the experts that the rollout sent it to, and prove it."""
 
-from moe_replay.batch import RouteBatch
+from moe_replay.batch import Coverage, RouteBatch
 from moe_replay.errors import (
     AlignmentError,
     LayoutError,
@@ -15,9 +15,11 @@ from moe_replay.layout import TokenLayout
 from moe_replay.replay import Recording, Replaying, RouterReplay, attach
 from moe_replay.topology import MoeLayer, MoeTopology
 from moe_replay.trace import RouteTrace, VersionSpan
+from moe_replay.trace_file import TraceFile, TraceWriter, recover_traces
 
 __all__ = [
     "AlignmentError",
+    "Coverage",
     "LayoutError",
     "MissingExtraError",
     "MoeLayer",
@@ -31,9 +33,12 @@ __all__ = [
     "RouterReplay",
     "TokenLayout",
     "TraceError",
+    "TraceFile",
     "TraceFormatError",
+    "TraceWriter",
     "UnsupportedRouterError",
     "VersionSpan",
     "attach",
+    "recover_traces",
 ]
 __version__ = "0.1.0"
