@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 WORKERS ?= 2
-TRANSFORMERS4_TESTS ?= tests/routers tests/rollout tests/test_topology.py
+TRANSFORMERS4_TESTS ?= tests/routers tests/test_topology.py tests/rollout/test_transformers.py tests/rollout/test_session.py
 
 MEGATRON_VERSIONS ?= 0.12.1 0.13.1 0.14.0 0.15.3 0.17.1 0.18.2 0.19.2
 

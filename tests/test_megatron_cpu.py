@@ -101,6 +101,7 @@ def test_everything_is_taken_back() -> None:
         assert torch.ones(2).cuda().type() == "torch.cuda.FloatTensor"
     assert [getattr(owner, name) for owner, name in TOUCHED] == before
     assert torch.ones(2).type() == "torch.FloatTensor"
+    assert torch._dynamo.config.disable is False
 
 
 def test_refused_where_cuda_is_available(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def _replace(undo: ExitStack, owner: ModuleType | type, name: str, value: object
 def _no_compiler(undo: ExitStack) -> None:
     import torch._dynamo.config
 
-    _replace(undo, torch._dynamo.config, "disable", True)
+    undo.enter_context(torch._dynamo.config.patch(disable=True))  # a setting that is deleted is gone for good
 
 
 def _current_device(undo: ExitStack) -> None:
