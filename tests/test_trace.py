@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_replay.errors import TraceError
-from moe_replay.trace import RouteTrace, VersionSpan, first_duplicate, narrowest_dtype, trace_from_parts
+from moe_replay.trace import RouteTrace, trace_from_parts
+from moe_replay.trace_parts import VersionSpan, first_duplicate, narrowest_dtype
 
 LAYERS = (1, 2, 4)
 TOP_K = 2

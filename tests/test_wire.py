@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_replay.errors import TraceError, TraceFormatError
-from moe_replay.trace import RouteTrace, narrowest_dtype, trace_from_parts
+from moe_replay.trace import RouteTrace, trace_from_parts
+from moe_replay.trace_parts import narrowest_dtype
 from moe_replay.wire import Limits, block_digest, decode_trace, encode_parts, encode_trace
 
 SPEC = Path(__file__).parents[1] / "docs" / "trace-format.md"

@@ -14,8 +14,9 @@ from moe_replay.errors import (
 from moe_replay.layout import TokenLayout
 from moe_replay.replay import Recording, Replaying, RouterReplay, attach
 from moe_replay.topology import MoeLayer, MoeTopology
-from moe_replay.trace import RouteTrace, VersionSpan
+from moe_replay.trace import RouteTrace
 from moe_replay.trace_file import TraceFile, TraceWriter, recover_traces
+from moe_replay.trace_parts import VersionSpan
 
 __all__ = [
     "AlignmentError",

@@ -10,27 +10,24 @@ that builds the trace. Slicing, appending a turn and resuming a partial rollout 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
 from moe_replay.errors import TraceError
-
-MAX_EXPERTS = 32768  # ids fit int16, which torch computes with everywhere; no model comes near
-MAX_TOKEN_ID = 2**31 - 1
-
-
-class VersionSpan(NamedTuple):
-    """The tokens from `start` on were routed by weights `version`, until the next span begins."""
-
-    start: int
-    version: int
-
-
-def narrowest_dtype(num_experts: int) -> np.dtype:
-    """The dtype that expert ids travel and rest in."""
-    return np.dtype(np.uint8) if num_experts <= 256 else np.dtype(np.uint16)
+from moe_replay.trace_parts import (
+    VersionSpan,
+    checked_coverage,
+    checked_layers,
+    checked_spans,
+    checked_token_ids,
+    cut_spans,
+    first_duplicate,
+    merged_spans,
+    narrowed_ids,
+    narrowest_dtype,
+    spans_of,
+)
 
 
 class RouteTrace:
@@ -67,8 +64,8 @@ class RouteTrace:
         *,
         num_experts: int | None = None,
     ) -> None:
-        ids = _token_ids(token_ids)
-        layer_ids = _layer_ids(layers)
+        ids = checked_token_ids(token_ids)
+        layer_ids = checked_layers(layers)
         chosen = np.asarray(experts)
         if chosen.ndim != 3 or chosen.shape[:2] != (len(ids), len(layer_ids)) or chosen.shape[2] == 0:
             raise TraceError(
@@ -77,14 +74,14 @@ class RouteTrace:
                 found=chosen.shape,
                 remedy="One row per token, one slice per MoE layer; tokens without a route are rows with valid=False",
             )
-        coverage = _coverage(valid, len(ids), len(layer_ids))
+        coverage = checked_coverage(valid, len(ids), len(layer_ids))
         _fill(
             self,
             ids,
-            _narrowed(chosen, coverage, layer_ids, num_experts),
+            narrowed_ids(chosen, coverage, layer_ids, num_experts),
             layer_ids,
             coverage,
-            _spans(weight_version, len(ids)),
+            checked_spans(weight_version, len(ids)),
             num_experts,
             rows_distinct=False,
         )
@@ -101,7 +98,7 @@ class RouteTrace:
         num_experts: int | None = None,
     ) -> RouteTrace:
         """Tokens that no engine routed: a tool's output, a prompt not yet prefilled."""
-        ids, layer_ids = _token_ids(token_ids), _layer_ids(layers)
+        ids, layer_ids = checked_token_ids(token_ids), checked_layers(layers)
         dtype = narrowest_dtype(num_experts or 0)
         experts = np.zeros((len(ids), len(layer_ids), top_k), dtype)
         return cls(ids, experts, layer_ids, np.zeros(len(ids), bool), weight_version, num_experts=num_experts)
@@ -189,12 +186,12 @@ class RouteTrace:
             self.token_ids[start:stop],
             self.experts[start:stop],
             self._coverage[start:stop],
-            _cut_spans(self.versions, start, stop),
+            cut_spans(self.versions, start, stop),
         )
 
     def select_layers(self, layers: Iterable[int]) -> RouteTrace:
         """Only these decoder layers, e.g. those of one pipeline stage."""
-        wanted = _layer_ids(layers)
+        wanted = checked_layers(layers)
         slots = self.layer_slots(wanted)
         coverage = self._coverage if self._coverage.shape[1] == 1 else self._coverage[:, slots]
         experts = np.take(self.experts, slots, axis=1)  # token-major in memory too, unlike experts[:, slots]
@@ -202,7 +199,7 @@ class RouteTrace:
 
     def with_uncaptured_layers(self, layers: Iterable[int]) -> RouteTrace:
         """The same trace over more layers; the added ones are marked as not recorded and will route natively."""
-        wanted = _layer_ids(set(layers) | set(self.layers))
+        wanted = checked_layers(set(layers) | set(self.layers))
         slots = [wanted.index(layer) for layer in self.layers]
         experts = np.zeros((len(self), len(wanted), self.top_k), self.experts.dtype)
         valid = np.zeros((len(self), len(wanted)), bool)
@@ -236,7 +233,7 @@ class RouteTrace:
             np.concatenate([self.token_ids, other.token_ids]),
             np.concatenate([self.experts, other.experts]),  # numpy widens uint8 + uint16 by itself
             np.concatenate(parts),
-            _merged_spans(self.versions + moved),
+            merged_spans(self.versions + moved),
         )
         joined.num_experts = self.num_experts if self.num_experts == other.num_experts else None
         joined._rows_distinct = self._rows_distinct and other._rows_distinct
@@ -282,7 +279,7 @@ class RouteTrace:
             self.token_ids,
             np.where(take_later[..., None], prefix.experts, self.experts),
             self.valid | take_later,
-            _spans_of(versions),
+            spans_of(versions),
         )
         merged._rows_distinct = self._rows_distinct and later._rows_distinct
         return merged.extend(later[seen:])
@@ -297,7 +294,7 @@ class RouteTrace:
         if not shards:
             raise TraceError("nothing to merge", expected="at least one trace", found="none")
         first = shards[0]
-        layers = _layer_ids({layer for shard in shards for layer in shard.layers})
+        layers = checked_layers({layer for shard in shards for layer in shard.layers})
         dtype = np.result_type(*(shard.experts.dtype for shard in shards))
         experts = np.zeros((len(first), len(layers), first.top_k), dtype)
         valid = np.zeros((len(first), len(layers)), bool)
@@ -391,36 +388,6 @@ def trace_from_parts(
     return made
 
 
-def first_duplicate(experts: np.ndarray, valid: np.ndarray) -> tuple[int, int] | None:
-    """(token, layer slot) of the first valid row that names an expert twice, or None.
-
-    Compares the K columns pairwise over blocks that stay in cache: about ten times faster than sorting the rows.
-    """
-    tokens, layers, top_k = experts.shape
-    if top_k == 1 or not experts.size:
-        return None
-    block = max(1, 8192 // layers)
-    for start in range(0, tokens, block):
-        rows = experts[start : start + block].reshape(-1, top_k)
-        columns = np.empty((top_k, len(rows)), rows.dtype)
-        columns[:] = rows.T
-        twice = np.zeros(len(rows), bool)
-        equal = np.empty(len(rows), bool)
-        for i in range(1, top_k):
-            for j in range(i):
-                np.equal(columns[i], columns[j], out=equal)
-                twice |= equal
-        if twice.any():
-            twice &= valid[start : start + block].reshape(-1)
-            if twice.any():
-                row = int(np.argmax(twice))
-                return start + row // layers, row % layers
-    return None
-
-
-# ---- checked parts of a trace ---------------------------------------------------------------------------------------
-
-
 def _fill(
     trace: RouteTrace,
     token_ids: np.ndarray,
@@ -441,110 +408,6 @@ def _frozen(array: np.ndarray) -> np.ndarray:
     view = array.view()
     view.flags.writeable = False
     return view
-
-
-def _token_ids(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    ids = np.asarray(token_ids)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise TraceError("token_ids must be one-dimensional integers", found=f"{ids.dtype} {ids.shape}")
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) > MAX_TOKEN_ID):
-        position = int(np.flatnonzero((ids < 0) | (ids > MAX_TOKEN_ID))[0])
-        raise TraceError(
-            "token id out of range",
-            token=position,
-            expected=f"0 to {MAX_TOKEN_ID}",
-            found=ids[position],
-            remedy="A trace holds real tokens only: leave padding out",
-        )
-    return ids.astype(np.int32)  # a copy, always: the caller's array may be a reused buffer
-
-
-def _layer_ids(layers: Iterable[int]) -> tuple[int, ...]:
-    ids = tuple(int(layer) for layer in (sorted(layers) if isinstance(layers, (set, frozenset)) else layers))
-    if not ids or ids[0] < 0 or any(b <= a for a, b in pairwise(ids)):
-        raise TraceError(
-            "layers must be increasing decoder indices",
-            expected="e.g. (1, 2, 3) for a model whose layer 0 is dense",
-            found=ids,
-        )
-    return ids
-
-
-def _coverage(valid: Sequence | np.ndarray | None, tokens: int, layers: int) -> np.ndarray:
-    if valid is None:
-        return np.ones((tokens, 1), bool)
-    mask = np.asarray(valid)
-    if mask.dtype != np.bool_ and mask.size:
-        raise TraceError("valid must be booleans", found=mask.dtype)
-    if mask.shape == (tokens,):
-        return mask.astype(bool)[:, None]
-    if mask.shape == (tokens, layers):
-        return mask.astype(bool)
-    raise TraceError("valid has the wrong shape", expected=f"({tokens},) or ({tokens}, {layers})", found=mask.shape)
-
-
-def _narrowed(
-    experts: np.ndarray, coverage: np.ndarray, layers: tuple[int, ...], num_experts: int | None
-) -> np.ndarray:
-    """Ids checked for range, zero where nothing is recorded, in the narrowest dtype."""
-    if experts.size and experts.dtype.kind not in "iu":
-        raise TraceError("expert ids must be integers", found=experts.dtype)
-    if num_experts is not None and not experts.shape[2] <= num_experts <= MAX_EXPERTS:
-        raise TraceError(
-            "impossible number of experts", expected=f"{experts.shape[2]} (top_k) to {MAX_EXPERTS}", found=num_experts
-        )
-    if not coverage.all():
-        experts = np.where(np.broadcast_to(coverage, experts.shape[:2])[..., None], experts, 0)
-    limit = num_experts or MAX_EXPERTS
-    if experts.size and (int(experts.max()) >= limit or int(experts.min()) < 0):
-        token, slot, _ = np.argwhere((experts < 0) | (experts >= limit))[0].tolist()
-        raise TraceError(
-            "expert id out of range",
-            layer=layers[slot],
-            token=token,
-            expected=f"0 to {limit - 1}",
-            found=experts[token, slot].tolist(),
-            remedy="Negative ids are markers: say what is missing with valid=False. Ids beyond the experts are "
-            "often physical (load-balanced) ids; capture logical ones",
-        )
-    largest = num_experts if num_experts is not None else int(experts.max(initial=0)) + 1
-    return np.array(experts, dtype=narrowest_dtype(largest), order="C")
-
-
-def _spans(weight_version: int | Sequence[tuple[int, int]], tokens: int) -> tuple[VersionSpan, ...]:
-    if isinstance(weight_version, (int, np.integer)):
-        weight_version = [(0, int(weight_version))]
-    spans = tuple(VersionSpan(int(start), int(version)) for start, version in weight_version)
-    starts = [span.start for span in spans]
-    in_order = starts == sorted(set(starts)) and starts[:1] == [0] and (starts[-1] < tokens or starts == [0])
-    if not in_order or any(not 0 <= span.version < 2**63 for span in spans):
-        raise TraceError(
-            "weight_version must be one version or spans in order",
-            expected=f"(start, version) pairs, the first at 0, the last before {tokens}, versions >= 0",
-            found=weight_version,
-        )
-    return _merged_spans(spans)
-
-
-def _merged_spans(spans: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
-    """Empty spans dropped and neighbours of one version joined, so that equal histories compare equal."""
-    last_at: dict[int, VersionSpan] = {span.start: span for span in spans}  # a later span at one start wins
-    kept: list[VersionSpan] = []
-    for span in last_at.values():
-        if not kept or kept[-1].version != span.version:
-            kept.append(span)
-    return tuple(kept)
-
-
-def _spans_of(versions: np.ndarray) -> tuple[VersionSpan, ...]:
-    """Spans of the version of each of at least one token."""
-    starts = np.concatenate([[0], np.flatnonzero(np.diff(versions)) + 1])
-    return tuple(VersionSpan(*span) for span in zip(starts.tolist(), versions[starts].tolist(), strict=True))
-
-
-def _cut_spans(spans: tuple[VersionSpan, ...], start: int, stop: int) -> tuple[VersionSpan, ...]:
-    inside = [VersionSpan(max(span.start, start) - start, span.version) for span in spans if span.start < max(stop, 1)]
-    return _merged_spans(tuple(inside))
 
 
 def _brief(numbers: Sequence[int]) -> str:

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_replay.errors import TraceFormatError
-from moe_replay.trace import MAX_EXPERTS, RouteTrace, VersionSpan, _cut_spans, narrowest_dtype, trace_from_parts
+from moe_replay.trace import RouteTrace, trace_from_parts
+from moe_replay.trace_parts import MAX_EXPERTS, VersionSpan, cut_spans, narrowest_dtype
 
 MAGIC = b"\x89MRT\r\n\x1a\n"
 VERSION = 1
@@ -243,7 +244,7 @@ def read_blob(source: BlobSource, tokens: slice, layers: Sequence[int] | None, l
     ids = _read_ids(source, shape, sections.digests, blocks)
     experts = ids[: (last - first) * shape.layers * shape.top_k].reshape(last - first, shape.layers, shape.top_k)
     _check_uncovered(source, shape, experts, covered, first)
-    versions = _cut_spans(sections.versions, first, last)
+    versions = cut_spans(sections.versions, first, last)
     token_ids = sections.token_ids[first:last]
     trace = trace_from_parts(token_ids, experts, sections.layers, covered, versions, shape.experts or None)
     chosen = trace[start - first : stop - first : step]
@@ -395,6 +396,5 @@ def _check_uncovered(source: BlobSource, shape: Shape, experts: np.ndarray, cove
 
 
 def _check_crc(source: BlobSource, field: str, at: int, raw: bytes | memoryview, expected: int) -> None:
-    found = zlib.crc32(raw)
-    if found != expected:
+    if (found := zlib.crc32(raw)) != expected:
         raise source.refusal(field, at, "corrupted", f"checksum {expected:08x}", f"{found:08x}")

@@ -14,7 +14,8 @@ import numpy as np
 from moe_replay.errors import TraceError
 from moe_replay.rollout.base import EngineError, EngineName
 from moe_replay.topology import MoeTopology
-from moe_replay.trace import RouteTrace, VersionSpan
+from moe_replay.trace import RouteTrace
+from moe_replay.trace_parts import VersionSpan
 
 _CHANCE_IS_RULED_OUT = 64  # this many rows of expert 0 in a row, at top 1, are no choice of a router
 

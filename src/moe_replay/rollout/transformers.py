@@ -34,7 +34,8 @@ from moe_replay.rollout.sampling import draw, sampled_logprobs, uniforms
 from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.weights import load_into, read_tensors
 from moe_replay.topology import MoeTopology
-from moe_replay.trace import RouteTrace, narrowest_dtype
+from moe_replay.trace import RouteTrace
+from moe_replay.trace_parts import narrowest_dtype
 
 
 class TransformersEngine:
