@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -40,8 +41,9 @@ class HttpEngine(AsyncEngine):
         async with self._slots:
             return await self._sample(prompt, params)
 
+    @abstractmethod
     async def _sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
-        raise NotImplementedError
+        """One request to the server."""
 
     async def _post(self, path: str, content: object) -> httpx.Response:
         """A request in the engine's own loop."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
 from typing import Any, Self, TypeVar
 
@@ -52,7 +53,7 @@ class LoopThread:
             self.loop.close()
 
 
-class AsyncEngine:
+class AsyncEngine(ABC):
     """Both ways to sample, for an engine that says how to sample one prompt inside its own loop."""
 
     def __init__(self, name: str) -> None:
@@ -68,9 +69,9 @@ class AsyncEngine:
         """Free everything."""
         self._loop.close()
 
+    @abstractmethod
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
         """`params.n` samples of one prompt; runs in the engine's own loop."""
-        raise NotImplementedError
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Sample]]:
         """`params.n` samples for each prompt, in the order of the prompts."""
