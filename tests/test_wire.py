@@ -163,6 +163,23 @@ def test_one_trace_has_one_encoding_whatever_it_was_made_from() -> None:
     assert encode_trace(picked) == encode_trace(make_trace(600))
 
 
+@pytest.mark.parametrize("num_experts", [256, 300, 512, 1000])
+def test_narrow_ids_of_many_experts_are_written_as_wide_ones(num_experts: int) -> None:
+    ids = make_trace(30).experts
+    narrow, wide = (made_of(make_trace(30), ids.astype(dtype), num_experts, (0, 1, 2)) for dtype in ("u1", "u2"))
+    assert encode_trace(narrow) == encode_trace(wide) == spec_encode(wide)
+    assert np.array_equal(decode_trace(encode_trace(narrow)).experts, ids)
+
+
+@pytest.mark.parametrize(("num_experts", "found"), [(256, 256), (512, 512), (32768, 32768), (32768, 65535)])
+def test_an_id_with_a_bit_too_many_is_not_written(num_experts: int, found: int) -> None:
+    """Where every id of so many bits is allowed, one bit more must not be lost."""
+    experts = make_trace(30).experts.astype(np.uint16)
+    experts[-1, -1, -1] = found
+    with pytest.raises(TraceFormatError, match=f"id out of range: expected below {num_experts}, found {found}"):
+        encode_trace(made_of(make_trace(30), experts, num_experts, (0, 1, 2)))
+
+
 def test_ids_of_one_byte_are_never_copied() -> None:
     trace = make_trace(1024)
     assert all(np.shares_memory(np.frombuffer(part, np.uint8), trace.experts) for part in encode_parts(trace)[1:])

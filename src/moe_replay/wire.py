@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moe_replay.bit_planes import ID_GROUP, pack_ids, smallest_id_bits, unpack_ids
 from moe_replay.errors import TraceFormatError
 from moe_replay.trace import RouteTrace, trace_from_parts
-from moe_replay.trace_parts import MAX_EXPERTS, VersionSpan, cut_spans, narrowest_dtype
+from moe_replay.trace_parts import MAX_EXPERTS, VersionSpan, cut_spans
 
 MAGIC = b"\x89MRT\r\n\x1a\n"
 VERSION = 1
@@ -29,8 +30,6 @@ _HEADER = struct.Struct("<8sHBBBBHIIQIIQQII")
 _CODEC_PLANES = 1
 _ALL, _PER_TOKEN, _PER_TOKEN_AND_LAYER = range(3)  # coverage
 _DIGEST_ROW = 512  # words
-_ID_GROUP = 64  # ids are padded to a multiple of this, so that every plane is a whole number of 64-bit words
-_BIT_8_OF_EIGHT_IDS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") * np.uint16(256)
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class Shape:
     def block_at(self, block: int) -> int:
         """Where a block begins; for the number of blocks, where the last one ends."""
         ids = min(block * BLOCK_TOKENS, self.tokens) * self.layers * self.top_k
-        return self.places.payload + -(-ids // _ID_GROUP) * (_ID_GROUP // 8) * self.id_bits
+        return self.places.payload + -(-ids // ID_GROUP) * (ID_GROUP // 8) * self.id_bits
 
 
 class BlobSource:
@@ -132,7 +131,7 @@ def encode_parts(trace: RouteTrace, *, limits: Limits = DEFAULT_LIMITS) -> list[
     """`encode_trace` in pieces, for vectored writes. Up to 256 experts, ids are views of the trace and not copied."""
     mode, bitmap = _coverage_bitmap(trace._coverage)
     experts = trace.num_experts or 0
-    id_bits = _smallest_id_bits(experts or int(trace.experts.max(initial=0)) + 1)
+    id_bits = smallest_id_bits(experts or int(trace.experts.max(initial=0)) + 1)
     shape = Shape(len(trace), len(trace.layers), trace.top_k, experts, id_bits, mode, len(trace.versions))
     nowhere = BlobSource(memoryview(b""))
     _check_shape(nowhere, shape, limits)
@@ -140,11 +139,20 @@ def encode_parts(trace: RouteTrace, *, limits: Limits = DEFAULT_LIMITS) -> list[
         raise nowhere.refusal("layer ids", shape.places.layers, "id out of range", "below 2**32", trace.layers[-1])
     _check_uncovered(nowhere, shape, trace.experts, trace._coverage, 0)
     blocks, digests = [], []
-    for first in range(0, len(trace), BLOCK_TOKENS):
-        ids = trace.experts[first : first + BLOCK_TOKENS].reshape(-1)
-        if (largest := int(ids.max())) >= (limit := experts or MAX_EXPERTS):  # its high bits would be lost in silence
+    packed = np.empty(0 if id_bits == 8 else shape.blob_bytes - shape.places.payload, np.uint8)
+    for block in range(shape.blocks):
+        ids = trace.experts[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS].reshape(-1)
+        limit = experts or MAX_EXPERTS
+        if limit <= np.iinfo(ids.dtype).max and (largest := int(ids.max())) >= limit:  # bits would be lost in silence
             raise nowhere.refusal("payload", shape.places.payload, "id out of range", f"below {limit}", largest)
-        blocks.append(_pack_block(ids.astype(narrowest_dtype(1 << id_bits), copy=False), id_bits))
+        if len(ids) % ID_GROUP:
+            ids = np.pad(ids, (0, -len(ids) % ID_GROUP))
+        if id_bits == 8:
+            blocks.append(ids.astype(np.uint8, copy=False))
+        else:
+            at = shape.block_at(block) - shape.places.payload
+            blocks.append(packed[at : at + len(ids) // 8 * id_bits])
+            pack_ids(ids.astype(np.uint16, copy=False), id_bits, blocks[-1])
         digests.append(block_digest(blocks[-1]))  # while it is in cache
     numbers = ((trace.versions, "<u8"), (digests, "<u8"), (trace.layers, "<u4"), (trace.token_ids, "<u4"))
     padding = bytes(shape.places.payload - shape.places.padding)
@@ -159,18 +167,11 @@ def encode_parts(trace: RouteTrace, *, limits: Limits = DEFAULT_LIMITS) -> list[
 def block_digest(block: np.ndarray) -> int:
     """Checksum of a block of whole words: CRC-32 of the row sums, and above it that of the column sums."""
     words = block.view("<u8")
-    full_rows = words[: len(words) - len(words) % _DIGEST_ROW].reshape(-1, _DIGEST_ROW)
-    rest = words[full_rows.size :]
-    rows = np.add.reduce(full_rows, axis=1)
-    columns = np.add.reduce(full_rows, axis=0)
-    if rest.size:
-        rows = np.append(rows, np.add.reduce(rest))
-        columns[: rest.size] += rest
-    return zlib.crc32(rows.astype("<u8", copy=False)) | zlib.crc32(columns.astype("<u8", copy=False)) << 32
-
-
-def _smallest_id_bits(num_ids: int) -> int:
-    return max(8, (num_ids - 1).bit_length())
+    rows = np.add.reduceat(words, np.arange(0, len(words), _DIGEST_ROW))
+    whole = len(words) - len(words) % _DIGEST_ROW
+    columns = np.add.reduce(words[:whole].reshape(-1, _DIGEST_ROW), axis=0)
+    columns[: len(words) - whole] += words[whole:]
+    return zlib.crc32(rows.astype("<u8", copy=False).data) | zlib.crc32(columns.astype("<u8", copy=False).data) << 32
 
 
 def _coverage_bitmap(covered: np.ndarray) -> tuple[int, bytes]:
@@ -180,32 +181,6 @@ def _coverage_bitmap(covered: np.ndarray) -> tuple[int, bytes]:
     if (covered == covered[:, :1]).all():
         return _PER_TOKEN, np.packbits(covered[:, 0], bitorder="little").tobytes()
     return _PER_TOKEN_AND_LAYER, np.packbits(covered, axis=1, bitorder="little").tobytes()
-
-
-def _pack_block(ids: np.ndarray, id_bits: int) -> np.ndarray:
-    """Ids (n,) as a byte plane and bit planes, uint8."""
-    if len(ids) % _ID_GROUP:
-        ids = np.pad(ids, (0, -len(ids) % _ID_GROUP))
-    if id_bits == 8:
-        return ids
-    block = np.empty(len(ids) // 8 * id_bits, np.uint8)
-    np.copyto(block[: len(ids)], ids, casting="unsafe")  # keeps the low byte
-    planes = block[len(ids) :].reshape(id_bits - 8, -1)
-    for bit in range(id_bits - 1, 7, -1):  # from the top, where a comparison finds the bit
-        planes[bit - 8] = np.packbits(ids >= (1 << bit), bitorder="little")
-        if bit > 8:
-            ids = ids & ((1 << bit) - 1)
-    return block
-
-
-def _unpack_block(block: np.ndarray, id_bits: int, out: np.ndarray) -> None:
-    """The inverse of `_pack_block`, into out (n,) uint16."""
-    eights = out.reshape(-1, 8)
-    planes = block[len(out) :].reshape(id_bits - 8, -1)
-    np.take(_BIT_8_OF_EIGHT_IDS, planes[0], axis=0, out=eights, mode="clip")  # "clip": "raise" would buffer
-    for more, plane in enumerate(planes[1:], 1):
-        eights |= np.take(_BIT_8_OF_EIGHT_IDS << more, plane, axis=0)
-    out |= block[: len(out)]
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -278,8 +253,8 @@ def read_header(source: BlobSource, limits: Limits) -> tuple[Shape, int]:
 
 
 def _check_shape(source: BlobSource, shape: Shape, limits: Limits) -> None:
-    least_bits = _smallest_id_bits(shape.experts or 1)
-    most_bits = least_bits if shape.experts else _smallest_id_bits(MAX_EXPERTS)
+    least_bits = smallest_id_bits(shape.experts or 1)
+    most_bits = least_bits if shape.experts else smallest_id_bits(MAX_EXPERTS)
     for field, at, least, most, found in (
         ("num_experts", 20, 0, MAX_EXPERTS, shape.experts),
         ("id_bits", 11, least_bits, most_bits, shape.id_bits),
@@ -360,7 +335,7 @@ def _read_ids(source: BlobSource, shape: Shape, digests: list[int], blocks: rang
     ids = payload if shape.id_bits == 8 else np.empty(len(payload) // shape.id_bits * 8, np.uint16)
     row_ids = shape.layers * shape.top_k
     limit = shape.experts or MAX_EXPERTS
-    largest = 0
+    largest, largest_matters = 0, shape.experts < 1 << shape.id_bits  # else no id of so many bits is too large
     for block in blocks:  # each is checked and unpacked while it is in cache
         at = shape.block_at(block)
         raw = payload[at - start : shape.block_at(block + 1) - start]
@@ -370,15 +345,15 @@ def _read_ids(source: BlobSource, shape: Shape, digests: list[int], blocks: rang
             raise source.refusal("payload", at, problem, expected, f"{digest:016x}", block * BLOCK_TOKENS)
         block_ids = ids[(block - blocks.start) * BLOCK_TOKENS * row_ids :][: len(raw) // shape.id_bits * 8]
         if shape.id_bits > 8:
-            _unpack_block(raw, shape.id_bits, block_ids)
-        largest = max(largest, int(block_ids.max()))
+            unpack_ids(raw, shape.id_bits, block_ids)
+        largest = max(largest, int(block_ids.max())) if largest_matters else 0
         if largest >= limit:
             token = block * BLOCK_TOKENS + int(np.argmax(block_ids >= limit)) // row_ids
             raise source.refusal("payload", at, "id out of range", f"below {limit}", largest, token)
         if block_ids[(shape.tokens - block * BLOCK_TOKENS) * row_ids :].any():
             raise source.refusal("payload", at, "ids after the last token", "zeros", "others")
-    if not shape.experts and len(blocks) == shape.blocks and shape.id_bits != _smallest_id_bits(largest + 1):
-        raise source.refusal("id_bits", 11, "fewer would do", _smallest_id_bits(largest + 1), shape.id_bits)
+    if not shape.experts and len(blocks) == shape.blocks and shape.id_bits != smallest_id_bits(largest + 1):
+        raise source.refusal("id_bits", 11, "fewer would do", smallest_id_bits(largest + 1), shape.id_bits)
     return ids
 
 
