@@ -41,8 +41,8 @@ def collect_traces(traces: Sequence[RouteTrace], group: dist.ProcessGroup | None
 
 def _of_all_ranks(traces: Sequence[RouteTrace], group: dist.ProcessGroup | None) -> list[list[RouteTrace]]:
     encoded = [trace.to_bytes() for trace in traces]
-    sizes = _all_gather(np.array([len(data) for data in encoded], np.int64).view(np.uint8), group)
-    contents = _all_gather(np.frombuffer(b"".join(encoded), np.uint8), group)
+    sizes = all_gather(np.array([len(data) for data in encoded], np.int64).view(np.uint8), group)
+    contents = all_gather(np.frombuffer(b"".join(encoded), np.uint8), group)
     return [_decoded(content, size.view(np.int64)) for content, size in zip(contents, sizes, strict=True)]
 
 
@@ -52,7 +52,7 @@ def _decoded(content: np.ndarray, sizes: np.ndarray) -> list[RouteTrace]:
     return [RouteTrace.from_bytes(content[start:end].tobytes()) for start, end in bounds]
 
 
-def _all_gather(content: np.ndarray, group: dist.ProcessGroup | None) -> list[np.ndarray]:
+def all_gather(content: np.ndarray, group: dist.ProcessGroup | None = None) -> list[np.ndarray]:
     """Bytes of any number from each rank, in the order of ranks."""
     device = _device(group)
     length = torch.tensor([content.size], dtype=torch.int64, device=device)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_replay.weights.errors import WeightMapError
@@ -104,7 +105,8 @@ class CheckpointWriter:
         """One tensor, whose memory is kept until its file is full."""
         if self._waiting and sum(t.nbytes for t in self._waiting.values()) + tensor.nbytes > self._file_bytes:
             self._flush()
-        self._waiting[name] = tensor.cpu()
+        # safetensors refuses tensors that share memory: parts of one parameter get memory of their own
+        self._waiting[name] = tensor.detach().to("cpu", copy=True).contiguous()
         self._total += tensor.nbytes
 
     def _flush(self) -> None:
@@ -132,6 +134,29 @@ class CheckpointWriter:
             (self.folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
         for path in _files_beside_weights(beside):
             shutil.copyfile(path, self.folder / path.name)
+
+
+def write_folder(
+    tensors: Iterable[tuple[str, Tensor]], folder: str | Path, like: Path, file_bytes: int = FILE_BYTES
+) -> None:
+    """These tensors as a folder like the checkpoint `like`, whose config and tokenizer are copied.
+
+    The first rank writes. All ranks call it, and take all tensors also where writing fails: ranks gather them together.
+    """
+    from safetensors import SafetensorError
+
+    writer = CheckpointWriter(folder, file_bytes) if not dist.is_initialized() or dist.get_rank() == 0 else None
+    failure: OSError | SafetensorError | None = None
+    for name, tensor in tensors:
+        if writer is not None and failure is None:
+            try:
+                writer.add(name, tensor)
+            except (OSError, SafetensorError) as error:
+                failure = error
+    if failure is not None:
+        raise failure
+    if writer is not None:
+        writer.close(like)
 
 
 def _files_beside_weights(folder: Path) -> Iterable[Path]:

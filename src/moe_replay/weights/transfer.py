@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_replay.weights.checkpoint import FILE_BYTES, Checkpoint, CheckpointWriter
+from moe_replay.weights.checkpoint import FILE_BYTES, Checkpoint, write_folder
 from moe_replay.weights.errors import WeightMapError
 from moe_replay.weights.family import ADD_A_FAMILY, Family, Rules
 from moe_replay.weights.held import HeldModel, Slot
@@ -114,12 +114,7 @@ def export_tensors(chunks: Chunks, like: Checkpoint, family: Family) -> Iterator
 
 def write(chunks: Chunks, folder: str | Path, like: Checkpoint, family: Family, file_bytes: int = FILE_BYTES) -> None:
     """The checkpoint folder of the model as it is now, written by the first rank. All ranks call it."""
-    writer = CheckpointWriter(folder, file_bytes) if dist.get_rank() == 0 else None
-    for name, tensor in export_tensors(chunks, like, family):
-        if writer is not None:
-            writer.add(name, tensor)
-    if writer is not None:
-        writer.close(like.folder)
+    write_folder(export_tensors(chunks, like, family), folder, like.folder, file_bytes)
     dist.barrier()  # nobody reads before it is written
 
 

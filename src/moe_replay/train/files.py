@@ -1,0 +1,42 @@
+"""Files that are whole or not there, also after a crash."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write or replace a file; whoever reads it finds the old text or the new one."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    flush(partial)
+    partial.replace(path)
+    flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the list of names in a folder, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def flush_tree(folder: Path) -> None:
+    """Wait until a folder and all that is in it is on the disk."""
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            flush(Path(parent, name))
+        flush(Path(parent))
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Every file below a folder, by its path from there -> bytes."""
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in _files(folder)}
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())

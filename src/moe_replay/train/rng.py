@@ -1,0 +1,33 @@
+"""The random generators of a rank, in a file: the one of the CPU, and the one of its GPU where it has one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from moe_replay.train.ranks import rank
+
+
+def save(folder: Path, device: torch.device) -> None:
+    """Write the states of this rank's generators to a file of its own."""
+    from safetensors.torch import save_file
+
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    save_file(states, _file(folder))
+
+
+def load(folder: Path, device: torch.device) -> None:
+    """Set this rank's generators to what `save` wrote."""
+    from safetensors.torch import load_file
+
+    states = load_file(_file(folder))
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def _file(folder: Path) -> Path:
+    return folder / f"rank-{rank():05d}.safetensors"

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+from moe_replay.train.interruption import Interruption
+from tests.distributed.harness import run_ranks
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_noted_and_the_second_interrupts(number: signal.Signals) -> None:
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(KeyboardInterrupt), Interruption() as interruption:
+        assert not interruption.asked(CPU)
+        os.kill(os.getpid(), number)
+        assert interruption.asked(CPU)
+        assert interruption.asked(CPU)
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("the second signal was only noted")
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_afterwards_a_signal_is_what_it_was() -> None:
+    with Interruption():
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(5)
+
+
+def test_in_another_thread_it_does_nothing() -> None:
+    asked = []
+
+    def work() -> None:
+        with Interruption() as interruption:
+            asked.append(interruption.asked(CPU))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert asked == [False]
+
+
+def one_rank_is_interrupted() -> list[bool]:
+    with Interruption() as interruption:
+        before = interruption.asked(CPU)
+        if torch.distributed.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return [before, interruption.asked(CPU)]
+
+
+@pytest.mark.distributed
+def test_all_ranks_stop_at_the_same_step() -> None:
+    assert run_ranks(2, one_rank_is_interrupted) == [[False, True], [False, True]]

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+import math
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_replay.errors import MissingExtraError
+from moe_replay.train.config import LogConfig
+from moe_replay.train.sinks import JsonLines, MetricsError, TensorBoard, check_sinks, cut_lines, open_sinks, read_lines
+
+
+def logged(path: Path, *steps: int, after: int = 0) -> None:
+    sink = JsonLines(path, after)
+    for step in steps:
+        sink.log(step, {"reward/mean": step / 2})
+    sink.close()
+
+
+def steps_in(path: Path) -> list[int]:
+    return [line["step"] for line in read_lines(path)]
+
+
+def test_one_line_a_step_that_can_be_read_at_once(tmp_path: Path) -> None:
+    sink = JsonLines(tmp_path / "metrics.jsonl")
+    sink.log(1, {"reward/mean": np.float32(0.5), "version": 3, "routing/aligned": True})
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before the sink is closed
+    found = json.loads(line)
+    assert found.pop("time") > 1e9
+    assert found == {"step": 1, "reward/mean": 0.5, "version": 3, "routing/aligned": 1}
+    sink.close()
+
+
+@settings(max_examples=25)
+@given(st.dictionaries(st.text(min_size=1).filter(lambda name: name not in ("step", "time")), st.floats()))
+def test_every_number_comes_back_or_is_null(tmp_path_factory: pytest.TempPathFactory, metrics: dict) -> None:
+    path = tmp_path_factory.mktemp("any") / "metrics.jsonl"
+    sink = JsonLines(path)
+    sink.log(1, metrics)
+    sink.close()
+    (line,) = read_lines(path)
+    assert "NaN" not in path.read_text() or any("NaN" in name for name in metrics)
+    assert {name: line[name] for name in metrics} == {
+        name: value if math.isfinite(value) else None for name, value in metrics.items()
+    }
+
+
+def test_a_run_that_goes_on_has_each_step_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    logged(path, 1, 2, 3, 4, 5)
+    logged(path, 4, 5, 6, after=3)
+    assert steps_in(path) == [1, 2, 3, 4, 5, 6]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    logged(path, after=0)
+    assert steps_in(path) == []
+
+
+def test_a_line_cut_off_by_a_kill_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    logged(path, 1, 2)
+    with path.open("a") as file:
+        file.write('{"step": 3, "rew')
+    assert steps_in(path) == [1, 2]
+    logged(path, 3, after=2)
+    assert steps_in(path) == [1, 2, 3]
+
+
+def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step"\n{"step": 3}\n')
+    with pytest.raises(MetricsError, match="line 2"):
+        cut_lines(path, after=1)
+    assert path.read_text().count("\n") == 3
+
+
+def test_cut_keeps_numbers_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLines(path)
+    sink.log(1, {"a": 0.1 + 0.2, "b": 1e-300, "c": math.nan})
+    sink.close()
+    before = path.read_text()
+    cut_lines(path, after=1)
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, package: str) -> None:
+    log = LogConfig(**{package: True})
+    if find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    for opening in (lambda: check_sinks(log), lambda: open_sinks(log, tmp_path, "name", after=0)):
+        with pytest.raises(MissingExtraError, match=rf"log.{package}.*moe-replay\[{package}\]"):
+            opening()
+
+
+def test_nothing_is_needed_for_json_alone(tmp_path: Path) -> None:
+    check_sinks(LogConfig())
+    (sink,) = open_sinks(LogConfig(), tmp_path, "name", after=0)
+    sink.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for after, steps in ((0, (1, 2, 3)), (1, (2,))):
+        sink = TensorBoard(tmp_path, after)
+        for step in steps:
+            sink.log(step, {"reward/mean": step + after / 10})
+        sink.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    found = [(event.step, round(event.value, 3)) for event in events.Scalars("reward/mean")]
+    assert found == [(1, 1.0), (2, 2.1)]
+
+
+def test_weights_and_biases_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    ids = []
+    for after in (0, 1):
+        _, sink = open_sinks(LogConfig(wandb=True, project="p"), tmp_path, "name", after)
+        sink.log(after + 1, {"reward/mean": 0.5})
+        sink.close()
+        ids.append((tmp_path / "wandb-id.txt").read_text())
+    assert ids[0] == ids[1]
+    assert list((tmp_path / "wandb").glob(f"offline-run-*-{ids[0]}"))
