@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 
+from moe_replay.cli.doctor import DoctorCommand
+from moe_replay.cli.inspect import InspectCommand
+from moe_replay.cli.plan import PlanCommand
 from moe_replay.cli.rollout import RolloutCommand
+from moe_replay.cli.train import TrainCommand
 from moe_replay.errors import MissingExtraError, MoeReplayError
 
-COMMANDS: dict[str, Callable[..., Callable[[], None]]] = {"rollout": RolloutCommand}
+COMMANDS: dict[str, Callable[..., Callable[[], None]]] = {
+    "doctor": DoctorCommand,
+    "inspect": InspectCommand,
+    "plan": PlanCommand,
+    "rollout": RolloutCommand,
+    "train": TrainCommand,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one subcommand; an error that is the caller's to mend ends with its text alone."""
     try:
+        _parsed(list(sys.argv[1:] if arguments is None else arguments))()
+    except MoeReplayError as error:
+        of_many = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        sys.exit(f"error on rank {os.environ.get('RANK')}: {error}" if of_many else f"error: {error}")
+
+
+def _parsed(words: list[str]) -> Callable[[], None]:
+    if words[:1] == ["train"]:
+        return TrainCommand.from_arguments(words[1:])
+    try:
         import tyro
     except ImportError as missing:
         raise MissingExtraError("the command needs tyro", remedy="pip install 'moe-replay[cli]'") from missing
-
-    try:
-        command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="moe-replay", args=arguments)
-        command()
-    except MoeReplayError as error:
-        sys.exit(f"error: {error}")
+    return tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="moe-replay", args=words)
 
 
 if __name__ == "__main__":

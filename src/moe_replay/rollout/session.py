@@ -42,7 +42,7 @@ class Session:
         self.sampled_versions = np.zeros(0, np.int64)
         self.trace: RouteTrace | None = None
         self.finish_reason: FinishReason | None = None  # of the last turn
-        self._turn_starts_at = 0
+        self.turn_starts_at = 0
         self.observe(prompt_ids)
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class Session:
         self._append(ids, np.zeros(len(ids), np.float32), NOT_SAMPLED)
         if self.trace is not None:
             self.trace = self.trace.append_tokens(ids)
-        self._turn_starts_at = len(self)
+        self.turn_starts_at = len(self)
 
     def observe_conversation(self, token_ids: Sequence[int]) -> None:
         """Append what a whole conversation, tokenised anew, has beyond the tokens so far.
@@ -109,7 +109,7 @@ class Session:
 
     def _remaining(self, params: SamplingParams) -> SamplingParams:
         """What is left of a turn that was aborted, with random numbers that have not been used yet."""
-        done = len(self) - self._turn_starts_at if self.finish_reason is FinishReason.ABORT else 0
+        done = len(self) - self.turn_starts_at if self.finish_reason is FinishReason.ABORT else 0
         if params.n != 1:
             raise EngineError("a session is one trajectory", expected="n=1", found=f"n={params.n}")
         if done >= params.max_tokens:
@@ -117,7 +117,7 @@ class Session:
                 "the turn that was aborted is as long as a turn may be", expected=f"less than {params.max_tokens}"
             )
         if self.finish_reason is not FinishReason.ABORT:
-            self._turn_starts_at = len(self)
+            self.turn_starts_at = len(self)
         seed = None if params.seed is None else params.seed + len(self)
         return replace(params, max_tokens=params.max_tokens - done, seed=seed)
 

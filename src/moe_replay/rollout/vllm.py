@@ -59,6 +59,8 @@ class VllmEngine(AsyncEngine):
         self._state = EngineState(str(self.name), weight_version)
         self._gate = Gate(self._loop.loop)
         self._closed = False
+        if _on_cpu():
+            self._loop.run(self._in_workers("replay_allow_amx"))
 
     @property
     def weight_version(self) -> int:

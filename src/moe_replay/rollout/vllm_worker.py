@@ -21,6 +21,14 @@ class WeightUpdates:
     vllm_config: Any
     replay_updating: bool = False
 
+    def replay_allow_amx(self) -> str:
+        """Ask the kernel for the matrix registers, which vLLM's attention for bfloat16 uses without asking.
+
+        Where no other kernel of the process has asked before, that is an illegal instruction, and the worker dies.
+        """
+        torch.cpu._init_amx()
+        return FINE
+
     def replay_begin_update(self) -> str:
         """The weights are taken apart; nothing can be sampled until `finish`."""
         return _in_words(self._replay_begin_update)

@@ -73,9 +73,12 @@ def as_files(chunks: Iterable[bytes]) -> Iterator[Path]:
             file.unlink()
 
 
-def checkpoint_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a live Transformers model in the names and shapes of its checkpoint, one parameter at a time."""
-    for name, tensor in model.state_dict().items():
+def checkpoint_tensors(model: nn.Module, state: NamedTensors | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a live Transformers model in the names and shapes of its checkpoint, one parameter at a time.
+
+    `state` has its parameters where the model itself does not hold them whole.
+    """
+    for name, tensor in model.state_dict().items() if state is None else state:
         yield from _in_checkpoint(model, name, tensor).items()
 
 

@@ -1,0 +1,92 @@
+"""`moe-replay train`: train a model as a recipe and the command line say, or only tell what would happen."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moe_replay.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from moe_replay.train.config import TrainConfig
+
+INTRODUCTION = """\
+usage: moe-replay train [RECIPE.toml] [--section.key value ...] [--dry-run]
+
+Train a mixture-of-experts model with GRPO and routing replay. A recipe is a TOML file with the sections below; what the
+command line says wins over it. Without either, a tiny model that comes with the library is trained.
+On several GPUs: torchrun --nproc-per-node 8 -m moe_replay.cli.main train RECIPE.toml
+
+  --dry-run                          Say what would happen, and whether it can, without loading weights.
+  --help                             This text.
+"""
+
+
+@dataclass(frozen=True)
+class TrainCommand:
+    """Train a mixture-of-experts model with GRPO and routing replay."""
+
+    recipe: Path | None = None
+    """TOML file with the configuration."""
+    overrides: tuple[str, ...] = ()
+    """Settings that win over the recipe: --section.key value."""
+    dry_run: bool = False
+    """Say what would happen, without loading weights."""
+
+    @classmethod
+    def from_arguments(cls, arguments: Sequence[str]) -> TrainCommand:
+        """Not left to tyro: the options are the keys of the configuration, and their defaults those of the recipe."""
+        words = [word for word in arguments if word not in ("--dry-run", "--dry_run")]
+        has_recipe = bool(words) and not words[0].startswith("-")
+        return cls(
+            recipe=Path(words[0]) if has_recipe else None,
+            overrides=tuple(words[has_recipe:]),
+            dry_run=len(words) < len(arguments),
+        )
+
+    def __call__(self) -> None:
+        """Only the first rank speaks: the others would say the same."""
+        is_first = os.environ.get("RANK", "0") == "0"
+        if {"-h", "--help"} & set(self.overrides):
+            if is_first:
+                print(self._help())
+            return
+        config = self._config(is_first)
+        if self.dry_run:
+            from moe_replay.train.dry_run import dry_run
+
+            report = dry_run(config, int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
+            if is_first:
+                print(report)
+            return
+        from moe_replay.train.loop import train
+
+        train(config)
+
+    def _config(self, is_first: bool) -> TrainConfig:
+        try:
+            from moe_replay.train.config_file import ConfigError, load_config
+        except ImportError as missing:
+            raise _missing(missing) from missing
+        try:
+            return load_config(self.recipe, self.overrides)
+        except ConfigError:
+            if is_first:
+                raise
+            sys.exit(1)
+
+    def _help(self) -> str:
+        try:
+            from moe_replay.train.config_line import help_text
+        except ImportError as missing:
+            raise _missing(missing) from missing
+        return f"{INTRODUCTION}\n{help_text(shutil.get_terminal_size().columns)}"
+
+
+def _missing(missing: ImportError) -> MissingExtraError:
+    return MissingExtraError(f"training needs {missing.name}", remedy="pip install 'moe-replay[train]'")

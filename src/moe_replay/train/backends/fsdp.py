@@ -1,0 +1,177 @@
+"""A Transformers model under FSDP2: every rank holds a share of each parameter and trains sequences of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+from moe_replay.layout import TokenLayout
+from moe_replay.replay import attach
+from moe_replay.rollout.weights import checkpoint_tensors
+from moe_replay.train.backends import lora
+from moe_replay.train.backends.base import Backend, LossFunction, Routing, Scores, Updated
+from moe_replay.train.backends.routed import routed
+from moe_replay.train.backends.sharded_model import sharded_model
+from moe_replay.train.batches import MicroBatch
+from moe_replay.train.config import TrainConfig
+
+
+class FsdpBackend(Backend):
+    """The policy on this rank, with float32 weights that are computed with in `model.dtype`."""
+
+    def __init__(self, config: TrainConfig, folder: str, device: torch.device) -> None:
+        self.device = device
+        self.data_rank, self.data_size = dist.get_rank(), dist.get_world_size()
+        self.speaks = True
+        self._packed = config.batch.packed
+        self._temperature = config.rollout.temperature
+        self._max_grad_norm = config.optim.max_grad_norm
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self._lora_scale = config.model.lora_alpha / config.model.lora_rank if config.model.lora_rank else None
+        self.model = sharded_model(folder, config.model, device, trained=True)
+        self._reference = self._reference_model(config, folder)
+        self.replay = attach(self.model)
+        self.topology = self.replay.topology
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=config.optim.lr,
+            betas=config.optim.betas,
+            eps=config.optim.eps,
+            weight_decay=config.optim.weight_decay,
+        )
+
+    def _reference_model(self, config: TrainConfig, folder: str) -> nn.Module | None:
+        """None where there is no use for one, or where the policy without its adapters is the reference."""
+        own = config.model.reference is None and self._lora_scale is not None
+        if config.algorithm.beta == 0 or own:
+            return None
+        return sharded_model(config.model.reference or folder, config.model, self.device, trained=False)
+
+    # ---- passes -------------------------------------------------------------------------------------------------
+
+    def layout(self, lengths: Sequence[int]) -> TokenLayout:
+        """All in one row, or one a row with padding on the right."""
+        return TokenLayout.packed(lengths) if self._packed else TokenLayout.padded(lengths)
+
+    @property
+    def chunk_layers(self) -> tuple[tuple[int, ...], ...]:
+        """The whole model is one chunk."""
+        return (self.replay.layers,)
+
+    def score(
+        self, batches: Sequence[MicroBatch], routing: Routing, temperature: float | None = None
+    ) -> list[Scores | None]:
+        """Log-probs and entropies, micro-batch by micro-batch."""
+        scores: list[Scores | None] = []
+        self.model.eval()
+        with torch.no_grad():
+            for batch in batches:
+                with routed(self.replay, batch, 0, routing):
+                    logits = _logits(self.model, batch, temperature or self._temperature)
+                logprobs = logits.log_softmax(-1)
+                entropy = -(logprobs.exp() * logprobs).sum(-1)
+                scores.append(Scores(_picked(logprobs, batch), _in_order(entropy, batch)))
+        return scores
+
+    def score_reference(self, batches: Sequence[MicroBatch]) -> list[Tensor | None]:
+        """Log-probs of the reference model: another one, or the policy without its adapters."""
+        own = self._reference is None
+        model = self.model if own else cast(nn.Module, self._reference)
+        model.eval()
+        with torch.no_grad(), lora.adapters_off(model) if own else nullcontext():
+            return [_picked(_logits(model, batch, self._temperature).log_softmax(-1), batch) for batch in batches]
+
+    def update(self, batches: Sequence[MicroBatch], loss: LossFunction, routing: Routing, lr: float) -> Updated:
+        """Forward and backward of one micro-batch after the other, then one step of AdamW."""
+        self.model.train()
+        self._optimizer.zero_grad()
+        for batch in batches:
+            with routed(self.replay, batch, 0, routing):
+                logits = _logits(self.model, batch, self._temperature)
+            logprobs = _picked(logits.log_softmax(-1), batch)
+            # FSDP averages gradients over ranks, and the loss is a sum over them
+            (loss(batch, logprobs) * self.data_size).backward()
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        norm = _whole(nn.utils.get_total_norm(gradients))
+        applied = bool(norm.isfinite())
+        if applied:
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            nn.utils.clip_grads_with_norm_(self._parameters, self._max_grad_norm, norm)
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        return Updated(float(norm), applied)
+
+    # ---- weights and state --------------------------------------------------------------------------------------
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """One parameter at a time, gathered from all ranks in the dtype of the model."""
+        state = ((name, _whole(tensor.detach().to(self._dtype))) for name, tensor in self.model.state_dict().items())
+        plain = state if self._lora_scale is None else lora.merged(state, self._lora_scale)
+        return checkpoint_tensors(self.model, plain)
+
+    def save(self, folder: Path) -> None:
+        """A folder of `torch.distributed.checkpoint`, which other world sizes can load as well."""
+        model, optimizer = get_state_dict(self.model, self._optimizer, options=self._state_options)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+
+    def load(self, folder: Path) -> None:
+        """Weights and moments, each rank its share."""
+        model, optimizer = get_state_dict(self.model, self._optimizer, options=self._state_options)
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer}
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(
+            self.model,
+            self._optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=self._state_options,
+        )
+
+    @property
+    def _state_options(self) -> StateDictOptions:
+        return StateDictOptions(ignore_frozen_params=self._lora_scale is not None, strict=self._lora_scale is None)
+
+    def state_bytes(self) -> int:
+        """Weights and two moments in float32 of what is trained."""
+        return sum(12 * p.numel() for p in self._parameters)
+
+    def close(self) -> None:
+        """Take replay off the model."""
+        self.replay.detach()
+
+
+def _logits(model: nn.Module, batch: MicroBatch, temperature: float) -> Tensor:
+    """(n, V) float32 at the places whose next token is scored."""
+    one_row = batch.input_ids.shape[0] == 1
+    logits = model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        logits_to_keep=batch.places if one_row else 0,  # of a packed row, the head computes these alone
+    ).logits
+    selected = logits[0] if one_row else logits.flatten(0, 1)[batch.places]
+    return selected.float() / temperature
+
+
+def _picked(logprobs: Tensor, batch: MicroBatch) -> Tensor:
+    """(n, V) -> (N,): of the tokens that were sampled."""
+    return _in_order(logprobs.gather(-1, batch.targets[:, None])[:, 0], batch)
+
+
+def _in_order(values: Tensor, batch: MicroBatch) -> Tensor:
+    return torch.zeros_like(values).index_copy(0, batch.slots, values)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,106 @@
+"""A Transformers checkpoint as a model sharded by FSDP2: only the first rank ever holds it whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from moe_replay.errors import MissingExtraError, MoeReplayError
+from moe_replay.train.backends import lora
+from moe_replay.train.config import ModelConfig
+
+# A pass that is scored and a pass that is trained must be the same function of the weights.
+_RANDOM_IN_TRAINING = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
+
+
+class ModelError(MoeReplayError):
+    """A model folder that cannot be read, or a model that cannot be spread over ranks."""
+
+
+def sharded_model(folder: str, config: ModelConfig, device: torch.device, *, trained: bool) -> Any:
+    """The model in a folder, with float32 weights spread over all ranks; trainable, or frozen and for scoring only."""
+    settings = _read_config(folder)
+    settings.update({name: 0.0 for name in _RANDOM_IN_TRAINING if getattr(settings, name, 0.0)})
+    whole = _prepared(_loaded(folder, settings, config), config, trained) if dist.get_rank() == 0 else None
+    model = _prepared(_empty(settings, config), config, trained)
+    if trained and config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    _shard(model, getattr(torch, config.dtype), device)
+    model.to_empty(device=device)
+    _fill(model, whole)
+    return model
+
+
+def _prepared(model: Any, config: ModelConfig, trained: bool) -> Any:
+    if not trained:
+        model.requires_grad_(False)
+    elif config.lora_rank:
+        lora.add_adapters(model, config)
+    return model
+
+
+def _read_config(folder: str) -> Any:
+    try:
+        from transformers import AutoConfig
+    except ImportError as missing:
+        raise MissingExtraError(
+            "the FSDP2 backend trains Transformers models", remedy="pip install 'moe-replay[train]'"
+        ) from missing
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            "the model cannot be read",
+            expected="a folder with config.json, or a name that Transformers can load",
+            found=f"{folder!r}: {error}",
+            remedy="Set model.path" if not Path(folder).exists() else None,
+        ) from error
+
+
+def _loaded(folder: str, settings: Any, config: ModelConfig) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        folder, config=settings, dtype=torch.float32, attn_implementation=config.attention
+    )
+
+
+def _empty(settings: Any, config: ModelConfig) -> Any:
+    """The model without memory for its weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation=config.attention)
+
+
+def _fill(model: nn.Module, whole: nn.Module | None) -> None:
+    """Give every rank its share of the weights, and all buffers, of the model that the first rank has loaded."""
+    state = {} if whole is None else whole.state_dict()
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    for name, buffer in model.named_buffers():  # those that no checkpoint holds are not part of the state
+        if whole is not None:
+            buffer.copy_(whole.get_buffer(name))
+        dist.broadcast(buffer, 0)
+
+
+def _shard(model: Any, dtype: torch.dtype, device: torch.device) -> None:
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
+    kinds = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in kinds]
+    if not layers:
+        raise ModelError(
+            "nothing says which modules are the model's layers",
+            expected="_no_split_modules of the Transformers model",
+            found=type(model).__name__,
+        )
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -1,0 +1,99 @@
+"""A configuration from a TOML file and a command line, and back to TOML.
+
+Defaults, then the file, then the command line: what comes later wins, and only the outcome has to make sense.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from moe_replay.train.config import Section, TrainConfig
+from moe_replay.train.config_keys import OTHER_NAMES, ConfigError, all_fields, fields_of, holder, sections, suggestion
+from moe_replay.train.config_line import put_over
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The configuration of a run: defaults <- TOML file <- command line (`--replay.mode r2 --optim.lr 1e-6`)."""
+    tables = {} if path is None else _read(path)
+    put_over(tables, overrides)
+    try:
+        return TrainConfig.model_validate(tables)
+    except ValidationError as error:
+        where = "the configuration" if path is None else str(path)
+        raise ConfigError("\n  ".join([f"{where} cannot work", *_told(error)])) from error
+
+
+def to_toml(config: TrainConfig) -> str:
+    """The whole configuration as TOML, without the token of the servers; what is None is left out."""
+    parts = []
+    for name, section in sections():
+        values: Section = getattr(config, name) if name else config
+        keys = [key.removeprefix(f"{name}.") for key, _ in fields_of(name, section)]
+        lines = [f"{key} = {toml_value(value)}" for key, value in _written(values, keys)]
+        parts.append("\n".join([f"[{name}]", *lines] if name else lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _written(section: Section, keys: list[str]) -> Iterator[tuple[str, Any]]:
+    for key in keys:
+        value = getattr(section, key)
+        if value is not None and key != "token":
+            yield key, value
+
+
+def toml_value(value: Any) -> str:
+    """A value as TOML writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (str, Path)):
+        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_toml_key(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
+    return "[" + ", ".join(map(toml_value, value)) + "]"
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", remedy="Name a TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from error
+    for other, ours in OTHER_NAMES.items():
+        table, key = holder(tables, other)
+        if key in table:
+            target, name = holder(tables, ours)
+            if name in target:
+                raise ConfigError(f"{path}: {other} and {ours} are the same setting", remedy="Give one of them")
+            target[name] = table.pop(key)
+    return tables
+
+
+def _told(error: ValidationError) -> list[str]:
+    """One line for each thing that is wrong."""
+    fields, lines = all_fields(), dict[str, None]()
+    for problem in error.errors():
+        key = ".".join(map(str, problem["loc"]))
+        if problem["type"] == "extra_forbidden":
+            lines[f"{key}: no such key{suggestion(key)}"] = None
+        elif not key:  # a line for each of `config_checks.problems`
+            lines |= dict.fromkeys(str(problem["ctx"]["error"]).split("\n"))
+        else:
+            name = next((name for name in fields if f"{key}.".startswith(f"{name}.")), key)
+            text = f" ({fields[name].description})" if name in fields else ""
+            message = problem["msg"].removeprefix("Input ")
+            lines[f"{key}: {message}, found {problem['input']!r}{text}"] = None
+    return list(lines)

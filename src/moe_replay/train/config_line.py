@@ -1,0 +1,112 @@
+"""The command line of a configuration: `--section.key value`, for every key that there is, and its help.
+
+Words become values by the same rules as in a file: pydantic reads them. All that has to be known here is how many
+words an option has.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import tomllib
+from collections.abc import Iterator, Sequence
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from moe_replay.train.config_keys import OTHER_NAMES, ConfigError, all_fields, fields_of, holder, sections, suggestion
+
+
+def put_over(tables: dict[str, Any], words: Sequence[str]) -> None:
+    """Put what the command line says into the tables of a file; of a table inside a section only the keys it names."""
+    fields = all_fields()
+    for option, values in _options(words):
+        name = option.removeprefix("--").replace("-", "_")
+        name = OTHER_NAMES.get(name, name)
+        if name not in fields and (switch := _switched_off(name)) in fields and fields[switch].annotation is bool:
+            name, values = switch, [*values, "false"]
+        if name not in fields:
+            raise ConfigError(f"{option}: no such option{suggestion(name, '--')}")
+        table, key = holder(tables, name)
+        value = _value(option, values, fields[name].annotation)
+        table[key] = table.get(key, {}) | value if isinstance(value, dict) else value
+
+
+def help_text(width: int) -> str:
+    """Every option with its choices, its default and what it is for, by section."""
+    blocks = []
+    for name, section in sections():
+        lines = [f"{name}: {section.__doc__}" if name else "run:"]
+        for key, field in fields_of(name, section):
+            left = f"  --{key.replace('_', '-')}"
+            told = f"{field.description} [{', '.join([*choices(field), f'default {default_text(field)}'])}]"
+            lines += textwrap.wrap(told, width, initial_indent=f"{left:<36} ", subsequent_indent=" " * 37)
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def choices(field: FieldInfo) -> list[str]:
+    """The values that a key may have, where they are few."""
+    kind = field.annotation
+    return ["|".join(map(str, get_args(kind)))] if get_origin(kind) is Literal else []
+
+
+def default_text(field: FieldInfo) -> str:
+    """The default as one would write it on a command line."""
+    value = field.default
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value in (None, "", {}) else str(value)
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """["--a", "1", "2", "--b=3"] -> ("--a", ["1", "2"]), ("--b", ["3"])."""
+    options: list[tuple[str, list[str]]] = []
+    for word in words:
+        if word.startswith("--"):
+            option, equals, value = word.partition("=")
+            options.append((option, [value] if equals else []))
+        elif options:
+            options[-1][1].append(word)
+        else:
+            raise ConfigError(f"{word!r} stands alone on the command line", expected="--section.key value")
+    yield from options
+
+
+def _switched_off(name: str) -> str:
+    """`replay.no_observe` -> `replay.observe`."""
+    section, dot, key = name.rpartition(".")
+    return f"{section}{dot}{key.removeprefix('no_')}"
+
+
+def _value(option: str, words: list[str], kind: Any) -> Any:
+    """The words of an option as what a file would hold."""
+    kinds = (kind, *get_args(kind))
+    if any(get_origin(part) is tuple for part in kinds):
+        return None if NoneType in kinds and _is_none(words) else words
+    if get_origin(kind) is dict:
+        if len(words) % 2:
+            raise ConfigError(f"{option} takes pairs of a name and a value", found=" ".join(words))
+        return {name: _scalar(word) for name, word in zip(words[::2], words[1::2], strict=True)}
+    if kind is bool and not words:
+        return True
+    if len(words) != 1:
+        raise ConfigError(
+            f"{option} takes one value", found=" ".join(words) or "none", remedy="A recipe comes before all options"
+        )
+    return None if NoneType in kinds and _is_none(words) else words[0]
+
+
+def _is_none(words: list[str]) -> bool:
+    return [word.lower() for word in words] == ["none"]
+
+
+def _scalar(word: str) -> Any:
+    """A word where no type is known: a number, true or false as TOML has them, otherwise text."""
+    try:
+        value = tomllib.loads(f"value = {word.lower() if word in ('True', 'False') else word}")["value"]
+    except tomllib.TOMLDecodeError:
+        return word
+    return value if isinstance(value, (int, float, bool)) else word

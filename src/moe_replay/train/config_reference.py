@@ -1,0 +1,103 @@
+"""The reference of the configuration, made from its fields: `python -m moe_replay.train.config_reference`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le
+from pydantic.fields import FieldInfo
+
+from moe_replay.train.config import Section, TrainConfig
+from moe_replay.train.config_file import toml_value
+from moe_replay.train.config_keys import OTHER_NAMES, fields_of, sections
+
+INTRODUCTION = """\
+# Configuration
+
+<!-- Written by `python -m moe_replay.train.config_reference`. Change the docstrings in train/config.py, not this. -->
+
+Every key of `moe-replay train`. A section is a table of a TOML file, and each of its keys an option of the command
+line, which wins over the file:
+
+```sh
+moe-replay train recipe.toml --replay.mode r2 --optim.lr 1e-6 --rollout.urls http://a:8000 http://b:8000 \\
+    --rollout.options tensor_parallel_size 2 enforce_eager true --no-resume
+```
+
+A key that does not exist, or settings that cannot work together, are errors before anything is loaded.
+`--dry-run` shows what a configuration comes to.
+"""
+
+OTHER_SPELLINGS = """\
+## Other spellings
+
+For those who come from another trainer; in a file and on the command line.
+
+| written | means |
+|---|---|
+"""
+
+KINDS = {int: "whole number", float: "number", bool: "true, false", str: "text", NoneType: ""}
+
+
+def reference() -> str:
+    """docs/config.md."""
+    parts = [INTRODUCTION, *(_section(name, section) for name, section in sections())]
+    spellings = [f"| `{other}` | `{ours}` |" for other, ours in OTHER_NAMES.items()]
+    spellings += ['| `"R2"`, `"R3"`, `"disabled"` | `"r2"`, `"r3"`, `"off"` |']
+    return "\n".join([*parts, OTHER_SPELLINGS + "\n".join(spellings) + "\n"])
+
+
+def _section(name: str, section: type[Section]) -> str:
+    heading = f"## [{name}]" if name else "## The run"
+    text = "Keys before the first section." if section is TrainConfig else section.__doc__
+    rows = [
+        f"| `{key}` | {_kind(field)} | {_default(field)} | {_escaped(field)} |" for key, field in _keys(name, section)
+    ]
+    return "\n".join([heading, "", str(text), "", "| key | value | default | |", "|---|---|---|---|", *rows, ""])
+
+
+def _keys(name: str, section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
+    yield from ((key.removeprefix(f"{name}."), field) for key, field in fields_of(name, section))
+
+
+def _kind(field: FieldInfo) -> str:
+    return ", ".join([_named(field.annotation), *_bounds(field)])
+
+
+def _bounds(field: FieldInfo) -> Iterator[str]:
+    for limit in field.metadata:
+        match limit:
+            case Ge(lowest):
+                yield f"at least {lowest}"
+            case Gt(bound):
+                yield f"more than {bound}"
+            case Le(highest):
+                yield f"at most {highest}"
+
+
+def _named(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(kind))
+    if get_origin(kind) is tuple:
+        return "list"
+    if get_origin(kind) is dict:
+        return "table"
+    if parts := get_args(kind):
+        return " ".join(filter(None, map(_named, parts)))
+    return KINDS.get(kind, "path")
+
+
+def _default(field: FieldInfo) -> str:
+    return "" if field.default is None else f"`{toml_value(field.default)}`"
+
+
+def _escaped(field: FieldInfo) -> str:
+    return str(field.description).replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

@@ -1,0 +1,73 @@
+"""The rollout engine that a config names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from moe_replay.rollout.base import Engine
+from moe_replay.train.config import TrainConfig
+
+# What a launcher tells a trainer's process about its group: an engine's own processes form another one.
+_LAUNCHER = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+def longest_sequence(config: TrainConfig, folder: str) -> int:
+    """Tokens of a sequence at most: what the config wants, as far as the model goes."""
+    from transformers import AutoConfig
+
+    limit = getattr(AutoConfig.from_pretrained(folder).get_text_config(), "max_position_embeddings", None)
+    return min(config.max_length, limit or config.max_length)
+
+
+def open_engine(config: TrainConfig, folder: str) -> Engine:
+    """Start an engine on the model in a folder, or connect to the servers that have it."""
+    max_length = longest_sequence(config, folder)
+    options: dict[str, Any] = dict(config.rollout.options)
+    kind = config.rollout.engine
+    if kind == "vllm":
+        from moe_replay.rollout.vllm import VllmEngine
+
+        options.setdefault("max_model_len", max_length)
+        if config.rollout.sleep:
+            options.setdefault("enable_sleep_mode", True)
+        with _without_launcher():
+            return VllmEngine(folder, dtype=config.rollout.dtype, **options)
+    if kind == "transformers":
+        from moe_replay.rollout.transformers import TransformersEngine
+
+        return TransformersEngine.from_pretrained(folder, max_length=max_length, dtype=config.rollout.dtype, **options)
+    from moe_replay.rollout.pool import EnginePool
+
+    token = config.rollout.token or os.environ.get("MOE_REPLAY_TOKEN")
+    return EnginePool([_server(config, url, token, options) for url in config.rollout.urls])
+
+
+def _server(config: TrainConfig, url: str, token: str | None, options: dict[str, Any]) -> Any:
+    if config.rollout.engine == "sglang_server":
+        from moe_replay.rollout.sglang_server import SglangServer
+
+        return SglangServer(url, token=token, **options)
+    from moe_replay.rollout.vllm_server import VllmServer
+
+    return VllmServer(url, token=token, **options)
+
+
+@contextmanager
+def _without_launcher() -> Iterator[None]:
+    hidden = {name: os.environ.pop(name) for name in _LAUNCHER if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)

@@ -1,0 +1,60 @@
+"""Where a rank computes, with whom, and the part of the policy that it holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from moe_replay.errors import MoeReplayError
+from moe_replay.train.backends.base import Backend
+from moe_replay.train.config import TrainConfig
+
+
+class LaunchError(MoeReplayError):
+    """A device that is not there."""
+
+
+def choose_device(config: TrainConfig) -> torch.device:
+    """The device of this rank: its own GPU, or the CPU."""
+    there = torch.cuda.is_available()
+    if config.backend.device == "cuda" and not there:
+        raise LaunchError(
+            "no GPU is available", expected="backend.device = 'cuda'", remedy="Set backend.device = 'cpu'"
+        )
+    if config.backend.device == "cpu" or not there:
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[None]:
+    """The group of all ranks: the one that is there, the launcher's (torchrun), or this process alone."""
+    if dist.is_initialized():
+        yield
+        return
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def open_backend(config: TrainConfig, folder: str, device: torch.device) -> Backend:
+    """This rank's part of the policy in a folder."""
+    if config.backend.kind == "megatron":
+        from moe_replay.train.backends.megatron import MegatronBackend
+
+        return MegatronBackend(config, folder, device)
+    from moe_replay.train.backends.fsdp import FsdpBackend
+
+    return FsdpBackend(config, folder, device)

@@ -1,0 +1,43 @@
+"""The training loop: sample, score, learn, and give the engine what was learned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moe_replay.rollout.base import Engine
+from moe_replay.train.clock import Clock
+from moe_replay.train.config import TrainConfig
+from moe_replay.train.job import Job
+from moe_replay.train.meters import Meters
+
+
+def train(config: TrainConfig, engine: Engine | None = None) -> Path:
+    """Train as the config says, on all ranks that the launcher has started. The folder of the run.
+
+    `engine` samples in place of the one that the config names; the caller closes it.
+    """
+    with Job.opened(config, engine) as job:
+        for step in range(job.done + 1, config.steps + 1):
+            meters, clock = Meters(job.backend.topology), Clock()
+
+            with clock("rollout"):
+                harvest = job.harvest()
+            with clock("score"):
+                updates = job.learner.prepare(harvest.trajectories)
+                job.learner.score(updates, meters, compare=job.compares_in(step))
+            with clock("train"):
+                learned = job.learner.update(updates, meters, step, job.report_updates)
+            with clock("sync"):
+                job.give_weights(version=step)
+            with clock("eval"):
+                evaluated = job.evaluate(step)
+
+            measured = job.learner.checked(meters.combined(speaks=job.backend.speaks))
+            timed = clock.metrics(sum(map(len, harvest.trajectories)))
+            job.log(step, {**harvest.metrics, **learned, **measured, **evaluated, **timed})
+            job.keep_traces(step, harvest.trajectories)
+            if job.saves_after(step):
+                job.save(step)
+            if job.ends_after(step):
+                break
+        return job.finish()

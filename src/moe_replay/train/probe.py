@@ -1,0 +1,49 @@
+"""The proof that the engine computes with the trainer's weights: what both say of one sequence after each update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moe_replay.gather import all_gather
+from moe_replay.rollout.base import FinishReason, Probe
+from moe_replay.trace import RouteTrace
+from moe_replay.train.backends.base import Backend, Routing
+from moe_replay.train.batches import MicroBatch, filler
+from moe_replay.train.config import RolloutConfig
+from moe_replay.train.trajectory import Trajectory
+
+
+class ProbeSequence:
+    """One sequence, laid out on every rank."""
+
+    def __init__(self, token_ids: np.ndarray, backend: Backend) -> None:
+        topology = backend.topology
+        versions = np.append(-1, np.zeros(len(token_ids) - 1, np.int64))  # every token but the first is scored
+        whole = Trajectory(
+            row=0,
+            group=0,
+            token_ids=token_ids,
+            logprobs=np.zeros(len(token_ids), np.float32),
+            versions=versions,
+            trace=RouteTrace.uncovered(token_ids, topology.layers, topology.top_k, num_experts=topology.num_experts),
+            finish_reason=FinishReason.STOP,
+        )
+        self.token_ids = token_ids
+        self._batches: list[MicroBatch] = [filler(whole, backend) for _ in range(backend.micro_batch_multiple)]
+
+    @classmethod
+    def shared(cls, token_ids: Sequence[int] | None, backend: Backend) -> ProbeSequence:
+        """Of the tokens that the first rank has."""
+        own = np.asarray(token_ids if token_ids is not None else [], np.int32)
+        return cls(all_gather(own.view(np.uint8))[0].view(np.int32).copy(), backend)
+
+    def scored(self, backend: Backend, config: RolloutConfig) -> Probe | None:
+        """What the policy says of it now, on every rank; None where the config wants no check."""
+        if not config.check_weights:
+            return None
+        scores = backend.score(self._batches, Routing("native"), temperature=1.0)[0]
+        own = np.zeros(0, np.float32) if scores is None or not backend.speaks else scores.logprobs.float().cpu().numpy()
+        logprobs = next(part for part in all_gather(own.view(np.uint8)) if part.size).view(np.float32).copy()
+        return Probe(token_ids=self.token_ids.tolist(), logprobs=logprobs, tolerance=config.probe_tolerance)

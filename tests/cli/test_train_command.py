@@ -1,0 +1,210 @@
+"""`moe-replay train`: its arguments, its help and its dry run. What it trains is tested with the trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("pydantic", reason="the trainer's own dependency")
+pytest.importorskip("tyro", reason="the command line needs tyro")
+
+from moe_replay.cli.main import main
+from moe_replay.demo.settings import FULL
+from moe_replay.train.config import TrainConfig
+from moe_replay.train.config_file import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 48,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "vocab_size": 151936,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "max_position_embeddings": 40960,
+}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
+    """What the loop was given."""
+    given: list[TrainConfig] = []
+    monkeypatch.setitem(sys.modules, "moe_replay.train.loop", SimpleNamespace(train=given.append))
+    return given
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+    return tmp_path
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    main(["train", *map(str, words), "--dry-run"])
+    return capsys.readouterr().out
+
+
+def failure(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    with pytest.raises(SystemExit) as left:
+        main(["train", *map(str, words)])
+    assert capsys.readouterr().out == ""
+    return str(left.value.code)
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_and_overrides_reach_the_loop(trained: list[TrainConfig]) -> None:
+    recipe = ROOT / "recipes" / "tiny.toml"
+    main(["train", str(recipe), "--router-replay-mode", "R2", "--optim.lr", "1e-6"])
+    (config,) = trained
+    assert config == load_config(recipe, ["--replay.mode", "r2", "--optim.lr", "1e-6"])
+    assert (config.replay.mode, config.name) == ("r2", "tiny")
+
+
+def test_neither_is_needed(trained: list[TrainConfig]) -> None:
+    main(["train"])
+    assert trained == [TrainConfig()]
+
+
+def test_an_error_is_a_text_and_nothing_is_trained(
+    capsys: pytest.CaptureFixture[str], trained: list[TrainConfig], tmp_path: Path
+) -> None:
+    assert failure(capsys, "--replay.mdoe", "r2") == "error: --replay.mdoe: no such option; did you mean --replay.mode?"
+    assert failure(capsys, tmp_path / "none.toml").startswith(f"error: {tmp_path / 'none.toml'} cannot be read")
+    assert "A recipe comes before all options" in failure(capsys, "--steps", 3, "recipe.toml")
+    assert trained == []
+
+
+def test_only_the_first_rank_tells_of_a_wrong_configuration(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert failure(capsys, "--steps", 0).startswith("error on rank 0: ")
+    monkeypatch.setenv("RANK", "1")
+    assert failure(capsys, "--steps", 0) == "1"
+    main(["train", "--help"])
+    assert capsys.readouterr().out == ""
+
+
+def test_the_help_is_there_without_loading_transformers() -> None:
+    code = (
+        "import sys; from moe_replay.cli.main import main; main(['train', '-h']); print('transformers' in sys.modules)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert told.startswith("usage: moe-replay train [RECIPE.toml]")
+    assert "--replay.mode " in told
+    assert told.endswith("False\n")
+
+
+# ---- dry run ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_dry_run_of_qwen_on_megatron(capsys: pytest.CaptureFixture[str], qwen: Path) -> None:
+    told = dry_run(capsys, ROOT / "recipes" / "qwen3-30b-a3b-megatron.toml", "--model.path", qwen)
+    assert told.startswith("replay   r3: asked for\n")
+    assert "megatron on 8 ranks, the fewest for this layout" in told
+    assert "16 prompts x 8 generations = 128 sequences; 2 updates of 64" in told
+    assert "48 decoder layers, 48 of them route, top 8 of 128" in told
+    assert "tp 2 with sequence parallel, cp 2, pp 2, vpp 1, dp 1; experts: ep 4, etp 1" in told
+    assert "16,384 a micro-batch" in told
+    assert [line.split()[-1] for line in told.splitlines() if line[:2] in ("0 ", "1 ")] == ["0-23", "24-47"]
+
+
+def test_the_dry_run_of_qwen_on_fsdp(
+    capsys: pytest.CaptureFixture[str], qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    told = dry_run(capsys, ROOT / "recipes" / "qwen3-30b-a3b-fsdp.toml", "--model.path", qwen)
+    assert "fsdp on 8 ranks\n" in told
+    assert "vllm_server at http://127.0.0.1:8000" in told
+    assert "16 micro-batches on each of 8 data-parallel ranks" in told
+
+
+def test_the_dry_run_of_the_librarys_own_model(capsys: pytest.CaptureFixture[str]) -> None:
+    told = dry_run(capsys, ROOT / "recipes" / "tiny.toml")
+    assert "replay   r3: asked for" in told
+    assert "the library's own tiny model" in told
+    assert f"top {FULL.top_k} of {FULL.num_experts}\n" in told
+
+
+def test_the_dry_run_says_why_auto_chose(capsys: pytest.CaptureFixture[str]) -> None:
+    told = dry_run(capsys, ROOT / "recipes" / "tiny.toml", "--replay.mode", "auto", "--steps-per-generation", 8)
+    assert told.startswith("replay   r3: 8 updates from sample to use")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--backend.pipeline-parallel", "5"], "decoder layers cannot be shared out"),
+        (["--backend.expert-parallel", "3"], "experts cannot be shared out"),
+        (["--backend.tensor-parallel", "3"], "attention heads cannot be shared out"),
+        (["--rollout.max-tokens", "40000"], "longer than the model's context: expected at most 40960"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_an_error(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str], qwen: Path
+) -> None:
+    recipe = ROOT / "recipes" / "qwen3-30b-a3b-megatron.toml"
+    assert told in failure(capsys, recipe, "--model.path", qwen, "--dry-run", *words)
+
+
+def test_ranks_that_the_layout_does_not_divide_are_an_error(
+    capsys: pytest.CaptureFixture[str], qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "12")
+    recipe = ROOT / "recipes" / "qwen3-30b-a3b-megatron.toml"
+    assert "a multiple of 8" in failure(capsys, recipe, "--model.path", qwen, "--dry-run")
+
+
+def test_a_model_that_cannot_be_read_is_said_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    told = dry_run(capsys, ROOT / "recipes" / "qwen3-30b-a3b-fsdp.toml", "--model.path", tmp_path)
+    assert "The layout is not checked: the model's config cannot be read" in told
+    assert "128 sequences" in told
+
+
+def test_a_dense_model_can_only_be_trained_without_replay(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    recipe = ROOT / "recipes" / "qwen3-30b-a3b-fsdp.toml"
+    assert "has no routers" in failure(capsys, recipe, "--model.path", tmp_path, "--dry-run")
+    assert "has no routers" in dry_run(capsys, recipe, "--model.path", tmp_path, "--replay.mode", "off")
+
+
+@pytest.mark.distributed
+def test_torchrun_starts_it_and_one_rank_speaks() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "moe_replay.cli.main"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, "train", "--help"], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("usage: moe-replay train") == 1
+
+
+# ---- recipes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_can_be_loaded_and_is_in_the_docs(recipe: Path) -> None:
+    assert load_config(recipe).replay.mode == "r3"
+    assert f"recipes/{recipe.name}" in (ROOT / "docs" / "recipes.md").read_text()

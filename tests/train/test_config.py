@@ -1,0 +1,310 @@
+"""Configurations: what they are made from, what is refused, and how it is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("pydantic", reason="the trainer's own dependency")
+
+from moe_replay.train.config import TrainConfig
+from moe_replay.train.config_file import load_config, to_toml
+from moe_replay.train.config_keys import OTHER_NAMES, ConfigError, all_fields
+from moe_replay.train.config_line import help_text
+from moe_replay.train.config_reference import reference
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "recipe.toml"
+    path.write_text(text)
+    return path
+
+
+def refused(text: str, folder: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(written(folder, text), overrides)
+    return str(caught.value)
+
+
+# ---- where values come from ------------------------------------------------------------------------------------------
+
+
+def test_without_anything_there_are_defaults() -> None:
+    config = load_config(None)
+    assert config == TrainConfig()
+    assert (config.rollout.sequences, config.sequences_per_update) == (64, 64)
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    path = written(tmp_path, "steps = 7\n[optim]\nlr = 1e-3\neps = 1e-6\n")
+    config = load_config(path, ["--optim.lr", "1e-4", "--name=mine"])
+    assert (config.steps, config.optim.lr, config.optim.eps, config.name) == (7, 1e-4, 1e-6, "mine")
+    assert config.optim.weight_decay == TrainConfig().optim.weight_decay
+
+
+def test_only_the_outcome_has_to_make_sense(tmp_path: Path) -> None:
+    text = '[rollout]\nengine = "vllm_server"\n'
+    assert "rollout.urls" in refused(text, tmp_path)
+    urls = ("http://a:1", "http://b:2")
+    assert load_config(written(tmp_path, text), ["--rollout.urls", *urls]).rollout.urls == urls
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        (["--rollout.sleep"], "rollout.sleep", True),
+        (["--rollout.sleep", "true"], "rollout.sleep", True),
+        (["--replay.no-observe"], "replay.observe", False),
+        (["--replay.observe", "False"], "replay.observe", False),
+        (["--no-resume"], "resume", False),
+        (["--data.max-prompt-tokens", "9"], "data.max_prompt_tokens", 9),
+        (["--data.max_prompt_tokens=9"], "data.max_prompt_tokens", 9),
+        (["--optim.betas", "0.5", "0.6"], "optim.betas", (0.5, 0.6)),
+        (["--reward.weights", "2"], "reward.weights", (2.0,)),
+        (["--reward.weights", "none"], "reward.weights", None),
+        (["--output", "runs/mine"], "output", Path("runs/mine")),
+        (["--output", "none"], "output", None),
+        (["--algorithm.baseline", "none"], "algorithm.baseline", "none"),
+        (["--steps", "3", "--steps", "4"], "steps", 4),
+    ],
+)
+def test_words_of_the_command_line(words: list[str], key: str, value: object) -> None:
+    section, _, name = key.rpartition(".")
+    config = load_config(None, words)
+    assert getattr(getattr(config, section) if section else config, name) == value
+
+
+def test_the_command_line_adds_to_the_options_of_an_engine(tmp_path: Path) -> None:
+    path = written(tmp_path, "[rollout]\noptions = {seed = 1, dtype = 'half'}\n")
+    words = ["--rollout.options", "seed", "2", "eager", "true", "ratio", "0.5", "name", "a.b", "flag", "False"]
+    options = load_config(path, words).rollout.options
+    assert options == {"seed": 2, "dtype": "half", "eager": True, "ratio": 0.5, "name": "a.b", "flag": False}
+    assert [type(value) for value in options.values()] == [int, str, bool, float, str, bool]
+
+
+@pytest.mark.parametrize(("spelled", "mode"), [("R2", "r2"), ("R3", "r3"), ("disabled", "off"), ("auto", "auto")])
+@pytest.mark.parametrize(
+    "name", [name for name, ours in OTHER_NAMES.items() if ours == "replay.mode"] + ["replay.mode"]
+)
+def test_modes_as_others_spell_them(name: str, spelled: str, mode: str, tmp_path: Path) -> None:
+    assert load_config(written(tmp_path, f'{name} = "{spelled}"')).replay.mode == mode
+    assert load_config(None, [f"--{name.replace('_', '-')}", spelled]).replay.mode == mode
+
+
+@pytest.mark.parametrize("name", [name for name, ours in OTHER_NAMES.items() if "updates" in ours])
+def test_steps_per_generation(name: str, tmp_path: Path) -> None:
+    assert load_config(written(tmp_path, f"{name} = 4")).algorithm.updates_per_rollout == 4
+    assert load_config(None, [f"--{name}", "4"]).algorithm.updates_per_rollout == 4
+
+
+def test_two_spellings_of_one_setting_are_refused(tmp_path: Path) -> None:
+    told = refused('router_replay_mode = "R3"\n[replay]\nmode = "r3"\n', tmp_path)
+    assert "router_replay_mode and replay.mode are the same setting" in told
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[replay]\nmdoe = 'r3'\n", "replay.mdoe: no such key; did you mean replay.mode?"),
+        ("[rolout]\nengine = 'vllm'\n", "rolout: no such key; did you mean rollout?"),
+        ("lr = 1.0\n", "lr: no such key; did you mean optim.lr?"),
+        ("[optim]\nnum_generation = 4\n", "optim.num_generation: no such key; did you mean rollout.num_generations?"),
+        ("[rollout]\nlr = 1.0\n", "rollout.lr: no such key; did you mean optim.lr?"),
+        ("clip_hgh = 0.2\n", "clip_hgh: no such key; did you mean algorithm.clip_high?"),
+        ("router_replay_mod = 'R3'\n", "did you mean router_replay_mode?"),
+        ("xyzzy = 1\n", "xyzzy: no such key"),
+    ],
+)
+def test_a_wrong_key_in_a_file_is_refused_with_a_suggestion(text: str, told: str, tmp_path: Path) -> None:
+    lines = refused(text, tmp_path).splitlines()
+    assert str(tmp_path / "recipe.toml") in lines[0]
+    assert lines[1].endswith(told)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--replay.mdoe", "r3"], "--replay.mdoe: no such option; did you mean --replay.mode?"),
+        (["--lr", "1"], "--lr: no such option; did you mean --optim.lr?"),
+        (["--no-steps"], "--no-steps: no such option"),
+        (["--rollout.options.seed", "1"], "did you mean"),
+        (["--steps", "1", "2"], "--steps takes one value: found 1 2"),
+        (["--steps"], "--steps takes one value: found none"),
+        (["--rollout.options", "seed"], "--rollout.options takes pairs"),
+        (["r3"], "'r3' stands alone"),
+        (["--replay.mode", "r4"], "replay.mode: should be 'off', 'r2', 'r3' or 'auto', found 'r4'"),
+        (["--steps", "many"], "steps: should be a valid integer"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(words: list[str], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, words)
+    assert told in str(caught.value)
+
+
+def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    told = refused("steps = 0\n[rollout]\nnum_generations = 1\ntemprature = 2\n", tmp_path)
+    assert "steps: should be greater than or equal to 1, found 0" in told
+    assert f"found 1 ({all_fields()['rollout.num_generations'].description})" in told
+    assert "did you mean rollout.temperature?" in told
+
+
+def test_a_file_that_is_no_toml_is_refused_with_its_line(tmp_path: Path) -> None:
+    told = refused("steps = 1\n[optim\nlr = 1\n", tmp_path)
+    assert f"{tmp_path / 'recipe.toml'} is no TOML" in told
+    assert "line 2" in told
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path / "none.toml")
+
+
+MEGATRON = {"kind": "megatron"}
+SERVER = {"engine": "vllm_server", "urls": ["http://a"]}
+PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
+
+
+@pytest.mark.parametrize(
+    ("tables", "told"),
+    [
+        ({"rollout": {"num_generations": 1}}, "num_generations"),
+        ({"rollout": {"temperature": 0.0}}, "temperature"),
+        ({"rollout": {"prompts_per_step": 3, "num_generations": 2}, "algorithm": {"updates_per_rollout": 4}}, "take 3"),
+        ({"rollout": {"sleep": True, "max_staleness": 1}}, "rollout.sleep"),
+        ({"rollout": {"engine": "sglang_server"}}, "rollout.urls: sglang_server needs"),
+        ({"rollout": {"urls": ["http://a"]}}, "rollout.urls: vllm runs in this process"),
+        ({"rollout": SERVER | {"urls": ["a:8000"]}}, "write http://a:8000"),
+        ({"rollout": {"environment": "game"}}, "write module:function"),
+        ({"rollout": {"dtype": "bf16"}}, "dtype"),
+        ({"model": {"dtype": "fp8"}}, "dtype"),
+        ({"model": {"lora_rank": 8}, "backend": MEGATRON}, "model.lora_rank"),
+        ({"model": {"lora_rank": 8, "lora_targets": []}}, "model.lora_targets"),
+        ({"model": {"attention": "flash_attention_2", "dtype": "float32"}}, "has no float32"),
+        ({"model": {"attention": "flash_attention_2"}, "backend": {"device": "cpu"}}, "needs a GPU"),
+        ({"model": {"path": "somewhere"}}, "data.path"),
+        (PROMPTS | {"eval": {"every": 5}}, "data.eval_path"),
+        ({"backend": {"tensor_parallel": 2}}, "backend.tensor_parallel: fsdp"),
+        ({"backend": {"expert_parallel": 2}}, "backend.expert_parallel: fsdp"),
+        ({"backend": {"expert_tensor_parallel": 2}}, "backend.expert_tensor_parallel: fsdp"),
+        ({"backend": {"pipeline_parallel": 2}}, "backend.pipeline_parallel: fsdp"),
+        ({"backend": {"virtual_pipeline": 2}}, "backend.virtual_pipeline: fsdp"),
+        ({"backend": {"context_parallel": 2}}, "backend.context_parallel: fsdp"),
+        ({"backend": {"distributed_optimizer": True}}, "backend.distributed_optimizer: fsdp"),
+        ({"backend": {"megatron": {"a": 1}}}, "backend.megatron: fsdp"),
+        ({"backend": MEGATRON | {"tensor_parallel": 0}}, "tensor_parallel"),
+        ({"backend": MEGATRON | {"virtual_pipeline": 2}}, "set backend.pipeline_parallel > 1"),
+        (
+            {"backend": MEGATRON | {"megatron": {"context_parallel_size": 2}}},
+            "set backend.context_parallel in its place",
+        ),
+        ({"backend": MEGATRON | {"megatron": {"moe_router_fusion": True}}}, "fused router"),
+        ({"algorithm": {"beta": -0.1}}, "beta"),
+        ({"algorithm": {"clip_low": -0.1}}, "clip_low"),
+        ({"algorithm": {"clip_low": 1.1}}, "clip_low"),
+        ({"algorithm": {"clip_high": -0.1}}, "clip_high"),
+        ({"algorithm": {"correction_low": 1.5}}, "correction_low"),
+        ({"algorithm": {"correction_high": 0.5}}, "correction_high"),
+        ({"optim": {"betas": [0.9, 1.0]}}, "optim.betas"),
+        ({"optim": {"warmup_steps": 11}, "steps": 10}, "at most steps = 10"),
+        ({"reward": {"functions": []}}, "functions"),
+        ({"reward": {"functions": ["accuracy", "format"], "weights": [1.0]}}, "1 weights for 2 functions"),
+        ({"reward": {"functions": ["format", "format"]}}, "'format' is there twice"),
+        ({"checkpoint": {"keep": 0}}, "keep"),
+        ({"name": "a/b"}, "name"),
+    ],
+)
+def test_what_cannot_work_is_refused(tables: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match="validation error") as caught:
+        TrainConfig.model_validate(tables)
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"rollout": SERVER | {"max_staleness": 1}},
+        {"rollout": {"sleep": True}},
+        {
+            "backend": MEGATRON
+            | {"pipeline_parallel": 2, "virtual_pipeline": 2, "megatron": {"sequence_parallel": True}}
+        },
+        {"model": {"lora_rank": 8}},
+        PROMPTS,
+        {"eval": {"every": 5}},
+        {"reward": {"functions": ["accuracy", "format"], "weights": [1.0, 0.5]}},
+    ],
+)
+def test_what_can_work_is_not_refused(tables: dict[str, Any]) -> None:
+    assert TrainConfig.model_validate(tables)
+
+
+def test_a_configuration_does_not_change() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        TrainConfig().replay.mode = "r2"
+
+
+# ---- and back --------------------------------------------------------------------------------------------------------
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+
+
+@given(
+    path=TEXT,
+    options=st.dictionaries(TEXT, TEXT | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False)),
+    urls=st.lists(TEXT.map("http://{}".format)),
+    lr=st.floats(min_value=0, allow_nan=False, allow_infinity=False),
+    output=st.none() | st.just(Path("runs/a b")),
+)
+def test_toml_gives_the_same_configuration_again(
+    path: str, options: dict[str, Any], urls: list[str], lr: float, output: Path | None, tmp_path_factory: Any
+) -> None:
+    config = TrainConfig.model_validate(
+        {
+            "output": output,
+            "model": {"path": path},
+            "data": {"path": "prompts.jsonl"},
+            "rollout": {"engine": "vllm_server" if urls else "vllm", "urls": urls, "options": options},
+            "optim": {"lr": lr},
+        }
+    )
+    recipe = tmp_path_factory.getbasetemp() / "round.toml"
+    recipe.write_bytes(to_toml(config).encode())
+    assert load_config(recipe) == config
+
+
+def test_the_token_is_not_written() -> None:
+    config = load_config(None, ["--rollout.token", "very-secret"])
+    assert config.rollout.token == "very-secret"
+    assert "very-secret" not in to_toml(config) + repr(config)
+
+
+# ---- what is said about it -------------------------------------------------------------------------------------------
+
+
+def test_every_key_is_explained_in_a_sentence() -> None:
+    short = {name: field.description for name, field in all_fields().items() if not (field.description or "").strip()}
+    assert not short
+    assert len(all_fields()) > 70
+
+
+def test_the_help_has_every_key_and_its_default() -> None:
+    told = help_text(120)
+    for name in all_fields():
+        assert f"--{name.replace('_', '-')} " in told
+    assert "[off|r2|r3|auto, default auto]" in told
+    assert max(map(len, told.splitlines())) <= 120
+
+
+def test_the_reference_is_up_to_date() -> None:
+    remedy = "python -m moe_replay.train.config_reference > docs/config.md"
+    assert (ROOT / "docs" / "config.md").read_text() == reference(), remedy

@@ -1,0 +1,81 @@
+"""Trajectories: what a session has become, and their way to other ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+import moe_replay as mr
+from moe_replay.rollout.base import FinishReason, Sample
+from moe_replay.rollout.session import Session
+from moe_replay.train.trajectory import Trajectory, from_bytes, to_bytes
+from tests.train.trajectories import LAYERS, NUM_EXPERTS, random_trajectory
+
+
+def sample(prompt: np.ndarray, completion: int, version: int, reason: FinishReason) -> Sample:
+    """What an engine with weights `version` makes of a prompt."""
+    whole = random_trajectory(version, len(prompt), completion, version=version)
+    ids = np.concatenate([prompt, whole.token_ids[len(prompt) :]]).astype(np.int32)
+    trace = mr.RouteTrace(
+        ids, whole.trace.experts, LAYERS, whole.trace.valid, weight_version=version, num_experts=NUM_EXPERTS
+    )
+    return Sample(
+        prompt_ids=prompt,
+        completion_ids=ids[len(prompt) :],
+        logprobs=whole.logprobs[len(prompt) :],
+        finish_reason=reason,
+        trace=trace,
+        weight_version=version,
+    )
+
+
+def resumed(keep: str) -> Session:
+    """Four tokens by the weights of version 1, then three more by those of version 2."""
+    session = Session([5, 6, 7], keep=keep)  # type: ignore[arg-type]
+    session.absorb(sample(session.token_ids, 4, 1, FinishReason.ABORT))
+    session.absorb(sample(session.token_ids, 3, 2, FinishReason.STOP))
+    return session
+
+
+def test_the_way_to_other_ranks_keeps_everything() -> None:
+    sent = [random_trajectory(i, prompt=2, completion=3 + i, observed=i) for i in range(3)]
+    sent.append(sent[0].with_advantage(math.nan, 0.1 + 0.2))  # type: ignore[arg-type]
+    for before, after in zip(sent, from_bytes(to_bytes(sent)), strict=True):
+        assert (after.row, after.group, after.finish_reason) == (before.row, before.group, before.finish_reason)
+        assert after.advantage == before.advantage
+        np.testing.assert_equal(after.reward, before.reward)
+        assert after.trace == before.trace
+        for name in ("token_ids", "logprobs", "versions"):
+            np.testing.assert_array_equal(getattr(after, name), getattr(before, name))
+            assert getattr(after, name).dtype == getattr(before, name).dtype
+
+
+def test_nothing_is_sent_as_nothing() -> None:
+    assert from_bytes(to_bytes([])) == []
+
+
+def test_each_token_of_a_resumed_sequence_keeps_its_version() -> None:
+    made = Trajectory.of(resumed("as_sampled"), row=3, group=1)
+    assert made.versions.tolist() == [-1, -1, -1, 1, 1, 1, 1, 2, 2, 2]
+    # the last token of version 1 was sampled, but never fed under it: its route is of version 2
+    assert made.trace.token_versions[:-1].tolist() == [1, 1, 1, 1, 1, 1, 2, 2, 2]
+
+
+def test_routes_of_other_weights_than_the_log_probs_are_refused() -> None:
+    with pytest.raises(mr.AlignmentError, match=r"routed by other weights.*row 3.*version 1.*as_sampled"):
+        Trajectory.of(resumed("latest"), row=3, group=1)
+
+
+def test_a_version_that_nobody_sampled_with_is_refused() -> None:
+    made = random_trajectory(0, prompt=2, completion=4, version=7)
+    wrong = dataclasses.replace(made, versions=np.where(made.sampled, 8, -1))
+    with pytest.raises(mr.AlignmentError, match="expected routes of weight version 8, found version 7"):
+        wrong.check_versions()
+
+
+def test_a_session_that_never_sampled_is_no_trajectory() -> None:
+    with pytest.raises(mr.AlignmentError, match="never sampled"):
+        Trajectory.of(Session([1, 2]), row=0, group=0)

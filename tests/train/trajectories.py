@@ -1,0 +1,44 @@
+"""Made-up trajectories."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+import moe_replay as mr
+from moe_replay.rollout.base import FinishReason
+from moe_replay.train.trajectory import Trajectory
+
+LAYERS = (1, 2, 3)
+NUM_EXPERTS, TOP_K = 8, 2
+
+
+class MadeUp(Trajectory):
+    """A trajectory that tests may change."""
+
+    def ended_by_length(self) -> Trajectory:
+        return dataclasses.replace(self, finish_reason=FinishReason.LENGTH)
+
+
+def random_trajectory(row: int, prompt: int, completion: int, observed: int = 0, version: int = 0) -> MadeUp:
+    """`prompt` tokens, `completion` sampled ones, with `observed` tokens of a tool in the middle of them."""
+    random = np.random.default_rng(row)
+    tokens = prompt + completion + observed
+    sampled = np.ones(tokens, bool)
+    sampled[:prompt] = False
+    sampled[prompt + completion // 2 : prompt + completion // 2 + observed] = False
+    ids = random.integers(1, 90, tokens).astype(np.int32)
+    experts = np.argsort(random.random((tokens, len(LAYERS), NUM_EXPERTS)), axis=-1)[..., :TOP_K].astype(np.uint8)
+    covered = np.arange(tokens) < tokens - 1
+    return MadeUp(
+        row=row,
+        group=row // 2,
+        token_ids=ids,
+        logprobs=np.where(sampled, -random.random(tokens), 0).astype(np.float32),
+        versions=np.where(sampled, version, -1).astype(np.int64),
+        trace=mr.RouteTrace(ids, experts, LAYERS, covered, version, num_experts=NUM_EXPERTS),
+        finish_reason=FinishReason.STOP,
+        reward=float(random.random()),
+        advantage=float(random.normal()),
+    )
