@@ -83,7 +83,7 @@ def test_a_choice_becomes_a_sample() -> None:
         ({"prompt_token_ids": [5, 7]}, "another prompt"),
         ({"routed_experts": "no base64!"}, "cannot be read"),
         ({"routed_experts": base64.b64encode(b"no array").decode()}, "cannot be read"),
-        ({"routed_experts": npy(np.array([object()]))}, "cannot be read"),
+        ({"routed_experts": npy(np.array([object()]))}, "unknown way.*found object"),
         ({"routed_experts": npy(np.zeros((3, 3, 2), np.uint8))}, "all-zero capture"),
         ({"routed_experts": npy(np.zeros((3, 4, 2), np.uint8))}, "another number of layers"),
     ],

@@ -248,7 +248,7 @@ def with_route(layer: int, experts: list[int]) -> Callable[[np.ndarray], np.ndar
     [
         (lambda meta: {"routed_experts": None}, "--enable-return-routed-experts.* strip"),
         (lambda meta: {"routed_experts": "no base64!"}, "cannot be read"),
-        (lambda meta: {"routed_experts": 7}, "cannot be read: .*int"),
+        (lambda meta: {"routed_experts": 7}, "must be base64.*int"),
         (lambda meta: {"routed_experts": meta["routed_experts"][:-4]}, "no whole number of rows"),
         (lambda meta: {"routed_experts": rewritten(meta, lambda r: r[1:])}, "fewer rows than tokens"),
         (lambda meta: {"routed_experts": rewritten(meta, lambda r: np.concatenate([r, r]))}, "more rows than tokens"),

@@ -6,19 +6,25 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from moe_replay.cli.compare import CompareCommand
 from moe_replay.cli.doctor import DoctorCommand
 from moe_replay.cli.inspect import InspectCommand
 from moe_replay.cli.plan import PlanCommand
+from moe_replay.cli.report import ReportCommand
 from moe_replay.cli.rollout import RolloutCommand
 from moe_replay.cli.train import TrainCommand
+from moe_replay.cli.verify import VerifyCommand
 from moe_replay.errors import MissingExtraError, MoeReplayError
 
 COMMANDS: dict[str, Callable[..., Callable[[], None]]] = {
+    "compare": CompareCommand,
     "doctor": DoctorCommand,
     "inspect": InspectCommand,
     "plan": PlanCommand,
+    "report": ReportCommand,
     "rollout": RolloutCommand,
     "train": TrainCommand,
+    "verify": VerifyCommand,
 }
 
 

@@ -8,6 +8,14 @@ from moe_replay.batch import RouteBatch
 from moe_replay.errors import AlignmentError
 
 
+def shared_experts(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """(...) float32: the share of the experts of `one` (..., K) that `other` (..., K) names too, in whatever order.
+
+    An expert that `other` names twice counts once: a buffer full of zeros agrees with nobody on more than expert 0.
+    """
+    return (one.unsqueeze(-1) == other.unsqueeze(-2)).any(-1).float().mean(-1)
+
+
 def same_experts(one: RouteBatch, other: RouteBatch) -> torch.Tensor:
     """(L, R) bool: the two batches send the row to the same set of experts, in whatever order."""
     if one.layers != other.layers or one.experts.shape != other.experts.shape:

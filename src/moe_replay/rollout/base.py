@@ -128,7 +128,7 @@ class Probe:
 
     token_ids    (T,)
     logprobs     (T - 1,) of every token but the first, at temperature 1
-    tolerance    on the mean difference: 1e-3 is generous for float32, 0.05 for bfloat16
+    tolerance    on the median difference: 1e-3 is generous for float32, 0.05 for bfloat16
     """
 
     token_ids: Sequence[int]
@@ -136,15 +136,20 @@ class Probe:
     tolerance: float = 0.05
 
     def check(self, found: np.ndarray, engine: str) -> None:
-        """Raise unless the engine's log-probs (T - 1,) are the trainer's."""
+        """Raise unless the engine's log-probs (T - 1,) are the trainer's.
+
+        The median, because routers differ here and there: a token that goes to another expert is off by much, and with
+        the wrong weights most tokens are.
+        """
         difference = np.abs(np.asarray(found, np.float64) - self.logprobs)
-        if not difference.mean() <= self.tolerance:  # also when it is not a number
+        typical = float(np.median(difference))
+        if not typical <= self.tolerance:  # also when it is not a number
             worst = int(difference.argmax())
             raise EngineError(
                 f"{engine} does not compute with the weights that it was given",
                 token=worst + 1,
-                expected=f"log-probs within {self.tolerance} of the trainer's on average",
-                found=f"{difference.mean():.4g} off on average, {difference[worst]:.4g} at most",
+                expected=f"log-probs within {self.tolerance} of the trainer's in the median",
+                found=f"{typical:.4g} off in the median, {difference[worst]:.4g} at most",
                 remedy="Expert weights that an engine re-packs at load may have been left in the old layout by the "
                 "update; sampling is refused until an update succeeds",
             )

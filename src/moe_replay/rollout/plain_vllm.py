@@ -6,15 +6,14 @@ for a first try. `moe-replay rollout` is the server made for training.
 
 from __future__ import annotations
 
-import base64
-import binascii
-import io
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from moe_replay.peers.encoding import from_base64, from_npy, most_bytes
+from moe_replay.peers.rows import PeerError
 from moe_replay.rollout.base import EngineError, EngineName, FinishReason, Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.capture import trace_from_capture
 from moe_replay.rollout.http import HttpEngine
@@ -95,9 +94,10 @@ class PlainVllmServer(HttpEngine):
                 remedy="Start it with --enable-return-routed-experts; a gateway in between must pass the fields on",
             )
         completion = np.asarray(choice["token_ids"], np.int32)
+        tokens = np.concatenate([prompt, completion])
         trace = trace_from_capture(
-            _npy(choice["routed_experts"], index),
-            np.concatenate([prompt, completion]),
+            _npy(choice["routed_experts"], len(tokens), self.topology, index),
+            tokens,
             self.topology,
             EngineName("vLLM", f"at {self.url}"),
             weight_version=self.weight_version,
@@ -131,9 +131,9 @@ class PlainVllmServer(HttpEngine):
         raise self._cannot("abort what it samples")
 
 
-def _npy(encoded: str, sample: int) -> np.ndarray:
-    """The array in base64 of a .npy file."""
+def _npy(encoded: str, tokens: int, topology: MoeTopology, sample: int) -> np.ndarray:
+    """The array in base64 of a .npy file, which is no larger than the routes of so many tokens can be."""
     try:
-        return np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
-    except (binascii.Error, ValueError, EOFError) as wrong:
-        raise EngineError(f"vLLM returned routes that cannot be read: {wrong}", sample=sample) from wrong
+        return from_npy(from_base64(encoded, most_bytes(tokens, topology), "vLLM", sample), "vLLM", sample)
+    except PeerError as wrong:
+        raise EngineError(f"vLLM returned {wrong}", sample=sample) from wrong

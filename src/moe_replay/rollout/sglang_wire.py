@@ -7,8 +7,6 @@ answer     meta_info.routed_experts: base64 of int32 (prompt + completion - 1 - 
 
 from __future__ import annotations
 
-import base64
-import binascii
 import secrets
 import zlib
 from collections.abc import Callable, Sequence
@@ -16,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from moe_replay.peers.rows import PeerError
+from moe_replay.peers.sglang import int32_rows
 from moe_replay.rollout.base import EngineError, EngineName, FinishReason, Sample, SamplingParams
 from moe_replay.rollout.capture import trace_from_capture
 from moe_replay.topology import MoeTopology
@@ -95,7 +95,7 @@ class Answer:
             )
         else:
             trace = trace_from_capture(
-                self._routes(topology),
+                self._routes(len(tokens), topology),
                 tokens,
                 topology,
                 self.engine,
@@ -149,7 +149,7 @@ class Answer:
             )
         return logprobs
 
-    def _routes(self, topology: MoeTopology) -> np.ndarray:
+    def _routes(self, tokens: int, topology: MoeTopology) -> np.ndarray:
         """(rows, decoder layers, K) int32."""
         encoded = self.meta.get("routed_experts")
         if encoded is None:
@@ -161,15 +161,6 @@ class Answer:
                 "return_routed_experts and meta_info.routed_experts on, and some strip them",
             )
         try:
-            raw = base64.b64decode(encoded, validate=True)
-        except (binascii.Error, ValueError, TypeError) as wrong:
-            raise self._error(f"returned routes that cannot be read: {wrong}", expected="base64") from wrong
-        row = 4 * topology.num_layers * topology.top_k
-        if len(raw) % row:
-            raise self._error(
-                "returned routes that are no whole number of rows",
-                expected=f"a multiple of {row} bytes: int32, {topology.num_layers} layers, top {topology.top_k}",
-                found=f"{len(raw)} bytes",
-                remedy="The server runs another model, or another version that encodes routes in another way",
-            )
-        return np.frombuffer(raw, "<i4").reshape(-1, topology.num_layers, topology.top_k)
+            return int32_rows(encoded, tokens, topology, str(self.engine), self.index)
+        except PeerError as wrong:
+            raise self._error(f"returned {wrong}") from wrong

@@ -131,7 +131,7 @@ class RolloutConfig(Section):
     check_weights: bool = True
     """After each update of the weights, compare log-probs of engine and trainer on a probe."""
     probe_tolerance: float = Field(0.05, gt=0)
-    """Difference of log-probs on the probe, on average, above which the run stops."""
+    """Median difference of log-probs on the probe above which the run stops."""
     options: dict[str, Setting] = {}
     """More of the engine's own options, e.g. gpu_memory_utilization = 0.3."""
 

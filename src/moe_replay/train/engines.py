@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from moe_replay.rollout.base import Engine
-from moe_replay.train.config import TrainConfig
+from moe_replay.train.config import RolloutConfig, TrainConfig
 
 # What a launcher tells a trainer's process about its group: an engine's own processes form another one.
 _LAUNCHER = (
@@ -25,37 +25,45 @@ _LAUNCHER = (
 
 def longest_sequence(config: TrainConfig, folder: str) -> int:
     """Tokens of a sequence at most: what the config wants, as far as the model goes."""
+    return within_model(config.max_length, folder)
+
+
+def within_model(tokens: int, folder: str) -> int:
+    """So many tokens, or as many as the model in the folder takes."""
     from transformers import AutoConfig
 
     limit = getattr(AutoConfig.from_pretrained(folder).get_text_config(), "max_position_embeddings", None)
-    return min(config.max_length, limit or config.max_length)
+    return min(tokens, limit or tokens)
 
 
 def open_engine(config: TrainConfig, folder: str) -> Engine:
+    """The engine of a run."""
+    return start_engine(config.rollout, folder, longest_sequence(config, folder))
+
+
+def start_engine(rollout: RolloutConfig, folder: str, max_length: int) -> Engine:
     """Start an engine on the model in a folder, or connect to the servers that have it."""
-    max_length = longest_sequence(config, folder)
-    options: dict[str, Any] = dict(config.rollout.options)
-    kind = config.rollout.engine
-    if kind == "vllm":
+    options: dict[str, Any] = dict(rollout.options)
+    if rollout.engine == "vllm":
         from moe_replay.rollout.vllm import VllmEngine
 
         options.setdefault("max_model_len", max_length)
-        if config.rollout.sleep:
+        if rollout.sleep:
             options.setdefault("enable_sleep_mode", True)
         with _without_launcher():
-            return VllmEngine(folder, dtype=config.rollout.dtype, **options)
-    if kind == "transformers":
+            return VllmEngine(folder, dtype=rollout.dtype, **options)
+    if rollout.engine == "transformers":
         from moe_replay.rollout.transformers import TransformersEngine
 
-        return TransformersEngine.from_pretrained(folder, max_length=max_length, dtype=config.rollout.dtype, **options)
+        return TransformersEngine.from_pretrained(folder, max_length=max_length, dtype=rollout.dtype, **options)
     from moe_replay.rollout.pool import EnginePool
 
-    token = config.rollout.token or os.environ.get("MOE_REPLAY_TOKEN")
-    return EnginePool([_server(config, url, token, options) for url in config.rollout.urls])
+    token = rollout.token or os.environ.get("MOE_REPLAY_TOKEN")
+    return EnginePool([_server(rollout, url, token, options) for url in rollout.urls])
 
 
-def _server(config: TrainConfig, url: str, token: str | None, options: dict[str, Any]) -> Any:
-    if config.rollout.engine == "sglang_server":
+def _server(rollout: RolloutConfig, url: str, token: str | None, options: dict[str, Any]) -> Any:
+    if rollout.engine == "sglang_server":
         from moe_replay.rollout.sglang_server import SglangServer
 
         return SglangServer(url, token=token, **options)

@@ -25,6 +25,8 @@ from moe_replay.train.episode import Episode, load_environment
 from moe_replay.train.rewards import Reward, score, total
 from moe_replay.train.trajectory import Trajectory
 
+PROBE_TOKENS = 128
+
 Progress = Callable[[int, int], None]
 """(samples done, samples wanted)"""
 
@@ -84,9 +86,9 @@ class Rollouts:
 
     @property
     def example(self) -> tuple[int, ...]:
-        """Tokens of some prompts, for engine and trainer to be compared on."""
-        longest = max(self._stream.prompts[:64], key=lambda prompt: len(prompt.token_ids))
-        return (longest.token_ids * 2)[: max(len(longest.token_ids), 2)]
+        """Tokens of some prompts one after the other, for engine and trainer to be compared on."""
+        some = [token for prompt in self._stream.prompts[:PROBE_TOKENS] for token in prompt.token_ids]
+        return tuple((some * 2)[: max(2, min(PROBE_TOKENS, self._max_length - 1))])
 
     # ---- where it stands ----------------------------------------------------------------------------------------
 

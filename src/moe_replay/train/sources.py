@@ -25,7 +25,7 @@ class Sources(NamedTuple):
 def find_sources(config: TrainConfig, tell: Callable[[str], None]) -> Sources:
     """Download what is missing, or make the embedded default, which takes a minute: `tell` is told how far it is."""
     if config.model.path:
-        return Sources(_model_folder(config.model.path), config.data.path, config.data.eval_path)
+        return Sources(model_folder(config.model.path), config.data.path, config.data.eval_path)
     from moe_replay import demo
 
     files = demo.prepare(progress=tell)
@@ -42,7 +42,8 @@ def load_tokenizer(folder: str) -> Any:
         raise SourceError(f"no tokenizer in {folder}: {error}", remedy="Put the model's tokenizer beside it") from error
 
 
-def _model_folder(path: str) -> str:
+def model_folder(path: str) -> str:
+    """The folder of a model that is given as such, or by a name on the hub."""
     if Path(path).is_dir():
         return path
     try:

@@ -1,0 +1,110 @@
+"""What the alignment watch costs in training, as a share of one forward + backward with replay.
+
+python benchmarks/verify_cost.py                    # a model of the proportions of Qwen3-30B-A3B, small, on the CPU
+python benchmarks/verify_cost.py --device cuda      # larger
+
+Watching a step needs the routers' own choice besides the replayed one (one more top-k a layer, in the micro-batch that
+is looked at), the sums of one micro-batch, and the verdict. Each is timed by itself; times are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+import moe_replay as mr
+from moe_replay.diagnostics.verdict import judge
+from moe_replay.diagnostics.watch import AlignmentWatch
+
+SHAPES = {
+    "cpu": {"layers": 4, "experts": 64, "top_k": 8, "hidden": 512, "intermediate": 192, "batch": 4, "width": 512},
+    "cuda": {"layers": 24, "experts": 128, "top_k": 8, "hidden": 2048, "intermediate": 768, "batch": 8, "width": 2048},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=sorted(SHAPES), default="cpu")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    shape = SHAPES[options.device]
+    torch.set_num_threads(1)
+
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=4096,
+        hidden_size=shape["hidden"],
+        moe_intermediate_size=shape["intermediate"],
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["hidden"] // 64,
+        num_key_value_heads=max(1, shape["hidden"] // 512),
+        head_dim=128,
+        num_experts=shape["experts"],
+        num_experts_per_tok=shape["top_k"],
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config).to(options.device, torch.bfloat16 if options.device == "cuda" else None).train()
+    replay = mr.attach(model)
+    layout = mr.TokenLayout.padded([shape["width"]] * shape["batch"])
+    ids = torch.randint(0, 4096, (shape["batch"], shape["width"]), device=options.device)
+    with torch.no_grad(), replay.record() as recording:
+        model(input_ids=ids)
+    given = recording.batch()
+    watch = AlignmentWatch()
+
+    # On one core the time that this process has computed, which does not count what else the machine does.
+    clock = time.perf_counter if options.device == "cuda" else time.process_time
+
+    def timed(action: Callable[[], object]) -> float:
+        if options.device == "cuda":
+            torch.cuda.synchronize()
+        start = clock()
+        action()
+        if options.device == "cuda":
+            torch.cuda.synchronize()
+        return clock() - start
+
+    def step(observe: bool) -> None:
+        with replay.replay(given, observe=observe) as replaying:
+            loss = model(input_ids=ids).logits.float().logsumexp(-1).mean()
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+        if observe:
+            seen.append(replaying.native())
+
+    def native_choice() -> None:
+        for _ in range(shape["layers"]):
+            torch.topk(scores, shape["top_k"])
+
+    seen: list[mr.RouteBatch] = []
+    step(observe=True)
+    native = seen.pop()
+    tables = [watch.measure(native, given, layout, 0)]
+    verdict = judge(tables[0])
+    assert verdict.aligned, verdict
+    scores = torch.rand(layout.num_rows, shape["experts"], device=options.device)
+
+    parts: dict[str, Callable[[], object]] = {
+        "native top-k of all rows and layers": native_choice,
+        "watch.measure": lambda: watch.measure(native, given, layout, 1),
+        "judge": lambda: judge(tables[0].with_vector(tables[0].vector())),  # a new table: nothing is remembered
+    }
+    steps = [timed(lambda: step(observe=False)) for _ in range(options.repeats)]
+    whole = statistics.median(steps)
+    print(
+        f"{shape['layers']} MoE layers, top {shape['top_k']} of {shape['experts']}, hidden {shape['hidden']}, "
+        f"{shape['batch']} x {shape['width']} tokens, {options.device}; forward + backward with replay: {whole:.3f} s"
+    )
+    for name, action in parts.items():
+        spent = statistics.median(timed(action) for _ in range(10 * options.repeats))
+        print(f"{name:40} {spent / whole:8.2%} of a step ({spent * 1e3:.2f} ms)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""`moe-replay inspect`: what is in a file of traces."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from moe_replay.diagnostics.inspect import TraceSummary, read_traces, summarize
+from moe_replay.topology import MoeTopology
+
+_LEVELS = " ▁▂▃▄▅▆▇█"
+_PLAIN_LEVELS = " .:-=+*#@"
+
+
+class InspectCommand:
+    """Show what is in a file of traces: tokens, layers, coverage, weight versions, load of the experts."""
+
+    def __init__(self, file: Path, /, *, check: str | None = None, json: bool = False, width: int = 64) -> None:
+        """Show what is in a file of traces: tokens, layers, coverage, weight versions, load of the experts.
+
+        Args:
+            file: A file of traces, or the bytes of one.
+            check: Folder, config.json or name of a model. Status 1 unless these can be routes of it.
+            json: Print everything as JSON.
+            width: Columns of the bar chart at most; more experts than that share them.
+        """
+        self.file = file
+        self.check = check
+        self.json = json
+        self.width = width
+
+    def __call__(self) -> None:
+        """Read the file once, print, and check."""
+        summary = summarize(read_traces(self.file))
+        topology = None if self.check is None else _topology(self.check)
+        if self.json:
+            told = summary.to_dict()
+            if topology is not None:
+                told["differences"] = summary.differences(topology)
+            print(json.dumps(told, indent=2))
+        else:
+            wide = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+            print(summary_text(summary, self.width, _LEVELS if wide else _PLAIN_LEVELS))
+        if topology is not None:
+            summary.check(topology)
+
+
+def summary_text(summary: TraceSummary, width: int = 64, levels: str = _LEVELS) -> str:
+    """The summary for a terminal, with a row of bars for each layer: one for each expert, or for a few together."""
+    routers = ", ".join(f"top {k} of {e or '?'}" for k, e in sorted(summary.routers, key=str)) or "nothing"
+    versions = ", ".join(f"{version} ({tokens:,} tokens)" for version, tokens in sorted(summary.versions.items()))
+    lines = [
+        f"{summary.traces} traces, {summary.tokens:,} tokens, the longest of {summary.longest:,}; "
+        f"{len(summary.layers)} layers, {routers}",
+        f"covered: {summary.coverage:.2%} of (token, layer) places; weight versions: {versions or 'none'}",
+    ]
+    if summary.duplicates:
+        lines.append(f"BROKEN: {summary.duplicates:,} rows name an expert twice; no router chooses that")
+    if summary.repeated:
+        lines.append(f"{summary.repeated} traces have exactly the tokens of an earlier one")
+    lines += ["", "layer  covered  entropy  peak   unused  load, expert by expert"]
+    for layer in sorted(summary.layers):
+        one = summary.layers[layer]
+        share = one.covered / one.tokens if one.tokens else 0.0
+        numbers = f"{layer:<6} {share:>7.1%}  {one.entropy:>7.3f}  {one.peak:>4.1f}x  {one.unused:>6}"
+        lines.append(f"{numbers}  {bars(one.load, width, levels)}")
+    return "\n".join(lines)
+
+
+def bars(load: np.ndarray, width: int, levels: str = _LEVELS) -> str:
+    """One character for each expert, or for neighbours together; the fullest one is the highest."""
+    if not load.any():
+        return ""
+    edges = np.linspace(0, len(load), min(width, len(load)) + 1).astype(int)[:-1]
+    counts = np.diff([*edges, len(load)])
+    heights = np.add.reduceat(load, edges) / counts
+    steps = np.ceil(heights / heights.max() * (len(levels) - 1)).astype(int)
+    return "".join(levels[step] for step in steps)
+
+
+def _topology(model: str) -> MoeTopology:
+    from moe_replay.diagnostics.model_config import model_config
+
+    return MoeTopology.from_config(model_config(model))

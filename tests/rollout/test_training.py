@@ -1,0 +1,71 @@
+"""Training with the real vLLM: both backends, every mode. One engine, behind HTTP, serves them all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.harness import run_ranks
+from tests.rollout.conftest import NEEDS_VLLM
+from tests.rollout.serving import serving
+from tests.train.conftest import demo_files  # noqa: F401  a fixture
+
+pytest.importorskip("vllm", reason=NEEDS_VLLM)
+pytestmark = [pytest.mark.xdist_group("vllm"), pytest.mark.distributed]
+
+TOKEN = "only this test knows it"
+
+
+@pytest.fixture(scope="module")
+def server(demo_files: Any) -> Iterator[str]:  # noqa: F811
+    """The embedded default in bfloat16, so that its routers differ from those of a float32 trainer."""
+    from moe_replay.rollout.server_app import build_app
+    from moe_replay.rollout.vllm import VllmEngine
+
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    options: dict[str, Any] = {"enforce_eager": True, "max_model_len": 64, "block_size": 32}
+    with (
+        VllmEngine(demo_files.model, dtype="bfloat16", kv_cache_memory_bytes=2**26, **options) as engine,
+        serving(build_app(engine, TOKEN)) as url,
+    ):
+        yield url
+
+
+def on_rank(model: str, data: str, output: str, overrides: dict[str, Any]) -> list[dict[str, float]]:
+    from moe_replay.train.loop import train
+    from tests.train.runs import tiny_config
+
+    folder = train(tiny_config(Path(model), Path(data), Path(output), **overrides))
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("mode", ["off", "r2", "r3"])
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_three_steps(server: str, demo_files: Any, tmp_path: Path, backend: str, mode: str) -> None:  # noqa: F811
+    if backend == "megatron":
+        pytest.importorskip("megatron.core")
+    overrides = {
+        "backend": {"kind": backend},
+        "replay": {"mode": mode},
+        "rollout": {"engine": "vllm_server", "urls": [server], "token": TOKEN, "prompts_per_step": 8},
+        "optim": {"lr": 1e-4},
+    }
+    arguments = (str(demo_files.model), str(demo_files.train), str(tmp_path / "run"), overrides)
+    (lines,) = run_ranks(1, on_rank, *arguments, timeout=200)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["loss/grad_norm"] > 0 for line in lines)
+    assert min(line["routing/agreement"] for line in lines) < 1  # routers really differ
+    with_replay, native = (
+        sum(line[f"mismatch/{name}/k3_kl"] for line in lines) for name in ("rollout_vs_old", "rollout_vs_native")
+    )
+    if mode == "r3":  # on the same batches
+        assert with_replay < native
+        assert all(line["routing/replayed_fraction"] > 0.5 for line in lines)
+    else:
+        assert with_replay == native

@@ -1,0 +1,42 @@
+"""The quick version of the embedded default, made once, and configs that train it for a few steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.runs import tiny_config
+
+
+@pytest.fixture(scope="session")
+def demo_files(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Model and data, in seconds; the model knows little."""
+    pytest.importorskip("transformers")
+    from moe_replay import demo
+
+    return demo.prepare(tmp_path_factory.mktemp("demo"), quick=True, progress=lambda line: None)
+
+
+@pytest.fixture
+def config(demo_files: Any, tmp_path: Path) -> Callable[..., Any]:
+    """A run of a few steps; sections are overridden key by key."""
+
+    def make(output: str = "run", **overrides: Any) -> Any:
+        return tiny_config(demo_files.model, demo_files.train, tmp_path / output, **overrides)
+
+    return make
+
+
+@pytest.fixture
+def metrics_of() -> Callable[[Path], list[dict[str, Any]]]:
+    """The lines of a run's metrics, without what is different each time: the clock."""
+
+    def read(folder: Path) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [{name: value for name, value in line.items() if not name.startswith("time")} for line in lines]
+
+    return read

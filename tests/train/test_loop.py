@@ -1,0 +1,335 @@
+"""Whole runs on one process, with the Transformers engine: what is learned, kept, resumed and refused."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+from moe_replay.errors import ReplayStateError
+from moe_replay.train.job import DivergedError
+from moe_replay.train.learner import Learner
+from moe_replay.train.loop import train
+from moe_replay.train.rewards import RewardError
+
+Config = Callable[..., Any]
+Metrics = Callable[[Path], list[dict[str, Any]]]
+
+# ---- rewards and environments that runs name by "module:function" ----------------------------------------------------
+
+calls = count(1)
+
+
+def interrupting(prompts: list, completions: list[str], **_: Any) -> list[float]:
+    """Ctrl-C while the fifth group is scored, which is the first of step 2."""
+    if next(calls) == 5:
+        os.kill(os.getpid(), signal.SIGINT)
+    return [float(len(c)) for c in completions]
+
+
+def endless(prompts: list, completions: list[str], **_: Any) -> list[float]:
+    return [math.inf if i else 0.0 for i in range(len(completions))]
+
+
+def broken(prompts: list, completions: list[str], **_: Any) -> list[float]:
+    raise KeyError("ground truth")
+
+
+def half_flat(prompts: list, completions: list[str], solution: list[str], **_: Any) -> list[float]:
+    """Groups whose solution is even have no signal."""
+    return [0.0 if int(solution[0]) % 2 == 0 else float(i) for i in range(len(completions))]
+
+
+async def calculator(episode: Any) -> None:
+    """A tool that says a number, twice, and lets the model go on."""
+    while episode.may_go_on:
+        episode.observe("12")
+        await episode.generate()
+
+
+# ---- modes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["off", "r2", "r3"])
+@pytest.mark.parametrize("rollout", ["float32", "bfloat16"])
+def test_a_run_measures_what_replay_does(config: Config, metrics_of: Metrics, mode: str, rollout: str) -> None:
+    folder = train(config(replay={"mode": mode}, rollout={"dtype": rollout}))
+    lines = metrics_of(folder)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    with_replay, native = (
+        sum(line[f"mismatch/{name}/k3_kl"] for line in lines) for name in ("rollout_vs_old", "rollout_vs_native")
+    )
+    agreement = min(line["routing/agreement"] for line in lines)
+    if rollout == "float32":  # the same model in the same precision: nothing differs
+        assert agreement == 1.0
+        assert with_replay < 1e-9
+    else:  # routers really differ
+        assert agreement < 1.0
+        assert with_replay < native if mode == "r3" else with_replay == native
+    for line in lines:
+        assert ("routing/replayed_fraction" in line) == (mode != "off")
+        assert math.isfinite(line["loss/total"])
+        assert line["loss/skipped"] == 0
+        layers = [name for name in line if name.startswith("routing/agreement/layer_")]
+        assert "routing/agreement/layer_000" not in layers  # the dense one
+        assert layers
+
+
+def test_auto_says_what_it_picks(config: Config, metrics_of: Metrics, capsys: pytest.CaptureFixture[str]) -> None:
+    train(config(steps=1, replay={"mode": "auto"}, algorithm={"updates_per_rollout": 4}))
+    assert "routing replay: r3 (4 updates from sample to use" in capsys.readouterr().out
+
+
+def test_packed_and_padded_batches_give_the_same_loss(config: Config, metrics_of: Metrics) -> None:
+    runs = [
+        metrics_of(train(config(f"packed-{packed}", batch={"packed": packed, "tokens_per_micro_batch": budget})))
+        for packed, budget in ((True, 96), (False, 96), (True, 4096))
+    ]
+    for other in runs[1:]:
+        for one, two in zip(runs[0], other, strict=True):
+            for name in ("loss/total", "loss/grad_norm", "loss/entropy", "reward/mean"):
+                assert one[name] == pytest.approx(two[name], rel=1e-4, abs=1e-6), name
+
+
+def test_a_ratio_other_than_one_in_the_first_update_stops_the_run(config: Config) -> None:
+    class Anything:
+        """Not asked for anything by the check."""
+
+    learner = Learner(config(), Anything())  # type: ignore[arg-type]
+    fine = {"mismatch/first_update/logprob_abs_diff/max": 0.0, "loss/total": 1.0}
+    assert learner.checked(fine) == {"loss/total": 1.0}
+    with pytest.raises(ReplayStateError, match=r"first update.*exactly 1.*1e-07 apart"):
+        learner.checked({"mismatch/first_update/logprob_abs_diff/max": 1e-7})
+
+
+# ---- the algorithm ----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_learns(config: Config, metrics_of: Metrics) -> None:
+    made = config(
+        steps=12,
+        rollout={"prompts_per_step": 8, "num_generations": 8},
+        optim={"lr": 3e-3},
+        reward={"functions": ["tests.train.test_loop:short"]},
+    )
+    lines = metrics_of(train(made))
+    assert sum(line["reward/mean"] for line in lines[-3:]) > sum(line["reward/mean"] for line in lines[:3]) + 1
+
+
+def short(prompts: list, completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [-float(len(ids)) for ids in completion_ids]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"algorithm": {"level": "sequence", "loss": "grpo", "correction": "sequence_mask"}},
+        {"algorithm": {"loss": "dr_grpo", "baseline": "none", "correction": "token_mask"}},
+        {"algorithm": {"baseline": "leave_one_out", "correction": "token_truncate", "overlong_filter": True}},
+        {"model": {"gradient_checkpointing": True, "dtype": "bfloat16"}},
+        {"optim": {"schedule": "cosine", "warmup_steps": 2}},
+    ],
+    ids=["gspo", "dr_grpo", "rloo", "checkpointed-bfloat16", "cosine"],
+)
+def test_every_setting_runs(config: Config, metrics_of: Metrics, settings: dict) -> None:
+    for line in metrics_of(train(config(**settings))):
+        assert math.isfinite(line["loss/total"])
+        assert line["loss/grad_norm"] > 0
+        assert line["loss/skipped"] == 0
+
+
+def test_the_reference_is_the_model_that_training_began_with(config: Config, metrics_of: Metrics) -> None:
+    lines = metrics_of(train(config(algorithm={"beta": 0.1, "updates_per_rollout": 1})))
+    assert lines[0]["loss/reference_kl"] == pytest.approx(0, abs=1e-9)
+    assert lines[2]["loss/reference_kl"] > 1e-6
+
+
+def test_lora_trains_adapters_and_keeps_the_base(config: Config, metrics_of: Metrics, demo_files: Any) -> None:
+    pytest.importorskip("peft")
+    from safetensors.torch import load_file
+
+    made = config(
+        model={"lora_rank": 4}, algorithm={"beta": 0.1, "updates_per_rollout": 1}, checkpoint={"export": True}
+    )
+    folder = train(made)
+    lines = metrics_of(folder)
+    assert lines[0]["loss/reference_kl"] == pytest.approx(0, abs=1e-9)
+    assert lines[2]["loss/reference_kl"] > 1e-7
+    before = load_file(demo_files.model / "model.safetensors")
+    after = load_file(folder / "checkpoints/step-00000003/hf/model.safetensors")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert before.keys() == after.keys()
+    assert changed
+    assert {name.split(".")[-2] for name in changed} <= {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_dynamic_sampling_refills(config: Config, metrics_of: Metrics) -> None:
+    made = config(
+        algorithm={"dynamic_sampling": True, "max_refills": 20},
+        reward={"functions": ["tests.train.test_loop:half_flat"]},
+    )
+    lines = metrics_of(train(made))
+    assert sum(line["completion/groups_dropped"] for line in lines) > 0
+    assert all(line["completion/groups_without_signal"] == 0 for line in lines)
+
+
+def test_a_tool_speaks_without_loss_and_without_made_up_routes(config: Config, metrics_of: Metrics) -> None:
+    made = config(
+        rollout={"environment": "tests.train.test_loop:calculator", "max_turns": 3, "max_tokens": 4},
+        log={"traces": 2},
+    )
+    folder = train(made)
+    assert all(line["completion/length_max"] <= 3 * 4 for line in metrics_of(folder))  # of sampled tokens alone
+    import moe_replay as mr
+
+    with mr.TraceFile(folder / "traces/step-00000001.mrt") as file:
+        for trace in (file[0], file[1]):
+            assert trace.valid[:-1].all()  # the next turn's prefill routed what the tool said
+            assert not trace.valid[-1].any()
+
+
+def test_generation_may_run_ahead(config: Config, metrics_of: Metrics) -> None:
+    made = config(steps=5, rollout={"max_staleness": 2, "reproducible": False}, replay={"mode": "r3"})
+    lines = metrics_of(train(made))
+    assert lines[0]["completion/staleness_max"] == 0
+    assert 1 <= max(line["completion/staleness_max"] for line in lines) <= 2
+    assert all(line["routing/replayed_fraction"] > 0.5 for line in lines)
+
+
+# ---- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_stopped_goes_on_as_if_it_had_not(config: Config, metrics_of: Metrics) -> None:
+    whole = train(config("whole", steps=4, checkpoint={"every": 1}))
+    parts = train(config("parts", steps=2))
+    assert train(config("parts", steps=4)) == parts
+    assert metrics_of(parts) == metrics_of(whole)
+    folders = [folder / "checkpoints/step-00000004/policy" for folder in (whole, parts)]
+    states = [weights_in(folder) for folder in folders]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a distributed checkpoint."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    metadata = FileSystemReader(folder).read_metadata()
+    tensors: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    load(tensors, checkpoint_id=folder, no_dist=True)
+    return tensors
+
+
+def test_the_export_is_what_was_trained(config: Config, demo_files: Any) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = train(config(checkpoint={"export": True}))
+    exported = folder / "checkpoints/step-00000003/hf"
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    held = weights_in(folder / "checkpoints/step-00000003/policy")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, held[f"model.{name}"]), name
+    before = AutoModelForCausalLM.from_pretrained(demo_files.model).state_dict()
+    assert not torch.equal(model.state_dict()["model.norm.weight"], before["model.norm.weight"])
+    assert AutoTokenizer.from_pretrained(exported)("1+2=")["input_ids"]
+
+
+# ---- faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_saves_and_ends(config: Config, metrics_of: Metrics) -> None:
+    folder = train(config(steps=50, reward={"functions": ["tests.train.test_loop:interrupting"]}))
+    assert [line["step"] for line in metrics_of(folder)] == [1, 2]
+    assert (folder / "checkpoints/step-00000002").is_dir()
+
+
+def test_gradients_that_are_not_finite_change_nothing_and_then_stop(
+    config: Config, metrics_of: Metrics, tmp_path: Path
+) -> None:
+    made = config(
+        steps=9,
+        reward={"functions": ["tests.train.test_loop:endless"]},
+        optim={"max_bad_steps": 3},
+        checkpoint={"export": True},
+        algorithm={"updates_per_rollout": 1},
+    )
+    with pytest.raises(DivergedError, match="4 updates in a row"):
+        train(made)
+    lines = metrics_of(tmp_path / "run")
+    assert [line["loss/skipped"] for line in lines] == [1, 1, 1, 1]
+    saved = weights_in(tmp_path / "run/checkpoints/step-00000004/policy")
+    from safetensors.torch import load_file
+
+    start = load_file(Path(made.model.path) / "model.safetensors")
+    assert torch.equal(saved["model.model.norm.weight"], start["model.norm.weight"])
+
+
+def test_a_reward_that_fails_is_named(config: Config) -> None:
+    with pytest.raises(RewardError, match=r"tests\.train\.test_loop:broken"):
+        train(config(reward={"functions": ["tests.train.test_loop:broken"]}))
+
+
+def test_an_environment_that_is_not_there_is_named(config: Config) -> None:
+    with pytest.raises(ValueError, match=r"environment 'tests\.nowhere:play' cannot be loaded"):
+        train(config(rollout={"environment": "tests.nowhere:play"}))
+
+
+def test_an_engine_with_other_weights_is_found_out(config: Config, demo_files: Any) -> None:
+    """An engine that says it took the weights and did not."""
+    from moe_replay.rollout.base import EngineError
+    from moe_replay.rollout.transformers import TransformersEngine
+
+    class Forgetful(TransformersEngine):
+        def update_weights(self, weights: Any, version: int, probe: Any = None) -> None:
+            kept = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+            super().update_weights(weights, version, None)
+            if version:
+                self.model.load_state_dict(kept)
+            if probe is not None:
+                probe.check(self.prompt_logprobs(probe.token_ids), str(self.name))
+
+    engine = Forgetful.from_pretrained(demo_files.model)
+    try:
+        with pytest.raises(EngineError, match="does not compute with the weights"):
+            train(config(steps=8, optim={"lr": 0.02}, rollout={"probe_tolerance": 0.02}), engine)
+    finally:
+        engine.close()
+
+
+def test_episodes_end_where_the_sequence_is_full() -> None:
+    from moe_replay.train.episode import Episode
+
+    class Full:
+        """A session of nine tokens."""
+
+        def __len__(self) -> int:
+            return 9
+
+    episode = Episode(
+        prompt=None,
+        session=Full(),
+        engine=None,
+        params=None,
+        tokenizer=None,
+        max_length=10,
+        max_turns=5,  # type: ignore[arg-type]
+    )
+    assert not episode.may_go_on
+    assert asyncio.iscoroutinefunction(episode.generate)
