@@ -1,4 +1,4 @@
-"""Dividing sequences over updates, ranks and micro-batches, and laying them out: nothing lost, nothing counted twice."""
+"""Sequences divided over updates, ranks and micro-batches, and laid out: nothing lost, nothing counted twice."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from moe_replay.train.rewards import RewardError
 Config = Callable[..., Any]
 Metrics = Callable[[Path], list[dict[str, Any]]]
 
-# ---- rewards and environments that runs name by "module:function" ----------------------------------------------------
+# ---- rewards and environments that runs name by "module:function" ---------------------------------------------------
 
 calls = count(1)
 
@@ -58,7 +59,7 @@ async def calculator(episode: Any) -> None:
         await episode.generate()
 
 
-# ---- modes ------------------------------------------------------------------------------------------------------------
+# ---- modes ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["off", "r2", "r3"])
@@ -113,7 +114,7 @@ def test_a_ratio_other_than_one_in_the_first_update_stops_the_run(config: Config
         learner.checked({"mismatch/first_update/logprob_abs_diff/max": 1e-7})
 
 
-# ---- the algorithm ----------------------------------------------------------------------------------------------------
+# ---- the algorithm --------------------------------------------------------------------------------------------------
 
 
 def test_a_run_learns(config: Config, metrics_of: Metrics) -> None:
@@ -207,7 +208,7 @@ def test_generation_may_run_ahead(config: Config, metrics_of: Metrics) -> None:
     assert all(line["routing/replayed_fraction"] > 0.5 for line in lines)
 
 
-# ---- what is kept -----------------------------------------------------------------------------------------------------
+# ---- what is kept ---------------------------------------------------------------------------------------------------
 
 
 def test_a_run_that_stopped_goes_on_as_if_it_had_not(config: Config, metrics_of: Metrics) -> None:
@@ -251,7 +252,7 @@ def test_the_export_is_what_was_trained(config: Config, demo_files: Any) -> None
     assert AutoTokenizer.from_pretrained(exported)("1+2=")["input_ids"]
 
 
-# ---- faults -----------------------------------------------------------------------------------------------------------
+# ---- faults ---------------------------------------------------------------------------------------------------------
 
 
 def test_ctrl_c_saves_and_ends(config: Config, metrics_of: Metrics) -> None:
@@ -311,6 +312,35 @@ def test_an_engine_with_other_weights_is_found_out(config: Config, demo_files: A
             train(config(steps=8, optim={"lr": 0.02}, rollout={"probe_tolerance": 0.02}), engine)
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("mode", ["off", "r2", "r3"])
+def test_routes_of_another_layer_stop_the_run_before_anything_is_learned(
+    config: Config, demo_files: Any, tmp_path: Path, mode: str
+) -> None:
+    """An engine that reports every layer's routes one layer late: shapes, ids and token ids are all in order."""
+    import numpy as np
+
+    import moe_replay as mr
+    from moe_replay.rollout.transformers import TransformersEngine
+
+    class Late(TransformersEngine):
+        def _sample(self, prompts: Any, params: Any) -> Any:
+            return [replace(sample, trace=late(sample.trace)) for sample in super()._sample(prompts, params)]
+
+    def late(trace: mr.RouteTrace) -> mr.RouteTrace:
+        experts = np.roll(trace.experts, 1, axis=1)
+        return mr.RouteTrace(
+            trace.token_ids, experts, trace.layers, trace.valid, trace.token_versions[0], num_experts=trace.num_experts
+        )
+
+    engine = Late.from_pretrained(demo_files.model)
+    try:
+        with pytest.raises(mr.AlignmentError, match=r"not those of the tokens they are used for.*layer"):
+            train(config(replay={"mode": mode}, rollout={"prompts_per_step": 8}), engine)
+    finally:
+        engine.close()
+    assert not (tmp_path / "run/metrics.jsonl").read_text()
 
 
 def test_episodes_end_where_the_sequence_is_full() -> None:

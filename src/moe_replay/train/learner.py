@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from moe_replay.errors import ReplayStateError
+from moe_replay.train.alignment import Alignment
 from moe_replay.train.backends.base import Backend, LossFunction, Routing, Scores
 from moe_replay.train.batches import MicroBatch, mini_batches
 from moe_replay.train.config import TrainConfig
@@ -53,7 +54,9 @@ class Learner:
 
     # ---- before the updates -------------------------------------------------------------------------------------
 
-    def score(self, updates: Sequence[Sequence[MicroBatch]], meters: Meters, *, compare: bool = False) -> None:
+    def score(
+        self, updates: Sequence[Sequence[MicroBatch]], meters: Meters, step: int, *, compare: bool = False
+    ) -> None:
         """Old log-probs, and those of the reference; `compare` also scores without replay."""
         batches = [batch for batches in updates for batch in batches]
         if self.plan.mode == "r3":
@@ -62,7 +65,7 @@ class Learner:
         for batch, scores in zip(batches, self.backend.score(batches, self.plan.scoring), strict=True):
             self._take_old(batch, scores, meters)
         if self.plan.observe:
-            self._compare_routes(batches, meters)
+            self._compare_routes(batches, meters, step)
         if self.plan.mode == "off":
             for batch in batches:
                 batch.routes = {}
@@ -80,8 +83,9 @@ class Learner:
             meters.mismatch("rollout_vs_old", batch.rollout, scores.logprobs)
             meters.mean("loss/entropy", scores.entropy)
 
-    def _compare_routes(self, batches: Sequence[MicroBatch], meters: Meters) -> None:
+    def _compare_routes(self, batches: Sequence[MicroBatch], meters: Meters, step: int) -> None:
         """The trainer's own choice under the old weights against the rollout's: measured in every mode."""
+        alignment = Alignment(self.backend, step)
         for batch in batches:
             if batch.filler:
                 continue
@@ -90,7 +94,9 @@ class Learner:
             native = batch.native if replayed else batch.routes
             for chunk, routes in rollout.items():
                 meters.agreement(routes, native[chunk])
+            alignment.look_at(native, rollout, batch.layout)
             meters.routes(batch.routes.values(), batch.layout, replayed=self.plan.mode != "off")
+        meters.same("routing/aligned", alignment.checked())
 
     def _score_natively(self, batches: Sequence[MicroBatch], meters: Meters) -> None:
         for batch, scores in zip(batches, self.backend.score(batches, Routing("native")), strict=True):

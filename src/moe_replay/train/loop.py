@@ -24,7 +24,7 @@ def train(config: TrainConfig, engine: Engine | None = None) -> Path:
                 harvest = job.harvest()
             with clock("score"):
                 updates = job.learner.prepare(harvest.trajectories)
-                job.learner.score(updates, meters, compare=job.compares_in(step))
+                job.learner.score(updates, meters, step, compare=job.compares_in(step))
             with clock("train"):
                 learned = job.learner.update(updates, meters, step, job.report_updates)
             with clock("sync"):

@@ -29,6 +29,7 @@ class Meters:
         self._slot = {layer: slot for slot, layer in enumerate(topology.layers)}
         self._means: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._sums: dict[str, float] = defaultdict(float)
+        self._same: dict[str, float] = {}
         self._mismatches: dict[str, Mismatch] = {}
         self._agreeing, self._compared = np.zeros(layers), np.zeros(layers)
         self._load = np.zeros((layers, topology.num_experts), np.int64)
@@ -45,6 +46,10 @@ class Meters:
     def sum(self, name: str, value: Tensor | float) -> None:
         """Part of a sum over all ranks."""
         self._sums[name] += float(value)
+
+    def same(self, name: str, value: float) -> None:
+        """A number that is the same on all ranks."""
+        self._same[name] = value
 
     def mismatch(self, name: str, sampled: Tensor, scored: Tensor) -> None:
         """Log-probs of the same tokens from two passes."""
@@ -88,7 +93,7 @@ class Meters:
             found = [_mismatch(part["mismatches"][name]) for part in parts if name in part["mismatches"]]
             whole = sum(found[1:], start=found[0])
             result |= {f"mismatch/{name}/{key}": value for key, value in whole.summary().items()}
-        return result | self._routing(parts)
+        return result | self._routing(parts) | self._same
 
     def _own(self, speaks: bool) -> dict[str, object]:
         mismatches = {name: [m.sums.tolist(), m.maxima.tolist()] for name, m in self._mismatches.items()}

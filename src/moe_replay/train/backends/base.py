@@ -1,9 +1,9 @@
 """What the training loop asks of whatever holds the policy.
 
 A pass takes the micro-batches of this rank and gives, for each, one number for each of its N scored tokens: the tokens
-that the rollout sampled, in the order of sequences and positions. Ranks that share a micro-batch (tensor, context, pipeline
-parallel) are given the same micro-batches, each with its own rows; those whose part of the model ends in log-probs get
-the numbers of all N tokens, the others None.
+that the rollout sampled, in the order of sequences and positions. Ranks that share a micro-batch (tensor, context,
+pipeline parallel) are given the same micro-batches, each with its own rows; those whose part of the model ends in
+log-probs get the numbers of all N tokens, the others None.
 """
 
 from __future__ import annotations

@@ -1,0 +1,58 @@
+"""The shift test in every step: do the rollout's routes belong to the tokens and layers they are used for?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from moe_replay.batch import RouteBatch
+from moe_replay.diagnostics.shift import ShiftTable
+from moe_replay.diagnostics.verdict import judge
+from moe_replay.diagnostics.watch import AlignmentWatch
+from moe_replay.errors import AlignmentError
+from moe_replay.layout import TokenLayout
+from moe_replay.train.backends.base import Backend
+
+Routes = Mapping[int, RouteBatch]
+"""By chunk of the policy on this rank."""
+
+
+class Alignment:
+    """Looks at the first micro-batch of each rank, and judges what all ranks have seen together."""
+
+    def __init__(self, backend: Backend, step: int, watch: AlignmentWatch | None = None) -> None:
+        topology = backend.topology
+        self._table = ShiftTable.empty(topology.layers, topology.top_k, topology.num_experts, backend.device)
+        self._step = step
+        self._watch = watch or AlignmentWatch()
+        self._seen: tuple[Routes, Routes, TokenLayout] | None = None
+
+    def look_at(self, native: Routes, rollout: Routes, layout: TokenLayout) -> None:
+        """What the trainer's routers choose, and what the rollout recorded, for the rows of one micro-batch."""
+        if self._seen is not None:
+            return
+        self._seen = native, rollout, layout
+        for chunk, given in rollout.items():
+            self._table += self._watch.measure(native[chunk], given, layout, self._step)
+
+    def checked(self) -> float:
+        """1: aligned, NaN: too little to tell. Raises on every rank alike where they are not. All ranks call it."""
+        sums = self._table.vector()
+        dist.all_reduce(sums)
+        verdict = judge(self._table.with_vector(sums))
+        if verdict.status == "misaligned":
+            raise AlignmentError(
+                f"the rollout's routes are not those of the tokens they are used for: {verdict.detail}{self._named()}",
+                expected="routes that agree best with the trainer's own at the same token and layer",
+                remedy="Nothing was trained on them; `moe-replay verify` shows where they go wrong",
+            )
+        return verdict.metric
+
+    def _named(self) -> str:
+        """What the whole of this rank's first micro-batch says of the cause."""
+        if self._seen is None:
+            return ""
+        native, rollout, layout = self._seen
+        found = [self._watch.explain(native[chunk], given, layout).verdict for chunk, given in rollout.items()]
+        return "".join(f"; {one.detail}" for one in found if one.status == "misaligned")
