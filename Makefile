@@ -2,23 +2,31 @@
 # and builds the environments it runs in from the pins in requirements/.
 
 PYTHON ?= python3
+RECIPE ?= recipes/tiny.toml
 WORKERS ?= 2
 TRANSFORMERS4_TESTS ?= tests/routers tests/test_topology.py tests/rollout/test_transformers.py tests/rollout/test_session.py
 
 MEGATRON_VERSIONS ?= 0.12.1 0.13.1 0.14.0 0.15.3 0.17.1 0.18.2 0.19.2
 
 # Tests of what is not installed are skipped, so nothing may be missing where everything is to be tested.
-NEEDED := accelerate datasets math_verify megatron peft starlette tenacity tokenizers transformers trl tyro uvicorn vllm
+NEEDED := accelerate datasets math_verify matplotlib megatron peft pydantic rich starlette tenacity tokenizers transformers trl tyro uvicorn vllm
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help test lint types unit test-transformers4 test-sglang test-megatron-versions format bench clean
+.PHONY: help train docs test lint types unit test-transformers4 test-sglang test-megatron-versions format bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+train: .venv/.ready ## GRPO with routing replay on a tiny MoE, rollouts by vLLM on the CPU: about five minutes
+	@VLLM_LOGGING_LEVEL=ERROR VLLM_CPU_OMP_THREADS_BIND=nobind TRANSFORMERS_VERBOSITY=error \
+	  .venv/bin/moe-replay train $(RECIPE) $(ARGS)
+
+docs: .venv/.ready ## Write docs/config.md from the code
+	.venv/bin/python -m moe_replay.train.config_reference > docs/config.md
 
 test: lint types test-transformers4 unit ## Everything that must pass: lint, types, tests on transformers 4.57 and 5.x
 

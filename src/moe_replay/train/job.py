@@ -119,7 +119,17 @@ class Job:
         self.save(self.done)
         if rank() == 0:
             self._progress.say(f"run: {self._run.folder}")
+            self._progress.say(f"report: {self._report()}")
         return self._run.folder
+
+    def _report(self) -> str:
+        """Where the pictures of the run are; a run is never lost for want of them."""
+        try:
+            from moe_replay.report.run_report import write_run_report
+
+            return str(write_run_report(self._run.folder))
+        except (MoeReplayError, OSError, ValueError) as error:
+            return f"not written: {error}"
 
     # ---- parts of a step ----------------------------------------------------------------------------------------
 

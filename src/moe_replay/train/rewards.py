@@ -8,9 +8,11 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -100,12 +102,7 @@ def accuracy(
     prompts: Sequence[Any], completions: Sequence[Any], solution: Sequence[str], **_: Any
 ) -> list[float | None]:
     """1 where the answer equals `solution` as mathematics, 0 where not, None where the solution cannot be read."""
-    try:
-        from math_verify import parse, verify
-    except ImportError as error:
-        raise MissingExtraError(
-            "the reward 'accuracy' needs math-verify", remedy="pip install 'moe-replay[train]'"
-        ) from error
+    parse, verify = _math_verify()
 
     # Without its own timeouts, which use signals and so work in the main thread only.
     def read(text: str) -> list[Any]:
@@ -119,6 +116,21 @@ def accuracy(
             continue
         answers.append(float(verify(gold, read(text_of(completion)), timeout_seconds=None)))
     return answers
+
+
+@cache
+def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Its `parse` and `verify`, which say nothing of timeouts that we do without."""
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise MissingExtraError(
+            "the reward 'accuracy' needs math-verify", remedy="pip install 'moe-replay[train]'"
+        ) from error
+
+    for name in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(name).addFilter(lambda record: "Timeout is disabled" not in record.getMessage())
+    return parse, verify
 
 
 _THINK_THEN_ANSWER = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>\s*(?!\s)(?:(?!</?think>).)+", re.DOTALL)
