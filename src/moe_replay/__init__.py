@@ -1,6 +1,9 @@
 """moe-replay: send every token to the experts that the rollout sent it to, and prove it."""
 
 from moe_replay.batch import Coverage, RouteBatch
+from moe_replay.diagnostics.compare import VerifyReport
+from moe_replay.diagnostics.verify import verify
+from moe_replay.diagnostics.watch import AlignmentWatch
 from moe_replay.errors import (
     AlignmentError,
     LayoutError,
@@ -12,6 +15,23 @@ from moe_replay.errors import (
     UnsupportedRouterError,
 )
 from moe_replay.layout import TokenLayout
+from moe_replay.peers import (
+    PeerError,
+    from_ms_swift,
+    from_nemo_rl,
+    from_sglang,
+    from_skyrl,
+    from_slime,
+    from_verl,
+    from_vllm,
+    to_ms_swift,
+    to_nemo_rl,
+    to_sglang,
+    to_skyrl,
+    to_slime,
+    to_verl,
+    to_vllm,
+)
 from moe_replay.replay import Recording, Replaying, RouterReplay, attach
 from moe_replay.topology import MoeLayer, MoeTopology
 from moe_replay.trace import RouteTrace
@@ -20,12 +40,14 @@ from moe_replay.trace_parts import VersionSpan
 
 __all__ = [
     "AlignmentError",
+    "AlignmentWatch",
     "Coverage",
     "LayoutError",
     "MissingExtraError",
     "MoeLayer",
     "MoeReplayError",
     "MoeTopology",
+    "PeerError",
     "Recording",
     "ReplayStateError",
     "Replaying",
@@ -38,8 +60,24 @@ __all__ = [
     "TraceFormatError",
     "TraceWriter",
     "UnsupportedRouterError",
+    "VerifyReport",
     "VersionSpan",
     "attach",
+    "from_ms_swift",
+    "from_nemo_rl",
+    "from_sglang",
+    "from_skyrl",
+    "from_slime",
+    "from_verl",
+    "from_vllm",
     "recover_traces",
+    "to_ms_swift",
+    "to_nemo_rl",
+    "to_sglang",
+    "to_skyrl",
+    "to_slime",
+    "to_verl",
+    "to_vllm",
+    "verify",
 ]
 __version__ = "0.1.0"

@@ -1,0 +1,92 @@
+"""Makes the files of the embedded default, once: they are kept in a cache folder and found there the next time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from moe_replay.demo.arithmetic import rows
+from moe_replay.demo.model import build_model
+from moe_replay.demo.settings import FULL, QUICK, DemoSettings
+from moe_replay.demo.tokenizer import build_tokenizer
+from moe_replay.demo.warm_start import Progress, warm_start
+
+
+@dataclass(frozen=True, slots=True)
+class DemoFiles:
+    """Where the parts lie: the folder of model and tokenizer, and JSONL files of prompts with their solutions."""
+
+    model: Path
+    train: Path
+    eval: Path
+
+    @classmethod
+    def inside(cls, folder: Path) -> DemoFiles:
+        """The parts of one folder."""
+        return cls(folder / "model", folder / "train.jsonl", folder / "eval.jsonl")
+
+
+def prepare(cache: Path | None = None, quick: bool = False, progress: Progress | None = None) -> DemoFiles:
+    """The embedded default, made now or by an earlier run.
+
+    cache      folder of all versions of it; None: moe-replay in the user's cache folder
+    quick      a few seconds' version for tests, whose model knows little
+    progress   is told in a line of text how far things are; None: stderr
+    """
+    tell = progress or _to_stderr
+    settings = QUICK if quick else FULL
+    parent = (cache or default_cache()).absolute()
+    folder = parent / f"demo-{_fingerprint(settings)}"
+    if folder.is_dir():
+        tell(f"embedded default: found in {folder}")
+        return DemoFiles.inside(folder)
+    parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=parent, prefix="unfinished-", ignore_cleanup_errors=True) as unfinished:
+        _make(DemoFiles.inside(Path(unfinished, "demo")), settings, tell)
+        try:
+            Path(unfinished, "demo").rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another run was quicker, with the same result
+                raise
+    tell(f"embedded default: made in {folder}")
+    return DemoFiles.inside(folder)
+
+
+def default_cache() -> Path:
+    """The folder `moe-replay` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe-replay"
+
+
+def _make(files: DemoFiles, settings: DemoSettings, tell: Progress) -> None:
+    files.model.mkdir(parents=True)
+    tokenizer, model = build_tokenizer(), build_model(settings)
+    warm_start(model, tokenizer, settings, tell)
+    tokenizer.save_pretrained(files.model)
+    model.save_pretrained(files.model)
+    for file, count, held_out in ((files.train, settings.train_rows, False), (files.eval, settings.eval_rows, True)):
+        _write(file, rows(count, settings.seed, settings.terms, held_out=held_out))
+
+
+def _write(file: Path, lines: Iterable[dict[str, str]]) -> None:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def _fingerprint(settings: DemoSettings) -> str:
+    """Of everything that determines the files: settings, the code of this package, the libraries beneath it."""
+    digest = hashlib.sha256(json.dumps(asdict(settings), sort_keys=True).encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    for library in ("torch", "transformers"):
+        digest.update(version(library).encode())
+    return digest.hexdigest()[:12]
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Replay inside trainers that are not ours."""

@@ -1,0 +1,177 @@
+"""The embedded default as files: made once, found again, whole or not there, and loadable by everything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import moe_replay as mr
+from moe_replay import demo
+from moe_replay.demo import files as files_module
+from moe_replay.demo.arithmetic import CHARACTERS, Problem
+from moe_replay.demo.model import build_model
+from moe_replay.demo.settings import FULL, QUICK
+from moe_replay.demo.tokenizer import VOCABULARY
+from moe_replay.demo.warm_start import chance_of_right_answer, warm_start
+from moe_replay.train.data import load_prompts, read_rows
+
+pytest.importorskip("transformers", reason="needs Transformers")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def made(cache: Path) -> demo.DemoFiles:
+    return demo.prepare(cache, quick=True, progress=lambda line: None)
+
+
+def load(made: demo.DemoFiles):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    return AutoModelForCausalLM.from_pretrained(made.model).eval(), AutoTokenizer.from_pretrained(made.model)
+
+
+def test_it_is_made_once(made, cache):
+    before = {file: file.stat().st_mtime_ns for file in cache.rglob("*")}
+    told: list[str] = []
+    assert demo.prepare(cache, quick=True, progress=told.append) == made
+    assert {file: file.stat().st_mtime_ns for file in cache.rglob("*")} == before
+    assert len(told) == 1
+    assert str(made.model.parent) in told[0]
+
+
+def test_only_whole_ones_are_left(made, cache, monkeypatch):
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files_module, "rows", killed)  # the model is written by then, the data is not
+        patch.setattr(files_module, "warm_start", lambda *_: 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            demo.prepare(cache / "other", quick=True, progress=lambda line: None)
+    assert list((cache / "other").iterdir()) == []
+
+
+def test_another_run_may_be_quicker(made, cache, monkeypatch):
+    """Two runs make it at the same time: the later one takes what the other made."""
+    theirs = cache / "race" / made.model.parent.name
+
+    def overtaken(*_: object) -> float:
+        theirs.mkdir(parents=True)
+        (theirs / "train.jsonl").write_text("theirs")
+        return 0.0
+
+    monkeypatch.setattr(files_module, "warm_start", overtaken)
+    found = demo.prepare(cache / "race", quick=True, progress=lambda line: None)
+    assert found.train.read_text() == "theirs"
+    assert list((cache / "race").iterdir()) == [theirs]
+
+
+def test_everything_that_determines_it_names_the_folder(made, cache):
+    assert files_module._fingerprint(QUICK) in made.model.parent.name
+    assert files_module._fingerprint(FULL) != files_module._fingerprint(QUICK)
+
+
+def test_the_cache_is_in_the_users_cache_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert files_module.default_cache() == tmp_path / "moe-replay"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert files_module.default_cache() == tmp_path / ".cache" / "moe-replay"
+
+
+def test_the_data_can_be_trained_on(made):
+    _, tokenizer = load(made)
+    for file, count in ((made.train, QUICK.train_rows), (made.eval, QUICK.eval_rows)):
+        prompts = load_prompts(read_rows(file), tokenizer, max_prompt_tokens=16)
+        assert len(prompts) == count
+        for prompt in prompts:
+            assert tokenizer.decode(prompt.token_ids) == prompt.content
+            assert str(sum(map(int, prompt.content[:-1].split("+")))) == prompt.columns["solution"]
+
+
+def test_a_token_is_a_character(made):
+    _, tokenizer = load(made)
+    ids = tokenizer(CHARACTERS)["input_ids"]
+    assert len(set(ids)) == len(ids) == len(CHARACTERS)
+    assert tokenizer.decode(ids) == CHARACTERS
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == CHARACTERS
+    assert tokenizer("x")["input_ids"] == [tokenizer.unk_token_id]
+    assert len(tokenizer) <= VOCABULARY
+
+
+def test_a_chat_is_rendered(made):
+    _, tokenizer = load(made)
+    chat = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    assert text == "<user>1+2=<end><assistant>3<end>"
+    asked = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
+    assert asked == "<user>1+2=<end><assistant>"
+    assert tokenizer.convert_ids_to_tokens(tokenizer(asked)["input_ids"])[-1] == "<assistant>"
+
+
+def test_the_model_is_the_one_that_was_asked_for(made):
+    model, tokenizer = load(made)
+    replay = mr.attach(model)
+    assert replay.layers == tuple(range(1, QUICK.layers))  # the first layer is dense
+    assert (replay.topology.num_experts, replay.topology.top_k) == (QUICK.num_experts, QUICK.top_k)
+    assert model.config.vocab_size % 4 == 0
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert model.config.pad_token_id == tokenizer.pad_token_id
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_the_warm_start_teaches(made):
+    model, tokenizer = load(made)
+    asked = [Problem((a, b)) for a in range(1, 10) for b in range(1, 10)]
+    before, after = (chance_of_right_answer(one, tokenizer, asked) for one in (build_model(QUICK), model))
+    assert after > 10 * before
+
+
+def test_the_chance_of_a_right_answer_is_that_of_sampling(made):
+    model, tokenizer = load(made)
+    problem = Problem((4, 7))
+    chance = 0.0
+    for answer in (problem.solution, problem.worked):
+        ids = torch.tensor([tokenizer(problem.prompt + answer + "<end>")["input_ids"]])
+        with torch.no_grad():
+            logprobs = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])
+        chance += float(logprobs[len(problem.prompt) - 1 :].sum().exp())
+    assert chance_of_right_answer(model, tokenizer, [problem]) == pytest.approx(chance, rel=1e-4)
+
+
+def test_the_warm_start_is_that_of_its_seed(made):
+    _, tokenizer = load(made)
+    short = type(QUICK)(terms=(2, 2), layers=2, num_experts=4, top_k=2, batch_size=8, max_steps=2, warmup_steps=1)
+    trained = [build_model(short) for _ in range(2)]
+    for model in trained:
+        warm_start(model, tokenizer, short, lambda line: None)
+    first, second = (model.state_dict() for model in trained)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_making_a_model_leaves_the_random_state_alone():
+    before = torch.random.get_rng_state()
+    build_model(QUICK)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_no_expert_lies_idle(made):
+    model, tokenizer = load(made)
+    replay = mr.attach(model)
+    rows = [json.loads(line) for line in made.train.read_text().splitlines()]
+    texts = [Problem(tuple(map(int, row["prompt"][:-1].split("+")))) for row in rows]
+    ids = [np.array(tokenizer(text.prompt + text.worked)["input_ids"]) for text in texts]
+    layout = mr.TokenLayout.padded([len(one) for one in ids])
+    fed = torch.tensor(layout.fed_token_ids(ids)).long().clamp(min=0)
+    with torch.no_grad(), replay.record() as recording:
+        model(input_ids=fed, use_cache=False)
+    for trace_layer in np.concatenate([trace.experts for trace in recording.traces(layout, ids)]).swapaxes(0, 1):
+        assert len(np.unique(trace_layer)) == QUICK.num_experts

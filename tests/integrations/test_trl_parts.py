@@ -1,0 +1,107 @@
+"""The parts of the TRL integration that need no TRL."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import moe_replay as mr
+from moe_replay.integrations.trl_numbers import RunningNumbers
+from moe_replay.integrations.trl_passes import RoutedSample, batch_layout, rollout_logprobs
+
+LAYERS = (1, 3)
+lengths = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=5)
+
+
+@given(lengths, st.integers(0, 3), st.integers(0, 3))
+@settings(max_examples=50)
+def test_a_layout_is_what_trl_pads(parts: list[tuple[int, int]], left: int, right: int) -> None:
+    """Prompts on the left, completions on the right, each to a common width: torch says the same."""
+    numbers = iter(range(1, 1000))
+    drawn = [([next(numbers) for _ in range(p)], [next(numbers) for _ in range(c)]) for p, c in parts]
+    prompt_width = max(p for p, _ in parts) + left
+    width = prompt_width + max(c for _, c in parts) + right
+    expected = [[0] * (prompt_width - len(p)) + p + c + [0] * (width - prompt_width - len(c)) for p, c in drawn]
+
+    samples = [RoutedSample((*p, *c), len(p)) for p, c in drawn]
+    layout = batch_layout(samples, prompt_width, width)
+    np.testing.assert_array_equal(layout.fed_token_ids([s.token_ids for s in samples], pad=0), expected)
+
+
+@pytest.mark.parametrize(("prompt_width", "width"), [(2, 9), (3, 4)])
+def test_a_sample_that_does_not_fit_is_refused(prompt_width: int, width: int) -> None:
+    with pytest.raises(mr.LayoutError, match=r"does not fit .*sample 1.* found 3 \+ 2 tokens"):
+        batch_layout([RoutedSample((5, 6), 1), RoutedSample((1, 2, 3, 4, 5), 3)], prompt_width, width)
+
+
+def routes(seed: int, rows: int, valid: list[bool]) -> tuple[mr.RouteBatch, torch.Tensor]:
+    random = np.random.default_rng(seed)
+    experts = np.stack([[random.permutation(4)[:2] for _ in LAYERS] for _ in range(rows)])
+    trace = mr.RouteTrace(np.arange(rows), experts, LAYERS, valid, num_experts=4)
+    batch = mr.RouteBatch.from_traces([trace], mr.TokenLayout.padded([rows], rows + 2))
+    return batch, torch.from_numpy(np.sort(experts, -1)).transpose(0, 1)
+
+
+def test_numbers_add_up_over_micro_batches_and_ranks() -> None:
+    of_ranks, agreeing, covered, tokens = [], np.zeros(2), 0, 0
+    differences = []
+    for rank in range(2):
+        numbers = RunningNumbers(LAYERS, torch.device("cpu"))
+        for step in range(3):
+            rows = 5 + step + rank
+            valid = [row % (2 + step) != 0 for row in range(rows)]
+            (recorded, ours), (native, theirs) = (routes(10 * rank + step + add, rows, valid) for add in (0, 100))
+            numbers.add_routes(recorded, native, replayed=True)
+            agreeing += ((ours == theirs).all(-1) & torch.tensor(valid)).sum(1).numpy()
+            covered += sum(valid)
+            tokens += rows
+            old, new = torch.randn(2, 2, 4, generator=torch.Generator().manual_seed(rows))
+            mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+            numbers.add_logprobs("old_vs_train", old, new, mask)
+            numbers.add_logprobs("rollout_vs_old", None, old, mask)
+            differences.append((new - old)[mask.bool()])
+        of_ranks.append(numbers)
+
+    sent: list[list[torch.Tensor]] = [[], []]
+    of_ranks[1].summary(lambda tensor: sent[0].append(tensor) or tensor)
+    found = of_ranks[0].summary(lambda tensor: torch.cat([tensor, sent[0].pop(0)]))
+    assert found["routing/replayed_fraction"] == pytest.approx(covered / tokens)
+    assert found["routing/unrouted_fraction"] == pytest.approx(1 - covered / tokens)
+    assert found["routing/agreement"] == pytest.approx(agreeing.sum() / (2 * covered))
+    assert [found[f"routing/agreement/layer_{layer}"] for layer in LAYERS] == pytest.approx(agreeing / covered)
+    d = torch.cat(differences)
+    assert found["mismatch/old_vs_train/k1_kl"] == pytest.approx(-d.mean().item(), rel=1e-5)
+    assert found["mismatch/old_vs_train/ratio/max"] == pytest.approx(math.exp(d.max().item()), rel=1e-5)
+    assert not any(name.startswith("mismatch/rollout") for name in found)
+
+    of_ranks[0].clear()
+    assert of_ranks[0].summary(lambda tensor: tensor) == {}
+
+
+def test_what_is_compared_only_is_not_replayed() -> None:
+    numbers = RunningNumbers(LAYERS, torch.device("cpu"))
+    recorded, _ = routes(0, 4, [True, True, True, False])
+    numbers.add_routes(recorded, recorded, replayed=False)
+    numbers.add_unrouted(4)
+    found = numbers.summary(lambda tensor: tensor)
+    assert found["routing/replayed_fraction"] == 0.0
+    assert found["routing/unrouted_fraction"] == pytest.approx(5 / 8)
+    assert found["routing/agreement"] == 1.0
+
+
+def test_log_probs_that_an_engine_does_not_know_count_nothing() -> None:
+    samples = [RoutedSample((1, 2, 3), 1, logprobs=[-1.0, None]), RoutedSample((1, 2), 1, logprobs=[-3.0])]
+    mask = torch.ones(2, 3)
+    found = rollout_logprobs(samples, mask)
+    torch.testing.assert_close(
+        found, torch.tensor([[-1.0, torch.nan, torch.nan], [-3.0, torch.nan, torch.nan]]), equal_nan=True
+    )
+    numbers = RunningNumbers(LAYERS, torch.device("cpu"))
+    numbers.add_logprobs("rollout_vs_train", found, torch.full((2, 3), -2.0), mask)
+    assert numbers.summary(lambda tensor: tensor)["mismatch/rollout_vs_train/logprob_abs_diff/mean"] == 1.0
+    assert rollout_logprobs([RoutedSample((1, 2), 1)], mask) is None

@@ -1,0 +1,92 @@
+"""Every example runs, by the command in its first lines, and shows what it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")  # on a free port
+
+
+def run_here(name: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    """In this process, where Transformers is imported already."""
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def run_apart(name: str, *launcher: str) -> str:
+    """In a process of its own: it makes process groups, or other state of a whole process."""
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, *launcher, str(EXAMPLES / name)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def check_agreement(output: str, lines: int) -> None:
+    """The first update has the weights of the record: all routes agree. The next ones do not."""
+    shares = [float(share) for share in re.findall(r"native routes(?: agree)? ([\d.]+)%", output)]
+    assert len(shares) == lines
+    assert shares[0] == 100
+    assert max(shares[1:2] + shares[lines - 1 :]) < 100
+
+
+def test_every_example_is_run_here() -> None:
+    here = Path(__file__).read_text()
+    names = sorted(path.name for path in EXAMPLES.glob("*.py"))
+    assert [name for name in names if f'"{name}"' not in here] == []
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_the_command_is_in_the_first_lines(name: str) -> None:
+    head = "\n".join((EXAMPLES / name).read_text().splitlines()[:8])
+    assert re.search(rf"^(python|accelerate launch|torchrun) .*examples/{name}", head, re.MULTILINE)
+
+
+def test_record_and_replay(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "refused    the model is fed another token" in run_here("record_and_replay.py", capsys, monkeypatch)
+
+
+@pytest.mark.parametrize("mode", ["r2", "r3"])
+def test_plain_loop(mode: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_agreement(run_here("plain_loop.py", capsys, monkeypatch, mode), 6)
+
+
+@pytest.mark.distributed
+def test_accelerate_loop() -> None:
+    pytest.importorskip("accelerate")
+    check_agreement(run_apart("accelerate_loop.py", *TORCHRUN), 3)
+
+
+@pytest.mark.distributed
+def test_fsdp2_loop() -> None:
+    check_agreement(run_apart("fsdp2_loop.py", *TORCHRUN), 3)
+
+
+def test_megatron_forward_step() -> None:
+    pytest.importorskip("megatron.core")
+    check_agreement(run_apart("megatron_forward_step.py", "-W", "ignore"), 3)
+
+
+@pytest.mark.slow
+def test_trl_grpo(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl")
+    table = run_here("trl_grpo.py", capsys, monkeypatch).partition("without")[2]
+    rows = {
+        words.strip(): (float(a), float(b))
+        for words, a, b in re.findall(r"^(.+?) +([\d.e-]+) +([\d.e-]+)$", table, re.M)
+    }
+    without, with_replay = rows["KL, rollout and old-log-prob pass"]
+    assert with_replay < without / 3
+    assert rows["tokens that took the routes of the rollout"][0] == 0
+    assert rows["tokens that took the routes of the rollout"][1] > 0.8
