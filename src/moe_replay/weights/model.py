@@ -31,30 +31,30 @@ class MegatronRecipe:
     arguments: dict[str, Any]
     transformer_engine: bool
 
-    def layer_spec(self, vp_stage: int | None = None) -> Any:
-        """The layers of one pipeline chunk of this rank."""
+    def layer_spec(self, vp_stage: int | None = None, *, packed: bool = False) -> Any:
+        """The layers of one pipeline chunk of this rank; `packed` where its attention must know packed sequences."""
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
         spec = get_gpt_decoder_block_spec(self.config, self.transformer_engine, vp_stage=vp_stage)
         spec = self.family.adapt(spec, self.config)
         if not torch.cuda.is_available() and (
-            self.config.multi_latent_attention or self.config.context_parallel_size > 1
+            packed or self.config.multi_latent_attention or self.config.context_parallel_size > 1
         ):
             megatron_cpu.use_plain_attention(spec)
         return spec
 
-    def build(self) -> list[Any]:
+    def build(self, *, packed: bool = False) -> list[Any]:
         """The pipeline chunks of this rank, with random weights."""
         chunks = self.config.virtual_pipeline_model_parallel_size
-        return [self._chunk(stage) for stage in ([None] if chunks is None else range(chunks))]
+        return [self._chunk(stage, packed) for stage in ([None] if chunks is None else range(chunks))]
 
-    def _chunk(self, vp_stage: int | None) -> Any:
+    def _chunk(self, vp_stage: int | None, packed: bool) -> Any:
         from megatron.core import parallel_state
         from megatron.core.models.gpt import GPTModel
 
         chunk = GPTModel(
             config=self.config,
-            transformer_layer_spec=self.layer_spec(vp_stage),
+            transformer_layer_spec=self.layer_spec(vp_stage, packed=packed),
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             vp_stage=vp_stage,

@@ -1,0 +1,248 @@
+"""Megatron-Core: tensor, expert, pipeline and context parallel ranks share a policy, data-parallel ones the sequences.
+
+Every pass goes through Megatron's own schedules, so that a pipeline is one whether it is scored or trained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moe_replay import weights
+from moe_replay.layout import TokenLayout
+from moe_replay.replay import attach
+from moe_replay.routers.megatron_layout import layout_for
+from moe_replay.train.backends import megatron_build as build
+from moe_replay.train.backends.base import Backend, LossFunction, Routing, Scores, Updated
+from moe_replay.train.backends.megatron_logprobs import token_scores
+from moe_replay.train.backends.megatron_state import RankState
+from moe_replay.train.backends.routed import routed
+from moe_replay.train.batches import MicroBatch
+from moe_replay.train.config import TrainConfig
+
+Forward = Callable[[MicroBatch, int, nn.Module], Tensor]
+"""(micro-batch, chunk, model) -> output of the chunk."""
+Finish = Callable[[int, Tensor], Tensor]
+"""(number of the micro-batch, logits) -> scalar, on the last stage."""
+
+
+class MegatronBackend(Backend):
+    """This rank's chunks of the policy and its optimizer, and of the reference model where there is one."""
+
+    def __init__(self, config: TrainConfig, folder: str, device: torch.device) -> None:
+        build.start_parallel(config, device)
+        from megatron.core import parallel_state
+
+        self.device = device
+        self.data_rank = parallel_state.get_data_parallel_rank()
+        self.data_size = parallel_state.get_data_parallel_world_size()
+        self.speaks = (
+            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_context_parallel_rank() == 0
+        )
+        if config.backend.virtual_pipeline:
+            self.micro_batch_multiple = config.backend.pipeline_parallel
+        self._folder = folder
+        self._packed = config.batch.packed
+        self._temperature = config.rollout.temperature
+        self._max_grad_norm = config.optim.max_grad_norm
+
+        recipe = build.recipe_for(config, folder)
+        self._config = recipe.config
+        chunks = build.load_chunks(recipe, folder, device, packed=self._packed)
+        self.models = build.distributed(chunks, config)
+        self._optimizer = build.make_optimizer(self.models, config.optim, sharded=config.backend.distributed_optimizer)
+        self._reference = self._reference_chunks(config, folder) if config.algorithm.beta > 0 else None
+        self.replay = attach(self.models)
+        self.topology = self.replay.topology
+        self._state = RankState(self.models, self._optimizer, _layout_facts(config))
+        self._state_bytes = self._state.bytes_of_all_ranks()
+
+    def _reference_chunks(self, config: TrainConfig, folder: str) -> list[nn.Module]:
+        source = config.model.reference or folder
+        recipe = build.recipe_for(config, source)
+        return [
+            chunk.requires_grad_(False) for chunk in build.load_chunks(recipe, source, self.device, packed=self._packed)
+        ]
+
+    # ---- passes -------------------------------------------------------------------------------------------------
+
+    def layout(self, lengths: Sequence[int]) -> TokenLayout:
+        """Packed (thd), or one a row with padding on the right; sequence-major, this rank's share of the columns."""
+        return layout_for(self._config, lengths, packed=self._packed)
+
+    @property
+    def chunk_layers(self) -> tuple[tuple[int, ...], ...]:
+        """Several chunks where pipelines are interleaved."""
+        return tuple(self.replay.layers_of(model) for model in self.models)
+
+    def score(
+        self, batches: Sequence[MicroBatch], routing: Routing, temperature: float | None = None
+    ) -> list[Scores | None]:
+        """Log-probs and entropies on the last stage, None on the others."""
+        return self._scored(self.models, batches, self._policy_forward(routing), temperature or self._temperature)
+
+    def score_reference(self, batches: Sequence[MicroBatch]) -> list[Tensor | None]:
+        """Log-probs on the last stage, None on the others."""
+        if self._reference is None:
+            raise ValueError("there is a reference model only where algorithm.beta > 0")
+        scores = self._scored(self._reference, batches, self._native_forward, self._temperature)
+        return [None if one is None else one.logprobs for one in scores]
+
+    def update(self, batches: Sequence[MicroBatch], loss: LossFunction, routing: Routing, lr: float) -> Updated:
+        """One schedule of forwards and backwards, then one step of AdamW."""
+        # Megatron divides a loss by the number of micro-batches, and a gradient by the number of data-parallel ranks.
+        scale = len(batches) * self.data_size
+
+        def scaled_loss(number: int, logits: Tensor) -> Tensor:
+            batch = batches[number]
+            return loss(batch, token_scores(logits, batch, self._temperature).logprobs) * scale
+
+        self._zero_gradients()
+        self._run(self.models, batches, self._policy_forward(routing), scaled_loss, forward_only=False)
+        overflowed = self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        applied = self._on_all_ranks(math.isfinite(norm) and not overflowed)
+        if applied:
+            self._step(norm, lr)
+        self._zero_gradients()
+        return Updated(norm, applied)
+
+    def _step(self, norm: float, lr: float) -> None:
+        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        for part in self._optimizer.chained_optimizers:
+            clip_grad_by_total_norm_fp32(part.get_parameters(), self._max_grad_norm, norm)
+        self._optimizer.step_with_ready_grads()
+
+    def _zero_gradients(self) -> None:
+        for model in self.models:
+            model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def _on_all_ranks(self, flag: bool) -> bool:
+        """Ranks must never disagree about a step: then they would hold different weights."""
+        everywhere = torch.tensor([int(flag)], device=self.device)
+        dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+        return bool(everywhere)
+
+    # ---- Megatron's schedules -----------------------------------------------------------------------------------
+
+    def _policy_forward(self, routing: Routing) -> Forward:
+        def forward(batch: MicroBatch, chunk: int, model: nn.Module) -> Tensor:
+            with routed(self.replay, batch, chunk, routing):
+                return self._native_forward(batch, chunk, model)
+
+        return forward
+
+    def _native_forward(self, batch: MicroBatch, chunk: int, model: nn.Module) -> Tensor:
+        half = self._config.bf16 or self._config.fp16
+        return model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=None,  # causal, and padding comes last
+            packed_seq_params=self._packed_params(batch.layout) if self._packed else None,
+            **({"fp32_output": False} if half else {}),  # log-probs read the logits in float32 piece by piece
+        )
+
+    def _packed_params(self, layout: TokenLayout) -> Any:
+        """Where packed sequences begin on all context-parallel ranks together, each with the padding after it."""
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        widths = torch.tensor([0, *layout.segments], dtype=torch.int32) * self._config.context_parallel_size
+        bounds = widths.cumsum(0, dtype=torch.int32).to(self.device)
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            cu_seqlens_q_padded=bounds,
+            cu_seqlens_kv_padded=bounds,
+            max_seqlen_q=int(widths.max()),
+            max_seqlen_kv=int(widths.max()),
+        )
+
+    def _scored(
+        self, models: list[nn.Module], batches: Sequence[MicroBatch], forward: Forward, temperature: float
+    ) -> list[Scores | None]:
+        scores: list[Scores | None] = [None] * len(batches)
+
+        def keep(number: int, logits: Tensor) -> Tensor:
+            scores[number] = token_scores(logits, batches[number], temperature)
+            return torch.zeros((), device=self.device)
+
+        with torch.no_grad():
+            self._run(models, batches, forward, keep, forward_only=True)
+        return scores
+
+    def _run(
+        self,
+        models: list[nn.Module],
+        batches: Sequence[MicroBatch],
+        forward: Forward,
+        finish: Finish,
+        *,
+        forward_only: bool,
+    ) -> None:
+        if not batches:
+            return
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        def forward_step(numbers: Iterator[int], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            number = next(numbers)
+            output = forward(batches[number], models.index(model), model)
+            return output, lambda logits: (finish(number, logits), {})
+
+        interleaved = self._config.virtual_pipeline_model_parallel_size is not None
+        numbers = [iter(range(len(batches))) for _ in models]
+        rows, width = batches[0].input_ids.shape
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=numbers if interleaved else numbers[0],
+            model=models if interleaved else models[0],
+            num_microbatches=len(batches),
+            seq_length=width * self._config.context_parallel_size,
+            micro_batch_size=rows,
+            forward_only=forward_only,
+        )
+
+    # ---- weights and state --------------------------------------------------------------------------------------
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """One tensor at a time, gathered from the ranks that share it."""
+        return weights.hf_tensors(self.models, like=self._folder)
+
+    def save(self, folder: Path) -> None:
+        """One file for each rank."""
+        self._state.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Each rank its own file; a state of other parallel sizes is refused."""
+        self._state.load(folder)
+
+    def state_bytes(self) -> int:
+        """Weights, moments and float32 copies, on every rank that holds them."""
+        return self._state_bytes
+
+    def close(self) -> None:
+        """Take replay off the model, and end Megatron-Core's process groups."""
+        from megatron.core import parallel_state
+
+        self.replay.detach()
+        parallel_state.destroy_model_parallel()
+
+
+def _layout_facts(config: TrainConfig) -> dict[str, Any]:
+    return {
+        **build.parallel_sizes(config.backend),
+        "distributed_optimizer": config.backend.distributed_optimizer,
+        "dtype": config.model.dtype,
+    }

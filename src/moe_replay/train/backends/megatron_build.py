@@ -1,0 +1,144 @@
+"""A Megatron-Core model as it is trained: process groups, chunks with the weights of a folder, wrappers, optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_replay import megatron_cpu, weights
+from moe_replay.errors import LayoutError, MissingExtraError, ReplayStateError
+from moe_replay.train.config import BackendConfig, OptimConfig, TrainConfig
+
+_HALF = {"bfloat16": {"bf16": True}, "float16": {"fp16": True}, "float32": {}}
+_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+# Between two interleaved stages, batched messages of two chunks can be mixed up.
+_UNBATCHED = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+FIRST_LOSS_SCALE = 2.0**16  # of float16; Megatron's own would skip the first sixteen updates
+
+
+def parallel_sizes(backend: BackendConfig) -> dict[str, Any]:
+    """How the model is spread, in Megatron-Core's words."""
+    return {
+        "tensor_model_parallel_size": backend.tensor_parallel,
+        "pipeline_model_parallel_size": backend.pipeline_parallel,
+        "virtual_pipeline_model_parallel_size": backend.virtual_pipeline,
+        "context_parallel_size": backend.context_parallel,
+        "expert_model_parallel_size": backend.expert_parallel,
+        "expert_tensor_parallel_size": backend.expert_tensor_parallel,
+    }
+
+
+def start_parallel(config: TrainConfig, device: torch.device) -> None:
+    """Megatron-Core's process groups out of the default one, and its random state."""
+    if device.type == "cpu":
+        megatron_cpu.enable()
+    try:
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    except ModuleNotFoundError as missing:
+        raise MissingExtraError(
+            "Megatron-Core is not installed", found=missing, remedy="pip install 'moe-replay[megatron]'"
+        ) from missing
+    if parallel_state.model_parallel_is_initialized():
+        raise ReplayStateError(
+            "Megatron-Core has process groups already, and there is one set of them in a process",
+            remedy="Close the other backend first, or call parallel_state.destroy_model_parallel()",
+        )
+    parallel_state.initialize_model_parallel(**parallel_sizes(config.backend), create_gloo_process_groups=False)
+    model_parallel_cuda_manual_seed(config.seed)
+
+
+def recipe_for(config: TrainConfig, folder: str) -> weights.MegatronRecipe:
+    """How to build the model in a folder on this rank. `backend.megatron` has the last word."""
+    backend = config.backend
+    own_recompute = any(name.startswith("recompute_") for name in backend.megatron)
+    settings: dict[str, Any] = {
+        **parallel_sizes(backend),
+        **_HALF[config.model.dtype],
+        "variable_seq_lengths": backend.pipeline_parallel > 1,  # every micro-batch has a width of its own
+        **(_UNBATCHED if backend.virtual_pipeline and backend.pipeline_parallel == 2 else {}),
+        **(_RECOMPUTE if config.model.gradient_checkpointing and not own_recompute else {}),
+        **backend.megatron,
+    }
+    recipe = weights.megatron_config(folder, **settings)
+    _check(config, recipe)
+    return recipe
+
+
+def _check(config: TrainConfig, recipe: weights.MegatronRecipe) -> None:
+    if config.backend.expert_parallel > 1 and recipe.config.moe_token_dispatcher_type == "allgather":
+        raise LayoutError(
+            "the allgather dispatcher needs as many tokens on every rank, and micro-batches differ",
+            expected="moe_token_dispatcher_type = 'alltoall' or 'flex'",
+            found="'allgather' with expert_parallel > 1",
+        )
+    if torch.cuda.is_available() and not recipe.transformer_engine:
+        wanted = {
+            "batch.packed = true": config.batch.packed,
+            "context_parallel > 1": config.backend.context_parallel > 1,
+        }
+        if found := [name for name, is_set in wanted.items() if is_set]:
+            raise MissingExtraError(
+                "Megatron-Core has this attention in Transformer Engine only, which is not installed",
+                found=", ".join(found),
+                remedy="Install transformer-engine, or set batch.packed = false and context_parallel = 1",
+            )
+
+
+def load_chunks(recipe: weights.MegatronRecipe, folder: str, device: torch.device, *, packed: bool) -> list[nn.Module]:
+    """The pipeline chunks of this rank, on the device, in the dtype they compute in, with the weights of the folder."""
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    chunks: list[nn.Module] = [chunk.to(device) for chunk in recipe.build(packed=packed)]
+    if recipe.config.bf16 or recipe.config.fp16:
+        chunks = [Float16Module(recipe.config, chunk) for chunk in chunks]
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                module._maintain_float32_expert_bias()  # before it is read: half precision would round it
+    weights.load_hf(folder, chunks)
+    return chunks
+
+
+def distributed(chunks: list[nn.Module], config: TrainConfig) -> list[Any]:
+    """The chunks with gradients that are reduced, in float32, over the ranks that train other sequences."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.utils import get_model_config
+
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=config.backend.distributed_optimizer
+    )
+    model_config = get_model_config(chunks[0])
+    model_config.finalize_model_grads_func = finalize_model_grads
+    return [
+        DistributedDataParallel(model_config, settings, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
+
+
+def make_optimizer(models: list[Any], optim: OptimConfig, *, sharded: bool) -> Any:
+    """AdamW on all parameters alike, with float32 copies of weights in half precision."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.utils import get_model_config
+
+    model_config = get_model_config(models[0])
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        adam_eps=optim.eps,
+        bf16=model_config.bf16,
+        fp16=model_config.fp16,
+        params_dtype=model_config.params_dtype,
+        initial_loss_scale=FIRST_LOSS_SCALE,
+        use_distributed_optimizer=sharded,
+    )
+    optimizer = get_megatron_optimizer(settings, models, config_overrides={}, use_gloo_process_groups=False)
+    if model_config.fp16:
+        model_config.grad_scale_func = optimizer.scale_loss
+    return optimizer

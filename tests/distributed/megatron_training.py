@@ -1,0 +1,282 @@
+"""What a rank does with a backend: two updates on trajectories whose routes are those of another model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import moe_replay as mr
+from moe_replay.rollout.base import FinishReason
+from moe_replay.train import trajectory as trajectories_module
+from moe_replay.train.backends.base import Backend, Routing, Scores, Updated
+from moe_replay.train.batches import MicroBatch, mini_batches
+from moe_replay.train.config import TrainConfig
+from moe_replay.train.losses import policy_loss
+from moe_replay.train.trajectory import Trajectory
+from tests.models import perturb_routers
+from tests.weights.models import VOCABULARY, save_checkpoint, tiny
+
+LENGTHS = (9, 14, 5, 11, 7, 12, 6, 10)
+PROMPT = 3
+UPDATES = 2
+LEARNING_RATE = 0.05
+BUDGET = 24  # so that there are several micro-batches of different widths
+
+REPLAY = Routing("replay", observe=True)
+
+
+# ---- the whole model ------------------------------------------------------------------------------------------------
+
+
+def save_policy(folder: Path, variant: str = "qwen3_moe") -> bytes:
+    """A checkpoint, and trajectories sampled by the same model with other routers."""
+    model: Any = tiny(variant)
+    save_checkpoint(model, folder)
+    replay = mr.attach(model)
+    perturb_routers(replay, scale=0.7)
+    random = np.random.default_rng(0)
+    made = []
+    for number, length in enumerate(LENGTHS):
+        ids = random.integers(1, VOCABULARY, length)
+        grid = torch.from_numpy(ids)[None]
+        with torch.no_grad(), replay.record() as recording:
+            logprobs = model(grid).logits[0, :-1].log_softmax(-1).gather(1, grid[0, 1:, None])[:, 0]
+        (trace,) = recording.traces(mr.TokenLayout.padded([length]), [ids])
+        sampled = np.arange(length) >= PROMPT
+        made.append(
+            Trajectory(
+                row=number,
+                group=number // 4,
+                token_ids=ids.astype(np.int32),
+                logprobs=np.where(sampled, np.append(0.0, logprobs), 0.0).astype(np.float32),
+                versions=np.where(sampled, 0, -1),
+                trace=trace,
+                finish_reason=FinishReason.STOP,
+            ).with_advantage(reward=1.0, advantage=float(random.normal()))
+        )
+    return trajectories_module.to_bytes(made)
+
+
+# ---- on a rank ------------------------------------------------------------------------------------------------------
+
+
+def make_config(folder: str, kind: str = "megatron", **settings: Any) -> TrainConfig:
+    """A float32 run with these settings of its backend; `dtype`, `packed` and `beta` are of other sections."""
+    dtype, packed, beta = settings.pop("dtype", "float32"), settings.pop("packed", False), settings.pop("beta", 0.0)
+    return TrainConfig.model_validate(
+        {
+            "model": {"path": folder, "dtype": dtype, "attention": "eager"},
+            "data": {"path": "prompts.jsonl"},
+            "rollout": {"temperature": 1.3},
+            "backend": {"kind": kind, "device": "cpu", **settings},
+            "optim": {"lr": LEARNING_RATE, "eps": 1e-2, "weight_decay": 0.1, "max_grad_norm": 2.0},
+            "batch": {"packed": packed, "tokens_per_micro_batch": BUDGET},
+            "algorithm": {"beta": beta},
+        }
+    )
+
+
+def open_backend(config: TrainConfig) -> Backend:
+    """The backend that the config names."""
+    from moe_replay.train.backends.fsdp import FsdpBackend
+    from moe_replay.train.backends.megatron import MegatronBackend
+
+    torch.backends.mkldnn.set_flags(False)  # its bfloat16 is slow and talkative on small CPUs
+    kind = MegatronBackend if config.backend.kind == "megatron" else FsdpBackend
+    return kind(config, config.model.path, torch.device("cpu"))
+
+
+def batches_of(backend: Backend, data: bytes, packed: bool) -> list[list[MicroBatch]]:
+    """The micro-batches of this rank for each update."""
+    made = mini_batches(
+        trajectories_module.from_bytes(data),
+        backend,
+        updates=UPDATES,
+        aggregation="grpo",
+        max_tokens=16,
+        budget=BUDGET,
+        packed=packed,
+    )
+    for batch in (batch for mini in made for batch in mini):
+        batch.routes = batch.rollout_routes(backend.chunk_layers)
+    return made
+
+
+def loss_sum(total: list[float]) -> Callable[[MicroBatch, Tensor], Tensor]:
+    """A policy loss that adds what it is to `total`."""
+
+    def loss(batch: MicroBatch, logprobs: Tensor) -> Tensor:
+        found = policy_loss(
+            logprobs,
+            batch.rollout,
+            batch.advantages,
+            batch.weights,
+            batch.sequence,
+            len(batch.trajectories),
+            level="sequence",
+            clip_low=1.0,
+            clip_high=100.0,
+        ).loss
+        total[-1] += found.item()
+        return found
+
+    return loss
+
+
+def two_updates(folder: str, data: bytes, kind: str = "megatron", settings: dict[str, Any] | None = None) -> dict:
+    """Replay the routes of the trajectories: losses, norms, log-probs of each sequence before, weights after."""
+    config = make_config(folder, kind, **(settings or {}))
+    backend = open_backend(config)
+    minis = batches_of(backend, data, config.batch.packed)
+    scores = [backend.score(mini, REPLAY) for mini in minis]
+    for seen, unseen in zip(scores[0], backend.score(minis[0], Routing("replay")), strict=True):
+        assert (seen is unseen is None) or torch.equal(seen.logprobs, unseen.logprobs), "observing changes a pass"
+    native = [backend.score(mini, Routing()) for mini in minis]
+    losses: list[float] = []
+    updates = [
+        _counted_update(backend, mini, losses, Routing("replay", observe=number == 0))
+        for number, mini in enumerate(minis)
+    ]
+    for batch in (batch for mini in minis for batch in mini):
+        observed = tuple(batch.native[chunk].layers for chunk in range(len(backend.chunk_layers)))
+        assert observed == backend.chunk_layers
+    exported = {name: tensor.clone() for name, tensor in backend.weights()}
+    backend.close()
+    return {
+        "losses": losses if backend.speaks else [0.0] * len(minis),
+        "norms": [updated.grad_norm for updated in updates],
+        "replayed": by_row(backend, minis, scores),
+        "native": by_row(backend, minis, native),
+        "micro_batches": [len(mini) for mini in minis],
+        "weights": exported if dist.get_rank() == 0 else {},
+    }
+
+
+def _counted_update(
+    backend: Backend, mini: list[MicroBatch], losses: list[float], routing: Routing = REPLAY
+) -> Updated:
+    losses.append(0.0)
+    updated = backend.update(mini, loss_sum(losses), routing, lr=LEARNING_RATE)
+    assert updated.applied
+    return updated
+
+
+def by_row(backend: Backend, minis: list[list[MicroBatch]], scores: list[list[Scores | None]]) -> dict[int, Tensor]:
+    """(2, N) of each sequence that this rank speaks for: log-probs and entropy."""
+    found = {}
+    for batch, of in zip(chain(*minis), chain(*scores), strict=True):
+        assert (of is not None) or not backend.speaks
+        if of is not None and backend.speaks and not batch.filler:
+            for number, one in enumerate(batch.trajectories):
+                assert one.row not in found, "a sequence is trained on twice"
+                found[one.row] = torch.stack([of.logprobs, of.entropy])[:, batch.sequence == number].clone()
+    return found
+
+
+def first_ratios(folder: str, data: bytes, settings: dict[str, Any]) -> dict[str, Any]:
+    """R2: record in the old-log-prob pass, replay in the update: log-ratios before the first and the second step."""
+    config = make_config(folder, **settings)
+    backend = open_backend(config)
+    batches = batches_of(backend, data, config.batch.packed)[0]
+    for batch in batches:
+        batch.routes = {}
+    for batch, scores in zip(batches, backend.score(batches, Routing("record")), strict=True):
+        batch.old = None if scores is None else scores.logprobs
+    apart: list[float] = []
+
+    def loss(batch: MicroBatch, logprobs: Tensor) -> Tensor:
+        assert batch.old is not None
+        apart[-1] = max(apart[-1], (logprobs - batch.old).abs().max().item())
+        return (logprobs * batch.advantages * batch.weights).sum()
+
+    for _ in range(2):
+        apart.append(0.0)
+        assert backend.update(batches, loss, Routing("replay"), lr=LEARNING_RATE).applied
+    return {"apart": apart, "speaks": backend.speaks}
+
+
+def stop_and_go_on(folder: str, data: bytes, settings: dict[str, Any], saved: str) -> dict[str, Any]:
+    """The weights after two updates in one go, and with all of it saved, thrown away and loaded between them."""
+    config = make_config(folder, **settings)
+    backend = open_backend(config)
+    minis = batches_of(backend, data, config.batch.packed)
+    _counted_update(backend, minis[0], [])
+    backend.save(Path(saved))
+    _counted_update(backend, minis[1], [])
+    at_once = {name: tensor.clone() for name, tensor in backend.weights()}
+    backend.close()
+
+    again = open_backend(config)
+    again.load(Path(saved))
+    _counted_update(again, batches_of(again, data, config.batch.packed)[1], [])
+    later = {name: tensor.clone() for name, tensor in again.weights()}
+    return {
+        "different": [name for name in at_once if not torch.equal(at_once[name], later[name])],
+        "bytes": again.state_bytes(),
+    }
+
+
+def refusals(folder: str, saved: str) -> list[str]:
+    """What loading says of a state of another layout, and of a folder without one."""
+    from moe_replay.train.backends.megatron_state import SavedStateError
+
+    backend = open_backend(make_config(folder, tensor_parallel=2))
+    backend.save(Path(saved))
+    backend.close()
+    other = open_backend(make_config(folder, pipeline_parallel=2))
+    before = [tensor.clone() for _, tensor in other.weights()]
+    said = []
+    for path in (Path(saved), Path(saved, "nothing")):
+        try:
+            other.load(path)
+        except SavedStateError as error:
+            said.append(str(error))
+    assert all(torch.equal(old, now) for old, (_, now) in zip(before, other.weights(), strict=True))
+    return said
+
+
+def bad_update(folder: str, data: bytes, settings: dict[str, Any]) -> dict[str, Any]:
+    """Weights after two good updates, with a third between them whose loss is NaN on some ranks, and without it."""
+    config = make_config(folder, **settings)
+
+    def trained(*, with_bad: bool) -> tuple[dict[str, Tensor], Updated | None]:
+        backend = open_backend(config)
+        minis = batches_of(backend, data, config.batch.packed)
+        _counted_update(backend, minis[0], [])
+        worth = float("nan") if backend.data_rank == 0 else 1.0
+        bad = (
+            backend.update(minis[1], lambda _, found: found.sum() * worth, REPLAY, LEARNING_RATE) if with_bad else None
+        )
+        _counted_update(backend, minis[1], [])
+        exported = {name: tensor.clone() for name, tensor in backend.weights()}
+        backend.close()
+        return exported, bad
+
+    (found, bad), (wanted, _) = trained(with_bad=True), trained(with_bad=False)
+    assert bad is not None
+    different = [name for name in wanted if not torch.equal(found[name], wanted[name])]
+    return {"applied": bad.applied, "norm": bad.grad_norm, "different": different}
+
+
+def reference_scores(folder: str, data: bytes, settings: dict[str, Any]) -> dict[str, Any]:
+    """Of the reference model before and after an update of the policy, and of the policy before it."""
+    config = make_config(folder, beta=0.1, **settings)
+    backend = open_backend(config)
+    mini = batches_of(backend, data, config.batch.packed)[0]
+    policy = backend.score(mini, Routing())
+    before = backend.score_reference(mini)
+    _counted_update(backend, mini, [])
+    after, moved = backend.score_reference(mini), backend.score(mini, Routing())
+    pairs = [
+        (torch.equal(old, one.logprobs) and torch.equal(old, new), torch.equal(new, now.logprobs))
+        for one, old, new, now in zip(policy, before, after, moved, strict=True)
+        if one is not None and old is not None and new is not None and now is not None
+    ]
+    return {"kept": all(same for same, _ in pairs), "moved": not any(same for _, same in pairs), "scored": len(pairs)}

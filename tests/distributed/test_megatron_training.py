@@ -1,0 +1,152 @@
+"""The Megatron-Core backend in every layout, against one process of the FSDP2 backend that trains the same folder.
+
+The trajectories' routes are those of a model with other routers, so that natively most tokens would go elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed import harness, megatron_training
+from tests.distributed.megatron_models import PRELOADED
+from tests.weights.models import saved_tensors
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("pydantic")
+pytestmark = pytest.mark.distributed
+harness.PRELOADED.extend(PRELOADED)
+
+TP = {"tensor_parallel": 2}
+EP = {"expert_parallel": 2}
+PP = {"pipeline_parallel": 2}
+VPP = PP | {"virtual_pipeline": 2}
+CP = {"context_parallel": 2}
+PACKED = {"packed": True}
+SHARDED = {"distributed_optimizer": True}
+BF16 = {"dtype": "bfloat16"}
+FULL = {"megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1-packed": (1, PACKED),
+    "dp2": (2, {}),
+    "dp2-sharded-packed": (2, SHARDED | PACKED),
+    "tp2-packed": (2, TP | PACKED | FULL),
+    "ep2": (2, EP),
+    "tp2-ep2-etp1": (2, TP | EP | {"expert_tensor_parallel": 1}),
+    "pp2-packed": (2, PP | PACKED),
+    "cp2": (2, CP),
+    "cp2-packed": (2, CP | PACKED),
+    "pp2-vpp2": (2, VPP | FULL),
+    "tp2-pp2-ep2-packed": (4, TP | PP | EP | {"expert_tensor_parallel": 1} | PACKED | SHARDED),
+}
+TOLERANCE = 1e-5
+
+
+@functools.cache
+def scratch() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="training-")
+
+
+@functools.cache
+def policy() -> tuple[str, bytes]:
+    """The folder of a model, and trajectories."""
+    folder = Path(scratch().name, "policy")
+    return str(folder), megatron_training.save_policy(folder)
+
+
+@functools.cache
+def expected() -> dict[str, Any]:
+    """What one process makes of them with FSDP2."""
+    (outcome,) = harness.run_ranks(1, megatron_training.two_updates, *policy(), "fsdp")
+    return outcome
+
+
+def on_ranks(size: int, function: Any, *args: Any) -> list[Any]:
+    return harness.run_ranks(size, function, *policy(), *args)
+
+
+def close(found: Any, wanted: Any) -> bool:
+    return torch.allclose(torch.as_tensor(found), torch.as_tensor(wanted), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_updates_as_one_process_makes_them(name: str) -> None:
+    size, settings = LAYOUTS[name]
+    ranks = on_ranks(size, megatron_training.two_updates, "megatron", settings)
+    one = expected()
+    assert close([sum(losses) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)], one["losses"])
+    assert all(close(rank["norms"], one["norms"]) for rank in ranks)
+    assert len({tuple(rank["micro_batches"]) for rank in ranks}) == 1
+    for routing in ("replayed", "native"):
+        found = [row for rank in ranks for row in rank[routing]]
+        assert sorted(found) == sorted(one[routing]), "each sequence has one rank that speaks for it"
+        assert all(close(rank[routing][row], one[routing][row]) for rank in ranks for row in rank[routing])
+    check_weights(ranks[0]["weights"], one["weights"])
+
+
+def check_weights(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """Where each tensor has gone is compared, in units of how far it went."""
+    start = saved_tensors(policy()[0])
+    assert found.keys() == wanted.keys() == start.keys()
+    for name, begin in start.items():
+        moved = (wanted[name] - begin).norm()
+        assert moved > 0
+        assert (found[name] - wanted[name]).norm() < TOLERANCE * moved, name
+
+
+def test_the_updates_would_be_others_natively() -> None:
+    one = expected()
+    apart = torch.cat([(one["replayed"][row] - one["native"][row])[0].abs() for row in one["native"]])
+    assert (apart > 1e-2).float().mean() > 0.5
+    assert max(one["norms"]) > 2.0, "no gradient was clipped"
+    assert one["micro_batches"][0] > 1
+
+
+@pytest.mark.parametrize("settings", [TP | PACKED, VPP | BF16 | FULL, CP | EP], ids=str)
+def test_a_recorded_pass_is_replayed_bit_for_bit(settings: dict[str, Any]) -> None:
+    ranks = on_ranks(2, megatron_training.first_ratios, settings)
+    assert any(rank["speaks"] for rank in ranks)
+    for rank in ranks:
+        first, second = rank["apart"]
+        assert first == 0.0
+        assert second > 0.0 or not rank["speaks"]
+
+
+@pytest.mark.parametrize("settings", [TP | BF16, EP | SHARDED | BF16, VPP, EP | SHARDED, {"dtype": "float16"}], ids=str)
+def test_stop_and_go_on_is_the_same_as_not_to_stop(tmp_path: Path, settings: dict[str, Any]) -> None:
+    ranks = on_ranks(2, megatron_training.stop_and_go_on, settings, str(tmp_path))
+    assert [rank["different"] for rank in ranks] == [[], []]
+    written = [tensor for path in tmp_path.glob("*.safetensors") for tensor in load_file(path).items()]
+    size = sum(tensor.nbytes for name, tensor in written if not name.endswith(".step"))
+    assert [rank["bytes"] for rank in ranks] == [size, size]
+
+
+def test_a_state_of_another_layout_is_refused(tmp_path: Path) -> None:
+    for other, nothing in harness.run_ranks(2, megatron_training.refusals, policy()[0], str(tmp_path)):
+        assert "expected pipeline_model_parallel_size 2, tensor_model_parallel_size 1, found" in other
+        assert "found pipeline_model_parallel_size 1, tensor_model_parallel_size 2. Resume with" in other
+        assert "expected layout.json, found" in nothing
+
+
+@pytest.mark.parametrize("settings", [PP | PACKED, EP | SHARDED | BF16, {"dtype": "float16"}], ids=str)
+def test_a_bad_gradient_changes_nothing_on_any_rank(settings: dict[str, Any]) -> None:
+    for rank in on_ranks(2, megatron_training.bad_update, settings):
+        assert not rank["applied"]
+        assert not math.isfinite(rank["norm"])
+        assert rank["different"] == []
+
+
+def test_the_reference_stays_as_it_was() -> None:
+    ranks = on_ranks(2, megatron_training.reference_scores, PP | PACKED)
+    assert [rank["scored"] > 0 for rank in ranks] == [False, True]
+    assert ranks[1]["kept"]
+    assert ranks[1]["moved"]

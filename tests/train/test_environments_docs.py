@@ -1,0 +1,66 @@
+"""The environment in docs/environments.md does what the page says of it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pydantic")
+
+from moe_replay.train.episode import load_environment
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "environments.md"
+
+
+class Said:
+    """The part of an episode that the environment uses, with turns that are given."""
+
+    def __init__(self, *turns: str, max_turns: int = 4) -> None:
+        self._turns = iter(turns)
+        self.completion = next(self._turns)
+        self.observed: list[str] = []
+        self._left = max_turns - 1
+
+    @property
+    def may_go_on(self) -> bool:
+        return self._left > 0
+
+    def observe(self, text: str) -> None:
+        self.observed.append(text)
+
+    async def generate(self) -> None:
+        self._left -= 1
+        self.completion = next(self._turns)
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The function of the page, loaded as a run loads it."""
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "tools.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield load_environment("tools:calculator")
+    monkeypatch.delitem(sys.modules, "tools")
+
+
+def results(episode: Said) -> list[str]:
+    return re.findall(r"<result>(.*?)</result>", "".join(episode.observed))
+
+
+def test_a_call_is_answered_until_there_is_none(environment: Any) -> None:
+    episode = Said("<tool>6*7</tool>", "so <tool> 42 / -4 </tool>", "it is -21/2")
+    asyncio.run(environment(episode))
+    assert results(episode) == ["42", "-21/2"]
+    assert episode.completion == "it is -21/2"
+
+
+def test_no_turn_beyond_the_last_one_is_asked_for(environment: Any) -> None:
+    episode = Said("<tool>1/0</tool>", "<tool>1+1</tool>", max_turns=2)
+    asyncio.run(environment(episode))
+    assert results(episode) == ["division by zero"]
