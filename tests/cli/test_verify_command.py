@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import nn
 
 import moe_replay as mr
 from moe_replay.cli.main import main
+from moe_replay.cli.verify import stdout_on_stderr
 from moe_replay.diagnostics.attribution import Attribution
 from moe_replay.rollout.base import Sample, SamplingParams
 from moe_replay.rollout.transformers import TransformersEngine
@@ -116,6 +118,13 @@ def test_prompts_of_a_file(folder: str, tmp_path: Path, capsys: pytest.CaptureFi
     found = told(capsys, *words)
     assert found["samples"] == 3
     assert found["tokens"] - found["scored"] == 4 + 4 + 6
+
+
+def test_stdout_is_for_the_result_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    with stdout_on_stderr():
+        os.write(1, b"an engine's process speaks")
+    os.write(1, b"the result")
+    assert tuple(capfd.readouterr()) == ("the result", "an engine's process speaks")
 
 
 # ---- traces of somebody else -----------------------------------------------------------------------------------------

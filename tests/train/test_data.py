@@ -65,6 +65,12 @@ def test_text_and_messages_are_tokenised():
     assert [bytes(p.token_ids).decode() for p in prompts[1:]] == ["<user>c<assistant>", "<user>d<assistant>"]
 
 
+def test_messages_that_end_with_the_answer_are_refused():
+    rows = [{"messages": [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]}]
+    with pytest.raises(DataError, match=r"end with the answer.*row 0.*column of its own"):
+        load_prompts(rows, Characters(), max_prompt_tokens=100)
+
+
 def test_long_prompts_are_left_out():
     prompts = load_prompts([{"prompt": "a" * n} for n in (1, 50, 3)], Characters(), max_prompt_tokens=10)
     assert [prompt.row for prompt in prompts] == [0, 2]

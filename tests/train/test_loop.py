@@ -40,7 +40,8 @@ def interrupting(prompts: list, completions: list[str], **_: Any) -> list[float]
 
 
 def endless(prompts: list, completions: list[str], **_: Any) -> list[float]:
-    return [math.inf if i else 0.0 for i in range(len(completions))]
+    """Finite, but not as a float32."""
+    return [1e300 if i else 0.0 for i in range(len(completions))]
 
 
 def broken(prompts: list, completions: list[str], **_: Any) -> list[float]:
@@ -269,7 +270,7 @@ def test_gradients_that_are_not_finite_change_nothing_and_then_stop(
         reward={"functions": ["tests.train.test_loop:endless"]},
         optim={"max_bad_steps": 3},
         checkpoint={"export": True},
-        algorithm={"updates_per_rollout": 1},
+        algorithm={"updates_per_rollout": 1, "baseline": "none"},
     )
     with pytest.raises(DivergedError, match="4 updates in a row"):
         train(made)
@@ -285,6 +286,27 @@ def test_gradients_that_are_not_finite_change_nothing_and_then_stop(
 def test_a_reward_that_fails_is_named(config: Config) -> None:
     with pytest.raises(RewardError, match=r"tests\.train\.test_loop:broken"):
         train(config(reward={"functions": ["tests.train.test_loop:broken"]}))
+
+
+async def failing(episode: Any) -> None:
+    raise ZeroDivisionError("by the tool")
+
+
+async def talkative(episode: Any) -> None:
+    while True:
+        await episode.generate()
+
+
+@pytest.mark.parametrize(
+    ("environment", "text"),
+    [
+        ("failing", r"environment failing raised ZeroDivisionError: by the tool \[sample row \d+\]"),
+        ("talkative", r"no further turn is allowed.*at most 2 turns"),
+    ],
+)
+def test_an_environment_that_misbehaves_is_named(config: Config, environment: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        train(config(rollout={"environment": f"tests.train.test_loop:{environment}", "max_turns": 2}))
 
 
 def test_an_environment_that_is_not_there_is_named(config: Config) -> None:

@@ -69,6 +69,13 @@ def test_none_is_not_scored_and_weights_add_up():
     np.testing.assert_array_equal(summed, [1.5, 1.5, np.nan])
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_reward_that_is_not_finite_is_refused(value: float) -> None:
+    reward = Reward("wild", lambda completions, **_: [1.0, value])
+    with pytest.raises(RewardError, match=r"'wild' returned a number that nothing can be learned from \[sample 1\]"):
+        score([reward], ["a", "b"], ["c", "d"], {})
+
+
 @pytest.mark.parametrize(
     ("function", "text"),
     [

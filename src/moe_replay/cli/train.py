@@ -66,6 +66,9 @@ class TrainCommand:
             return
         from moe_replay.train.loop import train
 
+        # Rewards and environments are named "module:function", and live where the user is: as with `python -m`.
+        if "" not in sys.path and os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
         train(config)
 
     def _config(self, is_first: bool) -> TrainConfig:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import Qwen3MoeForCausalLM
 
 HEAD_SIZE = 32  # the least that vLLM's CPU attention takes
-LONGEST = 256
+LONGEST = 1024
 
 
 def build_model(settings: DemoSettings) -> Qwen3MoeForCausalLM:

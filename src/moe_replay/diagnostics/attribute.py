@@ -89,6 +89,8 @@ def attribute_traces(
     labels: Mapping[str, str] | None = None,
 ) -> Attribution:
     """Hold routes alone, without log-probs, against what a Transformers model chooses natively, in one pass."""
+    if not traces:
+        raise AttributionError("no traces to compare")
     trajectories = [_unscored(trace, number) for number, trace in enumerate(traces)]
     with _prepared(model, replay) as controller:
         parts = [

@@ -68,13 +68,20 @@ class EnginePool(AsyncEngine):
     attempts   how often a request is tried, on whichever engine, before it fails
     rest       seconds that an engine which did not answer is left alone, before its health is asked again
     patience   longest wait in seconds between two tries of a request; waits grow up to it, at random
+    any_version  the engines may have different weights now: `update_weights` comes before the first request
 
     Example:
         engine = EnginePool([VllmServer(url, token=token) for url in urls])
     """
 
     def __init__(
-        self, engines: Sequence[ServedEngine], *, attempts: int = 8, rest: float = 2.0, patience: float = 10.0
+        self,
+        engines: Sequence[ServedEngine],
+        *,
+        attempts: int = 8,
+        rest: float = 2.0,
+        patience: float = 10.0,
+        any_version: bool = False,
     ) -> None:
         if not engines:
             raise EngineError("a pool without engines", expected="at least one")
@@ -83,7 +90,8 @@ class EnginePool(AsyncEngine):
         self._attempts, self._rest, self._patience = attempts, rest, patience
         versions = {engine.url: engine.weight_version for engine in engines}
         topologies = {engine.url: engine.topology for engine in engines}
-        if len(set(versions.values())) != 1 or len(set(topologies.values())) != 1:
+        one_version = any_version or len(set(versions.values())) == 1
+        if not one_version or len(set(topologies.values())) != 1:
             super().close()
             raise EngineError(
                 "the engines of a pool serve different models", expected="one model, one weight version", found=versions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -126,7 +127,7 @@ class VllmEngine(AsyncEngine):
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k,
-            "seed": params.seed,
+            "seed": _seed_of(prompt, params),
             "stop_token_ids": sorted(stops),
             "ignore_eos": True,  # the model's end tokens are among the stop tokens, where they count
             "logprobs": 0,
@@ -303,6 +304,11 @@ class VllmEngine(AsyncEngine):
     async def _shutdown(self) -> None:
         self._llm.shutdown()
         del self._llm  # or its own destructor runs when the interpreter has half gone
+
+
+def _seed_of(prompt: Sequence[int], params: SamplingParams) -> int | None:
+    """The prompt is part of the seed, or else one seed would draw alike for all prompts."""
+    return None if params.seed is None else params.seed ^ zlib.crc32(np.asarray(prompt, np.int32).tobytes())
 
 
 def _vllm_version() -> str:

@@ -154,9 +154,9 @@ class ReplayConfig(Section):
     compare_every: int = Field(0, ge=0)
     """Every so many steps score the batch without replay as well, to see what replay does; 0: never."""
     observe: bool = True
-    """Measure how often the routers would have chosen as the replayed routes do."""
+    """Compare the rollout's routes with the trainer's own choice: routing/agreement, and a shift test each step."""
     first_ratio_tolerance: float = Field(0.0, ge=0)
-    """How far from 1 the ratio of new to old policy may be in a step's first update."""
+    """How far apart the log-probs of the old pass and of a step's first update may be, where routes are replayed."""
 
     @field_validator("mode", mode="before")
     @classmethod

@@ -172,6 +172,14 @@ def _tokenised(content: str | Messages, tokenizer: Tokenizer, row: int) -> tuple
     if isinstance(content, str):
         return tuple(tokenizer(content, add_special_tokens=True)["input_ids"])
     if isinstance(content, list) and all(isinstance(message, dict) and "role" in message for message in content):
+        if content and content[-1]["role"] == "assistant":
+            raise DataError(
+                "the messages end with the answer, which the model would be shown",
+                sample=f"row {row}",
+                expected="messages that end with what is to be answered",
+                found="a last message of the assistant",
+                remedy="Take the answer out of the messages, and keep it in a column of its own if a reward needs it",
+            )
         text = tokenizer.apply_chat_template(content, add_generation_prompt=True, tokenize=False)
         return tuple(tokenizer(str(text), add_special_tokens=False)["input_ids"])
     raise DataError(

@@ -13,6 +13,7 @@ from moe_replay.routers.layer_rules import setting
 from moe_replay.topology import MoeTopology, text_config
 from moe_replay.train.config import BackendConfig, TrainConfig
 from moe_replay.train.config_keys import ConfigError
+from moe_replay.train.engines import check_length
 from moe_replay.train.replay_mode import resolve
 
 
@@ -30,7 +31,7 @@ def dry_run(config: TrainConfig, ranks: int | None = None) -> str:
     ]
     try:
         model = _model(config.model.path)
-        _check_length(config, model)
+        check_length(config, setting(text_config(model), "max_position_embeddings"))
         topology = MoeTopology.from_config(model)
     except ModelConfigError as unreadable:
         return "\n".join([*lines, "", f"The layout is not checked: {unreadable}"])
@@ -91,17 +92,6 @@ def _model(path: str) -> Any:
     from moe_replay.demo.settings import FULL
 
     return build_model(FULL).config
-
-
-def _check_length(config: TrainConfig, model: Any) -> None:
-    longest = setting(text_config(model), "max_position_embeddings")
-    if longest is not None and config.max_length > longest:
-        raise ConfigError(
-            "sequences can become longer than the model's context",
-            expected=f"at most {longest} tokens",
-            found=f"{config.max_length} tokens",
-            remedy="Lower data.max_prompt_tokens or rollout.max_tokens, or set rollout.max_length",
-        )
 
 
 # ---- lines -----------------------------------------------------------------------------------------------------------

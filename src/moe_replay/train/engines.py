@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from moe_replay.rollout.base import Engine
+import torch
+
+from moe_replay.rollout.base import Engine, EngineError
 from moe_replay.train.config import RolloutConfig, TrainConfig
+from moe_replay.train.config_keys import ConfigError
 
 # What a launcher tells a trainer's process about its group: an engine's own processes form another one.
 _LAUNCHER = (
@@ -24,16 +27,31 @@ _LAUNCHER = (
 
 
 def longest_sequence(config: TrainConfig, folder: str) -> int:
-    """Tokens of a sequence at most: what the config wants, as far as the model goes."""
-    return within_model(config.max_length, folder)
+    """Tokens of a sequence at most: what the config says; an error if the model does not go that far."""
+    check_length(config, _context(folder))
+    return config.max_length
+
+
+def check_length(config: TrainConfig, context: int | None) -> None:
+    """Raise where sequences can become longer than the model's context, if that is known."""
+    if context is not None and config.max_length > context:
+        raise ConfigError(
+            "sequences can become longer than the model's context",
+            expected=f"at most {context} tokens",
+            found=f"{config.max_length} tokens",
+            remedy="Lower data.max_prompt_tokens or rollout.max_tokens, or set rollout.max_length",
+        )
 
 
 def within_model(tokens: int, folder: str) -> int:
     """So many tokens, or as many as the model in the folder takes."""
+    return min(tokens, _context(folder) or tokens)
+
+
+def _context(folder: str) -> int | None:
     from transformers import AutoConfig
 
-    limit = getattr(AutoConfig.from_pretrained(folder).get_text_config(), "max_position_embeddings", None)
-    return min(tokens, limit or tokens)
+    return getattr(AutoConfig.from_pretrained(folder).get_text_config(), "max_position_embeddings", None)
 
 
 def open_engine(config: TrainConfig, folder: str) -> Engine:
@@ -55,11 +73,16 @@ def start_engine(rollout: RolloutConfig, folder: str, max_length: int) -> Engine
     if rollout.engine == "transformers":
         from moe_replay.rollout.transformers import TransformersEngine
 
+        options.setdefault("device_map", "cuda" if torch.cuda.is_available() else "cpu")
         return TransformersEngine.from_pretrained(folder, max_length=max_length, dtype=rollout.dtype, **options)
     from moe_replay.rollout.pool import EnginePool
 
     token = rollout.token or os.environ.get("MOE_REPLAY_TOKEN")
-    return EnginePool([_server(rollout, url, token, options) for url in rollout.urls])
+    try:
+        servers = [_server(rollout, url, token, options) for url in rollout.urls]
+    except TypeError as wrong:
+        raise EngineError(f"rollout.options has what {rollout.engine} does not know", found=wrong) from wrong
+    return EnginePool(servers, any_version=True)  # their weights are replaced before they sample
 
 
 def _server(rollout: RolloutConfig, url: str, token: str | None, options: dict[str, Any]) -> Any:

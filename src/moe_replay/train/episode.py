@@ -22,8 +22,8 @@ from moe_replay.rollout.session import Session
 from moe_replay.train.data import Prompt
 
 
-class UnknownEnvironmentError(MoeReplayError):
-    """An environment that cannot be found."""
+class EpisodeError(MoeReplayError):
+    """An environment that cannot be found, raised, or wants more turns than there are."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,10 +62,18 @@ class Episode:
     def observe(self, text: str) -> None:
         """Append what the model did not say: a tool's output, the user's next message, template included."""
         ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        self.session.observe(ids[: self.max_length - 1 - len(self.session)])
+        self.session.observe(ids[: max(0, self.max_length - 1 - len(self.session))])
 
     async def generate(self) -> FinishReason:
         """Let the model speak."""
+        if not self.may_go_on:
+            raise EpisodeError(
+                "no further turn is allowed",
+                sample=f"row {self.prompt.row}",
+                expected=f"at most {self.max_turns} turns and {self.max_length} tokens",
+                found=f"{self.turns} turns and {len(self.session)} tokens so far",
+                remedy="Ask episode.may_go_on before episode.generate()",
+            )
         self.turns += 1
         await self.session.generate(self.engine, self.params)
         return await self._finish_turn()
@@ -81,6 +89,21 @@ class Episode:
 Environment = Callable[[Episode], Awaitable[None]]
 
 
+async def play(environment: Environment, episode: Episode) -> None:
+    """Let an environment have its way with an episode; what it raises is named."""
+    try:
+        await environment(episode)
+    except MoeReplayError:
+        raise
+    except Exception as error:  # a user's function may raise anything; it must be named in what follows
+        name = getattr(environment, "__qualname__", repr(environment))
+        raise EpisodeError(
+            f"environment {name} raised {type(error).__name__}: {error}",
+            sample=f"row {episode.prompt.row}",
+            found=f"turn {episode.turns}, {len(episode.session)} tokens",
+        ) from error
+
+
 def load_environment(name: str | None) -> Environment | None:
     """`module:function`."""
     if name is None:
@@ -89,7 +112,7 @@ def load_environment(name: str | None) -> Environment | None:
     try:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise UnknownEnvironmentError(
+        raise EpisodeError(
             f"environment {name!r} cannot be loaded: {error}",
             expected="rollout.environment = 'module:function'",
             remedy="The module must be importable where training runs, e.g. a file in the working directory",

@@ -78,6 +78,7 @@ class Job:
                 if rank() == 0:
                     job._open_rollouts(sources, engine, stack)
             job._probe = ProbeSequence.shared(job._rollouts.example if job._rollouts else None, backend)
+            job._probe.check_stays_apart(backend, config.rollout.probe_tolerance)
             job._resume()
             yield job
 
@@ -86,7 +87,12 @@ class Job:
         tokenizer = load_tokenizer(sources.model)
         max_length = longest_sequence(config, sources.model)
         max_prompt = min(config.data.max_prompt_tokens, max_length - 1)
-        prompts = load_prompts(read_rows(sources.data), tokenizer, max_prompt)
+        rows = read_rows(sources.data)
+        prompts = load_prompts(rows, tokenizer, max_prompt)
+        if len(prompts) < len(rows):
+            self._progress.say(
+                f"{len(rows) - len(prompts)} of {len(rows)} prompts are left out: beyond {max_prompt} tokens"
+            )
         if config.eval.every and sources.eval:
             self._evaluated = load_prompts(read_rows(sources.eval), tokenizer, max_prompt)[: config.eval.prompts]
         weights = config.reward.weights or (1.0,) * len(config.reward.functions)

@@ -27,12 +27,12 @@ def train(config: TrainConfig, engine: Engine | None = None) -> Path:
                 job.learner.score(updates, meters, step, compare=job.compares_in(step))
             with clock("train"):
                 learned = job.learner.update(updates, meters, step, job.report_updates)
+                measured = job.learner.checked(meters.combined(speaks=job.backend.speaks))
             with clock("sync"):
                 job.give_weights(version=step)
             with clock("eval"):
                 evaluated = job.evaluate(step)
 
-            measured = job.learner.checked(meters.combined(speaks=job.backend.speaks))
             timed = clock.metrics(sum(map(len, harvest.trajectories)))
             job.log(step, {**harvest.metrics, **learned, **measured, **evaluated, **timed})
             job.keep_traces(step, harvest.trajectories)

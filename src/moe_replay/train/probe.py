@@ -1,4 +1,8 @@
-"""The proof that the engine computes with the trainer's weights: what both say of one sequence after each update."""
+"""One sequence that is scored now and then, to prove that engine and trainer do what they should.
+
+After each update the engine must say of it what the trainer says: then it computes with the trainer's weights. And
+before the first, it must say the same of it alone and in a micro-batch: then sequences do not see each other.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from moe_replay.errors import AlignmentError
 from moe_replay.gather import all_gather
 from moe_replay.rollout.base import FinishReason, Probe
 from moe_replay.trace import RouteTrace
@@ -31,6 +36,7 @@ class ProbeSequence:
             finish_reason=FinishReason.STOP,
         )
         self.token_ids = token_ids
+        self._whole = whole
         self._batches: list[MicroBatch] = [filler(whole, backend) for _ in range(backend.micro_batch_multiple)]
 
     @classmethod
@@ -38,6 +44,34 @@ class ProbeSequence:
         """Of the tokens that the first rank has."""
         own = np.asarray(token_ids if token_ids is not None else [], np.int32)
         return cls(all_gather(own.view(np.uint8))[0].view(np.int32).copy(), backend)
+
+    def check_stays_apart(self, backend: Backend, tolerance: float) -> None:
+        """Raise if the sequence is scored otherwise behind another one than alone.
+
+        Attention keeps packed sequences apart by their positions; layers that carry a state from token to token
+        (linear attention, state-space models) may not, and nothing else would show it.
+        """
+        together = MicroBatch.of(
+            [self._whole, self._whole],
+            [0.0, 0.0],
+            backend.layout([len(self.token_ids)] * 2),
+            backend.device,
+        )
+        alone, both = (
+            backend.score([batch] * backend.micro_batch_multiple, Routing("native"), temperature=1.0)[0]
+            for batch in (self._batches[0], together)
+        )
+        if alone is None or both is None:
+            return
+        second = both.logprobs[len(alone.logprobs) :]
+        typical = float((second - alone.logprobs).abs().median())
+        if not typical <= tolerance:
+            raise AlignmentError(
+                "a sequence is scored otherwise behind another one than alone: packed sequences see each other",
+                expected=f"log-probs within {tolerance} in the median",
+                found=f"{typical:.4g}",
+                remedy="This model carries a state from token to token: set batch.packed = false",
+            )
 
     def scored(self, backend: Backend, config: RolloutConfig) -> Probe | None:
         """What the policy says of it now, on every rank; None where the config wants no check."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -166,4 +167,11 @@ def _scored(
     for sample, value in enumerate(values):
         if value is not None and not isinstance(value, (int, float, np.number, np.bool_)):
             raise RewardError(f"reward {reward.name!r} returned no number", sample=sample, found=repr(value))
+        if value is not None and not math.isfinite(value):
+            raise RewardError(
+                f"reward {reward.name!r} returned a number that nothing can be learned from",
+                sample=sample,
+                expected="a finite number, or None for a sample that cannot be scored",
+                found=value,
+            )
     return np.array([np.nan if value is None else float(value) for value in values], np.float64)

@@ -21,7 +21,7 @@ from moe_replay.rollout.session import Session
 from moe_replay.train.advantages import group_advantages, has_signal
 from moe_replay.train.config import TrainConfig
 from moe_replay.train.data import Prompt, PromptStream
-from moe_replay.train.episode import Episode, load_environment
+from moe_replay.train.episode import Episode, load_environment, play
 from moe_replay.train.rewards import Reward, score, total
 from moe_replay.train.trajectory import Trajectory
 
@@ -226,7 +226,7 @@ class Rollouts:
         )
         await episode.begin(sample)
         if self._environment is not None:
-            await self._environment(episode)
+            await play(self._environment, episode)
         return episode
 
     # ---- rewards ------------------------------------------------------------------------------------------------
@@ -237,7 +237,8 @@ class Rollouts:
 
     def evaluate(self, prompts: Sequence[Prompt], temperature: float) -> dict[str, float]:
         """Mean rewards of one completion of each prompt. The engine samples by its own routes: nothing is replayed."""
-        params = replace(self._params, n=1, temperature=temperature, seed=self._config.seed)
+        seed = self._config.seed if self._config.rollout.reproducible else None
+        params = replace(self._params, n=1, temperature=temperature, seed=seed)
         groups = self.engine.generate([prompt.token_ids for prompt in prompts], params)
         scores = [
             score_completions(self._rewards, prompt, [sample.completion_ids for sample in samples], self._tokenizer)

@@ -65,7 +65,7 @@ class Backend(ABC):
     """
 
     topology: MoeTopology
-    device: torch.device
+    device: torch.device  # type: ignore[read-only]
     data_rank: int
     data_size: int
     speaks: bool

@@ -21,6 +21,7 @@ from moe_replay.train.backends import lora
 from moe_replay.train.backends.base import Backend, LossFunction, Routing, Scores, Updated
 from moe_replay.train.backends.routed import routed
 from moe_replay.train.backends.sharded_model import sharded_model
+from moe_replay.train.backends.transformers_logprobs import in_order, of_sampled, scored_logits
 from moe_replay.train.batches import MicroBatch
 from moe_replay.train.config import TrainConfig
 
@@ -77,10 +78,10 @@ class FsdpBackend(Backend):
         with torch.no_grad():
             for batch in batches:
                 with routed(self.replay, batch, 0, routing):
-                    logits = _logits(self.model, batch, temperature or self._temperature)
+                    logits = scored_logits(self.model, batch, temperature or self._temperature)
                 logprobs = logits.log_softmax(-1)
                 entropy = -(logprobs.exp() * logprobs).sum(-1)
-                scores.append(Scores(_picked(logprobs, batch), _in_order(entropy, batch)))
+                scores.append(Scores(of_sampled(logprobs, batch), in_order(entropy, batch)))
         return scores
 
     def score_reference(self, batches: Sequence[MicroBatch]) -> list[Tensor | None]:
@@ -89,7 +90,9 @@ class FsdpBackend(Backend):
         model = self.model if own else cast(nn.Module, self._reference)
         model.eval()
         with torch.no_grad(), lora.adapters_off(model) if own else nullcontext():
-            return [_picked(_logits(model, batch, self._temperature).log_softmax(-1), batch) for batch in batches]
+            return [
+                of_sampled(scored_logits(model, batch, self._temperature).log_softmax(-1), batch) for batch in batches
+            ]
 
     def update(self, batches: Sequence[MicroBatch], loss: LossFunction, routing: Routing, lr: float) -> Updated:
         """Forward and backward of one micro-batch after the other, then one step of AdamW."""
@@ -97,8 +100,8 @@ class FsdpBackend(Backend):
         self._optimizer.zero_grad()
         for batch in batches:
             with routed(self.replay, batch, 0, routing):
-                logits = _logits(self.model, batch, self._temperature)
-            logprobs = _picked(logits.log_softmax(-1), batch)
+                logits = scored_logits(self.model, batch, self._temperature)
+            logprobs = of_sampled(logits.log_softmax(-1), batch)
             # FSDP averages gradients over ranks, and the loss is a sum over them
             (loss(batch, logprobs) * self.data_size).backward()
         gradients = [p.grad for p in self._parameters if p.grad is not None]
@@ -115,8 +118,11 @@ class FsdpBackend(Backend):
     # ---- weights and state --------------------------------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """One parameter at a time, gathered from all ranks in the dtype of the model."""
-        state = ((name, _whole(tensor.detach().to(self._dtype))) for name, tensor in self.model.state_dict().items())
+        """One parameter at a time, gathered from all ranks in the dtype of the model; of tied ones the first alone."""
+        every = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        tied = every - {name for name, _ in self.model.named_parameters()}
+        held = ((name, tensor) for name, tensor in self.model.state_dict().items() if name not in tied)
+        state = ((name, _whole(tensor.detach().to(self._dtype))) for name, tensor in held)
         plain = state if self._lora_scale is None else lora.merged(state, self._lora_scale)
         return checkpoint_tensors(self.model, plain)
 
@@ -149,28 +155,6 @@ class FsdpBackend(Backend):
     def close(self) -> None:
         """Take replay off the model."""
         self.replay.detach()
-
-
-def _logits(model: nn.Module, batch: MicroBatch, temperature: float) -> Tensor:
-    """(n, V) float32 at the places whose next token is scored."""
-    one_row = batch.input_ids.shape[0] == 1
-    logits = model(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        use_cache=False,
-        logits_to_keep=batch.places if one_row else 0,  # of a packed row, the head computes these alone
-    ).logits
-    selected = logits[0] if one_row else logits.flatten(0, 1)[batch.places]
-    return selected.float() / temperature
-
-
-def _picked(logprobs: Tensor, batch: MicroBatch) -> Tensor:
-    """(n, V) -> (N,): of the tokens that were sampled."""
-    return _in_order(logprobs.gather(-1, batch.targets[:, None])[:, 0], batch)
-
-
-def _in_order(values: Tensor, batch: MicroBatch) -> Tensor:
-    return torch.zeros_like(values).index_copy(0, batch.slots, values)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ def add_adapters(model: Any, config: ModelConfig) -> None:
         model.add_adapter(
             LoraConfig(
                 r=config.lora_rank,
-                lora_alpha=config.lora_alpha,
+                lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  only ever divided by the rank
                 target_modules=list(config.lora_targets),
                 lora_dropout=0.0,
             ),

@@ -1,0 +1,270 @@
+"""`moe-replay verify`: how far an engine and a trainer are apart on one batch, and how much of it is routing."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from moe_replay.diagnostics.attribution import Attribution, Thresholds
+from moe_replay.errors import MissingExtraError, MoeReplayError
+
+if TYPE_CHECKING:
+    from moe_replay.rollout.base import Sample
+
+STDOUT, STDERR = 1, 2
+WRONG_USE = 2
+DEFAULTS = Thresholds()
+RANDOM_PROMPTS = (8, 32)  # fewest and most tokens of a prompt of random tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyCommand:
+    """Sample one batch with an engine, score it natively, with R2 and with R3, and say how far they are apart.
+
+    The status is 1 if the routes are misaligned or a threshold is not kept, and 2 if the options make no sense.
+    """
+
+    model: str = ""
+    """Folder or name of the model; if not given, a tiny one that comes with the library."""
+    engine: Literal["vllm", "transformers", "vllm_server", "sglang_server"] = "vllm"
+    """What samples."""
+    url: tuple[str, ...] = ()
+    """Addresses of servers that have the model."""
+    token: str | None = None
+    """Bearer token of the servers; else $MOE_REPLAY_TOKEN."""
+    rollout_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type that the engine computes in; auto: the type of the weights on disk. Servers have their own."""
+    engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)
+    """More of the engine's own options, e.g. --engine-options gpu_memory_utilization 0.5 enforce_eager True."""
+    prompts: Path | None = None
+    """JSONL or parquet file, or datasets folder, with a column prompt or messages; if not given, random tokens."""
+    traces: Path | None = None
+    """File of traces that somebody else recorded, in place of an engine: only the routes are compared."""
+    samples: int = 32
+    """Sequences of the batch."""
+    max_tokens: int = 64
+    """Tokens of a completion at most."""
+    max_prompt_tokens: int = 512
+    """Longer prompts are left out."""
+    temperature: float = 1.0
+    """Sampling temperature."""
+    seed: int = 0
+    """Of sampling and of random prompts."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type that the trainer computes in."""
+    attention: str = "sdpa"
+    """Attention of the trainer: sdpa, eager, flash_attention_2, ..."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the trainer computes; auto: a GPU if there is one."""
+    packed: bool = True
+    """Put sequences one after the other in a row, as in training; else in rows with padding."""
+    tokens_per_micro_batch: int = 4096
+    """Tokens that go through the trainer's model together."""
+    max_k3: float = DEFAULTS.max_k3
+    """k3 KL of trainer and rollout, with R3, at most."""
+    max_beyond_two: float = DEFAULTS.max_beyond_two
+    """Share of tokens whose probabilities differ by more than a factor of two, with R3, at most."""
+    min_agreement: float = DEFAULTS.min_agreement
+    """Share of native routes that are those of the rollout, at least."""
+    output: Path | None = None
+    """Folder for attribution.json and attribution.html."""
+    json: bool = False
+    """Print everything as JSON."""
+
+    def __call__(self) -> None:
+        """Sample, score, print, judge."""
+        if problem := self._wrong_use():
+            print(f"error: {problem}", file=sys.stderr)
+            sys.exit(WRONG_USE)
+        try:
+            with stdout_on_stderr():
+                found = self._of_traces() if self.traces else self._of_samples()
+        except ImportError as missing:
+            if isinstance(missing, MoeReplayError):
+                raise
+            raise MissingExtraError(
+                f"verify needs {missing.name}", remedy="pip install 'moe-replay[train]'"
+            ) from missing
+        limits = Thresholds(max_k3=self.max_k3, max_beyond_two=self.max_beyond_two, min_agreement=self.min_agreement)
+        failures = found.failures(limits)
+        if self.output is not None:
+            _write(found, self.output)
+        if self.json:
+            told = {"passed": not failures, "failures": failures} | json.loads(found.to_json())
+            print(json.dumps(told, indent=1))
+        else:
+            print(found, "", *([f"FAILED: {failure}" for failure in failures] or ["passed"]), sep="\n")
+        if failures:
+            sys.exit(1)
+
+    def _wrong_use(self) -> str | None:
+        """What makes no sense in the options, if anything."""
+        if self.traces and (self.url or self.prompts):
+            return "--traces takes the place of an engine: leave --url and --prompts out"
+        if self._is_server and not self.url and not self.traces:
+            return f"--engine {self.engine} needs the addresses of its servers: --url http://127.0.0.1:8000"
+        if self.url and not self._is_server:
+            return f"--engine {self.engine} runs in this process: leave --url out, or name a server's engine"
+        if self.samples < 1 or self.max_tokens < 1 or self.tokens_per_micro_batch < 1:
+            return "--samples, --max-tokens and --tokens-per-micro-batch must be at least 1"
+        if self.temperature <= 0:
+            return "--temperature must be above 0: greedy samples have no log-probs to compare"
+        return None
+
+    # ---- the two ways -------------------------------------------------------------------------------------------
+
+    def _of_traces(self) -> Attribution:
+        from moe_replay.diagnostics.attribute import attribute_traces
+        from moe_replay.diagnostics.inspect import read_traces
+
+        folder, _ = self._sources()
+        traces = list(read_traces(str(self.traces)))
+        _tell(f"{len(traces)} traces of {self.traces}, held against {folder}")
+        return attribute_traces(
+            self._trainer(folder),
+            traces,
+            tokens_per_micro_batch=self.tokens_per_micro_batch,
+            packed=self.packed,
+            labels={"model": self._name, "traces": str(self.traces), **self._trainer_labels()},
+        )
+
+    def _of_samples(self) -> Attribution:
+        from moe_replay.diagnostics.attribute import attribute
+
+        folder, file = self._sources()
+        samples, engine = self._sampled(folder, self._prompts(folder, file), ends=file is not None)
+        _tell(f"{len(samples)} samples, scored four times by the trainer")
+        return attribute(
+            self._trainer(folder),
+            samples,
+            temperature=self.temperature,
+            tokens_per_micro_batch=self.tokens_per_micro_batch,
+            packed=self.packed,
+            labels={
+                "model": self._name,
+                "engine": engine if self._is_server else f"{engine} {self.rollout_dtype}",
+                **self._trainer_labels(),
+                "temperature": str(self.temperature),
+            },
+        )
+
+    @property
+    def _is_server(self) -> bool:
+        return self.engine.endswith("_server")
+
+    @property
+    def _name(self) -> str:
+        return self.model or "embedded default"
+
+    def _sources(self) -> tuple[str, Path | None]:
+        """The folder of the model, and the file of prompts if there is one."""
+        from moe_replay.train.sources import model_folder
+
+        if self.model:
+            return model_folder(self.model), self.prompts
+        from moe_replay import demo
+
+        files = demo.prepare(progress=_tell)
+        return str(files.model), self.prompts or files.train
+
+    # ---- rollout ------------------------------------------------------------------------------------------------
+
+    def _prompts(self, folder: str, file: Path | None) -> list[list[int]]:
+        """Token ids of as many prompts as samples, or of all that there are."""
+        if file is None:
+            from transformers import AutoConfig
+
+            chance = np.random.default_rng(self.seed)
+            vocabulary = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+            lengths = chance.integers(*RANDOM_PROMPTS, self.samples, endpoint=True)
+            return [chance.integers(vocabulary, size=length).tolist() for length in lengths]
+        from moe_replay.train.data import load_prompts, read_rows
+        from moe_replay.train.sources import load_tokenizer
+
+        loaded = load_prompts(read_rows(file)[: self.samples], load_tokenizer(folder), self.max_prompt_tokens)
+        return [list(prompt.token_ids) for prompt in loaded]
+
+    def _sampled(self, folder: str, prompts: list[list[int]], *, ends: bool) -> tuple[list[Sample], str]:
+        """So many samples as were asked for, and the engine's name; the engine is gone when the trainer loads."""
+        from moe_replay.rollout.base import SamplingParams
+        from moe_replay.train.config import RolloutConfig
+        from moe_replay.train.engines import start_engine, within_model
+
+        config = RolloutConfig(
+            engine=self.engine,
+            urls=self.url,
+            token=self.token,
+            dtype=self.rollout_dtype,
+            options=self.engine_options,
+        )
+        params = SamplingParams(
+            n=-(-self.samples // len(prompts)),
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            ignore_eos=not ends,  # after random tokens, the end of a sequence means nothing
+            seed=self.seed,
+        )
+        _tell(f"starting {self.engine} on {folder}")
+        longest = max(map(len, prompts)) + self.max_tokens
+        engine = start_engine(config, folder, within_model(longest, folder))
+        try:
+            _tell(f"{engine.name} samples {len(prompts)} prompts")
+            groups = engine.generate(prompts, params)
+            return [sample for group in groups for sample in group][: self.samples], str(engine.name)
+        finally:
+            engine.close()
+
+    # ---- trainer ------------------------------------------------------------------------------------------------
+
+    def _trainer(self, folder: str) -> Any:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        device = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, self.dtype), attn_implementation=self.attention
+        )
+        return model.to(device)
+
+    def _trainer_labels(self) -> dict[str, str]:
+        from transformers import __version__
+
+        return {"trainer": f"Transformers {__version__} {self.dtype}"}
+
+
+@contextmanager
+def stdout_on_stderr() -> Iterator[None]:
+    """Stdout is for the result alone; engines and their processes write to it as they like."""
+    sys.stdout.flush()
+    kept = os.dup(STDOUT)
+    os.dup2(STDERR, STDOUT)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, STDOUT)
+        os.close(kept)
+
+
+def _write(found: Attribution, folder: Path) -> None:
+    from moe_replay.report.attribution_report import write_attribution_report
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "attribution.json").write_text(found.to_json(), encoding="utf-8")
+    try:
+        write_attribution_report(found, folder / "attribution.html")
+    except MissingExtraError as missing:
+        _tell(f"no attribution.html: {missing}")
+    _tell(f"written to {folder}")
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,106 @@
+"""`draw`: one figure, as SVG that lives inside a page and as a PNG that stands alone."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from moe_replay.errors import MissingExtraError
+from moe_replay.report.colours import INK, as_variables
+
+WIDTH = 5.0  # inches; as wide as a phone's screen, so that 10 points stay 10 points there
+PNG_DPI = 200
+RASTER_DPI = 160  # what is too much for vectors, inside the SVG
+
+_STYLE = {
+    "svg.fonttype": "none",  # text stays text: it can be searched, and the page gives it its font and colour
+    "svg.hashsalt": "moe-replay",
+    "font.family": "DejaVu Sans",  # comes with matplotlib, and is wider than what a page takes: nothing gets too long
+    "font.size": 10,
+    "text.color": INK,
+    "text.parse_math": False,  # names of runs and rewards may have dollars in them
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.formatter.limits": (-3, 4),
+    "axes.formatter.use_mathtext": False,
+    "axes.titlesize": 10,
+    "axes.unicode_minus": True,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "grid.color": INK,
+    "grid.alpha": 0.13,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 3.5,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A figure that is drawn.
+
+    name      of its file, and of its place on the page
+    caption   how to read it
+    """
+
+    name: str
+    title: str
+    caption: str
+    svg: str
+    png: bytes
+
+
+def draw(
+    name: str, title: str, caption: str, paint: Callable[[Any], None], *, height: float = 2.9, panels: int = 1
+) -> Picture:
+    """Let `paint` fill the axes, or a list of them where there are several panels beside each other."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as missing:
+        raise MissingExtraError("figures need matplotlib", remedy="pip install 'moe-replay[report]'") from missing
+
+    # Figures are made without pyplot: nothing stays open, and no window system is asked for.
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        axes = figure.subplots(1, panels, squeeze=False, sharex=panels > 1, sharey=panels > 1)[0]
+        paint(axes[0] if panels == 1 else list(axes))
+        content = io.StringIO()
+        figure.savefig(content, format="svg", dpi=RASTER_DPI, metadata={"Date": None})
+        figure.suptitle(title, fontsize=11, fontweight="bold", x=0.02, ha="left")
+        image = io.BytesIO()
+        figure.savefig(image, format="png", dpi=PNG_DPI, facecolor="white", metadata={"Software": None})
+    return Picture(name, title, caption, _for_page(content.getvalue(), name), image.getvalue())
+
+
+def _for_page(svg: str, name: str) -> str:
+    """matplotlib's file as part of a page: it fills its place, its ids are its own, its colours are the page's."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<!--.*?-->\n?", "", svg, flags=re.DOTALL)
+    svg = svg.replace("xlink:href", "href")
+    head, rest = svg.split(">", 1)
+    box = re.search(r'viewBox="([^"]*)"', head)
+    assert box is not None, "matplotlib writes the size of a figure"
+    svg = f'<svg viewBox="{box[1]}" role="img" aria-labelledby="title-{name}">{rest}'
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = re.sub(r'href="#', f'href="#{name}-', svg)
+    svg = svg.replace("url(#", f"url(#{name}-")
+    svg = re.sub(r"\n\s*", "\n", svg)
+    return as_variables(svg)

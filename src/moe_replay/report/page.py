@@ -1,0 +1,187 @@
+"""The HTML around figures: one file, nothing from elsewhere, for phones and for dark rooms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+
+from moe_replay.report.colours import INK, INK_ON_DARK, css_variables
+from moe_replay.report.drawing import Picture
+from moe_replay.train.files import write_whole
+
+_STYLE = f"""
+:root {{
+  color-scheme: light dark;
+  --ground: #ffffff; --card: #f6f8fa; --line: #d9dfe5; --ink: {INK}; --faint: #59636e;
+  --warn: #9a5b00; --warn-ground: #fff6e0;
+  {css_variables(dark=False)}
+}}
+@media (prefers-color-scheme: dark) {{
+  :root {{
+    --ground: #12171c; --card: #1a2128; --line: #313b45; --ink: {INK_ON_DARK}; --faint: #a3aeb9;
+    --warn: #ffc561; --warn-ground: #33280f;
+    {css_variables(dark=True)}
+  }}
+}}
+* {{ box-sizing: border-box; }}
+body {{
+  margin: 0 auto; max-width: 1240px; padding: 20px 20px 48px; background: var(--ground); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif;
+  -webkit-text-size-adjust: 100%;
+}}
+h1 {{ font-size: 1.6rem; line-height: 1.2; margin: 0 0 4px; overflow-wrap: anywhere; }}
+h2 {{ font-size: 1.15rem; margin: 36px 0 4px; padding-top: 12px; border-top: 1px solid var(--line); }}
+h3 {{ font-size: .95rem; margin: 0 0 2px; }}
+p {{ margin: 6px 0; max-width: 56rem; overflow-wrap: anywhere; }}
+.faint, figcaption {{ color: var(--faint); font-size: .86rem; }}
+.lead {{ font-size: 1.04rem; }}
+.cards {{ display: grid; gap: 10px; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); margin: 16px 0; }}
+.card {{ background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 10px 12px; }}
+.card b {{
+  display: block; font-size: 1.3rem; font-weight: 600; font-variant-numeric: tabular-nums; overflow-wrap: anywhere;
+}}
+.warnings {{
+  background: var(--warn-ground); border-left: 4px solid var(--warn); border-radius: 4px;
+  margin: 14px 0; padding: 8px 14px; overflow-wrap: anywhere;
+}}
+.warnings strong {{ color: var(--warn); }}
+.warnings ul {{ margin: 4px 0; padding-left: 20px; }}
+.figures {{
+  display: grid; gap: 18px; grid-template-columns: repeat(auto-fill, minmax(min(100%, 350px), 1fr)); margin: 12px 0;
+}}
+figure {{
+  margin: 0; min-width: 0; background: var(--card); border: 1px solid var(--line); border-radius: 8px;
+  padding: 12px 10px 8px;
+}}
+figcaption {{ margin-top: 2px; }}
+svg {{ display: block; width: 100%; height: auto; color: var(--ink); }}
+svg text {{ font-family: inherit !important; }}
+.scroll {{ overflow-x: auto; margin: 10px 0; }}
+table {{ border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }}
+th, td {{ text-align: left; padding: 4px 16px 4px 0; border-bottom: 1px solid var(--line); vertical-align: top; }}
+td + td, th + th {{ text-align: right; }}
+td + td {{ white-space: nowrap; }}
+table.text td + td, table.text th + th {{ text-align: left; white-space: normal; overflow-wrap: anywhere; }}
+td:first-child {{ min-width: 8.5em; }}
+th {{ color: var(--faint); font-weight: 500; }}
+.swatch {{
+  display: inline-block; width: 14px; height: 4px; border-radius: 2px; margin-right: 6px; vertical-align: middle;
+}}
+details {{ margin: 12px 0; }}
+summary {{ cursor: pointer; color: var(--faint); }}
+footer {{ margin-top: 40px; color: var(--faint); font-size: .82rem; }}
+@media (max-width: 480px) {{
+  body {{ padding: 14px 10px 32px; }}
+  figure {{ padding: 10px 4px 8px; }}
+  h3, figcaption {{ padding: 0 6px; }}
+  table {{ font-size: .8rem; }}
+  th, td {{ padding-right: 9px; }}
+  td:first-child {{ min-width: 6.5em; }}
+  .cards {{ grid-template-columns: 1fr 1fr; }}
+}}
+@media print {{ figure {{ break-inside: avoid; }} }}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Cells as text; the first column names the rows.
+
+    colours   of the columns after the first, as CSS, where they have one
+    prose     its cells are text, not numbers
+    """
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    colours: Sequence[str] = ()
+    prose: bool = False
+
+    def html(self) -> str:
+        """The table, which scrolls by itself where it is too wide."""
+        marks = ["", *self.colours]
+        head = "".join(
+            f"<th>{_swatch(marks[place]) if place < len(marks) else ''}{escape(cell)}</th>"
+            for place, cell in enumerate(self.head)
+        )
+        rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in self.rows)
+        kind = ' class="text"' if self.prose else ""
+        top = f"<thead><tr>{head}</tr></thead>" if self.head else ""
+        return f'<div class="scroll"><table{kind}>{top}<tbody>\n{rows}</tbody></table></div>'
+
+
+@dataclass(slots=True)
+class Page:
+    """A page that grows from top to bottom; every text is escaped here."""
+
+    title: str
+    pictures: list[Picture] = field(default_factory=list)
+    _parts: list[str] = field(default_factory=list)
+
+    def head(self, line: str, lead: Iterable[str]) -> None:
+        """The title, a line about what it was, and what came of it in words."""
+        self._parts.append(f'<h1>{escape(self.title)}</h1>\n<p class="faint">{escape(line)}</p>')
+        self._parts += [f'<p class="lead">{escape(text)}</p>' for text in lead]
+
+    def cards(self, values: Iterable[tuple[str, str]]) -> None:
+        """A few numbers that stand out: (name, value)."""
+        cards = "".join(f'<div class="card">{escape(name)}<b>{escape(value)}</b></div>' for name, value in values)
+        self._parts.append(f'<div class="cards">{cards}</div>')
+
+    def warnings(self, texts: Sequence[str]) -> None:
+        """What the reader should know first; nothing if there is nothing."""
+        if texts:
+            items = "".join(f"<li>{escape(text)}</li>" for text in texts)
+            self._parts.append(f'<div class="warnings"><strong>To look at</strong><ul>{items}</ul></div>')
+
+    def headline(self, title: str) -> None:
+        """What comes next."""
+        self._parts.append(f"<h2>{escape(title)}</h2>")
+
+    def section(self, title: str, pictures: Iterable[Picture], text: str = "", table: Table | None = None) -> None:
+        """A headline, words, a table and figures; nothing at all without figures and table."""
+        drawn = list(pictures)
+        if not drawn and table is None:
+            return
+        self.headline(title)
+        if text:
+            self._parts.append(f'<p class="faint">{escape(text)}</p>')
+        if table is not None:
+            self._parts.append(table.html())
+        if drawn:
+            self._parts.append(f'<div class="figures">\n{"".join(map(_figure, drawn))}</div>')
+        self.pictures += drawn
+
+    def details(self, title: str, table: Table) -> None:
+        """A table that is closed until it is asked for."""
+        self._parts.append(f"<details><summary>{escape(title)}</summary>{table.html()}</details>")
+
+    def html(self) -> str:
+        """The whole page."""
+        return (
+            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            f"<title>{escape(self.title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+            + "\n".join(self._parts)
+            + "\n<footer>Made by moe-replay. The figures lie beside this page as PNG files.</footer>\n"
+            + "</body>\n</html>\n"
+        )
+
+    def write(self, path: Path, figures: Path) -> Path:
+        """The page at `path`, and its figures as PNG files in the folder `figures`."""
+        figures.mkdir(parents=True, exist_ok=True)
+        for picture in self.pictures:
+            (figures / f"{picture.name}.png").write_bytes(picture.png)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, self.html())
+        return path
+
+
+def _figure(picture: Picture) -> str:
+    caption = f"<figcaption>{escape(picture.caption)}</figcaption>" if picture.caption else ""
+    return f'<figure><h3 id="title-{picture.name}">{escape(picture.title)}</h3>\n{picture.svg}\n{caption}</figure>\n'
+
+
+def _swatch(colour: str) -> str:
+    return f'<span class="swatch" style="background: {colour}"></span>' if colour else ""

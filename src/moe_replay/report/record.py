@@ -1,0 +1,141 @@
+"""`RunRecord`: what lies in the folder of a run, as far as a report needs it."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_replay.errors import MoeReplayError
+from moe_replay.train.sinks import read_lines
+
+
+class ReportError(MoeReplayError):
+    """Nothing that a report could be made of."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Series:
+    """One number over the steps in which it was logged: steps (N,), values (N,) with NaN where it was no number."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+    @property
+    def finite(self) -> np.ndarray:
+        """The values that are numbers."""
+        return self.values[np.isfinite(self.values)]
+
+    @property
+    def last(self) -> float:
+        """The mean over the last tenth of the steps: one step of a run says little. NaN without any."""
+        tail = self.values[-max(1, math.ceil(len(self.values) / 10)) :] if len(self.values) else self.values
+        known = tail[np.isfinite(tail)]
+        return float(known.mean()) if len(known) else math.nan
+
+    def among(self, steps: np.ndarray) -> Series:
+        """Only these steps."""
+        kept = np.isin(self.steps, steps)
+        return Series(self.steps[kept], self.values[kept])
+
+
+NOTHING = Series(np.zeros(0, np.int64), np.zeros(0))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunRecord:
+    """A run as its folder tells it.
+
+    label      to call it by
+    settings   "section.key" -> value, of config.toml; empty without one
+    mode       off, r2 or r3; "" if it cannot be told
+    reason     why that mode
+    metrics    name -> series
+    """
+
+    folder: Path
+    label: str
+    settings: dict[str, Any]
+    mode: str
+    reason: str
+    metrics: dict[str, Series]
+
+    def __getitem__(self, name: str) -> Series:
+        return self.metrics.get(name, NOTHING)
+
+    def setting(self, key: str, default: str = "unknown") -> str:
+        """A setting as text."""
+        return str(self.settings.get(key, default))
+
+    @property
+    def steps(self) -> int:
+        """The last step that was logged."""
+        return max((int(series.steps[-1]) for series in self.metrics.values()), default=0)
+
+    @property
+    def scored_with_replay(self) -> bool:
+        """Whether the old log-probs come from a pass that replays the rollout's routes."""
+        return self.mode == "r3"
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read config.toml and metrics.jsonl of a run."""
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise ReportError(f"{folder} is no folder of a run", expected="metrics.jsonl in it", found="none")
+    metrics = collect(read_lines(path))
+    if not metrics:
+        raise ReportError(f"the run in {folder} has no finished step yet")
+    mode, reason = _replay_plan(folder / "config.toml")
+    label = folder.resolve().name
+    return RunRecord(folder, label, _settings(folder / "config.toml"), mode, reason, metrics)
+
+
+def collect(lines: Iterable[dict[str, Any]]) -> dict[str, Series]:
+    """name -> series, of the lines of a metrics.jsonl; null is NaN."""
+    found: dict[str, dict[int, float]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if name not in ("step", "time", "version") and (value is None or isinstance(value, (int, float))):
+                found.setdefault(name, {})[int(line["step"])] = math.nan if value is None else float(value)
+    return {
+        name: Series(np.array(sorted(values)), np.array([values[step] for step in sorted(values)]))
+        for name, values in found.items()
+    }
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ReportError(f"{path} is no TOML: {error}") from error
+    flat: dict[str, Any] = {}
+    for name, value in tables.items():
+        flat |= {f"{name}.{key}": of for key, of in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def _replay_plan(path: Path) -> tuple[str, str]:
+    """(mode, reason), with `auto` resolved as the trainer does; empty for a config this version does not know."""
+    try:
+        from moe_replay.train.config_file import ConfigError, load_config
+        from moe_replay.train.replay_mode import resolve
+    except ImportError:  # reports are read where nothing is trained, too
+        return _plain_mode(path)
+    try:
+        plan = resolve(load_config(path))
+    except (ConfigError, OSError):
+        return _plain_mode(path)
+    return plan.mode, plan.reason
+
+
+def _plain_mode(path: Path) -> tuple[str, str]:
+    mode = str(_settings(path).get("replay.mode", ""))
+    return (mode, "asked for") if mode in ("off", "r2", "r3") else ("", "")
