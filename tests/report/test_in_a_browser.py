@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 
 DARK, LIGHT = 0, 1  # as Chromium counts them
 LOOK = """<script>
+for (const closed of document.querySelectorAll("details")) closed.open = true;
 const outside = [], small = [], fills = new Set();
 for (const text of document.querySelectorAll("svg text")) {
   const [inner, outer] = [text.getBoundingClientRect(), text.ownerSVGElement.getBoundingClientRect()];

@@ -163,6 +163,14 @@ def test_a_run_that_went_well_has_no_warnings(tmp_path: Path) -> None:
     assert "To look at" not in Tags(write_run_report(write_run(tmp_path / "run", lines)).read_text()).text
 
 
+def test_an_attribution_that_cannot_be_read_costs_only_itself(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [{"step": 1, "reward/mean": 1.0}])
+    (run / "attribution.json").write_text('{"format": 99}')
+    found = Tags(write_run_report(run).read_text())
+    assert found.titles == {"reward"}
+    assert "attribution.json is not shown" in found.text
+
+
 def test_names_are_escaped(tmp_path: Path) -> None:
     hostile = "<script>alert('1')</script>&<img src=x onerror=alert(1)>$x$"
     lines = [{"step": 1, "reward/mean": 0.1, f"reward/{hostile}": 0.2, "reward/other": 0.3}]

@@ -102,11 +102,15 @@ def collect(lines: Iterable[dict[str, Any]]) -> dict[str, Series]:
     for line in lines:
         for name, value in line.items():
             if name not in ("step", "time", "version") and (value is None or isinstance(value, (int, float))):
-                found.setdefault(name, {})[int(line["step"])] = math.nan if value is None else float(value)
+                found.setdefault(name, {})[int(line["step"])] = _finite(value)
     return {
         name: Series(np.array(sorted(values)), np.array([values[step] for step in sorted(values)]))
         for name, values in found.items()
     }
+
+
+def _finite(value: float | None) -> float:
+    return float(value) if value is not None and math.isfinite(value) else math.nan
 
 
 def _settings(path: Path) -> dict[str, Any]:

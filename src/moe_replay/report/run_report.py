@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from moe_replay.diagnostics.attribution import Attribution, AttributionError
 from moe_replay.report import run_figures
 from moe_replay.report.attribution_report import add_attribution, read_attribution
 from moe_replay.report.page import Page, Table
@@ -29,19 +30,30 @@ def write_run_report(folder: Path) -> Path:
     page = Page(f"Run {run.label}")
     page.head(_what_it_was(run), _what_came_of_it(run))
     page.cards(_cards(run))
-    page.warnings(list(warnings(run)))
+    found, problems = _attribution(folder / "attribution.json")
+    page.warnings([*warnings(run), *problems])
     samples = [*run_figures.reward_figures(run), *run_figures.sample_figures(run)]
     page.section("Reward and samples", samples, "A curve of many steps is faint, with its moving average over it.")
     page.section("Rollout against trainer", run_figures.mismatch_figures(run), _about_mismatch(run))
     page.section("Routes", run_figures.route_figures(run))
     page.section("Learning", run_figures.learning_figures(run))
     page.section("Time", run_figures.time_figures(run))
-    if (folder / "attribution.json").is_file():
-        add_attribution(page, read_attribution(folder / "attribution.json"))
+    if found is not None:
+        add_attribution(page, found)
     page.headline("Numbers")
     page.details("Last value of every metric", _last_values(run))
     page.details("Settings", Table((), [(key, _text(value)) for key, value in run.settings.items()], prose=True))
     return page.write(folder / "report.html", folder / "figures")
+
+
+def _attribution(path: Path) -> tuple[Attribution | None, list[str]]:
+    """What lies there, or why it cannot be shown: the rest of the report is worth having."""
+    if not path.is_file():
+        return None, []
+    try:
+        return read_attribution(path), []
+    except AttributionError as error:
+        return None, [f"{path.name} is not shown: {error}"]
 
 
 # ---- the head -------------------------------------------------------------------------------------------------------
