@@ -288,7 +288,7 @@ def _alignment_lines(alignment: Alignment) -> Iterator[str]:
 
 
 def _row(name: str, cells: Sequence[str]) -> str:
-    return f"{name:<30}" + "".join(f"{cell:>14}" for cell in cells)
+    return (f"{name:<30}" + "".join(f"{cell:>14}" for cell in cells)).rstrip()
 
 
 def _short(value: float | None) -> str:

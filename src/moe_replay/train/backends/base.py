@@ -65,11 +65,13 @@ class Backend(ABC):
     """
 
     topology: MoeTopology
-    device: torch.device  # type: ignore[read-only]
     data_rank: int
     data_size: int
     speaks: bool
     micro_batch_multiple: int = 1
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     @abstractmethod
     def layout(self, lengths: Sequence[int]) -> TokenLayout:

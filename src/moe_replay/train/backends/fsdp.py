@@ -30,7 +30,7 @@ class FsdpBackend(Backend):
     """The policy on this rank, with float32 weights that are computed with in `model.dtype`."""
 
     def __init__(self, config: TrainConfig, folder: str, device: torch.device) -> None:
-        self.device = device
+        super().__init__(device)
         self.data_rank, self.data_size = dist.get_rank(), dist.get_world_size()
         self.speaks = True
         self._packed = config.batch.packed

@@ -39,7 +39,7 @@ class MegatronBackend(Backend):
         build.start_parallel(config, device)
         from megatron.core import parallel_state
 
-        self.device = device
+        super().__init__(device)
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.data_size = parallel_state.get_data_parallel_world_size()
         self.speaks = (
