@@ -48,7 +48,9 @@ class Policy(Protocol):
     """The part of a `Backend` that is kept."""
 
     topology: MoeTopology
-    device: torch.device
+
+    @property
+    def device(self) -> torch.device: ...
 
     def save(self, folder: Path) -> None: ...
 
