@@ -253,7 +253,6 @@ def test_routes_of_other_tokens_are_refused(tmp_path: Path) -> None:
         ({"engine": object(), "min_p": 0.1}, "with an engine"),
         ({"engine": object(), "use_vllm": True, "replay": "r2"}, "both an engine and a backend"),
     ],
-    ids=str,
 )
 def test_settings_that_do_not_go_together_are_refused(options: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
