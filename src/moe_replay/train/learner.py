@@ -155,7 +155,7 @@ class Learner:
                 correction_high=algorithm.correction_high,
             )
             if not batch.filler:
-                meters.sum("loss/total", found.loss.detach() * share)
+                meters.sum("loss/total", found.loss * share)
                 meters.mean("loss/clip_low", found.clipped_low)
                 meters.mean("loss/clip_high", found.clipped_high)
                 meters.mean("loss/correction", found.correction)

@@ -6,8 +6,7 @@ Means are taken once, of sums over all tokens of all ranks; never of means.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -22,30 +21,29 @@ from moe_replay.topology import MoeTopology
 
 
 class Meters:
-    """What this rank has counted since the step began."""
+    """What this rank has counted since the step began. It stays on the device until the end: nothing waits for it."""
 
     def __init__(self, topology: MoeTopology) -> None:
-        layers = len(topology.layers)
+        self._topology = topology
         self._slot = {layer: slot for slot, layer in enumerate(topology.layers)}
-        self._means: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        self._sums: dict[str, float] = defaultdict(float)
+        self._means: dict[str, list[Tensor]] = {}
+        self._sums: dict[str, list[Tensor]] = {}
         self._same: dict[str, float] = {}
         self._mismatches: dict[str, Mismatch] = {}
-        self._agreeing, self._compared = np.zeros(layers), np.zeros(layers)
-        self._load = np.zeros((layers, topology.num_experts), np.int64)
-        self._replayed = self._unrouted = 0
+        self._agreements: list[tuple[list[int], Tensor]] = []
+        self._loads: list[tuple[list[int], Tensor]] = []
+        self._routed: list[Tensor] = []
 
     # ---- counting -----------------------------------------------------------------------------------------------
 
     def mean(self, name: str, values: Tensor) -> None:
         """Tokens whose mean is wanted."""
-        entry = self._means[name]
-        entry[0] += float(values.detach().double().sum())
-        entry[1] += values.numel()
+        total = values.detach().sum(dtype=torch.float64)
+        self._means.setdefault(name, []).append(torch.stack([total, torch.full_like(total, values.numel())]))
 
-    def sum(self, name: str, value: Tensor | float) -> None:
+    def sum(self, name: str, value: Tensor) -> None:
         """Part of a sum over all ranks."""
-        self._sums[name] += float(value)
+        self._sums.setdefault(name, []).append(value.detach().double())
 
     def same(self, name: str, value: float) -> None:
         """A number that is the same on all ranks."""
@@ -60,21 +58,21 @@ class Meters:
     def agreement(self, rollout: RouteBatch, native: RouteBatch) -> None:
         """The rollout's routes against what the trainer's routers choose, on this rank's rows and layers."""
         covered = rollout.valid & native.valid
-        slots = [self._slot[layer] for layer in rollout.layers]
-        self._agreeing[slots] += (same_experts(rollout, native) & covered).sum(1).cpu().numpy()
-        self._compared[slots] += covered.sum(1).cpu().numpy()
+        counts = torch.stack([(same_experts(rollout, native) & covered).sum(1), covered.sum(1)])
+        self._agreements.append(([self._slot[layer] for layer in rollout.layers], counts))
 
     def routes(self, taken: Iterable[RouteBatch], layout: TokenLayout, *, replayed: bool) -> None:
         """Routes of one micro-batch: how many tokens have one to replay, and how evenly they load the experts."""
         for batch in taken:
             tokens = torch.from_numpy(layout.rows != PADDING).to(batch.valid.device) & batch.valid
-            routed = int(tokens.sum())
+            load = batch.experts.new_zeros((len(batch.layers), self._topology.num_experts), dtype=torch.int64)
+            counted = tokens[:, :, None].expand_as(batch.experts).long()
+            load.scatter_add_(1, batch.experts.long().flatten(1), counted.flatten(1))
+            self._loads.append(([self._slot[layer] for layer in batch.layers], load))
             if replayed:
-                self._replayed += routed
-                self._unrouted += (layout.num_rows - layout.num_padding) * len(batch.layers) - routed
-            for slot, layer in enumerate(batch.layers):
-                experts = batch.experts[slot][tokens[slot]].flatten().long()
-                self._load[self._slot[layer]] += torch.bincount(experts, minlength=self._load.shape[1]).cpu().numpy()
+                routed = tokens.sum()
+                pairs = (layout.num_rows - layout.num_padding) * len(batch.layers)
+                self._routed.append(torch.stack([routed, pairs - routed]))
 
     # ---- the end of the step ------------------------------------------------------------------------------------
 
@@ -96,21 +94,22 @@ class Meters:
         return result | self._routing(parts) | self._same
 
     def _own(self, speaks: bool) -> dict[str, object]:
+        layers = len(self._topology.layers)
         mismatches = {name: [m.sums.tolist(), m.maxima.tolist()] for name, m in self._mismatches.items()}
         return {
-            "means": dict(self._means) if speaks else {},
-            "sums": dict(self._sums) if speaks else {},
+            "means": {name: torch.stack(parts).sum(0).tolist() for name, parts in self._means.items()}
+            if speaks
+            else {},
+            "sums": {name: float(torch.stack(parts).sum()) for name, parts in self._sums.items()} if speaks else {},
             "mismatches": mismatches if speaks else {},
-            "agreeing": self._agreeing.tolist(),
-            "compared": self._compared.tolist(),
-            "load": self._load.tolist(),
-            "routed": [self._replayed, self._unrouted],
+            "agreement": _by_layer(self._agreements, layers, (2,), layer_axis=1),
+            "load": _by_layer(self._loads, layers, (self._topology.num_experts,), layer_axis=0),
+            "routed": torch.stack(self._routed).sum(0).tolist() if self._routed else [0, 0],
         }
 
     def _routing(self, parts: list[dict]) -> dict[str, float]:
-        agreeing, compared, load, routed = (
-            np.sum([part[name] for part in parts], axis=0) for name in ("agreeing", "compared", "load", "routed")
-        )
+        agreement, load, routed = (np.sum([part[name] for part in parts], axis=0) for name in _OF_ROUTES)
+        agreeing, compared = agreement.T
         result: dict[str, float] = {}
         if compared.sum():
             result["routing/agreement"] = float(agreeing.sum() / compared.sum())
@@ -125,6 +124,19 @@ class Meters:
             # how much the busiest expert of a layer has beyond an even share, over layers
             result["routing/load_violation"] = float((used.max(axis=1) / used.mean(axis=1) - 1).mean())
         return result
+
+
+_OF_ROUTES = ("agreement", "load", "routed")
+
+
+def _by_layer(
+    parts: Sequence[tuple[list[int], Tensor]], layers: int, shape: tuple[int, ...], layer_axis: int
+) -> list[list[int]]:
+    """(layers of the model, *shape): counts of micro-batches, each for some of the layers, added up."""
+    whole = np.zeros((layers, *shape), np.int64)
+    for slots, counts in parts:
+        whole[slots] += counts.movedim(layer_axis, 0).cpu().numpy()
+    return whole.tolist()
 
 
 def _mismatch(numbers: list[list[float]]) -> Mismatch:
