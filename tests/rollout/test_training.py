@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from moe_replay.rollout.vllm_server import VllmServer
 from tests.distributed.harness import run_ranks
 from tests.rollout.conftest import NEEDS_VLLM
 from tests.rollout.serving import serving
@@ -55,6 +57,7 @@ def test_three_steps(server: str, demo_files: Any, tmp_path: Path, backend: str,
         "replay": {"mode": mode},
         "rollout": {"engine": "vllm_server", "urls": [server], "token": TOKEN, "prompts_per_step": 8},
         "optim": {"lr": 1e-4},
+        "checkpoint": {"export": True},
     }
     arguments = (str(demo_files.model), str(demo_files.train), str(tmp_path / "run"), overrides)
     (lines,) = run_ranks(1, on_rank, *arguments, timeout=200)
@@ -69,3 +72,20 @@ def test_three_steps(server: str, demo_files: Any, tmp_path: Path, backend: str,
         assert all(line["routing/replayed_fraction"] > 0.5 for line in lines)
     else:
         assert with_replay == native
+    if mode == "r3":
+        assert_vllm_loads(tmp_path / "run/checkpoints/step-00000003/hf", server)
+
+
+def assert_vllm_loads(exported: Path, server: str) -> None:
+    """The files of the export, put into the running engine, give what Transformers makes of them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    ids = list(range(3, 30))
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(exported)(torch.tensor([ids])).logits[0, :-1]
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
+    with VllmServer(server, token=TOKEN) as engine:
+        engine.update_weights(exported, version=100)
+        found = engine.prompt_logprobs(ids)
+    assert np.median(np.abs(found - expected)) < 0.05  # the engine computes in bfloat16

@@ -6,6 +6,8 @@ import asyncio
 import math
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -19,11 +21,13 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 from moe_replay.errors import ReplayStateError
+from moe_replay.train.config_file import to_toml
 from moe_replay.train.job import DivergedError
 from moe_replay.train.learner import Learner
 from moe_replay.train.loop import train
 from moe_replay.train.rewards import RewardError
 
+ROOT = Path(__file__).resolve().parents[2]
 Config = Callable[..., Any]
 Metrics = Callable[[Path], list[dict[str, Any]]]
 
@@ -140,9 +144,9 @@ def short(prompts: list, completions: list[str], completion_ids: list[list[int]]
         {"algorithm": {"loss": "dr_grpo", "baseline": "none", "correction": "token_mask"}},
         {"algorithm": {"baseline": "leave_one_out", "correction": "token_truncate", "overlong_filter": True}},
         {"model": {"gradient_checkpointing": True, "dtype": "bfloat16"}},
-        {"optim": {"schedule": "cosine", "warmup_steps": 2}},
+        {"optim": {"schedule": "cosine", "warmup_steps": 2}, "rollout": {"sleep": True}},
     ],
-    ids=["gspo", "dr_grpo", "rloo", "checkpointed-bfloat16", "cosine"],
+    ids=["gspo", "dr_grpo", "rloo", "checkpointed-bfloat16", "cosine-sleep"],
 )
 def test_every_setting_runs(config: Config, metrics_of: Metrics, settings: dict) -> None:
     for line in metrics_of(train(config(**settings))):
@@ -221,6 +225,25 @@ def test_a_run_that_stopped_goes_on_as_if_it_had_not(config: Config, metrics_of:
     states = [weights_in(folder) for folder in folders]
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
+    config: Config, metrics_of: Metrics, tmp_path: Path
+) -> None:
+    """By SIGKILL, in the middle of whatever it does after its second step."""
+    whole = train(config("whole", steps=4, checkpoint={"every": 1}))
+    killed = config("killed", steps=4, checkpoint={"every": 1})
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(to_toml(killed))
+    command = [sys.executable, "-m", "moe_replay.cli.main", "train", str(recipe)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            if line.startswith("step 2/4"):
+                run.kill()
+                break
+    assert len(metrics_of(tmp_path / "killed")) < 4
+    assert metrics_of(train(killed)) == metrics_of(whole)
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:

@@ -66,7 +66,7 @@ def start_engine(rollout: RolloutConfig, folder: str, max_length: int) -> Engine
         from moe_replay.rollout.vllm import VllmEngine
 
         options.setdefault("max_model_len", max_length)
-        if rollout.sleep:
+        if rollout.sleep and torch.cuda.is_available():  # there is nothing to free on a CPU: it only stops sampling
             options.setdefault("enable_sleep_mode", True)
         with _without_launcher():
             return VllmEngine(folder, dtype=rollout.dtype, **options)
