@@ -2,7 +2,6 @@
 # and builds the environments it runs in from the pins in requirements/.
 
 PYTHON ?= python3
-RECIPE ?= recipes/tiny.toml
 WORKERS ?= 2
 TRANSFORMERS4_TESTS ?= tests/routers tests/test_topology.py tests/rollout/test_transformers.py tests/rollout/test_session.py
 
@@ -22,8 +21,8 @@ help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 train: .venv/.ready ## GRPO with routing replay on a tiny MoE, rollouts by vLLM on the CPU: about five minutes
-	@VLLM_LOGGING_LEVEL=ERROR VLLM_CPU_OMP_THREADS_BIND=nobind TRANSFORMERS_VERBOSITY=error \
-	  .venv/bin/moe-replay train $(RECIPE) $(ARGS)
+	@VLLM_LOGGING_LEVEL=ERROR VLLM_CPU_OMP_THREADS_BIND=nobind TRANSFORMERS_VERBOSITY=error TQDM_DISABLE=1 \
+	  .venv/bin/moe-replay train $(ARGS)
 
 docs: .venv/.ready ## Write docs/config.md from the code
 	.venv/bin/python -m moe_replay.train.config_reference > docs/config.md

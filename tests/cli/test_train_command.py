@@ -15,7 +15,7 @@ pytest.importorskip("pydantic", reason="the trainer's own dependency")
 pytest.importorskip("tyro", reason="the command line needs tyro")
 
 from moe_replay.cli.main import main
-from moe_replay.demo.settings import FULL
+from moe_replay.demo.settings import FULL, RECIPE
 from moe_replay.train.config import TrainConfig
 from moe_replay.train.config_file import load_config
 
@@ -76,16 +76,22 @@ def failure(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 
 
 def test_a_recipe_and_overrides_reach_the_loop(trained: list[TrainConfig]) -> None:
-    recipe = ROOT / "recipes" / "tiny.toml"
-    main(["train", str(recipe), "--router-replay-mode", "R2", "--optim.lr", "1e-6"])
+    main(["train", str(RECIPE), "--router-replay-mode", "R2", "--optim.lr", "1e-6"])
     (config,) = trained
-    assert config == load_config(recipe, ["--replay.mode", "r2", "--optim.lr", "1e-6"])
+    assert config == load_config(RECIPE, ["--replay.mode", "r2", "--optim.lr", "1e-6"])
     assert (config.replay.mode, config.name) == ("r2", "tiny")
 
 
 def test_neither_is_needed(trained: list[TrainConfig]) -> None:
     main(["train"])
-    assert trained == [TrainConfig()]
+    main(["train", "--steps", "3"])
+    assert trained == [load_config(RECIPE), load_config(RECIPE, ["--steps", "3"])]
+
+
+def test_a_model_of_ones_own_is_not_trained_by_the_recipe_of_the_embedded_one(trained: list[TrainConfig]) -> None:
+    words = ["--model.path", "folder", "--data.path", "rows.jsonl"]
+    main(["train", *words])
+    assert trained == [load_config(None, words)]
 
 
 def test_an_error_is_a_text_and_nothing_is_trained(
@@ -144,14 +150,14 @@ def test_the_dry_run_of_qwen_on_fsdp(
 
 
 def test_the_dry_run_of_the_librarys_own_model(capsys: pytest.CaptureFixture[str]) -> None:
-    told = dry_run(capsys, ROOT / "recipes" / "tiny.toml")
+    told = dry_run(capsys, RECIPE)
     assert "replay   r3: asked for" in told
     assert "the library's own tiny model" in told
     assert f"top {FULL.top_k} of {FULL.num_experts}\n" in told
 
 
 def test_the_dry_run_says_why_auto_chose(capsys: pytest.CaptureFixture[str]) -> None:
-    told = dry_run(capsys, ROOT / "recipes" / "tiny.toml", "--replay.mode", "auto", "--steps-per-generation", 8)
+    told = dry_run(capsys, RECIPE, "--replay.mode", "auto", "--steps-per-generation", 8)
     assert told.startswith("replay   r3: 8 updates from sample to use")
 
 

@@ -77,7 +77,12 @@ class TrainCommand:
         except ImportError as missing:
             raise _missing(missing) from missing
         try:
-            return load_config(self.recipe, self.overrides)
+            config = load_config(self.recipe, self.overrides)
+            if self.recipe is None and not config.model.path:
+                from moe_replay.demo import RECIPE
+
+                return load_config(RECIPE, self.overrides)  # what the embedded default learns with
+            return config
         except ConfigError:
             if is_first:
                 raise
