@@ -25,7 +25,7 @@ train: .venv/.ready ## GRPO with routing replay on a tiny MoE, rollouts by vLLM 
 	  .venv/bin/moe-replay train $(ARGS)
 
 docs: .venv/.ready ## Write docs/config.md from the code
-	.venv/bin/python -m moe_replay.train.config_reference > docs/config.md
+	.venv/bin/python -m moe_replay.train.config.reference > docs/config.md
 
 test: lint types test-transformers4 unit ## Everything that must pass: lint, types, tests on transformers 4.57 and 5.x
 

@@ -17,7 +17,7 @@ pytest.importorskip("tyro", reason="the command line needs tyro")
 from moe_replay.cli.main import main
 from moe_replay.demo.settings import FULL, RECIPE
 from moe_replay.train.config import TrainConfig
-from moe_replay.train.config_file import load_config
+from moe_replay.train.config.file import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))

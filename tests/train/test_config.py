@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 pytest.importorskip("pydantic", reason="the trainer's own dependency")
 
 from moe_replay.train.config import TrainConfig
-from moe_replay.train.config_file import load_config, to_toml
-from moe_replay.train.config_keys import OTHER_NAMES, ConfigError, all_fields
-from moe_replay.train.config_line import help_text
-from moe_replay.train.config_reference import reference
+from moe_replay.train.config.file import load_config, to_toml
+from moe_replay.train.config.keys import OTHER_NAMES, ConfigError, all_fields
+from moe_replay.train.config.line import help_text
+from moe_replay.train.config.reference import reference
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -306,5 +306,5 @@ def test_the_help_has_every_key_and_its_default() -> None:
 
 
 def test_the_reference_is_up_to_date() -> None:
-    remedy = "python -m moe_replay.train.config_reference > docs/config.md"
+    remedy = "python -m moe_replay.train.config.reference > docs/config.md"
     assert (ROOT / "docs" / "config.md").read_text() == reference(), remedy

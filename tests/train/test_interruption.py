@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from moe_replay.train.interruption import Interruption
+from moe_replay.train.run.interruption import Interruption
 from tests.distributed.harness import run_ranks
 
 CPU = torch.device("cpu")

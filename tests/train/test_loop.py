@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 from moe_replay.errors import ReplayStateError
-from moe_replay.train.config_file import to_toml
+from moe_replay.train.config.file import to_toml
 from moe_replay.train.job import DivergedError
 from moe_replay.train.learner import Learner
 from moe_replay.train.loop import train

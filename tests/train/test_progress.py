@@ -6,7 +6,7 @@ import pty
 
 import pytest
 
-from moe_replay.train.progress import Progress, step_line
+from moe_replay.train.run.progress import Progress, step_line
 from tests.distributed.harness import run_ranks
 
 METRICS = {

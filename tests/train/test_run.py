@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from moe_replay.errors import MissingExtraError
-from moe_replay.train.checkpoint import CheckpointError, Checkpoints, TrainerState
 from moe_replay.train.config import TrainConfig
-from moe_replay.train.config_file import load_config
+from moe_replay.train.config.file import load_config
 from moe_replay.train.run import Run, RunError, fixed_settings
-from moe_replay.train.sinks import read_lines
+from moe_replay.train.run.checkpoint import CheckpointError, Checkpoints, TrainerState
+from moe_replay.train.run.sinks import read_lines
 from tests.distributed.harness import run_ranks
 from tests.train.policy import SmallPolicy
 
@@ -55,14 +55,14 @@ def test_what_lies_in_the_folder(tmp_path: Path) -> None:
     with Run.open(config) as run:
         assert run.folder == tmp_path / "run"
         assert (run.checkpoints, run.traces) == (run.folder / "checkpoints", run.folder / "traces")
-        logging.getLogger("moe_replay.train.checkpoint").info("something was done")
-    logging.getLogger("moe_replay.train.checkpoint").warning("after the run")
+        logging.getLogger("moe_replay.train.run.checkpoint").info("something was done")
+    logging.getLogger("moe_replay.train.run.checkpoint").warning("after the run")
     assert logging.getLogger("moe_replay").handlers == []
     written = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
     assert written["name"] == "here"
     assert "secret" not in (tmp_path / "run" / "config.toml").read_text()
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "INFO moe_replay.train.checkpoint: something was done" in log
+    assert "INFO moe_replay.train.run.checkpoint: something was done" in log
     assert "after the run" not in log
 
 

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from moe_replay.errors import MissingExtraError
 from moe_replay.train.config import LogConfig
-from moe_replay.train.sinks import JsonLines, MetricsError, TensorBoard, check_sinks, cut_lines, open_sinks, read_lines
+from moe_replay.train.run.sinks import (
+    JsonLines,
+    MetricsError,
+    TensorBoard,
+    check_sinks,
+    cut_lines,
+    open_sinks,
+    read_lines,
+)
 
 
 def logged(path: Path, *steps: int, after: int = 0) -> None:

@@ -73,7 +73,7 @@ class TrainCommand:
 
     def _config(self, is_first: bool) -> TrainConfig:
         try:
-            from moe_replay.train.config_file import ConfigError, load_config
+            from moe_replay.train.config.file import ConfigError, load_config
         except ImportError as missing:
             raise _missing(missing) from missing
         try:
@@ -90,7 +90,7 @@ class TrainCommand:
 
     def _help(self) -> str:
         try:
-            from moe_replay.train.config_line import help_text
+            from moe_replay.train.config.line import help_text
         except ImportError as missing:
             raise _missing(missing) from missing
         return f"{INTRODUCTION}\n{help_text(shutil.get_terminal_size().columns)}"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from moe_replay.errors import MoeReplayError
-from moe_replay.train.sinks import read_lines
+from moe_replay.train.run.sinks import read_lines
 
 
 class ReportError(MoeReplayError):
@@ -129,7 +129,7 @@ def _settings(path: Path) -> dict[str, Any]:
 def _replay_plan(path: Path) -> tuple[str, str]:
     """(mode, reason), with `auto` resolved as the trainer does; empty for a config this version does not know."""
     try:
-        from moe_replay.train.config_file import ConfigError, load_config
+        from moe_replay.train.config.file import ConfigError, load_config
         from moe_replay.train.replay_mode import resolve
     except ImportError:  # reports are read where nothing is trained, too
         return _plain_mode(path)

@@ -12,7 +12,7 @@ from moe_replay.plan import Dimensions, Parallel, Work, plan_layout
 from moe_replay.routers.layer_rules import setting
 from moe_replay.topology import MoeTopology, text_config
 from moe_replay.train.config import BackendConfig, TrainConfig
-from moe_replay.train.config_keys import ConfigError
+from moe_replay.train.config.keys import ConfigError
 from moe_replay.train.engines import check_length
 from moe_replay.train.replay_mode import resolve
 

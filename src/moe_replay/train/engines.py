@@ -11,7 +11,7 @@ import torch
 
 from moe_replay.rollout.base import Engine, EngineError
 from moe_replay.train.config import RolloutConfig, TrainConfig
-from moe_replay.train.config_keys import ConfigError
+from moe_replay.train.config.keys import ConfigError
 
 # What a launcher tells a trainer's process about its group: an engine's own processes form another one.
 _LAUNCHER = (

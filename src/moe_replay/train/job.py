@@ -12,18 +12,18 @@ from moe_replay.rollout.base import Engine
 from moe_replay.trace_file import TraceWriter
 from moe_replay.train import launch, trajectory
 from moe_replay.train.backends.base import Backend
-from moe_replay.train.checkpoint import Checkpoints, TrainerState
 from moe_replay.train.config import TrainConfig
 from moe_replay.train.data import Prompt, PromptStream, load_prompts, read_rows
 from moe_replay.train.engines import longest_sequence, open_engine
-from moe_replay.train.interruption import Interruption
 from moe_replay.train.learner import Learner
 from moe_replay.train.probe import ProbeSequence
-from moe_replay.train.progress import Progress
 from moe_replay.train.ranks import Together, rank
 from moe_replay.train.rewards import load_reward
 from moe_replay.train.rollouts import Harvest, Rollouts
 from moe_replay.train.run import Run, fixed_settings
+from moe_replay.train.run.checkpoint import Checkpoints, TrainerState
+from moe_replay.train.run.interruption import Interruption
+from moe_replay.train.run.progress import Progress
 from moe_replay.train.sources import Sources, find_sources, load_tokenizer
 from moe_replay.train.trajectory import Trajectory
 

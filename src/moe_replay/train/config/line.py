@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from moe_replay.train.config_keys import OTHER_NAMES, ConfigError, all_fields, fields_of, holder, sections, suggestion
+from moe_replay.train.config.keys import OTHER_NAMES, ConfigError, all_fields, fields_of, holder, sections, suggestion
 
 
 def put_over(tables: dict[str, Any], words: Sequence[str]) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from moe_replay.train.config import Section, TrainConfig
-from moe_replay.train.config_keys import OTHER_NAMES, ConfigError, all_fields, fields_of, holder, sections, suggestion
-from moe_replay.train.config_line import put_over
+from moe_replay.train.config.keys import OTHER_NAMES, ConfigError, all_fields, fields_of, holder, sections, suggestion
+from moe_replay.train.config.line import put_over
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -89,7 +89,7 @@ def _told(error: ValidationError) -> list[str]:
         key = ".".join(map(str, problem["loc"]))
         if problem["type"] == "extra_forbidden":
             lines[f"{key}: no such key{suggestion(key)}"] = None
-        elif not key:  # a line for each of `config_checks.problems`
+        elif not key:  # a line for each of `checks.problems`
             lines |= dict.fromkeys(str(problem["ctx"]["error"]).split("\n"))
         else:
             name = next((name for name in fields if f"{key}.".startswith(f"{name}.")), key)

@@ -31,9 +31,9 @@ from torch import Tensor
 
 from moe_replay.errors import MoeReplayError
 from moe_replay.topology import MoeTopology
-from moe_replay.train import rng
-from moe_replay.train.files import flush, flush_tree, sizes, write_whole
 from moe_replay.train.ranks import Together, from_first, rank, world_size
+from moe_replay.train.run import rng
+from moe_replay.train.run.files import flush, flush_tree, sizes, write_whole
 from moe_replay.weights.checkpoint import write_folder
 
 FORMAT = 1

@@ -1,4 +1,4 @@
-"""The reference of the configuration, made from its fields: `python -m moe_replay.train.config_reference`."""
+"""The reference of the configuration, made from its fields: `python -m moe_replay.train.config.reference`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
 
 from moe_replay.train.config import Section, TrainConfig
-from moe_replay.train.config_file import toml_value
-from moe_replay.train.config_keys import OTHER_NAMES, fields_of, sections
+from moe_replay.train.config.file import toml_value
+from moe_replay.train.config.keys import OTHER_NAMES, fields_of, sections
 
 INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `python -m moe_replay.train.config_reference`. Change the docstrings in train/config.py, not this. -->
+<!-- Written by `python -m moe_replay.train.config.reference`. Change the docstrings in train/config.py, not this. -->
 
 Every key of `moe-replay train`. A section is a table of a TOML file, and each of its keys an option of the command
 line, which wins over the file:

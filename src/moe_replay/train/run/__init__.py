@@ -25,9 +25,9 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from moe_replay.errors import MoeReplayError
-from moe_replay.train.files import write_whole
 from moe_replay.train.ranks import from_first, rank
-from moe_replay.train.sinks import Metrics, Sink, check_sinks, open_sinks
+from moe_replay.train.run.files import write_whole
+from moe_replay.train.run.sinks import Metrics, Sink, check_sinks, open_sinks
 
 if TYPE_CHECKING:
     from moe_replay.train.config import TrainConfig
@@ -122,7 +122,7 @@ class Run:
 
 
 def _claim(config: TrainConfig, resources: ExitStack) -> Path:
-    from moe_replay.train.config_file import to_toml
+    from moe_replay.train.config.file import to_toml
 
     check_sinks(config.log)
     try:

@@ -1,7 +1,7 @@
 """Everything that a training run is told, by section; the docstring of a field is its help text everywhere.
 
-Fields say what they may be; what cannot work together is in `config_checks.py`; files and command lines are read by
-`config_file.py`.
+Fields say what they may be; what cannot work together is in `checks.py`; files and command lines are read by
+`file.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from moe_replay.train.advantages import Baseline
-from moe_replay.train.config_checks import problems
+from moe_replay.train.config.checks import problems
 from moe_replay.train.losses import Aggregation, Correction, Level
 
 Setting = int | float | bool | str
