@@ -282,6 +282,14 @@ def test_toml_gives_the_same_configuration_again(
     assert load_config(recipe) == config
 
 
+def test_settings_of_megatron_may_be_lists(tmp_path: Path) -> None:
+    words = ["--backend.kind", "megatron", "--backend.megatron", "recompute_modules", '["moe", "mlp"]']
+    config = load_config(None, words)
+    assert config.backend.megatron == {"recompute_modules": ["moe", "mlp"]}
+    (tmp_path / "recipe.toml").write_text(to_toml(config))
+    assert load_config(tmp_path / "recipe.toml") == config
+
+
 def test_the_token_is_not_written() -> None:
     config = load_config(None, ["--rollout.token", "very-secret"])
     assert config.rollout.token == "very-secret"

@@ -73,8 +73,8 @@ class BackendConfig(Section):
     """Chunks of layers in each stage, for the interleaved schedule (megatron)."""
     context_parallel: int = Field(1, ge=1)
     """Ranks that share a sequence (megatron)."""
-    megatron: dict[str, Setting] = {}
-    """More of Megatron-Core's TransformerConfig, e.g. recompute_granularity = "selective"."""
+    megatron: dict[str, Setting | list[str]] = {}
+    """More of Megatron-Core's TransformerConfig, e.g. recompute_granularity = "selective"; lists are allowed."""
     distributed_optimizer: bool = False
     """Spread the optimizer's state over data-parallel ranks (megatron)."""
 

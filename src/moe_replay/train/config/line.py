@@ -104,9 +104,9 @@ def _is_none(words: list[str]) -> bool:
 
 
 def _scalar(word: str) -> Any:
-    """A word where no type is known: a number, true or false as TOML has them, otherwise text."""
+    """A word where no type is known: a number, true, false or a list as TOML has them, otherwise text."""
     try:
         value = tomllib.loads(f"value = {word.lower() if word in ('True', 'False') else word}")["value"]
     except tomllib.TOMLDecodeError:
         return word
-    return value if isinstance(value, (int, float, bool)) else word
+    return value if isinstance(value, (int, float, bool, list)) else word
