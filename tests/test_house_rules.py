@@ -372,7 +372,7 @@ FREE: list[tuple[Rule, str]] = [
     (empty_test, "def test_short():\n    close = torch.testing.assert_close\n    close(a, b)"),
     (empty_test, "def test_named():\n    check_alignment(a, b)"),
     (empty_test, "def rank(i):\n    assert f(i)\ndef test_ranks():\n    spawn(rank, 2)"),
-    (machine_path, "https://example.org/home/page and src/work/file and ~/work/x and /usr/bin/env"),
+    (machine_path, "https://example.org/home/page and src/home/file and ~/home/x and /usr/bin/env"),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from tests.distributed.harness import run_ranks
 from tests.rollout.conftest import NEEDS_VLLM
 from tests.rollout.serving import serving
 from tests.train.conftest import demo_files  # noqa: F401  a fixture
+from tests.train.runs import train_on_rank
 
 pytest.importorskip("vllm", reason=NEEDS_VLLM)
 pytestmark = [pytest.mark.xdist_group("vllm"), pytest.mark.distributed]
@@ -25,26 +25,21 @@ TOKEN = "only this test knows it"
 
 @pytest.fixture(scope="module")
 def server(demo_files: Any) -> Iterator[str]:  # noqa: F811
-    """The embedded default in bfloat16, so that its routers differ from those of a float32 trainer."""
+    """The embedded default in bfloat16, so that its routers differ from those of a float32 trainer.
+
+    Few sequences at once: sampling takes longer than training, so new weights always come in the middle of it.
+    """
     from moe_replay.rollout.server_app import build_app
     from moe_replay.rollout.vllm import VllmEngine
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    options: dict[str, Any] = {"enforce_eager": True, "max_model_len": 64, "block_size": 32}
+    options: dict[str, Any] = {"enforce_eager": True, "max_model_len": 64, "block_size": 32, "max_num_seqs": 4}
     with (
         VllmEngine(demo_files.model, dtype="bfloat16", kv_cache_memory_bytes=2**26, **options) as engine,
         serving(build_app(engine, TOKEN)) as url,
     ):
         yield url
-
-
-def on_rank(model: str, data: str, output: str, overrides: dict[str, Any]) -> list[dict[str, float]]:
-    from moe_replay.train.loop import train
-    from tests.train.runs import tiny_config
-
-    folder = train(tiny_config(Path(model), Path(data), Path(output), **overrides))
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("mode", ["off", "r2", "r3"])
@@ -60,7 +55,7 @@ def test_three_steps(server: str, demo_files: Any, tmp_path: Path, backend: str,
         "checkpoint": {"export": True},
     }
     arguments = (str(demo_files.model), str(demo_files.train), str(tmp_path / "run"), overrides)
-    (lines,) = run_ranks(1, on_rank, *arguments, timeout=200)
+    (lines,) = run_ranks(1, train_on_rank, *arguments, timeout=200)
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["loss/grad_norm"] > 0 for line in lines)
     assert min(line["routing/agreement"] for line in lines) < 1  # routers really differ
@@ -74,6 +69,54 @@ def test_three_steps(server: str, demo_files: Any, tmp_path: Path, backend: str,
         assert with_replay == native
     if mode == "r3":
         assert_vllm_loads(tmp_path / "run/checkpoints/step-00000003/hf", server)
+
+
+def test_generation_runs_ahead_and_is_resumed_with_new_weights(server: str, demo_files: Any, tmp_path: Path) -> None:  # noqa: F811
+    """What new weights interrupt goes on with them: every token keeps its own version and its own routes."""
+    overrides = {
+        "steps": 6,
+        "rollout": {
+            **{"engine": "vllm_server", "urls": [server], "token": TOKEN, "prompts_per_step": 2, "max_tokens": 24},
+            **{"max_staleness": 2, "reproducible": False, "temperature": 2.0},  # long, since nothing likely ends it
+        },
+        "optim": {"lr": 1e-4},
+        "log": {"traces": 8},
+    }
+    arguments = (str(demo_files.model), str(demo_files.train), str(tmp_path / "run"), overrides)
+    (lines,) = run_ranks(1, train_on_rank, *arguments, timeout=200)
+    assert 1 <= max(line["completion/staleness_max"] for line in lines) <= 2
+    versions = [versions_in(file) for file in sorted((tmp_path / "run/traces").iterdir())]
+    assert len(versions) == 6
+    assert any(len(found) > 1 for step in versions for found in step)  # a sequence of two weight versions
+    for step, found in enumerate(versions, start=1):
+        assert all(step - 1 - 2 <= version <= step - 1 for sequence in found for version in sequence)
+
+
+def versions_in(file: Path) -> list[set[int]]:
+    """The weight versions that routed the tokens of each sequence."""
+    import moe_replay as mr
+
+    with mr.TraceFile(file) as traces:
+        return [set(traces[i].token_versions[:-1].tolist()) for i in range(len(traces))]
+
+
+def test_tools_adapters_and_sleep(server: str, demo_files: Any, tmp_path: Path) -> None:  # noqa: F811
+    overrides = {
+        "model": {"lora_rank": 4},
+        "rollout": {
+            **{"engine": "vllm_server", "urls": [server], "token": TOKEN, "sleep": True, "max_tokens": 6},
+            **{"environment": "tests.train.test_loop:calculator", "max_turns": 3},
+        },
+        "log": {"traces": 4},
+    }
+    arguments = (str(demo_files.model), str(demo_files.train), str(tmp_path / "run"), overrides)
+    (lines,) = run_ranks(1, train_on_rank, *arguments, timeout=200)
+    assert all(line["routing/aligned"] != 0 and line["loss/grad_norm"] > 0 for line in lines)
+    assert all(line["completion/length_max"] <= 18 for line in lines)  # the tool's tokens are not the model's
+    import moe_replay as mr
+
+    with mr.TraceFile(tmp_path / "run/traces/step-00000001.mrt") as traces:
+        assert all(traces[i].valid[:-1].all() for i in range(len(traces)))  # the tool's tokens are routed, by vLLM
 
 
 def assert_vllm_loads(exported: Path, server: str) -> None:

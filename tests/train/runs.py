@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,14 @@ def tiny_config(folder: Path, prompts: Path, output: Path, **overrides: Any) -> 
     for name, value in overrides.items():
         settings[name] = {**settings.get(name, {}), **value} if isinstance(value, dict) else value
     return TrainConfig(**settings)
+
+
+def train_on_rank(folder: str, prompts: str, output: str, overrides: dict[str, Any]) -> list[dict[str, Any]]:
+    """A run on one of the ranks that a test has started: the lines of its metrics."""
+    from moe_replay.train.loop import train
+
+    made = train(tiny_config(Path(folder), Path(prompts), Path(output), **overrides))
+    return [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
 
 
 def closeness(prompts: list, completions: list[str], solution: list[str], **_: Any) -> list[float | None]:

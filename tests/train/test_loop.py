@@ -389,22 +389,32 @@ def test_routes_of_another_layer_stop_the_run_before_anything_is_learned(
 
 
 def test_episodes_end_where_the_sequence_is_full() -> None:
-    from moe_replay.train.episode import Episode
+    import numpy as np
 
-    class Full:
-        """A session of nine tokens."""
+    from moe_replay.rollout.session import Session
+    from moe_replay.train.data import Prompt
+    from moe_replay.train.episode import Episode, EpisodeError
 
-        def __len__(self) -> int:
-            return 9
+    class Words:
+        def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+            return {"input_ids": [7] * len(text)}
 
     episode = Episode(
-        prompt=None,
-        session=Full(),
-        engine=None,
-        params=None,
-        tokenizer=None,
-        max_length=10,
-        max_turns=5,  # type: ignore[arg-type]
+        prompt=Prompt(3, "", (1, 2, 3, 4), {}),
+        session=Session([1, 2, 3, 4]),
+        engine=None,  # type: ignore[arg-type]  never asked
+        params=None,  # type: ignore[arg-type]
+        tokenizer=Words(),
+        max_length=8,
+        max_turns=5,
     )
+    assert episode.may_go_on
+    episode.observe("a tool that talks and talks")
+    np.testing.assert_array_equal(episode.session.token_ids, [1, 2, 3, 4, 7, 7, 7])  # one place is left to speak
+    episode.observe("and talks")
+    assert len(episode.session) == 7
+    assert episode.may_go_on
+    episode.session.observe([9])
     assert not episode.may_go_on
-    assert asyncio.iscoroutinefunction(episode.generate)
+    with pytest.raises(EpisodeError, match=r"no further turn.*row 3.*8 tokens"):
+        asyncio.run(episode.generate())

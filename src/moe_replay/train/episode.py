@@ -56,8 +56,8 @@ class Episode:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether another turn is allowed and has room."""
-        return self.turns < self.max_turns and len(self.session) + 1 < self.max_length
+        """Whether another turn is allowed and has room; `observe` never takes its last place."""
+        return self.turns < self.max_turns and len(self.session) < self.max_length
 
     def observe(self, text: str) -> None:
         """Append what the model did not say: a tool's output, the user's next message, template included."""
