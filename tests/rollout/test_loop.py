@@ -66,6 +66,16 @@ def test_a_caller_that_gives_up_cancels_its_request() -> None:
         assert engine.cancelled == [9]
 
 
+def test_closing_gives_up_what_is_under_way() -> None:
+    engine = Engine()
+    waiting = asyncio.run_coroutine_threadsafe(engine.sample([9], SamplingParams()), engine._loop.loop)
+    while not engine.threads:
+        pass
+    engine.close()
+    assert engine.cancelled == [9]
+    assert waiting.cancelled()
+
+
 def test_a_closed_engine_says_so() -> None:
     engine = Engine()
     engine.close()

@@ -46,11 +46,21 @@ class LoopThread:
             raise EngineError(f"the engine is closed ({self._thread.name})")
 
     def close(self) -> None:
-        """End the loop and its thread."""
+        """End the loop and its thread; what is still under way there is given up."""
         if not self.loop.is_closed():
+            asyncio.run_coroutine_threadsafe(_give_up_all(), self.loop).result()
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
             self.loop.close()
+
+
+async def _give_up_all() -> None:
+    """Cancel every task of this loop but this one, and let each end."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=5.0)
 
 
 class AsyncEngine(ABC):
