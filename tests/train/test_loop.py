@@ -137,24 +137,6 @@ def short(prompts: list, completions: list[str], completion_ids: list[list[int]]
     return [-float(len(ids)) for ids in completion_ids]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"algorithm": {"level": "sequence", "loss": "grpo", "correction": "sequence_mask"}},
-        {"algorithm": {"loss": "dr_grpo", "baseline": "none", "correction": "token_mask"}},
-        {"algorithm": {"baseline": "leave_one_out", "correction": "token_truncate", "overlong_filter": True}},
-        {"model": {"gradient_checkpointing": True, "dtype": "bfloat16"}},
-        {"optim": {"schedule": "cosine", "warmup_steps": 2}, "rollout": {"sleep": True}},
-    ],
-    ids=["gspo", "dr_grpo", "rloo", "checkpointed-bfloat16", "cosine-sleep"],
-)
-def test_every_setting_runs(config: Config, metrics_of: Metrics, settings: dict) -> None:
-    for line in metrics_of(train(config(**settings))):
-        assert math.isfinite(line["loss/total"])
-        assert line["loss/grad_norm"] > 0
-        assert line["loss/skipped"] == 0
-
-
 def test_the_reference_is_the_model_that_training_began_with(config: Config, metrics_of: Metrics) -> None:
     lines = metrics_of(train(config(algorithm={"beta": 0.1, "updates_per_rollout": 1})))
     assert lines[0]["loss/reference_kl"] == pytest.approx(0, abs=1e-9)

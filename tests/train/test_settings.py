@@ -1,0 +1,113 @@
+"""Every setting of the algorithm, the optimizer and the data reaches what it is about."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from moe_replay.train.loop import train
+from tests.train.runs import train_on_rank
+
+Config = Callable[..., Any]
+Metrics = Callable[[Path], list[dict[str, Any]]]
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "gspo": {"algorithm": {"level": "sequence"}},
+    "mean over sequences": {"algorithm": {"loss": "grpo"}},
+    "dr_grpo": {"algorithm": {"loss": "dr_grpo"}},
+    "no division by std": {"algorithm": {"baseline": "none"}},
+    "leave one out": {"algorithm": {"baseline": "leave_one_out"}},
+    "clip low": {"algorithm": {"clip_low": 0.001}},
+    "clip high": {"algorithm": {"clip_high": 0.001}},
+    "truncation": {"algorithm": {"correction": "token_truncate", "correction_high": 1.0}},
+    "token mask": {"algorithm": {"correction": "token_mask", "correction_low": 0.999, "correction_high": 1.0}},
+    "sequence mask": {"algorithm": {"correction": "sequence_mask", "correction_low": 0.999, "correction_high": 1.0}},
+    "reference": {"algorithm": {"beta": 10.0}},
+    "temperature": {"rollout": {"temperature": 0.5}},
+    "gradient norm": {"optim": {"max_grad_norm": 1e-3}},
+    "weight decay": {"optim": {"weight_decay": 0.5}},
+    "warm-up": {"optim": {"warmup_steps": 2}},
+    "betas": {"optim": {"betas": (0.5, 0.9)}},
+    "bfloat16": {"model": {"dtype": "bfloat16"}},
+    "seed": {"seed": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def usual(demo_files: Any, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a run with the usual settings, whose rollout is in bfloat16."""
+    output = tmp_path_factory.mktemp("usual") / "run"
+    return losses(train_on_rank(str(demo_files.model), str(demo_files.train), str(output), in_bfloat16({})))
+
+
+def in_bfloat16(settings: dict[str, Any]) -> dict[str, Any]:
+    return settings | {"rollout": {"dtype": "bfloat16", **settings.get("rollout", {})}, "steps": 2}
+
+
+def losses(lines: list[dict[str, Any]]) -> list[float]:
+    return [line["loss/total"] for line in lines]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_has_its_effect(name: str, demo_files: Any, tmp_path: Path, usual: list[float]) -> None:
+    arguments = (str(demo_files.model), str(demo_files.train), str(tmp_path / "run"), in_bfloat16(SETTINGS[name]))
+    lines = train_on_rank(*arguments)
+    assert losses(lines) != usual
+    assert all(math.isfinite(loss) for loss in losses(lines))
+    assert all(line["loss/skipped"] == 0 for line in lines)
+
+
+def test_recomputation_and_sleep_change_nothing(demo_files: Any, tmp_path: Path, usual: list[float]) -> None:
+    settings = {"model": {"gradient_checkpointing": True}, "rollout": {"sleep": True}}
+    arguments = (str(demo_files.model), str(demo_files.train), str(tmp_path / "run"), in_bfloat16(settings))
+    assert losses(train_on_rank(*arguments)) == usual
+
+
+def in_order(completions: list[str], **_: Any) -> list[float]:
+    """Every group has a signal, whatever was sampled."""
+    return [float(i) for i in range(len(completions))]
+
+
+def test_completions_that_were_cut_off_are_filtered(config: Config, metrics_of: Metrics) -> None:
+    reward = {"functions": ["tests.train.test_settings:in_order"]}
+    for filtered, trained in ((False, True), (True, False)):
+        made = config(
+            f"filtered-{filtered}",
+            steps=1,
+            rollout={"max_tokens": 1},
+            algorithm={"overlong_filter": filtered},
+            reward=reward,
+        )
+        (line,) = metrics_of(train(made))
+        assert line["completion/truncated"] == 1.0
+        assert (line["loss/grad_norm"] > 0) == trained
+
+
+def test_the_learning_rate_follows_its_schedule(config: Config, metrics_of: Metrics) -> None:
+    lines = metrics_of(train(config(steps=4, optim={"lr": 1e-3, "schedule": "linear", "warmup_steps": 2})))
+    assert [line["loss/lr"] for line in lines] == pytest.approx([5e-4, 1e-3, 1e-3, 5e-4])
+
+
+@pytest.mark.parametrize("column", ["messages", "prompt"])
+def test_conversations_are_rendered_and_scored_as_messages(config: Config, tmp_path: Path, column: str) -> None:
+    data = tmp_path / "conversations.parquet"
+    pytest.importorskip("pyarrow")
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [{column: [{"role": "user", "content": f"{i}+{i}="}], "solution": str(2 * i)} for i in range(1, 9)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), data)
+    made = config(steps=1, data={"path": str(data)}, reward={"functions": ["tests.train.test_settings:of_messages"]})
+    assert (train(made) / "report.html").is_file()
+
+
+def of_messages(prompts: list, completions: list, solution: list[str], **_: Any) -> list[float]:
+    """Fails unless prompts and completions are messages."""
+    assert all(prompt[-1]["role"] == "user" for prompt in prompts)
+    return [float(len(completion[0]["content"])) for completion in completions]
