@@ -66,6 +66,18 @@ def all_gather(content: np.ndarray, group: dist.ProcessGroup | None = None) -> l
     return [one[:size].cpu().numpy() for one, size in zip(received, sizes, strict=True)]
 
 
+def from_first_rank(content: bytes | None) -> bytes:
+    """The bytes that the first of all ranks has, on every rank; the others give None."""
+    device = _device(None)
+    size = torch.tensor([len(content or b"")], dtype=torch.int64, device=device)
+    dist.broadcast(size, 0)
+    sent = torch.zeros(int(size), dtype=torch.uint8, device=device)
+    if content:
+        sent.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    dist.broadcast(sent, 0)
+    return sent.cpu().numpy().tobytes()
+
+
 def _device(group: dist.ProcessGroup | None) -> torch.device:
     """Where a group's messages must lie."""
     if dist.get_backend(group) in ("gloo", "mpi"):

@@ -28,7 +28,7 @@ from moe_replay.diagnostics.compare import VerifyReport, compare
 from moe_replay.diagnostics.metrics import route_agreement, same_experts
 from moe_replay.diagnostics.mismatch import Mismatch
 from moe_replay.diagnostics.shift import SHIFTS
-from moe_replay.diagnostics.verify import evaluating
+from moe_replay.evaluating import evaluating
 from moe_replay.layout import TokenLayout
 from moe_replay.replay import RouterReplay, attach
 from moe_replay.rollout.base import FinishReason, Sample

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -12,6 +11,7 @@ from torch import nn
 
 from moe_replay.diagnostics.compare import VerifyReport, compare
 from moe_replay.errors import AlignmentError
+from moe_replay.evaluating import evaluating
 from moe_replay.layout import PADDING, TokenLayout
 from moe_replay.replay import RouterReplay, attach
 from moe_replay.trace import RouteTrace
@@ -73,15 +73,3 @@ def _native_routes(model: nn.Module, replay: RouterReplay, token_ids: list[np.nd
     with torch.no_grad(), replay.record() as recording:
         model(input_ids=fed, attention_mask=mask)
     return recording.traces(layout, [ids.tolist() for ids in token_ids])
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model without dropout and the like; afterwards each of its modules is as it was."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, was in training.items():
-            module.training = was

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_replay.peers.rows import PeerError
+from moe_replay.peers.rows import PeerError, to_array
 from moe_replay.topology import MoeTopology
 
 INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
@@ -73,6 +73,15 @@ def from_mapping(sent: Mapping[str, Any], limit: int, peer: str, sample: int | N
             f"routes of {peer} are no packed array", sample=sample, expected="data, shape and dtype", found=sorted(sent)
         )
     return array_of(from_base64(sent["data"], limit, peer, sample), sent["dtype"], sent["shape"], peer, sample)
+
+
+def sent_or_held(
+    routes: Mapping[str, Any] | Any, tokens: int, topology: MoeTopology, peer: str, sample: int | None = None
+) -> np.ndarray:
+    """Routes of so many tokens as a packed array on the wire, or as the array that it becomes."""
+    if isinstance(routes, Mapping):
+        return from_mapping(routes, most_bytes(tokens, topology), peer, sample)
+    return to_array(routes, peer, sample)
 
 
 def from_npy(raw: bytes, peer: str, sample: int | None = None) -> np.ndarray:

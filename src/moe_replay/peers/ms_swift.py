@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from moe_replay.peers.encoding import from_mapping, most_bytes, to_base64
+from moe_replay.peers.encoding import sent_or_held, to_base64
 from moe_replay.peers.rows import (
     TokenIds,
     WeightVersion,
     check_rows,
     covered_prefix,
     decoder_rows,
-    to_array,
     to_ids,
     trace_of_rows,
 )
@@ -42,10 +41,7 @@ def from_ms_swift(
 ) -> RouteTrace:
     """The trace of prompt and completion from a sample's routes, as they are sent or as they are held."""
     tokens = len(to_ids(token_ids))
-    if isinstance(routed_experts, Mapping):
-        rows = from_mapping(routed_experts, most_bytes(tokens, topology), "ms-swift", sample)
-    else:
-        rows = to_array(routed_experts, "ms-swift", sample)
+    rows = sent_or_held(routed_experts, tokens, topology, "ms-swift", sample)
     if rows.ndim == 4 and len(rows) == 1:  # a batch of one
         rows = rows[0]
     check_rows(rows, (tokens - 1, tokens), "ms-swift", sample, "Routes and encoded tokens were cut or extended apart")

@@ -62,6 +62,24 @@ def by_decoder_layer(rows: np.ndarray, topology: MoeTopology) -> np.ndarray:
     return wide
 
 
+def trace_from_token(
+    rows: np.ndarray,
+    token_ids: TokenIds,
+    topology: MoeTopology,
+    source: EngineName,
+    first_token: int,
+    peer: str,
+    *,
+    weight_version: WeightVersion = 0,
+    sample: int | None = None,
+) -> RouteTrace:
+    """The trace of what an engine returned from `first_token` on: a row for each token, the last left out or not."""
+    left = len(to_ids(token_ids)) - first_token
+    check_rows(rows, (left - 1, left), peer, sample, "Give all token ids, and the first token that was asked for")
+    places = first_token + np.arange(len(rows))
+    return trace_of_rows(rows, token_ids, topology, source, places=places, weight_version=weight_version, sample=sample)
+
+
 def trace_of_rows(
     rows: np.ndarray,
     token_ids: TokenIds,

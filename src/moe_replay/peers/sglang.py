@@ -14,10 +14,9 @@ from moe_replay.peers.rows import (
     PeerError,
     TokenIds,
     WeightVersion,
-    check_rows,
     rows_but_the_last,
     to_ids,
-    trace_of_rows,
+    trace_from_token,
 )
 from moe_replay.rollout.base import EngineName
 from moe_replay.topology import MoeTopology
@@ -56,11 +55,8 @@ def from_sglang(
     """
     tokens = len(to_ids(token_ids))
     rows = int32_rows(routed_experts, tokens, topology, "SGLang", sample)
-    left = tokens - first_token
-    check_rows(rows, (left - 1, left), "SGLang", sample, "Give all token ids, and the first token that was asked for")
-    places = first_token + np.arange(len(rows))
-    return trace_of_rows(
-        rows, token_ids, topology, _SOURCE, places=places, weight_version=weight_version, sample=sample
+    return trace_from_token(
+        rows, token_ids, topology, _SOURCE, first_token, "SGLang", weight_version=weight_version, sample=sample
     )
 
 

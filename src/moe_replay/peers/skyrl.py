@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from moe_replay.peers.encoding import from_mapping, most_bytes, to_base64
+from moe_replay.peers.encoding import sent_or_held, to_base64
 from moe_replay.peers.rows import (
     TokenIds,
     WeightVersion,
     check_rows,
     covered_prefix,
     decoder_rows,
-    to_array,
     to_ids,
     trace_of_rows,
 )
@@ -42,10 +41,7 @@ def from_skyrl(
 ) -> RouteTrace:
     """The trace of a whole trajectory from the routes of the tokens that it begins with."""
     tokens = len(to_ids(token_ids))
-    if isinstance(routed_experts, Mapping):
-        rows = from_mapping(routed_experts, most_bytes(tokens, topology), "SkyRL", sample)
-    else:
-        rows = to_array(routed_experts, "SkyRL", sample)
+    rows = sent_or_held(routed_experts, tokens, topology, "SkyRL", sample)
     check_rows(rows, range(tokens + 1), "SkyRL", sample, "Routes of several turns must be joined, not appended whole")
     return trace_of_rows(rows, token_ids, topology, _SOURCE, weight_version=weight_version, sample=sample)
 

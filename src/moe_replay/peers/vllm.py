@@ -14,11 +14,10 @@ from moe_replay.peers.encoding import from_base64, from_npy, most_bytes, to_base
 from moe_replay.peers.rows import (
     TokenIds,
     WeightVersion,
-    check_rows,
     rows_but_the_last,
     to_array,
     to_ids,
-    trace_of_rows,
+    trace_from_token,
 )
 from moe_replay.rollout.base import EngineName
 from moe_replay.topology import MoeTopology
@@ -46,11 +45,8 @@ def from_vllm(
         rows = from_npy(raw, "vLLM", sample)
     else:
         rows = to_array(routed_experts, "vLLM", sample)
-    left = tokens - first_token
-    check_rows(rows, (left - 1, left), "vLLM", sample, "Give all token ids, and the first token that was asked for")
-    places = first_token + np.arange(len(rows))
-    return trace_of_rows(
-        rows, token_ids, topology, _SOURCE, places=places, weight_version=weight_version, sample=sample
+    return trace_from_token(
+        rows, token_ids, topology, _SOURCE, first_token, "vLLM", weight_version=weight_version, sample=sample
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from moe_replay.batch import RouteBatch
 from moe_replay.errors import MissingExtraError
+from moe_replay.evaluating import evaluating
 from moe_replay.replay import RouterReplay, attach
 from moe_replay.rollout.base import (
     EngineName,
@@ -121,7 +121,7 @@ class TransformersEngine:
 
     def _prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
         ids = torch.tensor([list(token_ids)], device=self.model.device)
-        with torch.inference_mode(), _evaluating(self.model):
+        with torch.inference_mode(), evaluating(self.model):
             logprobs = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         return logprobs.gather(-1, ids[0, 1:, None])[:, 0].cpu().numpy()
 
@@ -129,7 +129,7 @@ class TransformersEngine:
         """n samples of each prompt, all in one batch."""
         with (
             torch.inference_mode(),
-            _evaluating(self.model),
+            evaluating(self.model),
             self._replay.record(every_pass=True) as recording,
         ):
             drawn = self._draw_all(_Batch.left_padded(prompts, self.model.device), prompts, params)
@@ -287,14 +287,3 @@ def _by_row(
     ):
         reason = FinishReason.STOP if ended else FinishReason.ABORT if unfinished else FinishReason.LENGTH
         yield all_ids[row, :tokens], all_logprobs[row, :tokens], reason
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off inside, and as it was afterwards."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)

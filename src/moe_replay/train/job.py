@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from moe_replay.errors import MoeReplayError
+from moe_replay.gather import from_first_rank
 from moe_replay.rollout.base import Engine
 from moe_replay.trace_file import TraceWriter
 from moe_replay.train import launch, trajectory
@@ -148,7 +149,7 @@ class Job:
                 content, metrics = trajectory.to_bytes(made.trajectories), made.metrics
                 if self.config.rollout.sleep:
                     self._rollouts.engine.sleep()
-        return Harvest(trajectory.from_bytes(trajectory.broadcast(content, self.backend.device)), metrics)
+        return Harvest(trajectory.from_bytes(from_first_rank(content)), metrics)
 
     def report_updates(self, done: int, total: int) -> None:
         """How far the updates of this step are."""

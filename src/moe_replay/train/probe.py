@@ -1,7 +1,8 @@
 """One sequence that is scored now and then, to prove that engine and trainer do what they should.
 
 After each update the engine must say of it what the trainer says: then it computes with the trainer's weights. And
-before the first, it must say the same of it alone and in a micro-batch: then sequences do not see each other.
+before the first step the trainer must say the same of it alone and behind another sequence: then sequences of a
+micro-batch do not see each other.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from moe_replay.errors import AlignmentError
-from moe_replay.gather import all_gather
+from moe_replay.gather import all_gather, from_first_rank
 from moe_replay.rollout.base import FinishReason, Probe
 from moe_replay.trace import RouteTrace
-from moe_replay.train.backends.base import Backend, Routing
+from moe_replay.train.backends.base import Backend, Routing, Scores
 from moe_replay.train.batches import MicroBatch, filler
 from moe_replay.train.config import RolloutConfig
 from moe_replay.train.trajectory import Trajectory
@@ -37,13 +38,13 @@ class ProbeSequence:
         )
         self.token_ids = token_ids
         self._whole = whole
-        self._batches: list[MicroBatch] = [filler(whole, backend) for _ in range(backend.micro_batch_multiple)]
+        self._alone = filler(whole, backend)
 
     @classmethod
     def shared(cls, token_ids: Sequence[int] | None, backend: Backend) -> ProbeSequence:
         """Of the tokens that the first rank has."""
-        own = np.asarray(token_ids if token_ids is not None else [], np.int32)
-        return cls(all_gather(own.view(np.uint8))[0].view(np.int32).copy(), backend)
+        own = None if token_ids is None else np.asarray(token_ids, np.int32).tobytes()
+        return cls(np.frombuffer(from_first_rank(own), np.int32), backend)
 
     def check_stays_apart(self, backend: Backend, tolerance: float) -> None:
         """Raise if the sequence is scored otherwise behind another one than alone.
@@ -57,10 +58,7 @@ class ProbeSequence:
             backend.layout([len(self.token_ids)] * 2),
             backend.device,
         )
-        alone, both = (
-            backend.score([batch] * backend.micro_batch_multiple, Routing("native"), temperature=1.0)[0]
-            for batch in (self._batches[0], together)
-        )
+        alone, both = _scores(backend, self._alone), _scores(backend, together)
         if alone is None or both is None:
             return
         second = both.logprobs[len(alone.logprobs) :]
@@ -77,7 +75,12 @@ class ProbeSequence:
         """What the policy says of it now, on every rank; None where the config wants no check."""
         if not config.check_weights:
             return None
-        scores = backend.score(self._batches, Routing("native"), temperature=1.0)[0]
+        scores = _scores(backend, self._alone)
         own = np.zeros(0, np.float32) if scores is None or not backend.speaks else scores.logprobs.float().cpu().numpy()
         logprobs = next(part for part in all_gather(own.view(np.uint8)) if part.size).view(np.float32).copy()
         return Probe(token_ids=self.token_ids.tolist(), logprobs=logprobs, tolerance=config.probe_tolerance)
+
+
+def _scores(backend: Backend, batch: MicroBatch) -> Scores | None:
+    """Of one micro-batch by itself; a pipeline that wants several gets it several times."""
+    return backend.score([batch] * backend.micro_batch_multiple, Routing("native"), temperature=1.0)[0]

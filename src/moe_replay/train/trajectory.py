@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
 from moe_replay.errors import AlignmentError
 from moe_replay.rollout.base import FinishReason
@@ -146,20 +144,6 @@ def from_bytes(data: bytes) -> list[Trajectory]:
         )
         for fact, ids, logprobs, versions, trace in zip(facts, *by_sequence, traces, strict=True)
     ]
-
-
-def broadcast(content: bytes | None, device: torch.device) -> bytes:
-    """The bytes that rank 0 has, on every rank."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return content or b""
-    size = torch.tensor([len(content or b"")], dtype=torch.int64, device=device)
-    dist.broadcast(size, 0)
-    if content is None:
-        buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
-    else:
-        buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
-    dist.broadcast(buffer, 0)
-    return buffer.cpu().numpy().tobytes()
 
 
 def _joined(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
