@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 WORKERS ?= 2
-TRANSFORMERS4_TESTS ?= tests/routers tests/test_topology.py tests/rollout/test_transformers.py tests/rollout/test_session.py
+TRANSFORMERS4_TESTS ?= tests/replay/adapters tests/routes/test_topology.py tests/rollout/test_transformers.py tests/rollout/test_session.py
 
 MEGATRON_VERSIONS ?= 0.12.1 0.13.1 0.14.0 0.15.3 0.17.1 0.18.2 0.19.2
 
@@ -58,7 +58,7 @@ test-megatron-versions: .venv/.ready ## Routers on every Megatron-Core from 0.12
 	  test -d .megatron/$$version || .venv/bin/python -m pip -qq install --no-deps --ignore-requires-python \
 	    --target .megatron/$$version megatron-core==$$version; \
 	  PYTHONPATH=.megatron/$$version:.megatron/triton OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q \
-	    tests/routers/test_megatron_versions.py; \
+	    tests/replay/adapters/test_megatron_versions.py; \
 	done
 
 format: .venv/.ready ## Rewrite the code the way `make lint` wants it

@@ -96,7 +96,7 @@ def megatron_model(shape: dict[str, int], device: str, checkpointing: bool) -> n
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     if device == "cpu":
-        from moe_replay import megatron_cpu
+        from moe_replay.megatron import cpu as megatron_cpu
 
         megatron_cpu.enable()
     elif not hasattr(moe_utils, "te_general_gemm"):

@@ -19,9 +19,9 @@ from statistics import median
 import numpy as np
 import torch
 
-from moe_replay.batch import RouteBatch
-from moe_replay.layout import TokenLayout
-from moe_replay.trace import RouteTrace
+from moe_replay.routes.batch import RouteBatch
+from moe_replay.routes.layout import TokenLayout
+from moe_replay.routes.trace import RouteTrace
 
 MODELS = {  # layers, experts, top-k
     "48 layers, 8 of 128 (uint8)": (48, 128, 8),

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe_replay.layout import TokenLayout
 from moe_replay.rollout.base import FinishReason
+from moe_replay.routes.layout import TokenLayout
 from moe_replay.train import launch
 from moe_replay.train.backends.fsdp import FsdpBackend
 from moe_replay.train.config import TrainConfig

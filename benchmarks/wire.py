@@ -33,8 +33,8 @@ import numpy as np
 import orjson
 import pybase64
 
-from moe_replay.trace import RouteTrace
-from moe_replay.wire import decode_trace, encode_parts, encode_trace
+from moe_replay.routes.trace import RouteTrace
+from moe_replay.routes.wire import decode_trace, encode_parts, encode_trace
 
 Result = TypeVar("Result", "Cost", "Speed")
 

@@ -1,6 +1,5 @@
 """moe-replay: send every token to the experts that the rollout sent it to, and prove it."""
 
-from moe_replay.batch import Coverage, RouteBatch
 from moe_replay.diagnostics.compare import VerifyReport
 from moe_replay.diagnostics.verify import verify
 from moe_replay.diagnostics.watch import AlignmentWatch
@@ -14,8 +13,7 @@ from moe_replay.errors import (
     TraceFormatError,
     UnsupportedRouterError,
 )
-from moe_replay.layout import TokenLayout
-from moe_replay.peers import (
+from moe_replay.interop import (
     PeerError,
     from_ms_swift,
     from_nemo_rl,
@@ -32,11 +30,13 @@ from moe_replay.peers import (
     to_verl,
     to_vllm,
 )
-from moe_replay.replay import Recording, Replaying, RouterReplay, attach
-from moe_replay.topology import MoeLayer, MoeTopology
-from moe_replay.trace import RouteTrace
-from moe_replay.trace_file import TraceFile, TraceWriter, recover_traces
-from moe_replay.trace_parts import VersionSpan
+from moe_replay.replay.controller import Recording, Replaying, RouterReplay, attach
+from moe_replay.routes.batch import Coverage, RouteBatch
+from moe_replay.routes.layout import TokenLayout
+from moe_replay.routes.topology import MoeLayer, MoeTopology
+from moe_replay.routes.trace import RouteTrace
+from moe_replay.routes.trace_file import TraceFile, TraceWriter, recover_traces
+from moe_replay.routes.trace_parts import VersionSpan
 
 __all__ = [
     "AlignmentError",

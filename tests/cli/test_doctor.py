@@ -12,8 +12,8 @@ import pytest
 
 from moe_replay.cli.doctor import findings_text
 from moe_replay.cli.main import main
-from moe_replay.diagnostics.doctor import LOOKS, Finding, Status, diagnose, diagnose_model, numbers
-from moe_replay.diagnostics.surroundings import PACKAGES, Gpu, Surroundings, installed_version
+from moe_replay.tools.doctor import LOOKS, Finding, Status, diagnose, diagnose_model, numbers
+from moe_replay.tools.system_info import PACKAGES, Gpu, Surroundings, installed_version
 
 pytest.importorskip("tyro", reason="the command line needs tyro")
 

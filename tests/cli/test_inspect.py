@@ -11,9 +11,9 @@ import pytest
 from moe_replay import AlignmentError, MoeLayer, MoeTopology, RouteTrace, TraceFormatError, TraceWriter
 from moe_replay.cli.inspect import bars, summary_text
 from moe_replay.cli.main import main
-from moe_replay.diagnostics.inspect import read_traces, summarize
-from moe_replay.trace import trace_from_parts
-from moe_replay.trace_parts import VersionSpan
+from moe_replay.routes.trace import trace_from_parts
+from moe_replay.routes.trace_parts import VersionSpan
+from moe_replay.tools.inspect import read_traces, summarize
 
 pytest.importorskip("tyro", reason="the command line needs tyro")
 

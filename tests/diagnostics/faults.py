@@ -1,6 +1,6 @@
 """Faults to plant in healthy traces: every known way to misplace routes, and what each must be called.
 
-The numbers are those of `KNOWN_BUGS` in tests/test_verify_faults.py.
+The numbers are those of `KNOWN_BUGS` in tests/diagnostics/test_verify_faults.py.
 """
 
 from __future__ import annotations

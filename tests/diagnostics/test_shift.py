@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import moe_replay as mr
 from moe_replay.diagnostics.metrics import shared_experts
-from moe_replay.diagnostics.places import RowScores
+from moe_replay.diagnostics.row_scores import RowScores
 from moe_replay.diagnostics.shift import HERE, SHIFTS, ShiftTable, shift_table
 from moe_replay.diagnostics.verdict import Cause, Verdict, judge, range_of_layers
 from tests.diagnostics.routes import Routers, healthy, with_routes

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import moe_replay as mr
-from moe_replay import megatron_cpu
-from moe_replay.routers.megatron_layout import layout_for
+from moe_replay.megatron import cpu as megatron_cpu
+from moe_replay.replay.adapters.megatron_layout import layout_for
 
 PRELOADED = [
     "megatron.core.models.gpt.gpt_layer_specs",
@@ -27,8 +27,8 @@ PRELOADED = [
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel",
     "torch._dynamo",
-    "moe_replay.megatron_cpu",
-    "moe_replay.routers.megatron_layout",
+    "moe_replay.megatron.cpu",
+    "moe_replay.replay.adapters.megatron_layout",
 ]
 
 VOCABULARY = 64

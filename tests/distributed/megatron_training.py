@@ -20,8 +20,8 @@ from moe_replay.train.batches import MicroBatch, mini_batches
 from moe_replay.train.config import TrainConfig
 from moe_replay.train.losses import policy_loss
 from moe_replay.train.trajectory import Trajectory
+from tests.megatron.weights.models import VOCABULARY, save_checkpoint, tiny
 from tests.models import perturb_routers
-from tests.weights.models import VOCABULARY, save_checkpoint, tiny
 
 LENGTHS = (9, 14, 5, 11, 7, 12, 6, 10)
 PROMPT = 3

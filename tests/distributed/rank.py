@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import moe_replay as mr
-from tests.checkpointing import CHECKPOINTS
 from tests.distributed.reference import (
     Outcome,
     backward_last_first,
@@ -18,6 +17,7 @@ from tests.distributed.reference import (
     move_routers,
     to_wire,
 )
+from tests.replay.checkpointing import CHECKPOINTS
 
 CHECKPOINTING = ("none", "transformers", "transformers-reentrant")
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import moe_replay as mr
-from tests.routers.families import VOCABULARY, tiny_model
+from tests.replay.adapters.families import VOCABULARY, tiny_model
 
 LENGTHS = (5, 9, 12)  # tokens of the sequences of a micro-batch, in an order of its own
 LOSS_TOLERANCE = 1e-6

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import moe_replay as mr
-from tests.checkpointing import CHECKPOINTS
 from tests.distributed.harness import run_ranks
 from tests.distributed.reference import (
     Outcome,
@@ -33,7 +32,8 @@ from tests.distributed.reference import (
     sequences,
     to_wire,
 )
-from tests.routers.families import tiny_model
+from tests.replay.adapters.families import tiny_model
+from tests.replay.checkpointing import CHECKPOINTS
 
 pytestmark = pytest.mark.distributed
 

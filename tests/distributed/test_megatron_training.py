@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from tests.distributed import harness, megatron_training
 from tests.distributed.megatron_models import PRELOADED
-from tests.weights.models import saved_tensors
+from tests.megatron.weights.models import saved_tensors
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers", minversion="5.0")

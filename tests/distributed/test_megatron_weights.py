@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from tests.distributed import harness
 from tests.distributed.megatron_models import PRELOADED, Case
-from tests.weights.models import (
+from tests.megatron.weights.models import (
     VARIANTS,
     assert_same_bytes,
     edit_config,
@@ -28,7 +28,7 @@ from tests.weights.models import (
     tiny,
     token_ids,
 )
-from tests.weights.on_rank import compare_alone, compare_partitioned, refusals, write_again
+from tests.megatron.weights.on_rank import compare_alone, compare_partitioned, refusals, write_again
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers", minversion="5.0")

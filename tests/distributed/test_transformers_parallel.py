@@ -28,7 +28,7 @@ from tests.distributed.reference import (
     rollout_traces,
     to_wire,
 )
-from tests.routers.families import tiny_model
+from tests.replay.adapters.families import tiny_model
 
 pytestmark = pytest.mark.distributed
 

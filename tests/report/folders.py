@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from moe_replay.diagnostics.attribution import (
+from moe_replay.tools.attribution.result import (
     AGAIN,
     HISTOGRAM_EDGES,
     NATIVE,

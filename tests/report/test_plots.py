@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
+from moe_replay.report.formatting import number, percent, times_less
 from moe_replay.report.plots import MOST_POINTS, moving_average, thinned
 from moe_replay.report.record import Series, collect
-from moe_replay.report.words import number, percent, times_less
 
 
 def test_lines_become_series_with_null_as_nan_and_absence_as_absence() -> None:

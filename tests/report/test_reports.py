@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from moe_replay.cli.main import main
-from moe_replay.diagnostics.attribution import Attribution
 from moe_replay.errors import MissingExtraError
 from moe_replay.report.attribution_report import write_attribution_report
 from moe_replay.report.compare import write_comparison
 from moe_replay.report.drawing import draw
 from moe_replay.report.record import ReportError
 from moe_replay.report.run_report import write_run_report
+from moe_replay.tools.attribution.result import Attribution
 from tests.report.folders import (
     ATTRIBUTION_FIGURES,
     FIGURES,

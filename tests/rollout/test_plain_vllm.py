@@ -21,7 +21,7 @@ import pytest
 
 from moe_replay.rollout.base import EngineError, SamplingParams
 from moe_replay.rollout.plain_vllm import PlainVllmServer
-from moe_replay.topology import MoeLayer, MoeTopology
+from moe_replay.routes.topology import MoeLayer, MoeTopology
 from tests.rollout.conftest import NEEDS_VLLM
 from tests.rollout.serving import serving
 from tests.rollout.tiny import VOCABULARY, assert_sampled_from, tiny_model

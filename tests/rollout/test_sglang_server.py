@@ -26,7 +26,7 @@ from moe_replay.rollout.base import EngineError, EngineUnavailableError, FinishR
 from moe_replay.rollout.sampling import sampled_logprobs
 from moe_replay.rollout.session import Session
 from moe_replay.rollout.sglang_server import SglangServer
-from moe_replay.topology import MoeLayer, MoeTopology
+from moe_replay.routes.topology import MoeLayer, MoeTopology
 from tests.real_sglang.models import FAMILIES, sglang_model
 from tests.rollout.serving import serving
 from tests.rollout.tiny import assert_sampled_from, reference

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 import moe_replay as mr
+from moe_replay.megatron.weights.checkpoint import write_folder
 from moe_replay.train.run import checkpoint
 from moe_replay.train.run.checkpoint import CheckpointError, Checkpoints, TrainerState
-from moe_replay.weights.checkpoint import write_folder
 from tests.distributed.harness import run_ranks
 from tests.train.policy import SmallPolicy
 

@@ -14,11 +14,11 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("pydantic")
 
-from moe_replay import megatron_cpu
 from moe_replay.errors import LayoutError
+from moe_replay.megatron import cpu as megatron_cpu
 from moe_replay.train.backends import megatron_build, megatron_logprobs
 from moe_replay.train.config import TrainConfig
-from tests.weights.models import save_checkpoint, tiny
+from tests.megatron.weights.models import save_checkpoint, tiny
 
 
 class OneRank:

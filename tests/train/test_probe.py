@@ -14,7 +14,7 @@ import moe_replay as mr
 from moe_replay.train import launch
 from moe_replay.train.backends.fsdp import FsdpBackend
 from moe_replay.train.probe import ProbeSequence
-from tests.routers.families import tiny_model
+from tests.replay.adapters.families import tiny_model
 from tests.train.runs import tiny_config
 
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from moe_replay.diagnostics.doctor import Finding, Status, diagnose, diagnose_model
-from moe_replay.diagnostics.surroundings import Surroundings
+from moe_replay.tools.doctor import Finding, Status, diagnose, diagnose_model
+from moe_replay.tools.system_info import Surroundings
 
 _MARKS = {Status.OK: "ok    ", Status.NOTE: "note  ", Status.BROKEN: "BROKEN"}
 
@@ -31,7 +31,7 @@ class DoctorCommand:
         around = Surroundings.here(self.folder)
         findings = diagnose(around, self.need)
         if self.model is not None:
-            from moe_replay.diagnostics.model_config import model_config
+            from moe_replay.tools.model_config import model_config
 
             findings += diagnose_model(model_config(self.model), around)
         print(json.dumps([asdict(finding) for finding in findings], indent=2) if self.json else findings_text(findings))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_replay.diagnostics.inspect import TraceSummary, read_traces, summarize
-from moe_replay.topology import MoeTopology
+from moe_replay.routes.topology import MoeTopology
+from moe_replay.tools.inspect import TraceSummary, read_traces, summarize
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _PLAIN_LEVELS = " .:-=+*#@"
@@ -82,6 +82,6 @@ def bars(load: np.ndarray, width: int, levels: str = _LEVELS) -> str:
 
 
 def _topology(model: str) -> MoeTopology:
-    from moe_replay.diagnostics.model_config import model_config
+    from moe_replay.tools.model_config import model_config
 
     return MoeTopology.from_config(model_config(model))

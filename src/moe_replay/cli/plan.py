@@ -7,8 +7,8 @@ import json
 from dataclasses import dataclass
 
 from moe_replay.errors import LayoutError
-from moe_replay.plan import Cluster, Dimensions, Parallel, Work, plan_layout
-from moe_replay.topology import MoeTopology
+from moe_replay.routes.topology import MoeTopology
+from moe_replay.tools.plan import Cluster, Dimensions, Parallel, Work, plan_layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class PlanCommand:
 
     def __call__(self) -> None:
         """Read the config, plan, print."""
-        from moe_replay.diagnostics.model_config import model_config
+        from moe_replay.tools.model_config import model_config
 
         config = model_config(self.model)
         parallel = self._parallel()

@@ -58,7 +58,7 @@ class TrainCommand:
             return
         config = self._config(is_first)
         if self.dry_run:
-            from moe_replay.train.dry_run import dry_run
+            from moe_replay.tools.dry_run import dry_run
 
             report = dry_run(config, int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
             if is_first:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from moe_replay.diagnostics.attribution import Attribution, Thresholds
 from moe_replay.errors import MissingExtraError, MoeReplayError
+from moe_replay.tools.attribution.result import Attribution, Thresholds
 
 if TYPE_CHECKING:
     from moe_replay.rollout.base import Sample
@@ -122,8 +122,8 @@ class VerifyCommand:
     # ---- the two ways -------------------------------------------------------------------------------------------
 
     def _of_traces(self) -> Attribution:
-        from moe_replay.diagnostics.attribute import attribute_traces
-        from moe_replay.diagnostics.inspect import read_traces
+        from moe_replay.tools.attribution.measure import attribute_traces
+        from moe_replay.tools.inspect import read_traces
 
         folder, _ = self._sources()
         traces = list(read_traces(str(self.traces)))
@@ -137,7 +137,7 @@ class VerifyCommand:
         )
 
     def _of_samples(self) -> Attribution:
-        from moe_replay.diagnostics.attribute import attribute
+        from moe_replay.tools.attribution.measure import attribute
 
         folder, file = self._sources()
         samples, engine = self._sampled(folder, self._prompts(folder, file), ends=file is not None)

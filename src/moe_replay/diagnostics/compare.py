@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moe_replay.batch import RouteBatch
 from moe_replay.diagnostics.causes import explain
 from moe_replay.diagnostics.evidence import Evidence
-from moe_replay.diagnostics.places import RowScores, lost_rows, row_scores
+from moe_replay.diagnostics.row_scores import RowScores, lost_rows, row_scores
 from moe_replay.diagnostics.shift import HERE, ShiftTable, shift_table
 from moe_replay.diagnostics.verdict import FLOOR, Cause, Verdict, judge, listed
 from moe_replay.errors import AlignmentError
-from moe_replay.layout import TokenLayout
-from moe_replay.trace import RouteTrace
+from moe_replay.routes.batch import RouteBatch
+from moe_replay.routes.layout import TokenLayout
+from moe_replay.routes.trace import RouteTrace
 
 ROWS_IN_TABLE = 4096  # more rows sharpen no verdict
 WHOLE = 0.9  # of the covered rows: then all of them are wrong

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_replay.batch import RouteBatch
 from moe_replay.diagnostics.metrics import shared_experts
+from moe_replay.routes.batch import RouteBatch
 
 CELLS = 1 << 22  # ids compared at once
 

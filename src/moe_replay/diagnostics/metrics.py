@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from moe_replay.batch import RouteBatch
 from moe_replay.errors import AlignmentError
+from moe_replay.routes.batch import RouteBatch
 
 
 def shared_experts(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_replay.batch import RouteBatch
 from moe_replay.diagnostics.metrics import shared_experts
 from moe_replay.errors import AlignmentError
-from moe_replay.layout import PADDING, TokenLayout
+from moe_replay.routes.batch import RouteBatch
+from moe_replay.routes.layout import PADDING, TokenLayout
 
 SHIFTS = (-2, -1, 0, 1, 2)
 HERE = SHIFTS.index(0)

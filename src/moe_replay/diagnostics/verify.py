@@ -11,10 +11,10 @@ from torch import nn
 
 from moe_replay.diagnostics.compare import VerifyReport, compare
 from moe_replay.errors import AlignmentError
-from moe_replay.evaluating import evaluating
-from moe_replay.layout import PADDING, TokenLayout
-from moe_replay.replay import RouterReplay, attach
-from moe_replay.trace import RouteTrace
+from moe_replay.replay.controller import RouterReplay, attach
+from moe_replay.routes.layout import PADDING, TokenLayout
+from moe_replay.routes.trace import RouteTrace
+from moe_replay.utils.eval_mode import evaluating
 
 
 class HasTrace(Protocol):

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from moe_replay.batch import RouteBatch
 from moe_replay.diagnostics.compare import VerifyReport, compare
-from moe_replay.diagnostics.places import row_scores
+from moe_replay.diagnostics.row_scores import row_scores
 from moe_replay.diagnostics.shift import HERE, ShiftTable, shift_table
-from moe_replay.layout import PADDING, TokenLayout
+from moe_replay.routes.batch import RouteBatch
+from moe_replay.routes.layout import PADDING, TokenLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,9 +34,9 @@ from moe_replay.integrations.trl_passes import (
     RoutedSample,
     rollout_logprobs,
 )
-from moe_replay.replay import attach
+from moe_replay.replay.controller import attach
 from moe_replay.rollout.base import Engine, SamplingParams
-from moe_replay.trace import RouteTrace
+from moe_replay.routes.trace import RouteTrace
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as _Trainer

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_replay.batch import RouteBatch
 from moe_replay.errors import AlignmentError
 from moe_replay.integrations.trl_passes import RoutedSample, batch_layout
-from moe_replay.replay import Recording, RouterReplay
+from moe_replay.replay.controller import Recording, RouterReplay
 from moe_replay.rollout.base import Engine, EngineError, FinishReason, Probe, Sample, SamplingParams
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.rollout.vllm import VllmEngine
 from moe_replay.rollout.weights import checkpoint_tensors
-from moe_replay.trace import RouteTrace
+from moe_replay.routes.batch import RouteBatch
+from moe_replay.routes.trace import RouteTrace
 
 PROBE_TOKENS = 64
 

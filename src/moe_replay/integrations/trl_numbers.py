@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moe_replay.batch import RouteBatch
 from moe_replay.diagnostics.metrics import same_experts
 from moe_replay.diagnostics.mismatch import Mismatch
+from moe_replay.routes.batch import RouteBatch
 
 PAIRS = ("rollout_vs_old", "rollout_vs_train", "old_vs_train")
 Gather = Callable[[Tensor], Tensor]

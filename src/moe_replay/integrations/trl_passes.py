@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_replay.batch import RouteBatch
 from moe_replay.errors import LayoutError
 from moe_replay.integrations.trl_numbers import RunningNumbers
-from moe_replay.layout import PADDING, TokenLayout
-from moe_replay.replay import RouterReplay
-from moe_replay.trace import RouteTrace
+from moe_replay.replay.controller import RouterReplay
+from moe_replay.routes.batch import RouteBatch
+from moe_replay.routes.layout import PADDING, TokenLayout
+from moe_replay.routes.trace import RouteTrace
 
 
 @dataclass(frozen=True, slots=True)

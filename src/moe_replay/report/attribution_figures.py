@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from moe_replay.diagnostics.attribution import (
+from moe_replay.report.colours import INK, Role, colour
+from moe_replay.report.drawing import Picture, draw
+from moe_replay.report.plots import HEAT, diagonal, legend, paint_bars, paint_heat
+from moe_replay.tools.attribution.result import (
     AGAIN,
     HISTOGRAM_EDGES,
     NATIVE,
@@ -18,9 +21,6 @@ from moe_replay.diagnostics.attribution import (
     PassScores,
     RoutingScores,
 )
-from moe_replay.report.colours import INK, Role, colour
-from moe_replay.report.drawing import Picture, draw
-from moe_replay.report.plots import HEAT, diagonal, legend, paint_bars, paint_heat
 
 ROLES: dict[str, Role] = {NATIVE: "native", AGAIN: "noise", R2: "own", R3: "replayed"}
 TITLES = {NATIVE: "own routes", AGAIN: "once more", R2: "R2", R3: "replayed (R3)"}

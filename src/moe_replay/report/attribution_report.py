@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from moe_replay.diagnostics.attribution import EXTREME, NATIVE, R3, Attribution
 from moe_replay.report.attribution_figures import ROLES, attribution_figures
+from moe_replay.report.formatting import UNKNOWN, number, percent, times_less
 from moe_replay.report.page import Page, Table
-from moe_replay.report.words import UNKNOWN, number, percent, times_less
+from moe_replay.tools.attribution.result import EXTREME, NATIVE, R3, Attribution
 
 _ROWS = (
     ("k3 (KL, a token)", "k3_kl"),

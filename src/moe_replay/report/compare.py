@@ -9,11 +9,11 @@ from pathlib import Path
 
 from moe_replay.report.colours import OF_RUNS
 from moe_replay.report.drawing import Picture
+from moe_replay.report.formatting import UNKNOWN, number
 from moe_replay.report.page import Page, Table
 from moe_replay.report.plots import Curve
 from moe_replay.report.record import ReportError, RunRecord, read_run
 from moe_replay.report.run_figures import curve_figure
-from moe_replay.report.words import UNKNOWN, number
 
 _STYLES = ("-", "--", ":", "-.")
 _OWN = ("output", "name", "resume")  # differ between any two runs

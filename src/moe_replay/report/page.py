@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moe_replay.report.colours import INK, INK_ON_DARK, css_variables
 from moe_replay.report.drawing import Picture
-from moe_replay.train.run.files import write_whole
+from moe_replay.utils.files import write_whole
 
 _STYLE = f"""
 :root {{

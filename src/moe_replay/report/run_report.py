@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_replay.diagnostics.attribution import Attribution, AttributionError
 from moe_replay.report import run_figures
 from moe_replay.report.attribution_report import add_attribution, read_attribution
+from moe_replay.report.formatting import number, percent, times_less
 from moe_replay.report.page import Page, Table
 from moe_replay.report.record import RunRecord, read_run
-from moe_replay.report.words import number, percent, times_less
+from moe_replay.tools.attribution.result import Attribution, AttributionError
 
 LOW_AGREEMENT = 0.8  # engines and trainers of one precision agree on nine routes of ten, and shifted routes on few
 _MODES = {

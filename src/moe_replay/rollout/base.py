@@ -16,8 +16,8 @@ import numpy as np
 from torch import Tensor
 
 from moe_replay.errors import MoeReplayError
-from moe_replay.topology import MoeTopology
-from moe_replay.trace import RouteTrace
+from moe_replay.routes.topology import MoeTopology
+from moe_replay.routes.trace import RouteTrace
 
 Weights = Iterable[tuple[str, Tensor]] | Path
 """New weights for an engine, named and shaped as in the model's checkpoint: streamed, or a folder of safetensors."""

@@ -32,7 +32,7 @@ from moe_replay.rollout.base import (
     Weights,
 )
 from moe_replay.rollout.loop import AsyncEngine
-from moe_replay.topology import MoeTopology
+from moe_replay.routes.topology import MoeTopology
 
 
 class ServedEngine(Engine, Protocol):

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_replay.errors import TraceFormatError
 from moe_replay.rollout.base import FinishReason, Sample
-from moe_replay.trace import RouteTrace
+from moe_replay.routes.trace import RouteTrace
 
 MEDIA_TYPE = "application/vnd.moe-replay.samples"
 _LENGTH = struct.Struct("<I")

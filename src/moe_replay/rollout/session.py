@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from moe_replay.rollout.base import Engine, EngineError, FinishReason, Sample, SamplingParams
-from moe_replay.trace import RouteTrace
+from moe_replay.routes.trace import RouteTrace
 
 NOT_SAMPLED = -1
 

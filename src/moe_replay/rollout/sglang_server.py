@@ -21,7 +21,7 @@ from moe_replay.rollout.http import HttpEngine
 from moe_replay.rollout.sglang_wire import NO_PENALTIES, Answer, generate_request, request_seed
 from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.weights import packed, safetensors_files
-from moe_replay.topology import MoeTopology
+from moe_replay.routes.topology import MoeTopology
 
 CHUNK_BYTES = 2**30
 

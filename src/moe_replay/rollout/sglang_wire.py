@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from moe_replay.peers.rows import PeerError
-from moe_replay.peers.sglang import int32_rows
+from moe_replay.interop.capture import trace_from_capture
+from moe_replay.interop.rows import PeerError
+from moe_replay.interop.sglang import int32_rows
 from moe_replay.rollout.base import EngineError, EngineName, FinishReason, Sample, SamplingParams
-from moe_replay.rollout.capture import trace_from_capture
-from moe_replay.topology import MoeTopology
-from moe_replay.trace import RouteTrace
+from moe_replay.routes.topology import MoeTopology
+from moe_replay.routes.trace import RouteTrace
 
 NO_PENALTIES = {"min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 """Said in every request, or else the server's own preferences would count."""

@@ -16,10 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moe_replay.batch import RouteBatch
 from moe_replay.errors import MissingExtraError
-from moe_replay.evaluating import evaluating
-from moe_replay.replay import RouterReplay, attach
+from moe_replay.replay.controller import RouterReplay, attach
 from moe_replay.rollout.base import (
     EngineName,
     FinishReason,
@@ -33,9 +31,11 @@ from moe_replay.rollout.base import (
 from moe_replay.rollout.sampling import draw, sampled_logprobs, uniforms
 from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.weights import load_into, read_tensors
-from moe_replay.topology import MoeTopology
-from moe_replay.trace import RouteTrace
-from moe_replay.trace_parts import narrowest_dtype
+from moe_replay.routes.batch import RouteBatch
+from moe_replay.routes.topology import MoeTopology
+from moe_replay.routes.trace import RouteTrace
+from moe_replay.routes.trace_parts import narrowest_dtype
+from moe_replay.utils.eval_mode import evaluating
 
 
 class TransformersEngine:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from moe_replay.errors import MissingExtraError
+from moe_replay.interop.capture import trace_from_capture
 from moe_replay.rollout.base import (
     EngineError,
     EngineName,
@@ -23,13 +24,12 @@ from moe_replay.rollout.base import (
     Weights,
     end_tokens,
 )
-from moe_replay.rollout.capture import trace_from_capture
 from moe_replay.rollout.gate import Gate
 from moe_replay.rollout.loop import AsyncEngine
 from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.weights import as_files, packed, safetensors_files
-from moe_replay.topology import MoeTopology
-from moe_replay.trace import RouteTrace
+from moe_replay.routes.topology import MoeTopology
+from moe_replay.routes.trace import RouteTrace
 
 WORKING_VERSIONS = "0.30.0 (tested); docs/engines.md says what is known of others"
 CHUNK_BYTES = 256 * 2**20

@@ -13,7 +13,7 @@ from moe_replay.rollout.base import EngineName, Probe, Sample, SamplingParams, W
 from moe_replay.rollout.http import HttpEngine
 from moe_replay.rollout.sample_wire import decode_samples
 from moe_replay.rollout.weight_stream import write_update
-from moe_replay.topology import MoeLayer, MoeTopology
+from moe_replay.routes.topology import MoeLayer, MoeTopology
 
 
 class VllmServer(HttpEngine):

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from moe_replay.batch import RouteBatch
 from moe_replay.diagnostics.shift import ShiftTable
 from moe_replay.diagnostics.verdict import judge
 from moe_replay.diagnostics.watch import AlignmentWatch
 from moe_replay.errors import AlignmentError
-from moe_replay.layout import TokenLayout
+from moe_replay.routes.batch import RouteBatch
+from moe_replay.routes.layout import TokenLayout
 from moe_replay.train.backends.base import Backend
 
 Routes = Mapping[int, RouteBatch]

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_replay.batch import RouteBatch
-from moe_replay.layout import PADDING, TokenLayout
+from moe_replay.routes.batch import RouteBatch
+from moe_replay.routes.layout import PADDING, TokenLayout
 from moe_replay.train.backends.base import Backend
 from moe_replay.train.losses import Aggregation, token_weights
 from moe_replay.train.trajectory import Trajectory

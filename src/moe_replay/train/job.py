@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from moe_replay.distributed.gather import from_first_rank
+from moe_replay.distributed.ranks import Together, rank
 from moe_replay.errors import MoeReplayError
-from moe_replay.gather import from_first_rank
 from moe_replay.rollout.base import Engine
-from moe_replay.trace_file import TraceWriter
+from moe_replay.routes.trace_file import TraceWriter
 from moe_replay.train import launch, trajectory
 from moe_replay.train.backends.base import Backend
 from moe_replay.train.config import TrainConfig
@@ -18,7 +19,6 @@ from moe_replay.train.data import Prompt, PromptStream, load_prompts, read_rows
 from moe_replay.train.engines import longest_sequence, open_engine
 from moe_replay.train.learner import Learner
 from moe_replay.train.probe import ProbeSequence
-from moe_replay.train.ranks import Together, rank
 from moe_replay.train.rewards import load_reward
 from moe_replay.train.rollouts import Harvest, Rollouts
 from moe_replay.train.run import Run, fixed_settings

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_replay.batch import RouteBatch
 from moe_replay.diagnostics.metrics import same_experts
 from moe_replay.diagnostics.mismatch import Mismatch
-from moe_replay.gather import all_gather
-from moe_replay.layout import PADDING, TokenLayout
-from moe_replay.topology import MoeTopology
+from moe_replay.distributed.gather import all_gather
+from moe_replay.routes.batch import RouteBatch
+from moe_replay.routes.layout import PADDING, TokenLayout
+from moe_replay.routes.topology import MoeTopology
 
 
 class Meters:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from moe_replay.distributed.gather import all_gather, from_first_rank
 from moe_replay.errors import AlignmentError
-from moe_replay.gather import all_gather, from_first_rank
 from moe_replay.rollout.base import FinishReason, Probe
-from moe_replay.trace import RouteTrace
+from moe_replay.routes.trace import RouteTrace
 from moe_replay.train.backends.base import Backend, Routing, Scores
 from moe_replay.train.batches import MicroBatch, filler
 from moe_replay.train.config import RolloutConfig

@@ -12,7 +12,7 @@ import numpy as np
 from moe_replay.errors import AlignmentError
 from moe_replay.rollout.base import FinishReason
 from moe_replay.rollout.session import NOT_SAMPLED, Session
-from moe_replay.trace import RouteTrace
+from moe_replay.routes.trace import RouteTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

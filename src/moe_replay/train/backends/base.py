@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_replay.layout import TokenLayout
-from moe_replay.topology import MoeTopology
+from moe_replay.routes.layout import TokenLayout
+from moe_replay.routes.topology import MoeTopology
 
 if TYPE_CHECKING:
     from moe_replay.train.batches import MicroBatch

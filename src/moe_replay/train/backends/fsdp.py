@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from moe_replay.layout import TokenLayout
-from moe_replay.replay import attach
+from moe_replay.replay.controller import attach
 from moe_replay.rollout.weights import checkpoint_tensors
+from moe_replay.routes.layout import TokenLayout
 from moe_replay.train.backends import lora
 from moe_replay.train.backends.base import Backend, LossFunction, Routing, Scores, Updated
 from moe_replay.train.backends.routed import routed

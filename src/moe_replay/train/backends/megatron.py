@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_replay import weights
-from moe_replay.layout import TokenLayout
-from moe_replay.replay import attach
-from moe_replay.routers.megatron_layout import layout_for
+from moe_replay.megatron import weights
+from moe_replay.replay.adapters.megatron_layout import layout_for
+from moe_replay.replay.controller import attach
+from moe_replay.routes.layout import TokenLayout
 from moe_replay.train.backends import megatron_build as build
 from moe_replay.train.backends.base import Backend, LossFunction, Routing, Scores, Updated
 from moe_replay.train.backends.megatron_logprobs import token_scores

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_replay import megatron_cpu, weights
 from moe_replay.errors import LayoutError, MissingExtraError, ReplayStateError
+from moe_replay.megatron import cpu as megatron_cpu
+from moe_replay.megatron import weights
 from moe_replay.train.config import BackendConfig, OptimConfig, TrainConfig
 
 _HALF = {"bfloat16": {"bf16": True}, "float16": {"fp16": True}, "float32": {}}

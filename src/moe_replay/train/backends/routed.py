@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moe_replay.replay import RouterReplay
+from moe_replay.replay.controller import RouterReplay
 from moe_replay.train.backends.base import Routing
 from moe_replay.train.batches import MicroBatch
 

@@ -24,10 +24,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
+from moe_replay.distributed.ranks import from_first, rank
 from moe_replay.errors import MoeReplayError
-from moe_replay.train.ranks import from_first, rank
-from moe_replay.train.run.files import write_whole
 from moe_replay.train.run.sinks import Metrics, Sink, check_sinks, open_sinks
+from moe_replay.utils.files import write_whole
 
 if TYPE_CHECKING:
     from moe_replay.train.config import TrainConfig

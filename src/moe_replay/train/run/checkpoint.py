@@ -29,12 +29,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from moe_replay.distributed.ranks import Together, from_first, rank, world_size
 from moe_replay.errors import MoeReplayError
-from moe_replay.topology import MoeTopology
-from moe_replay.train.ranks import Together, from_first, rank, world_size
+from moe_replay.megatron.weights.checkpoint import write_folder
+from moe_replay.routes.topology import MoeTopology
 from moe_replay.train.run import rng
-from moe_replay.train.run.files import flush, flush_tree, sizes, write_whole
-from moe_replay.weights.checkpoint import write_folder
+from moe_replay.utils.files import flush, flush_tree, sizes, write_whole
 
 FORMAT = 1
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import IO, Any
 
+from moe_replay.distributed.ranks import rank
 from moe_replay.errors import MissingExtraError
-from moe_replay.train.ranks import rank
 from moe_replay.train.run.sinks import Metrics
 
 PARTS = ("rollout", "score", "train", "sync")  # time/<part> of a step

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from moe_replay.train.ranks import rank
+from moe_replay.distributed.ranks import rank
 
 
 def save(folder: Path, device: torch.device) -> None:

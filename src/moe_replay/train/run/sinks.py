@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moe_replay.errors import MissingExtraError, MoeReplayError
-from moe_replay.train.run.files import write_whole
+from moe_replay.utils.files import write_whole
 
 if TYPE_CHECKING:
     from moe_replay.train.config import LogConfig

@@ -1,0 +1,1 @@
+"""Collectives over bytes and the ranks of a job."""

@@ -1,0 +1,203 @@
+"""From what an engine captured to a `RouteTrace`, or an error that names the engine and the likely cause.
+
+Engines report one slice for every decoder layer, zeros for dense ones, and no row for the last token. Their capture
+buffers have come back empty, shifted, half-written and with ids of physical expert copies, all in the right shape:
+nothing is believed here that can be checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moe_replay.errors import TraceError
+from moe_replay.rollout.base import EngineError, EngineName
+from moe_replay.routes.topology import MoeTopology
+from moe_replay.routes.trace import RouteTrace
+from moe_replay.routes.trace_parts import VersionSpan
+
+_CHANCE_IS_RULED_OUT = 64  # this many rows of expert 0 in a row, at top 1, are no choice of a router
+
+
+def trace_from_capture(
+    captured: np.ndarray,
+    token_ids: Sequence[int] | np.ndarray,
+    topology: MoeTopology,
+    engine: EngineName,
+    *,
+    weight_version: int | Sequence[VersionSpan] = 0,
+    first_token: int = 0,
+    sample: int | str | None = None,
+) -> RouteTrace:
+    """The trace of all T tokens from rows (T - first_token [- 1], decoder layers, K) as an engine reports them.
+
+    first_token   the engine was asked to leave out the rows before this token: they are uncovered
+    sample        which one it is, for errors
+    """
+    check = _Checks(captured, len(token_ids), first_token, topology, engine, sample)
+    check.shape()
+    check.dense_layers()
+    layers, rows = check.layers, slice(first_token, first_token + len(captured))
+    experts = np.zeros((len(token_ids), len(layers), captured.shape[2]), captured.dtype)
+    covered = np.zeros(len(token_ids), bool)
+    experts[rows], covered[rows] = captured[:, layers], True
+    if topology.top_k == 1 and captured.shape[0] * len(layers) >= _CHANCE_IS_RULED_OUT and not experts.any():
+        check.unwritten()
+    try:
+        trace = RouteTrace(token_ids, experts, layers, covered, weight_version, num_experts=topology.num_experts)
+    except TraceError as wrong:
+        if topology.top_k > 1:
+            check.unwritten()  # says more than "an expert stands twice"
+        raise check.error(
+            f"returned routes that cannot be true: {wrong.problem}",
+            "Ids beyond the experts are those of physical copies that an expert load balancer makes (capture logical "
+            "ids, or switch it off); an expert twice in a row means a buffer that was overwritten while it was read",
+            layer=wrong.layer,
+            token=wrong.token,
+            expected=wrong.expected,
+            found=wrong.found,
+        ) from wrong
+    return trace if tuple(layers) == topology.layers else trace.with_uncaptured_layers(topology.layers)
+
+
+class _Checks:
+    """What can be seen to be wrong in the capture of one sample."""
+
+    def __init__(
+        self,
+        captured: np.ndarray,
+        tokens: int,
+        first_token: int,
+        topology: MoeTopology,
+        engine: EngineName,
+        sample: int | str | None,
+    ) -> None:
+        self.captured = captured
+        self.tokens = tokens
+        self.first_token = first_token
+        self.topology = topology
+        # Routers inside the attention (jetmoe) are beyond what engines capture: the trace says they are not recorded.
+        self.layers = [layer for layer in topology.layers if layer < topology.num_layers]
+        self.engine = engine
+        self.sample = sample
+
+    def error(self, problem: str, remedy: str, **facts: object) -> EngineError:
+        return EngineError(f"{self.engine} {problem}", sample=self.sample, remedy=remedy, **facts)  # type: ignore[arg-type]
+
+    def shape(self) -> None:
+        """Rows, layers and top-k are those of these tokens and this model."""
+        shape, topology = self.captured.shape, self.topology
+        if len(shape) != 3 or self.captured.dtype.kind not in "iu":
+            raise self.error(
+                "returned something else than routes",
+                "This version of the engine may encode routes in a way of its own: see docs/engines.md",
+                expected="integers (rows, decoder layers, top_k)",
+                found=f"{self.captured.dtype} {shape}",
+            )
+        rows, layers, top_k = shape
+        if layers != topology.num_layers:
+            raise self.error(
+                "returned routes of another number of layers",
+                _layer_count_cause(layers, topology),
+                expected=f"{topology.num_layers} decoder layers, dense ones included",
+                found=layers,
+            )
+        if top_k != topology.top_k:
+            raise self.error(
+                "returned another number of experts per token",
+                "The engine runs another model, or one with another top-k setting",
+                expected=f"top {topology.top_k}",
+                found=f"top {top_k}",
+            )
+        wanted = self.tokens - self.first_token
+        if rows not in (wanted, wanted - 1):
+            raise self.error(
+                "returned fewer rows than tokens" if rows < wanted else "returned more rows than tokens",
+                _row_count_cause(rows, wanted),
+                expected=f"{wanted - 1} or {wanted} rows for {self.tokens} tokens from token {self.first_token} on",
+                found=f"{rows} rows",
+            )
+
+    def dense_layers(self) -> None:
+        """What was captured in layers that do not route is zero."""
+        dense = [layer for layer in range(self.topology.num_layers) if layer not in self.layers]
+        filled = np.argwhere(self.captured[:, dense].any(axis=-1))
+        if len(filled):
+            row, slot = filled[0].tolist()
+            raise self.error(
+                "captured routes in a layer that has no router",
+                "The layer axis is shifted (counted over MoE layers only), or the router of a draft (MTP) layer wrote "
+                "over a layer of the model: switch speculative decoding off",
+                layer=dense[slot],
+                token=self.first_token + row,
+                expected=f"routes in layers {list(self.topology.layers)} only",
+                found=self.captured[row, dense[slot]].tolist(),
+            )
+
+    def unwritten(self) -> None:
+        """Raise if rows were never written, and say which: all of them, all of a layer, those of the prompt."""
+        empty = np.logical_not(self.captured[:, self.layers].any(axis=-1))
+        if not empty.any():
+            return
+        token, slot = np.argwhere(empty)[0].tolist()
+        problem, cause = _emptiness(empty, slot, self.layers)
+        raise self.error(
+            problem,
+            cause,
+            layer=self.layers[slot],
+            token=self.first_token + token,
+            expected=f"{self.topology.top_k} distinct experts in every row",
+            found=f"zeros in {np.count_nonzero(empty)} of {empty.size} (token, layer) rows",
+        )
+
+
+def _emptiness(empty: np.ndarray, slot: int, layers: list[int]) -> tuple[str, str]:
+    """(problem, cause) of rows (tokens, layers) that are zero."""
+    if empty.all():
+        return (
+            "returned an all-zero capture",
+            "The capture was never bound to the routers: a fused or monolithic expert kernel, an unsupported backend, "
+            "or a release with that bug (vLLM before 0.22)",
+        )
+    if empty[:, slot].all():
+        return (
+            f"never captured layer {layers[slot]}",
+            "That layer may route by a table of token ids, or by a kernel without capture; declare it with "
+            "trace.with_uncaptured_layers only where the trainer routes it natively too",
+        )
+    by_token = empty.all(axis=1)
+    at_the_start = int(np.argmin(by_token))
+    if at_the_start and not empty[at_the_start:].any():
+        return (
+            f"left the first {at_the_start} rows of the capture unwritten",
+            "Prompt rows are lost on hybrid models in some releases, and where the prompt's KV cache came from "
+            "elsewhere (external KV, prefill/decode disaggregation)",
+        )
+    return (
+        "left rows of the capture unwritten",
+        "One rank's shard was taken for the whole batch (data or tensor parallel attention), or the buffer was read "
+        "before it was filled",
+    )
+
+
+def _layer_count_cause(layers: int, topology: MoeTopology) -> str:
+    if layers == len(topology.layers):
+        return "The engine counts MoE layers only: an unknown release, see docs/engines.md"
+    if layers > topology.num_layers:
+        return "Layers of a draft (MTP) model were captured too, or the engine runs another model"
+    return "The engine runs another model, or reports one pipeline stage only"
+
+
+def _row_count_cause(rows: int, wanted: int) -> str:
+    if rows > wanted:
+        return (
+            "Routes of a resumed request were appended to the full sequence that came back, or rejected tokens of "
+            "speculative decoding were captured"
+        )
+    if rows == 0:
+        return "The request did not ask for routes, or a gateway in between dropped them"
+    return (
+        "Rows of a cached or transferred prefix were left out (routed_experts_prompt_start, "
+        "routed_experts_start_len, external KV), or the capture buffer is too small for the batch"
+    )

@@ -1,0 +1,112 @@
+"""Arrays inside text, as peers send them: read without trust, and never larger than the tokens allow."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from moe_replay.interop.rows import PeerError, to_array
+from moe_replay.routes.topology import MoeTopology
+
+INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
+_WIDEST = 8  # bytes of an id
+_HEADER = 4096  # bytes before the ids at most, of a format that has any
+
+
+def most_bytes(tokens: int, topology: MoeTopology) -> int:
+    """What the routes of so many tokens take at most, in the widest dtype and with a header."""
+    return tokens * topology.num_layers * topology.top_k * _WIDEST + _HEADER
+
+
+def from_base64(text: Any, limit: int, peer: str, sample: int | None = None) -> bytes:
+    """The bytes in base64 text, of which there are at most `limit`: known before anything is decoded."""
+    if not isinstance(text, str | bytes | bytearray | memoryview):
+        raise PeerError(f"routes of {peer} must be base64", sample=sample, found=type(text).__name__)
+    if len(text) > 4 * -(-limit // 3):
+        raise PeerError(
+            f"routes of {peer} are larger than those of these tokens can be",
+            sample=sample,
+            expected=f"at most {limit} bytes",
+            found=f"{len(text)} characters of base64",
+            remedy="Give all token ids, prompt and completion",
+        )
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as wrong:
+        raise PeerError(f"routes of {peer} cannot be read: {wrong}", sample=sample, expected="base64") from wrong
+
+
+def to_base64(array: np.ndarray) -> str:
+    """The bytes of an array, little-endian, as text."""
+    little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return base64.b64encode(little.tobytes()).decode("ascii")
+
+
+def array_of(raw: bytes, dtype: Any, shape: Any, peer: str, sample: int | None = None) -> np.ndarray:
+    """The array of a dtype and a shape that somebody claims; the bytes must be exactly so many."""
+    if dtype not in INTEGERS:
+        raise PeerError(f"routes of {peer} have an unknown dtype", sample=sample, expected=INTEGERS, found=repr(dtype))
+    plausible = isinstance(shape, Sequence) and not isinstance(shape, str) and len(shape) <= 4
+    if not plausible or any(type(size) is not int or size < 0 for size in shape):
+        raise PeerError(f"routes of {peer} have an impossible shape", sample=sample, found=repr(shape))
+    kind = np.dtype(dtype).newbyteorder("<")
+    if len(raw) != math.prod(shape) * kind.itemsize:
+        raise PeerError(
+            f"routes of {peer} are cut off, or not of the shape they claim",
+            sample=sample,
+            expected=f"{math.prod(shape) * kind.itemsize} bytes for {dtype} {tuple(shape)}",
+            found=f"{len(raw)} bytes",
+        )
+    return np.frombuffer(raw, kind).reshape(shape)
+
+
+def from_mapping(sent: Mapping[str, Any], limit: int, peer: str, sample: int | None = None) -> np.ndarray:
+    """The array in {"data": base64, "shape": ..., "dtype": ...}."""
+    if not {"data", "shape", "dtype"} <= sent.keys():
+        raise PeerError(
+            f"routes of {peer} are no packed array", sample=sample, expected="data, shape and dtype", found=sorted(sent)
+        )
+    return array_of(from_base64(sent["data"], limit, peer, sample), sent["dtype"], sent["shape"], peer, sample)
+
+
+def sent_or_held(
+    routes: Mapping[str, Any] | Any, tokens: int, topology: MoeTopology, peer: str, sample: int | None = None
+) -> np.ndarray:
+    """Routes of so many tokens as a packed array on the wire, or as the array that it becomes."""
+    if isinstance(routes, Mapping):
+        return from_mapping(routes, most_bytes(tokens, topology), peer, sample)
+    return to_array(routes, peer, sample)
+
+
+def from_npy(raw: bytes, peer: str, sample: int | None = None) -> np.ndarray:
+    """The integers in a .npy file. Its header is believed only as far as there are bytes for it."""
+    file = io.BytesIO(raw)
+    try:
+        version = np.lib.format.read_magic(file)
+        if version not in ((1, 0), (2, 0)):
+            raise ValueError(f"format version {version}")
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, in_columns, dtype = read_header(file)
+    except (ValueError, SyntaxError, EOFError) as wrong:
+        raise PeerError(f"routes of {peer} cannot be read: {wrong}", sample=sample, expected="a .npy file") from wrong
+    if in_columns or dtype.kind not in "iu" or dtype.byteorder == ">":
+        raise PeerError(
+            f"routes of {peer} are laid out in an unknown way",
+            sample=sample,
+            expected="little-endian integers in C order",
+            found=f"{dtype}, {'Fortran' if in_columns else 'C'} order",
+        )
+    return array_of(raw[file.tell() :], dtype.name, shape, peer, sample)
+
+
+def to_npy(array: np.ndarray) -> bytes:
+    """An array as a .npy file."""
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return file.getvalue()

@@ -1,0 +1,1 @@
+"""Megatron-Core: checkpoints in and out, and running it without a GPU."""

@@ -1,0 +1,173 @@
+"""DeepSeek-V3: multi-latent attention, dense first layers, shared experts, a sigmoid router with groups and bias."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from moe_replay.megatron.weights.errors import WeightMapError
+from moe_replay.megatron.weights.family import (
+    EXPERT,
+    HF_LAYER,
+    LAYER,
+    Family,
+    decoder_rules,
+    decoder_settings,
+    fused_expert_rules,
+    mlp_rules,
+    require,
+    rope_parameters,
+    router_rule,
+)
+from moe_replay.megatron.weights.pieces import Plain, Rule
+
+LATENT_NORM_EPS = 1e-6  # Transformers' norms of the latents do not read rms_norm_eps
+
+# Megatron-Core -> Transformers
+_ATTENTION = {
+    "linear_q_proj": "q_proj",
+    "linear_q_down_proj": "q_a_proj",
+    "q_layernorm": "q_a_layernorm",
+    "linear_q_up_proj": "q_b_proj",
+    "linear_kv_down_proj": "kv_a_proj_with_mqa",
+    "kv_layernorm": "kv_a_layernorm",
+    "linear_kv_up_proj": "kv_b_proj",
+    "linear_proj": "o_proj",
+}
+
+
+def latent_attention_rules() -> dict[str, Rule]:
+    """Every projection is as in the checkpoint: Megatron-Core takes rotary dimensions in pairs as DeepSeek does."""
+    return {
+        LAYER + f"self_attention.{here}.weight": Plain(HF_LAYER + f"self_attn.{there}.weight")
+        for here, there in _ATTENTION.items()
+    }
+
+
+def settings(hf: Any) -> dict[str, Any]:
+    """DeepseekV3Config -> settings of an `MLATransformerConfig`."""
+    require(hf, "rope_interleave", True)
+    require(hf, "rms_norm_eps", LATENT_NORM_EPS)
+    return {
+        **decoder_settings(hf),
+        **_rotary_settings(hf),
+        **_router_settings(hf),
+        "multi_latent_attention": True,
+        "num_query_groups": hf.num_attention_heads,
+        "q_lora_rank": hf.q_lora_rank,
+        "kv_lora_rank": hf.kv_lora_rank,
+        "qk_head_dim": hf.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
+        "v_head_dim": hf.v_head_dim,
+        "kv_channels": hf.v_head_dim,
+        "qk_layernorm": True,
+        "moe_ffn_hidden_size": hf.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * hf.n_shared_experts or None,
+    }
+
+
+def finish(chunk: Any) -> None:
+    """Make the gradient of the rotary key whole where its projection is cut (layers without Transformer Engine).
+
+    All heads share that key. Megatron-Core gathers it in a way that leaves each rank with the gradient of its own heads
+    (multi_latent_attention.py:596 of 0.16.1). As a sequence shard, what a projection that is not cut gives, it is
+    gathered in the other way, which sums.
+    """
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    for module in chunk.modules():
+        if isinstance(module, MLASelfAttention) and module.config.sequence_parallel:
+            projection = module.linear_kv_down_proj
+            if isinstance(projection, ColumnParallelLinear):
+                projection.register_forward_hook(_as_sequence_shard)
+
+
+def _as_sequence_shard(module: Any, args: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    """(s, b, width here) -> (s here, b, width)"""
+    from megatron.core.tensor_parallel.mappings import (
+        gather_from_tensor_model_parallel_region,
+        scatter_to_sequence_parallel_region,
+    )
+
+    latent, bias = output
+    return scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(latent)), bias
+
+
+def _rotary_settings(hf: Any) -> dict[str, Any]:
+    rope = rope_parameters(hf)
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        # Megatron-Core scales the softmax by this factor also where it does not scale positions
+        return {"rope_type": "rope", "rotary_base": rope["rope_theta"], "rotary_scaling_factor": 1.0}
+    both = bool(rope.get("mscale")) == bool(rope.get("mscale_all_dim"))
+    if kind != "yarn" or not both or rope.get("attention_factor") is not None or rope.get("truncate") is False:
+        raise WeightMapError(
+            "these rotary positions are not DeepSeek's",
+            expected="rope_type 'default', or 'yarn' with both of mscale and mscale_all_dim or none",
+            found=rope,
+        )
+    return {
+        "rope_type": "yarn",
+        "rotary_base": rope["rope_theta"],
+        "rotary_scaling_factor": rope["factor"],
+        "original_max_position_embeddings": rope["original_max_position_embeddings"],
+        "beta_fast": rope.get("beta_fast") or 32,
+        "beta_slow": rope.get("beta_slow") or 1,
+        "mscale": rope.get("mscale") or 1.0,
+        "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
+    }
+
+
+def _router_settings(hf: Any) -> dict[str, Any]:
+    if not hf.norm_topk_prob or hf.num_experts_per_tok == 1:
+        raise WeightMapError(
+            "a sigmoid router of Megatron-Core always makes the gates of a token add up to one",
+            expected="norm_topk_prob True and several experts",
+            found=f"norm_topk_prob {hf.norm_topk_prob}, num_experts_per_tok {hf.num_experts_per_tok}",
+        )
+    limited = hf.n_group and hf.topk_group and hf.topk_group < hf.n_group
+    if limited and hf.num_experts_per_tok // hf.topk_group != 2:
+        raise WeightMapError(
+            "Megatron-Core ranks groups by their best num_experts_per_tok // topk_group experts, DeepSeek by two",
+            expected="num_experts_per_tok // topk_group 2",
+            found=f"{hf.num_experts_per_tok} // {hf.topk_group}",
+        )
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_dtype": "fp32",
+        "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+        "moe_router_num_groups": hf.n_group if limited else None,
+        "moe_router_group_topk": hf.topk_group if limited else None,
+    }
+
+
+def prediction_layers(config: Mapping[str, Any]) -> re.Pattern[str] | None:
+    """Layers of multi-token prediction come after the decoder's, and are not part of the model."""
+    first = config["num_hidden_layers"]
+    count = config.get("num_nextn_predict_layers", 0) or 0
+    numbers = "|".join(str(first + number) for number in range(count))
+    return re.compile(rf"model\.layers\.({numbers})\.") if numbers else None
+
+
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    rules={
+        **decoder_rules(),
+        **latent_attention_rules(),
+        **router_rule(),
+        LAYER + "mlp.router.expert_bias": Plain(HF_LAYER + "mlp.gate.e_score_correction_bias"),
+        **mlp_rules(LAYER + "mlp.", HF_LAYER + "mlp."),
+        **mlp_rules(LAYER + "mlp.shared_experts.", HF_LAYER + "mlp.shared_experts."),
+        **mlp_rules(EXPERT, HF_LAYER + "mlp.experts.{expert}."),
+    },
+    fused=fused_expert_rules(),
+    settings=settings,
+    finish=finish,
+    set_aside=prediction_layers,
+)

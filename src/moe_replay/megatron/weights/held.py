@@ -1,0 +1,173 @@
+"""What this rank, and every other, holds of a Megatron-Core model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moe_replay.megatron.weights.errors import WeightMapError
+from moe_replay.megatron.weights.pieces import Shape, Shard
+
+# Transformer Engine puts a norm into the projection after it, and the local experts side by side.
+_ENGINE_NAMES = [
+    (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight$"), "input_layernorm.weight"),
+    (re.compile(r"mlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
+    (re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight$"), r"self_attention.\1_layernorm.weight"),
+    (re.compile(r"mlp\.experts\.linear_(fc[12])\.weight(\d+)$"), r"mlp.experts.local_experts.\2.linear_\1.weight"),
+]
+_LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+_EXPERT_BIAS = "router.expert_bias"  # a buffer that is part of the weights
+
+
+class Slot(NamedTuple):
+    """A parameter as the ranks of one pipeline stage hold it: plain numbers, to be sent around.
+
+    key     with {layer} and {expert} in the place of their numbers
+    layer   of the whole model
+    expert  of those on one rank
+    shape   of a shard
+    dim     along which it is cut, or None
+    """
+
+    key: str
+    layer: int | None
+    expert: int | None
+    shape: Shape
+    dtype: torch.dtype
+    dim: int | None
+
+
+class Groups(NamedTuple):
+    """The process groups that a model is spread over."""
+
+    tensor: Any
+    expert_tensor: Any
+    expert: Any
+    pipeline: Any
+
+    @classmethod
+    def of_this_process(cls) -> Groups:
+        """Those that Megatron-Core was started with."""
+        from megatron.core import parallel_state as ps
+
+        return cls(
+            ps.get_tensor_model_parallel_group(),
+            ps.get_expert_tensor_parallel_group(),
+            ps.get_expert_model_parallel_group(),
+            ps.get_pipeline_model_parallel_group(),
+        )
+
+
+@dataclass(frozen=True)
+class HeldModel:
+    """The chunks of this rank.
+
+    slots   of each pipeline stage
+    tensors of the slots of this rank's stage, in their order
+    """
+
+    config: Any
+    groups: Groups
+    slots: tuple[tuple[Slot, ...], ...]
+    tensors: tuple[Tensor, ...]
+    is_tied: bool
+
+    @classmethod
+    def of(cls, chunks: nn.Module | Sequence[nn.Module]) -> HeldModel:
+        """Every rank of the model must ask: they tell each other what they hold."""
+        models = [_language_model(chunk) for chunk in ([chunks] if isinstance(chunks, nn.Module) else chunks)]
+        groups = Groups.of_this_process()
+        mine = [found for model in models for found in _named_tensors(model)]
+        own = tuple(_slot(name, tensor) for name, tensor in mine)
+        stages: list[Any] = [None] * groups.pipeline.size()
+        dist.all_gather_object(stages, own, group=groups.pipeline)
+        return cls(
+            models[0].config,
+            groups,
+            tuple(stages),
+            tuple(tensor for _, tensor in mine),
+            models[0].share_embeddings_and_output_weights,
+        )
+
+    @property
+    def own(self) -> Iterator[tuple[Slot, Tensor]]:
+        """The slots of this rank, and what is in them."""
+        return zip(self.slots[self.groups.pipeline.rank()], self.tensors, strict=True)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's weights are."""
+        return self.tensors[0].device
+
+    def spread(self, slot: Slot) -> tuple[Any, Any]:
+        """The groups that a parameter is spread over: by experts, and by shards. None where it is not."""
+        by_expert = None if slot.expert is None else self.groups.expert
+        if slot.dim is None:
+            return by_expert, None
+        return by_expert, self.groups.tensor if slot.expert is None else self.groups.expert_tensor
+
+    def spread_sizes(self, slot: Slot) -> tuple[int, int]:
+        """How many expert ranks and how many shard ranks hold a part of a parameter."""
+        by_expert, by_shard = (1 if group is None else group.size() for group in self.spread(slot))
+        return by_expert, by_shard
+
+    def shard(self, slot: Slot, expert_rank: int, rank: int) -> Shard:
+        """What one rank holds of a parameter, by its place among those that the parameter is spread over."""
+        expert = slot.expert
+        if expert is not None:
+            expert += expert_rank * self.config.num_moe_experts // self.groups.expert.size()
+        _, size = self.spread_sizes(slot)
+        return Shard(slot.key, slot.shape, slot.dim, slot.layer, expert, self.config, rank, size)
+
+    def own_shard(self, slot: Slot) -> Shard:
+        """What this rank holds of a parameter."""
+        expert_rank, rank = (0 if group is None else group.rank() for group in self.spread(slot))
+        return self.shard(slot, expert_rank, rank)
+
+    def whole(self) -> Iterator[Shard]:
+        """Every parameter of the whole model, uncut, those of all experts included."""
+        for slots in self.slots:
+            for slot in slots:
+                for expert_rank in range(self.spread_sizes(slot)[0]):
+                    yield self.shard(slot, expert_rank, 0).uncut()
+
+
+def whole_model_name(name: str, layer_numbers: Sequence[int]) -> tuple[str, int | None, int | None]:
+    """The key of a parameter, its layer in the whole model, and its expert among those of this rank."""
+    for pattern, plain in _ENGINE_NAMES:
+        name = pattern.sub(plain, name)
+    layer, expert = _LAYER.search(name), _EXPERT.search(name)
+    key = _EXPERT.sub("{expert}", _LAYER.sub("{layer}", name))
+    return key, layer and layer_numbers[int(layer[0])] - 1, expert and int(expert[0])
+
+
+def _language_model(chunk: nn.Module) -> Any:
+    """The model inside DDP and Float16Module."""
+    from megatron.core.models.gpt import GPTModel
+
+    found = [module for module in chunk.modules() if isinstance(module, GPTModel)]
+    if len(found) != 1:
+        raise WeightMapError("a chunk must hold one model", expected="one GPTModel", found=type(chunk).__name__)
+    return found[0]
+
+
+def _named_tensors(model: Any) -> Iterator[tuple[tuple[str, int | None, int | None], Tensor]]:
+    numbers = [layer.layer_number for layer in model.decoder.layers]
+    for name, parameter in model.named_parameters():
+        yield whole_model_name(name, numbers), parameter
+    for name, buffer in model.named_buffers():
+        if name.endswith(_EXPERT_BIAS) and buffer is not None:
+            yield whole_model_name(name, numbers), buffer
+
+
+def _slot(name: tuple[str, int | None, int | None], tensor: Tensor) -> Slot:
+    is_cut = getattr(tensor, "tensor_model_parallel", False)  # Megatron-Core marks the parameters that are
+    dim = tensor.partition_dim if is_cut else None  # type: ignore[attr-defined]
+    return Slot(*name, tuple(tensor.shape), tensor.dtype, dim)

@@ -1,0 +1,126 @@
+"""A Megatron-Core model that computes what a Transformers model computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_replay.errors import MissingExtraError
+from moe_replay.megatron import cpu as megatron_cpu
+from moe_replay.megatron.weights.errors import WeightMapError
+from moe_replay.megatron.weights.family import Family, rope_parameters
+
+_REPLAY = "moe_enable_routing_replay"  # Megatron-Core has it from 0.16 on
+
+
+@dataclass(frozen=True)
+class MegatronRecipe:
+    """How to build the model on this rank.
+
+    config        Megatron-Core's `TransformerConfig` or `MLATransformerConfig`
+    arguments     of a `GPTModel`, beyond config, layer spec and pipeline stage
+    transformer_engine  whether its layers are Transformer Engine's
+    """
+
+    family: Family
+    config: Any
+    arguments: dict[str, Any]
+    transformer_engine: bool
+
+    def layer_spec(self, vp_stage: int | None = None, *, packed: bool = False) -> Any:
+        """The layers of one pipeline chunk of this rank; `packed` where its attention must know packed sequences."""
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+        spec = get_gpt_decoder_block_spec(self.config, self.transformer_engine, vp_stage=vp_stage)
+        spec = self.family.adapt(spec, self.config)
+        if not torch.cuda.is_available() and (
+            packed or self.config.multi_latent_attention or self.config.context_parallel_size > 1
+        ):
+            megatron_cpu.use_plain_attention(spec)
+        return spec
+
+    def build(self, *, packed: bool = False) -> list[Any]:
+        """The pipeline chunks of this rank, with random weights."""
+        chunks = self.config.virtual_pipeline_model_parallel_size
+        return [self._chunk(stage, packed) for stage in ([None] if chunks is None else range(chunks))]
+
+    def _chunk(self, vp_stage: int | None, packed: bool) -> Any:
+        from megatron.core import parallel_state
+        from megatron.core.models.gpt import GPTModel
+
+        chunk = GPTModel(
+            config=self.config,
+            transformer_layer_spec=self.layer_spec(vp_stage, packed=packed),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            vp_stage=vp_stage,
+            **self.arguments,
+        )
+        self.family.finish(chunk)
+        return chunk
+
+
+def recipe(hf_config: Any, family: Family, settings: dict[str, Any]) -> MegatronRecipe:
+    """The recipe for a Transformers config. `settings` are of a `TransformerConfig`, and have the last word."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    chosen = {**family.settings(hf_config), **_runtime_settings(settings), **settings}
+    kind = MLATransformerConfig if chosen.get("multi_latent_attention") else TransformerConfig
+    if _REPLAY not in {field.name for field in fields(kind)}:
+        del chosen[_REPLAY]
+    config = kind(**chosen)
+    if hf_config.vocab_size % config.tensor_model_parallel_size:
+        raise WeightMapError(
+            "the vocabulary cannot be cut into equal parts, and padding it would change the log-probabilities",
+            expected=f"vocab_size divisible by tensor_model_parallel_size {config.tensor_model_parallel_size}",
+            found=hf_config.vocab_size,
+        )
+    if (
+        config.expert_model_parallel_size == 1
+        and config.expert_tensor_parallel_size != config.tensor_model_parallel_size
+    ):
+        raise WeightMapError(
+            "Megatron-Core sums the gradients of experts over the wrong ranks, and says nothing",
+            expected=f"expert_tensor_parallel_size {config.tensor_model_parallel_size}, as tensor_model_parallel_size",
+            found=f"{config.expert_tensor_parallel_size} with expert_model_parallel_size 1",
+            remedy="Set them equal, or use expert parallelism",
+        )
+    arguments = {
+        "vocab_size": hf_config.vocab_size,
+        "max_sequence_length": hf_config.max_position_embeddings,
+        "position_embedding_type": "rope",
+        "rotary_base": rope_parameters(hf_config)["rope_theta"],
+        "share_embeddings_and_output_weights": hf_config.tie_word_embeddings,
+    }
+    engine = torch.cuda.is_available() and find_spec("transformer_engine") is not None
+    return MegatronRecipe(family, config, arguments, engine)
+
+
+def read_config(source: Any) -> Any:
+    """The Transformers config in a folder, or the config itself."""
+    if not isinstance(source, str | Path):
+        return source
+    try:
+        from transformers import AutoConfig
+    except ModuleNotFoundError as missing:
+        raise MissingExtraError(
+            "Transformers is not installed", found=missing, remedy="pip install 'moe-replay[transformers]'"
+        ) from missing
+    return AutoConfig.from_pretrained(source)
+
+
+def _runtime_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """What follows from how the model is run rather than from what it is."""
+    half = torch.bfloat16 if settings.get("bf16") else torch.float16 if settings.get("fp16") else torch.float32
+    dtype = settings.get("params_dtype", half)
+    cpu = {} if torch.cuda.is_available() else megatron_cpu.SETTINGS
+    return {
+        **cpu,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "sequence_parallel": settings.get("tensor_model_parallel_size", 1) > 1,
+    }

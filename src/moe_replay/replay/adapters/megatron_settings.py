@@ -1,0 +1,170 @@
+"""Settings of Megatron-Core under which routes cannot be replayed: refused by name, before the first forward."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from moe_replay.errors import UnsupportedRouterError
+from moe_replay.replay.site import RouterSite
+
+KNOWN_FROM = (0, 12)
+CHOOSING_BY_TOP_K = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
+GRAPHS_BESIDE_THE_ROUTER = {"attn", "mlp", "mamba"}  # scopes of CUDA graphs that a router is never part of
+
+
+class Refusal(NamedTuple):
+    """A setting that replay cannot live with.
+
+    setting  its name in the config
+    applies  whether a config has it; a setting that a version does not know counts as off
+    reason   what it would do to the routes
+    remedy   what to set instead
+    """
+
+    setting: str
+    applies: Callable[[Any], bool]
+    reason: str
+    remedy: str
+
+
+def megatron_version() -> tuple[int, int]:
+    """(major, minor) of the Megatron-Core that is loaded."""
+    found = getattr(sys.modules.get("megatron.core"), "__version__", None)
+    numbers = re.match(r"(\d+)\.(\d+)", found or "")
+    version = (int(numbers[1]), int(numbers[2])) if numbers else None
+    if version is None or version < KNOWN_FROM:
+        raise UnsupportedRouterError(
+            "unknown version of Megatron-Core",
+            expected="megatron.core.__version__ of at least 0.12",
+            found=found,
+            remedy="0.12 to 0.15 are answered at their top-k, newer ones through router.router_replay",
+        )
+    return version
+
+
+def check_settings(config: Any) -> None:
+    """Raise at the first setting that makes replay wrong or impossible."""
+    for refusal in REFUSALS:
+        if refusal.applies(config):
+            raise UnsupportedRouterError(
+                f"{refusal.setting} cannot be replayed: {refusal.reason}",
+                found=f"{refusal.setting}={getattr(config, refusal.setting)!r}",
+                remedy=refusal.remedy,
+            )
+
+
+def check_replay_enabled(config: Any, sites: Sequence[RouterSite]) -> None:
+    """Raise unless every router has the replay object through which it can be driven."""
+    for site in sites:
+        replay = getattr(site.module, "router_replay", None)
+        if not callable(getattr(replay, "get_replay_topk", None)):
+            raise UnsupportedRouterError(
+                f"the router {site} has no replay object",
+                layer=site.layer,
+                expected="router.router_replay with get_replay_topk, as in Megatron-Core 0.16",
+                found=f"{type(replay).__name__}, moe_enable_routing_replay="
+                f"{getattr(config, 'moe_enable_routing_replay', 'unknown to this version')}",
+                remedy="Build the model with moe_enable_routing_replay=True in its TransformerConfig",
+            )
+
+
+def _is_on(setting: str) -> Callable[[Any], bool]:
+    return lambda config: bool(getattr(config, setting, False))
+
+
+def _chooses_otherwise(config: Any) -> bool:
+    kinds = config.moe_router_load_balancing_type
+    return not set([kinds] if isinstance(kinds, str) else kinds) <= CHOOSING_BY_TOP_K
+
+
+def _captures_the_router(config: Any) -> bool:
+    if getattr(config, "cuda_graph_impl", "none") == "none":
+        return False
+    scopes = getattr(config, "cuda_graph_scope", None) or ["full"]
+    names = {getattr(scope, "name", scope) for scope in ([scopes] if isinstance(scopes, str) else scopes)}
+    return not names <= GRAPHS_BESIDE_THE_ROUTER
+
+
+def _mixes_messages(config: Any) -> bool:
+    interleaved = (config.virtual_pipeline_model_parallel_size or 1) > 1
+    return config.pipeline_model_parallel_size == 2 and interleaved and config.batch_p2p_comm
+
+
+def _cuts_experts_alone(config: Any) -> bool:
+    own = getattr(config, "expert_tensor_parallel_size", None) or config.tensor_model_parallel_size
+    return config.expert_model_parallel_size == 1 and own != config.tensor_model_parallel_size
+
+
+REFUSALS = (
+    Refusal(
+        "moe_router_fusion",
+        _is_on("moe_router_fusion"),
+        "the fused kernel chooses the experts by itself and asks nobody",
+        "Set moe_router_fusion=False",
+    ),
+    Refusal(
+        "moe_router_load_balancing_type",
+        _chooses_otherwise,
+        "sinkhorn and the like balance the experts over the batch and ask nobody",
+        f"Use one of {sorted(CHOOSING_BY_TOP_K)}",
+    ),
+    Refusal(
+        "moe_expert_capacity_factor",
+        lambda config: config.moe_expert_capacity_factor is not None,
+        "a full expert drops tokens that were routed to it",
+        "Set moe_expert_capacity_factor=None (dropless)",
+    ),
+    Refusal(
+        "moe_token_dropping",
+        _is_on("moe_token_dropping"),
+        "tokens that were routed to an expert are dropped",
+        "Set moe_token_dropping=False",
+    ),
+    Refusal(
+        "moe_router_force_load_balancing",
+        _is_on("moe_router_force_load_balancing"),
+        "the router's scores are replaced by random ones",
+        "Set moe_router_force_load_balancing=False; it is for benchmarks",
+    ),
+    Refusal(
+        "overlap_moe_expert_parallel_comm",
+        _is_on("overlap_moe_expert_parallel_comm"),
+        "the combined schedule runs the layers of two micro-batches in turns, outside the model's forward",
+        "Set overlap_moe_expert_parallel_comm=False",
+    ),
+    Refusal(
+        "enable_cuda_graph",
+        lambda config: _is_on("enable_cuda_graph")(config) and not hasattr(config, "cuda_graph_impl"),
+        "a captured router repeats the routes of the micro-batch it was captured with",
+        "Set enable_cuda_graph=False",
+    ),
+    Refusal(
+        "external_cuda_graph",
+        lambda config: _is_on("external_cuda_graph")(config) and not hasattr(config, "cuda_graph_impl"),
+        "a captured router repeats the routes of the micro-batch it was captured with",
+        "Set external_cuda_graph=False",
+    ),
+    Refusal(
+        "cuda_graph_impl",
+        _captures_the_router,
+        "a captured router repeats the routes of the micro-batch it was captured with",
+        f"Set cuda_graph_impl='none', or a cuda_graph_scope of {sorted(GRAPHS_BESIDE_THE_ROUTER)}",
+    ),
+    Refusal(
+        "batch_p2p_comm",
+        _mixes_messages,
+        "with two pipeline stages, interleaved, batched messages of the two directions can be taken for each other, "
+        "and gradients are wrong without any error",
+        "Set overlap_p2p_comm=True, batch_p2p_comm=False",
+    ),
+    Refusal(
+        "expert_tensor_parallel_size",
+        _cuts_experts_alone,
+        "without expert parallelism, Megatron-Core sums the gradients of experts that are cut otherwise than the rest "
+        "over the wrong ranks, without any error",
+        "Set it to tensor_model_parallel_size, or use expert parallelism",
+    ),
+)

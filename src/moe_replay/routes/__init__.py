@@ -1,0 +1,1 @@
+"""Routes: what a route is, its bytes, and where each token sits."""

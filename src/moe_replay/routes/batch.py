@@ -1,0 +1,372 @@
+"""`RouteBatch`: the routes of one micro-batch, row by row as the routers of this rank see them.
+
+Traces are token-major, because sequences grow by tokens. Routers want one layer at a time. The one transposition
+between the two happens here, together with the gather through the `TokenLayout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_replay.errors import AlignmentError
+from moe_replay.routes.layout import PADDING, TokenLayout, compare_fed
+from moe_replay.routes.trace import RouteTrace
+
+if TYPE_CHECKING:
+    from moe_replay.routes.topology import MoeTopology
+
+TOKENS_PER_PIECE = 256  # of 48 layers, top 8: read and written within the first-level cache
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How much of a micro-batch follows recorded routes: counts, so that they add up over micro-batches and ranks.
+
+    rows                rows that each router sees, padding included
+    token_rows          those of them that hold a token
+    replayed_in_layer   for each layer, the token rows that have a recorded route
+    """
+
+    rows: int
+    token_rows: int
+    replayed_in_layer: tuple[int, ...]
+
+    @property
+    def replayed(self) -> int:
+        """(layer, token row) pairs that follow a recorded route."""
+        return sum(self.replayed_in_layer)
+
+    @property
+    def native(self) -> int:
+        """(layer, token row) pairs for which nobody recorded a route: the router chooses."""
+        return self.token_rows * len(self.replayed_in_layer) - self.replayed
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class RouteBatch:
+    """Routes of R rows for L layers of this rank.
+
+    layers          decoder index of each of the L slices, increasing
+    experts         (L, R, K) uint8, or int16 above 256 experts; zero where not valid
+    valid           (L, R) bool: False for padding and where nobody recorded a route; the router chooses there
+    all_valid       for each layer, whether every row is valid: known on the host, so that no device sync is needed
+    source_layers   all layers of the model that the routes come from, also those of other pipeline stages
+    num_experts     experts that the routes were chosen from, where known
+    max_expert      the largest id, where known on the host; None for what this model's own routers chose
+    fed_token_ids   (B, W) int32: the token ids that belong to these routes, -1 for padding; None where unknown
+    coverage        counts, where known on the host
+    layout          where each row comes from, to name a token in an error
+    """
+
+    layers: tuple[int, ...]
+    experts: Tensor
+    valid: Tensor
+    all_valid: tuple[bool, ...]
+    source_layers: tuple[int, ...]
+    num_experts: int | None = None
+    max_expert: int | None = None
+    fed_token_ids: Tensor | None = None
+    coverage: Coverage | None = None
+    layout: TokenLayout | None = None
+
+    def __post_init__(self) -> None:
+        shape, slices = self.experts.shape, len(self.layers)
+        if len(shape) != 3 or self.valid.shape != shape[:2] or not slices == shape[0] == len(self.all_valid):
+            raise AlignmentError(
+                "the parts of a batch do not fit each other",
+                expected=f"experts ({slices}, rows, top_k), valid ({slices}, rows), all_valid of {slices}",
+                found=f"{tuple(shape)}, {tuple(self.valid.shape)}, {len(self.all_valid)}",
+            )
+        if self.experts.dtype not in (torch.uint8, torch.int16) or self.valid.dtype != torch.bool:
+            raise AlignmentError(
+                "a batch holds narrow ids",
+                expected="experts uint8 or int16, valid bool",
+                found=f"{self.experts.dtype}, {self.valid.dtype}",
+            )
+        if any(b <= a for a, b in pairwise(self.layers)):
+            raise AlignmentError("layers must be increasing decoder indices", found=list(self.layers))
+
+    @classmethod
+    def from_traces(
+        cls, traces: Sequence[RouteTrace], layout: TokenLayout, layers: Iterable[int] | None = None
+    ) -> RouteBatch:
+        """The routes of a micro-batch for this rank's `layers` (all of the traces where None), in host memory."""
+        fed_token_ids = layout.fed_token_ids([trace.token_ids for trace in traces])  # checks number and lengths too
+        num_experts = _check_one_model(traces)
+        for sample, trace in enumerate(traces):
+            trace.check_rows(sample)
+        wanted = traces[0].layers if layers is None else tuple(layers)
+        slots = _as_slice(traces[0].layer_slots(wanted))
+        pieces = _pieces(layout)
+
+        dtype = np.result_type(*(trace.experts.dtype for trace in traces))
+        words = _layer_major([_as_words(t.experts.astype(dtype, copy=False)) for t in traces], layout, pieces, slots)
+        experts = _as_ids(words, dtype)
+
+        # Most traces cover all layers of a token or none: then one row of flags serves all layers.
+        masks = [trace.valid for trace in traces]
+        shared = all(mask.strides[1] == 0 for mask in masks)
+        valid = _layer_major(masks, layout, pieces, slice(0, 1) if shared else slots)
+        replayed = np.broadcast_to(np.count_nonzero(valid, axis=1), len(wanted)).tolist()
+
+        return cls(
+            layers=wanted,
+            experts=torch.from_numpy(experts.view(np.int16) if dtype == np.uint16 else experts),
+            valid=torch.from_numpy(valid).expand(len(wanted), -1),
+            all_valid=tuple(count == layout.num_rows for count in replayed),
+            source_layers=traces[0].layers,
+            num_experts=num_experts,
+            max_expert=int(experts.max(initial=0)),
+            fed_token_ids=torch.from_numpy(fed_token_ids),
+            coverage=Coverage(layout.num_rows, layout.num_rows - layout.num_padding, tuple(replayed)),
+            layout=layout,
+        )
+
+    @classmethod
+    def recorded(
+        cls, chosen: Mapping[int, Tensor], topology: MoeTopology, fed_token_ids: Tensor | None = None
+    ) -> RouteBatch:
+        """What the routers of this rank chose: decoder layer -> (R, K), on the device. Nothing waits for it."""
+        layers = tuple(sorted(chosen))
+        nothing = torch.zeros((0, 0, topology.top_k), dtype=torch.uint8)  # of a pipeline stage without routers
+        experts = torch.stack([chosen[layer] for layer in layers]) if layers else nothing
+        every_row = torch.ones((1, experts.shape[1]), dtype=torch.bool, device=experts.device)
+        return cls(
+            layers=layers,
+            experts=experts,
+            valid=every_row.expand(len(layers), -1),
+            all_valid=(True,) * len(layers),
+            source_layers=topology.layers,
+            num_experts=topology.num_experts,
+            fed_token_ids=None if fed_token_ids is None else fed_token_ids.to(torch.int32),
+        )
+
+    # ---- parts and places ---------------------------------------------------------------------------------------
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that each router sees, padding included."""
+        return self.experts.shape[1]
+
+    @property
+    def top_k(self) -> int:
+        """Experts of one token in one layer."""
+        return self.experts.shape[2]
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor, bool]:
+        """experts (R, K), valid (R,) and whether all rows are valid, for one decoder layer."""
+        slot = self._slot(layer)
+        return self.experts[slot], self.valid[slot], self.all_valid[slot]
+
+    def select_layers(self, layers: Iterable[int]) -> RouteBatch:
+        """Only these decoder layers, e.g. of one pipeline chunk. Neighbouring layers are a view."""
+        wanted = tuple(layers)
+        slots = [self._slot(layer) for layer in wanted]
+        index = _as_slice(slots)
+        coverage = self.coverage
+        if coverage is not None:
+            coverage = replace(coverage, replayed_in_layer=tuple(coverage.replayed_in_layer[slot] for slot in slots))
+        return replace(
+            self,
+            layers=wanted,
+            experts=self.experts[index],
+            valid=self.valid[:1].expand(len(wanted), -1) if self._shares_valid else self.valid[index],
+            all_valid=tuple(self.all_valid[slot] for slot in slots),
+            coverage=coverage,
+        )
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> RouteBatch:
+        """The same batch on a device."""
+        return self._moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> RouteBatch:
+        """The same batch in page-locked memory, so that `to(device, non_blocking=True)` runs beside the host."""
+        return self._moved(lambda tensor: tensor.pin_memory())
+
+    @property
+    def _shares_valid(self) -> bool:
+        return self.valid.stride(0) == 0
+
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> RouteBatch:
+        valid = move(self.valid[:1]).expand(len(self.layers), -1) if self._shares_valid else move(self.valid)
+        fed = self.fed_token_ids
+        return replace(self, experts=move(self.experts), valid=valid, fed_token_ids=None if fed is None else move(fed))
+
+    def _slot(self, layer: int) -> int:
+        if layer not in self.layers:
+            raise AlignmentError(
+                "the batch has no routes for a layer of the model",
+                layer=layer,
+                expected=f"layers with {layer} among them",
+                found=f"layers {list(self.layers)}",
+                remedy="Layers are decoder indices, dense ones counted: give RouteBatch.from_traces those of this rank",
+            )
+        return self.layers.index(layer)
+
+    # ---- checks before a forward --------------------------------------------------------------------------------
+
+    def check(self, layers: Iterable[int], num_experts: int, top_k: int) -> None:
+        """Raise unless these routes can be routes of these layers' routers. Host knowledge only: nothing waits."""
+        for layer in layers:
+            slot = self._slot(layer)
+            if self.top_k != top_k:
+                raise AlignmentError(
+                    "the routes name another number of experts per token",
+                    layer=layer,
+                    expected=f"top {top_k}",
+                    found=f"top {self.top_k}",
+                    remedy="The routes come from another model, or from one with another top-k setting",
+                )
+            if self.num_experts not in (None, num_experts):
+                raise AlignmentError(
+                    "the routes were chosen from another number of experts",
+                    layer=layer,
+                    expected=f"{num_experts} experts",
+                    found=f"{self.num_experts} experts",
+                    remedy="Capture logical expert ids; redundant (load-balanced) copies have ids of their own",
+                )
+            if self.max_expert is not None and self.max_expert >= num_experts:
+                largest = int(self.experts[slot].max()) if self.num_rows else 0
+                if largest >= num_experts:
+                    raise AlignmentError(
+                        "expert id out of range", layer=layer, expected=f"0 to {num_experts - 1}", found=largest
+                    )
+
+    def check_fed(self, fed_ids: Tensor) -> None:
+        """Raise unless the model is fed (B, W) the tokens that these routes belong to. Waits for the device once."""
+        expected = self.fed_token_ids
+        if expected is None:
+            raise AlignmentError(
+                "nothing proves that the routes belong to the tokens fed: the batch does not know its token ids",
+                remedy="Record with the token ids that were fed, or make the batch from traces",
+            )
+        if expected.shape == fed_ids.shape:
+            differing = (expected != fed_ids) & (expected != PADDING)
+            if not bool(differing.any()):
+                return
+        compare_fed(expected.cpu().numpy(), fed_ids.cpu().numpy(), self.layout)
+
+    # ---- the way back -------------------------------------------------------------------------------------------
+
+    def to_traces(
+        self, token_ids: Sequence[np.ndarray | Sequence[int]], layout: TokenLayout, weight_version: int = 0
+    ) -> list[RouteTrace]:
+        """One trace for each sequence; tokens that no row of this rank holds are uncovered (see RouteTrace.merge)."""
+        layout.check_sequences(token_ids)
+        if layout.num_rows != self.num_rows:
+            raise AlignmentError(
+                "the batch has another number of rows than the layout",
+                expected=f"{layout.num_rows} rows",
+                found=f"{self.num_rows} rows",
+                remedy="Use the layout of the rank that recorded the batch: its padding, context and sequence parallel",
+            )
+        experts = self.experts.cpu().numpy()
+        dtype = np.dtype(np.uint16 if experts.dtype == np.int16 else np.uint8)
+        pieces = _pieces(layout)
+        words = _token_major(_as_words(experts.view(dtype)), layout, pieces)
+        valid = _token_major(self.valid.cpu().numpy(), layout, pieces)
+        return [
+            RouteTrace(ids, _as_ids(chosen, dtype), self.layers, mask, weight_version, num_experts=self.num_experts)
+            for ids, chosen, mask in zip(token_ids, words, valid, strict=True)
+        ]
+
+
+# ---- moving routes between token-major and layer-major --------------------------------------------------------------
+
+Slots = slice | list[int]
+Piece = tuple[int, slice, slice]
+
+
+def _pieces(layout: TokenLayout) -> list[Piece]:
+    """(sequence, its tokens, their rows): runs of tokens at equal distance in the rows, short enough for the cache.
+
+    A few for each sequence, whatever the layout; in the order of the rows, so that memory is written in order.
+    """
+    step = layout.fed.shape[0] if layout.order == "sequence" else 1
+    held = np.flatnonzero(layout.rows != PADDING)
+    row_of = np.full(layout.num_tokens, PADDING)
+    row_of[layout.rows[held]] = held
+    block = row_of // (TOKENS_PER_PIECE * step)  # -1 for tokens of other ranks
+    begins = np.ones(layout.num_tokens, bool)
+    begins[1:] = (np.diff(row_of) != step) | (np.diff(block) != 0)
+    begins[layout.starts[:-1][np.array(layout.lengths) > 0]] = True
+
+    bounds = np.append(np.flatnonzero(begins), layout.num_tokens)
+    first, count = bounds[:-1], np.diff(bounds)
+    here = row_of[first] != PADDING
+    first, count = first[here], count[here]
+    in_order = np.argsort(block[first], kind="stable")
+    first, count = first[in_order], count[in_order]
+
+    sequence = np.searchsorted(layout.starts, first, side="right") - 1
+    token, row = first - layout.starts[sequence], row_of[first]
+    numbers = zip(*(a.tolist() for a in (sequence, token, row, count)), strict=True)
+    return [(s, slice(t, t + n), slice(r, r + (n - 1) * step + 1, step)) for s, t, r, n in numbers]
+
+
+def _layer_major(
+    sequences: Sequence[np.ndarray], layout: TokenLayout, pieces: Sequence[Piece], slots: Slots
+) -> np.ndarray:
+    """(T, layers) of each sequence -> (L, R); zero in rows that hold no token."""
+    layers = sequences[0][:0, slots].shape[1]
+    out = np.zeros((layers, layout.num_rows), sequences[0].dtype)
+    for sequence, tokens, rows in pieces:
+        out[:, rows] = sequences[sequence][tokens, slots].T
+    return out
+
+
+def _token_major(batch: np.ndarray, layout: TokenLayout, pieces: Sequence[Piece]) -> list[np.ndarray]:
+    """(L, R) -> (T, L) of each sequence; zero for tokens that no row holds."""
+    out = [np.zeros((length, len(batch)), batch.dtype) for length in layout.lengths]
+    for sequence, tokens, rows in pieces:
+        out[sequence][tokens] = batch[:, rows].T
+    return out
+
+
+def _as_words(ids: np.ndarray) -> np.ndarray:
+    """(X, Y, K) ids -> (X, Y) words of K ids each, so that a row of ids moves as one."""
+    size = ids.shape[2] * ids.itemsize
+    word = np.dtype(f"u{size}") if size in (1, 2, 4, 8) else np.dtype((np.void, size))
+    return np.ascontiguousarray(ids).view(word)[..., 0]
+
+
+def _as_ids(words: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """(X, Y) words -> (X, Y, K) ids."""
+    return words.view(dtype).reshape(*words.shape, words.itemsize // dtype.itemsize)
+
+
+def _as_slice(slots: list[int]) -> Slots:
+    """Neighbouring slots as a slice, which indexes without a copy."""
+    contiguous = slots == list(range(slots[0], slots[0] + len(slots))) if slots else False
+    return slice(slots[0], slots[-1] + 1) if contiguous else slots
+
+
+def _check_one_model(traces: Sequence[RouteTrace]) -> int | None:
+    """The number of experts of the one model that all traces come from, where known."""
+    first = traces[0]
+    num_experts = first.num_experts
+    for sample, trace in enumerate(traces):
+        if (trace.layers, trace.top_k) != (first.layers, first.top_k):
+            raise AlignmentError(
+                "the traces of a micro-batch come from different routers",
+                sample=sample,
+                expected=f"layers {list(first.layers)}, top {first.top_k}",
+                found=f"layers {list(trace.layers)}, top {trace.top_k}",
+                remedy="Layers that one engine cannot capture are declared with trace.with_uncaptured_layers([...])",
+            )
+        if None not in (num_experts, trace.num_experts) and trace.num_experts != num_experts:
+            raise AlignmentError(
+                "the traces of a micro-batch were chosen from different numbers of experts",
+                sample=sample,
+                expected=num_experts,
+                found=trace.num_experts,
+            )
+        num_experts = num_experts or trace.num_experts
+    return num_experts

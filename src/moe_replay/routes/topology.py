@@ -1,0 +1,219 @@
+"""`MoeTopology`: which decoder layers of a model route, over how many experts, with what top-k.
+
+Read from a Transformers config, a Megatron-Core config or the routers of a live model. A model type that nobody has
+looked at is an error, not a guess; `routers/layer_rules.py` says which have been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from moe_replay.errors import UnsupportedRouterError
+from moe_replay.replay.site import RouterSite
+from moe_replay.routes.layer_rules import LAYER_RULES, STATE_IT, Config, decoder_depth, not_understood, setting
+from moe_replay.routes.refused import refusal_by_type
+
+ATTENTION_ROUTER = 1 << 16
+"""Added to the decoder index to name the router inside a layer's attention, where a layer routes twice (jetmoe)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoeLayer:
+    """One router.
+
+    layer        global decoder index; plus `ATTENTION_ROUTER` for the second router of a layer
+    num_experts  columns the choice is made from, zero- and skip-experts included
+    top_k        experts chosen for each token
+    """
+
+    layer: int
+    num_experts: int
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoeTopology:
+    """The routers of a model, in the order of `layer`. Layers that route by a table of token ids are not part of it.
+
+    Example:
+        MoeTopology(num_layers=4, moe_layers=tuple(MoeLayer(i, num_experts=8, top_k=2) for i in (1, 2, 3)))
+    """
+
+    num_layers: int
+    moe_layers: tuple[MoeLayer, ...]
+    model_type: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.moe_layers:
+            raise UnsupportedRouterError(
+                f"the model{self._of_type()} has no routers",
+                expected="at least one mixture-of-experts layer",
+                found=f"{self.num_layers} dense layers",
+                remedy="Routing replay is for mixture-of-experts models; train a dense model without it",
+            )
+        if any(left >= right for left, right in zip(self.layers, self.layers[1:], strict=False)):
+            raise UnsupportedRouterError(
+                "layers of a topology must increase", expected="each layer once", found=list(self.layers)
+            )
+        for moe in self.moe_layers:
+            if not 0 <= moe.layer % ATTENTION_ROUTER < self.num_layers or moe.layer >= 2 * ATTENTION_ROUTER:
+                raise UnsupportedRouterError(
+                    "a router outside the decoder",
+                    layer=moe.layer,
+                    expected=f"a layer below {self.num_layers}, or {ATTENTION_ROUTER} + such a layer",
+                    found=moe.layer,
+                )
+            if not 1 <= moe.top_k <= moe.num_experts:
+                raise UnsupportedRouterError(
+                    "a router must choose at least one and at most all of its experts",
+                    layer=moe.layer,
+                    expected=f"top_k from 1 to {moe.num_experts}",
+                    found=moe.top_k,
+                )
+
+    # ---- what it holds ------------------------------------------------------------------------------------------
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The names of the layers that route."""
+        return tuple(moe.layer for moe in self.moe_layers)
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of every layer; an error where the layers differ."""
+        return self._uniform("num_experts", {moe.layer: moe.num_experts for moe in self.moe_layers})
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token in every layer; an error where the layers differ."""
+        return self._uniform("top_k", {moe.layer: moe.top_k for moe in self.moe_layers})
+
+    # ---- where it comes from ------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_config(cls, config: Config) -> MoeTopology:
+        """From a Transformers config (the text config inside a multimodal one) or a Megatron `TransformerConfig`."""
+        if setting(config, "moe_router_topk") is not None and setting(config, "model_type") is None:
+            return _from_megatron(config)
+        return _from_transformers(text_config(config))
+
+    @classmethod
+    def from_sites(cls, sites: Sequence[RouterSite], num_layers: int, model_type: str = "") -> MoeTopology:
+        """From the routers of a live model."""
+        moe_layers = sorted((MoeLayer(site.layer, site.num_experts, site.top_k) for site in sites), key=_by_layer)
+        return cls(num_layers, tuple(moe_layers), model_type)
+
+    # ---- inside -------------------------------------------------------------------------------------------------
+
+    def _of_type(self) -> str:
+        return f" ({self.model_type})" if self.model_type else ""
+
+    def _uniform(self, name: str, values: dict[int, int]) -> int:
+        if len(set(values.values())) > 1:
+            raise UnsupportedRouterError(
+                f"{name} is not the same in every layer of this model{self._of_type()}",
+                expected=f"one {name}",
+                found=f"by layer {values}",
+                remedy="Read it from moe_layers, layer by layer",
+            )
+        return next(iter(values.values()))
+
+
+def text_config(config: Config) -> Config:
+    """The config of the language model inside a multimodal config; the config itself where it is one already."""
+    inner = setting(config, "get_text_config")
+    return inner() if inner is not None else config
+
+
+def _by_layer(moe: MoeLayer) -> int:
+    return moe.layer
+
+
+# ---- Megatron-Core ----------------------------------------------------------------------------------------------
+
+
+def _from_megatron(config: Config) -> MoeTopology:
+    """`moe_layer_freq` is a period or a pattern with one flag a layer. Layers of multi-token prediction come after."""
+    depth, frequency = config.num_layers, config.moe_layer_freq
+    pattern = [i % frequency == 0 for i in range(depth)] if isinstance(frequency, int) else list(frequency)
+    if len(pattern) != depth:
+        raise not_understood("moe_layer_freq", f"{depth} flags, one a layer", f"{len(pattern)} flags")
+    sparse = [i for i, flag in enumerate(pattern) if flag] if config.num_moe_experts else []
+    moe_layers = tuple(MoeLayer(layer, config.num_moe_experts, config.moe_router_topk) for layer in sparse)
+    return MoeTopology(depth, moe_layers, "megatron")
+
+
+# ---- Transformers -----------------------------------------------------------------------------------------------
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "ffn_config.moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "ffn_config.moe_top_k")
+
+
+def _from_transformers(config: Config) -> MoeTopology:
+    model_type = setting(config, "model_type") or type(config).__name__
+    rule = LAYER_RULES.get(model_type)
+    if rule is None:
+        raise _no_rule(config, model_type)
+    experts = _by_any_name(config, _EXPERTS)
+    layers = rule(config) if experts else ()  # granitemoehybrid, qwen: without experts the model is dense
+    top_k = _by_any_name(config, _TOP_K) if layers else 0
+    added = _experts_without_weights(config)
+    in_mlp = [MoeLayer(i, _in_layer(i, experts, config) + added, _in_layer(i, top_k, config)) for i in layers]
+    in_attention = [replace(moe, layer=moe.layer + ATTENTION_ROUTER) for moe in in_mlp if model_type == "jetmoe"]
+    return MoeTopology(decoder_depth(config), (*in_mlp, *in_attention), model_type)
+
+
+def _in_layer(layer: int, number: int | Sequence[int], config: Config) -> int:
+    """Some families give a list with one number a layer (hunyuan_v1_moe)."""
+    if isinstance(number, int):
+        return number
+    if len(number) != decoder_depth(config):
+        raise not_understood("list of numbers", f"{decoder_depth(config)} numbers, one a layer", number)
+    return number[layer]
+
+
+def _experts_without_weights(config: Config) -> int:
+    """Columns of the router beyond the real experts: zero-experts (longcat_flash), the skip expert (zaya)."""
+    if config.model_type == "longcat_flash":
+        return config.zero_expert_num or 0
+    return int(config.model_type == "zaya")
+
+
+def _by_any_name(config: Config, names: tuple[str, ...]) -> int | Sequence[int]:
+    """The one number that the config has under any of these names."""
+    values = {name: value for name in names if (value := setting(config, name)) is not None}
+    found = list(values.values())
+    if not found or any(value != found[0] for value in found):
+        raise not_understood(" / ".join(values or names), "one number, the same under each name", values)
+    return found[0]
+
+
+# ---- errors -----------------------------------------------------------------------------------------------------
+
+
+def _no_rule(config: Config, model_type: str) -> UnsupportedRouterError:
+    """Refused, dense, or a mixture that nobody has looked at."""
+    refusal = refusal_by_type(model_type)
+    signs = {name: value for name, value in sorted(vars(config).items()) if _looks_like_moe(name, value)}
+    if setting(config, "is_moe") is False:  # doge: dense unless told otherwise
+        signs = {}
+    if refusal is not None and signs:
+        return UnsupportedRouterError(f"{model_type} cannot be replayed: {refusal.reason}")
+    if not signs:
+        return UnsupportedRouterError(
+            f"the model ({model_type}) has no routers",
+            expected="a mixture-of-experts config",
+            found="no setting that speaks of experts",
+            remedy="Routing replay is for mixture-of-experts models; train a dense model without it",
+        )
+    return UnsupportedRouterError(
+        f"unknown mixture-of-experts model type {model_type!r}",
+        expected="a known family",
+        found=signs,
+        remedy=STATE_IT,
+    )
+
+
+def _looks_like_moe(name: str, value: object) -> bool:
+    return not name.startswith("_") and ("expert" in name or "moe" in name) and bool(value)

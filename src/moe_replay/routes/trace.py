@@ -1,0 +1,415 @@
+"""`RouteTrace`: which experts each token of one sequence was sent to, layer by layer.
+
+Letters used in shapes throughout the package:
+T tokens of a sequence, R rows a router sees, L MoE layers, K experts per token, E experts.
+
+Engines have their own conventions (T-1 rows, zeros for dense layers, base64 int32, ...). They end at the adapter
+that builds the trace. Slicing, appending a turn and resuming a partial rollout happen here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from moe_replay.errors import TraceError
+from moe_replay.routes.trace_parts import (
+    VersionSpan,
+    checked_coverage,
+    checked_layers,
+    checked_spans,
+    checked_token_ids,
+    cut_spans,
+    first_duplicate,
+    merged_spans,
+    narrowed_ids,
+    narrowest_dtype,
+    spans_of,
+)
+
+
+class RouteTrace:
+    """The recorded routes of one sequence. Immutable; every method returns a new trace.
+
+    token_ids       (T,) int32
+    experts         (T, L, K) uint8 or uint16, in the order the engine chose them; zero where not valid
+    layers          (L,) global decoder index of each slice, increasing; MoE layers only
+    valid           (T, L) bool: False where nobody recorded a route, so that the trainer routes natively
+    versions        the weight version each span of tokens was routed with
+    num_experts     experts the router chooses from, where known: then every id is checked against it
+
+    Example:
+        trace = RouteTrace(token_ids=[5, 7], experts=[[[0, 3]], [[2, 1]]], layers=[1], num_experts=4)
+    """
+
+    __slots__ = ("_coverage", "_rows_distinct", "experts", "layers", "num_experts", "token_ids", "versions")
+
+    token_ids: np.ndarray
+    experts: np.ndarray
+    layers: tuple[int, ...]
+    versions: tuple[VersionSpan, ...]
+    num_experts: int | None
+    _coverage: np.ndarray  # (T, 1) where all layers share it, else (T, L)
+    _rows_distinct: bool  # no expert twice in a valid row: checked already
+
+    def __init__(
+        self,
+        token_ids: Sequence[int] | np.ndarray,
+        experts: Sequence | np.ndarray,
+        layers: Iterable[int],
+        valid: Sequence | np.ndarray | None = None,
+        weight_version: int | Sequence[tuple[int, int]] = 0,
+        *,
+        num_experts: int | None = None,
+    ) -> None:
+        ids = checked_token_ids(token_ids)
+        layer_ids = checked_layers(layers)
+        chosen = np.asarray(experts)
+        if chosen.ndim != 3 or chosen.shape[:2] != (len(ids), len(layer_ids)) or chosen.shape[2] == 0:
+            raise TraceError(
+                "experts has the wrong shape",
+                expected=f"(tokens={len(ids)}, layers={len(layer_ids)}, top_k)",
+                found=chosen.shape,
+                remedy="One row per token, one slice per MoE layer; tokens without a route are rows with valid=False",
+            )
+        coverage = checked_coverage(valid, len(ids), len(layer_ids))
+        _fill(
+            self,
+            ids,
+            narrowed_ids(chosen, coverage, layer_ids, num_experts),
+            layer_ids,
+            coverage,
+            checked_spans(weight_version, len(ids)),
+            num_experts,
+            rows_distinct=False,
+        )
+        self.check_rows()
+
+    @classmethod
+    def uncovered(
+        cls,
+        token_ids: Sequence[int] | np.ndarray,
+        layers: Iterable[int],
+        top_k: int,
+        weight_version: int = 0,
+        *,
+        num_experts: int | None = None,
+    ) -> RouteTrace:
+        """Tokens that no engine routed: a tool's output, a prompt not yet prefilled."""
+        ids, layer_ids = checked_token_ids(token_ids), checked_layers(layers)
+        dtype = narrowest_dtype(num_experts or 0)
+        experts = np.zeros((len(ids), len(layer_ids), top_k), dtype)
+        return cls(ids, experts, layer_ids, np.zeros(len(ids), bool), weight_version, num_experts=num_experts)
+
+    # ---- what it holds ------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def top_k(self) -> int:
+        return self.experts.shape[2]
+
+    @property
+    def valid(self) -> np.ndarray:
+        """(T, L) bool, read-only."""
+        return np.broadcast_to(self._coverage, self.experts.shape[:2])
+
+    @property
+    def covered_fraction(self) -> float:
+        """Share of (token, layer) pairs with a recorded route."""
+        return float(self._coverage.mean()) if self._coverage.size else 0.0
+
+    @property
+    def token_versions(self) -> np.ndarray:
+        """(T,) int64: the weight version of each token."""
+        starts = [span.start for span in self.versions]
+        return np.repeat([span.version for span in self.versions], np.diff([*starts, len(self)])).astype(np.int64)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RouteTrace):
+            return NotImplemented
+        return (
+            self.layers == other.layers
+            and self.versions == other.versions
+            and self.num_experts == other.num_experts
+            and np.array_equal(self.token_ids, other.token_ids)
+            and np.array_equal(self.experts, other.experts)
+            and np.array_equal(self.valid, other.valid)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        layers = f"{len(self.layers)} layers {_brief(self.layers)}"
+        return (
+            f"RouteTrace({len(self)} tokens, {layers}, top {self.top_k} of {self.num_experts or '?'}, "
+            f"{self.covered_fraction:.1%} covered, versions {[span.version for span in self.versions]})"
+        )
+
+    def check_rows(self, sample: int | None = None) -> None:
+        """Raise if a valid row names an expert twice. Done once for each trace, whatever it was made from.
+
+        `sample` is this trace's number in a batch, for the message.
+        """
+        if self._rows_distinct:
+            return
+        place = first_duplicate(self.experts, self.valid)
+        if place is not None:
+            token, slot = place
+            row = self.experts[token, slot].tolist()
+            raise TraceError(
+                "an expert stands twice in one row",
+                sample=sample,
+                layer=self.layers[slot],
+                token=token,
+                expected=f"{self.top_k} distinct experts",
+                found=row,
+                remedy="An all-equal row is what an engine's unwritten capture buffer looks like; "
+                "mark tokens without a route with valid=False",
+            )
+        self._rows_distinct = True
+
+    # ---- parts --------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, tokens: slice) -> RouteTrace:
+        """A contiguous range of tokens, e.g. `trace[:100]` when a response is truncated."""
+        if not isinstance(tokens, slice):
+            raise TypeError("a RouteTrace is indexed by a slice of tokens, e.g. trace[:100]")
+        start, stop, step = tokens.indices(len(self))
+        if step != 1:
+            raise TraceError("tokens of a trace can only be cut as one contiguous range", expected="step 1", found=step)
+        stop = max(start, stop)
+        return self._derived(
+            self.token_ids[start:stop],
+            self.experts[start:stop],
+            self._coverage[start:stop],
+            cut_spans(self.versions, start, stop),
+        )
+
+    def select_layers(self, layers: Iterable[int]) -> RouteTrace:
+        """Only these decoder layers, e.g. those of one pipeline stage."""
+        wanted = checked_layers(layers)
+        slots = self.layer_slots(wanted)
+        coverage = self._coverage if self._coverage.shape[1] == 1 else self._coverage[:, slots]
+        experts = np.take(self.experts, slots, axis=1)  # token-major in memory too, unlike experts[:, slots]
+        return self._derived(self.token_ids, experts, coverage, self.versions, wanted)
+
+    def with_uncaptured_layers(self, layers: Iterable[int]) -> RouteTrace:
+        """The same trace over more layers; the added ones are marked as not recorded and will route natively."""
+        wanted = checked_layers(set(layers) | set(self.layers))
+        slots = [wanted.index(layer) for layer in self.layers]
+        experts = np.zeros((len(self), len(wanted), self.top_k), self.experts.dtype)
+        valid = np.zeros((len(self), len(wanted)), bool)
+        experts[:, slots], valid[:, slots] = self.experts, self.valid
+        return self._derived(self.token_ids, experts, valid, self.versions, wanted)
+
+    def layer_slots(self, layers: Sequence[int]) -> list[int]:
+        """Where each decoder layer stands on the layer axis."""
+        slot_of = {layer: slot for slot, layer in enumerate(self.layers)}
+        missing = [layer for layer in layers if layer not in slot_of]
+        if missing:
+            raise TraceError(
+                "the trace has no routes for a layer that needs them",
+                layer=missing[0],
+                expected=f"layers {_brief(layers)}",
+                found=f"layers {_brief(self.layers)}",
+                remedy="If the engine cannot capture this layer, say so with trace.with_uncaptured_layers([...])",
+            )
+        return [slot_of[layer] for layer in layers]
+
+    # ---- growing ------------------------------------------------------------------------------------------------
+
+    def extend(self, other: RouteTrace) -> RouteTrace:
+        """This trace followed by the tokens of `other`: the next turn of a conversation."""
+        self._require_same_routers(other)
+        same_coverage = self._coverage.shape[1] == other._coverage.shape[1]
+        parts = (self._coverage, other._coverage) if same_coverage else (self.valid, other.valid)
+        added = other.versions if len(other) else ()
+        moved = tuple(VersionSpan(span.start + len(self), span.version) for span in added)
+        joined = self._derived(
+            np.concatenate([self.token_ids, other.token_ids]),
+            np.concatenate([self.experts, other.experts]),  # numpy widens uint8 + uint16 by itself
+            np.concatenate(parts),
+            merged_spans(self.versions + moved),
+        )
+        joined.num_experts = self.num_experts if self.num_experts == other.num_experts else None
+        joined._rows_distinct = self._rows_distinct and other._rows_distinct
+        return joined
+
+    def append_tokens(self, token_ids: Sequence[int] | np.ndarray, weight_version: int | None = None) -> RouteTrace:
+        """This trace followed by tokens that nobody has routed yet, such as a tool's output."""
+        version = self.versions[-1].version if weight_version is None and self.versions else weight_version or 0
+        tail = RouteTrace.uncovered(token_ids, self.layers, self.top_k, version, num_experts=self.num_experts)
+        return self.extend(tail)
+
+    def continued_by(self, later: RouteTrace, keep: Literal["as_sampled", "latest"] = "as_sampled") -> RouteTrace:
+        """Resume after an engine has seen the whole sequence again, prefix included.
+
+        `later` begins with this trace's tokens. `as_sampled`: routes already recorded stay, with their weight
+        version; the later pass only covers what was uncovered. `latest`: its routes replace the earlier ones
+        wherever it has any. Tokens beyond this trace always come from `later`.
+        """
+        if keep not in ("as_sampled", "latest"):
+            raise TraceError("unknown way to continue a trace", expected="'as_sampled' or 'latest'", found=repr(keep))
+        self._require_same_routers(later)
+        seen = len(self)
+        if len(later) < seen or not np.array_equal(later.token_ids[:seen], self.token_ids):
+            common = min(seen, len(later))
+            differing = np.flatnonzero(later.token_ids[:common] != self.token_ids[:common])
+            position = int(differing[0]) if differing.size else common
+            raise TraceError(
+                "the later pass does not begin with this trace's tokens",
+                token=position,
+                expected=f"token id {self.token_ids[position]}",
+                found=f"token id {later.token_ids[position]}" if position < len(later) else "the end of the sequence",
+                remedy="Send token ids to the engine, not text: re-tokenising can change earlier ids",
+            )
+        prefix = later[:seen]
+        take_later = prefix.valid & ~self.valid if keep == "as_sampled" else prefix.valid
+        if not take_later.any():
+            return self.extend(later[seen:])
+        newer = take_later.any(axis=1)
+        if keep == "as_sampled":
+            newer &= ~self.valid.any(axis=1)
+        versions = np.where(newer, prefix.token_versions, self.token_versions)
+        merged = self._derived(
+            self.token_ids,
+            np.where(take_later[..., None], prefix.experts, self.experts),
+            self.valid | take_later,
+            spans_of(versions),
+        )
+        merged._rows_distinct = self._rows_distinct and later._rows_distinct
+        return merged.extend(later[seen:])
+
+    @classmethod
+    def merge(cls, shards: Sequence[RouteTrace]) -> RouteTrace:
+        """One whole trace from the parts that ranks recorded of the same sequence.
+
+        Ranks hold other layers (pipeline) or other tokens (context and sequence parallel). Where two shards cover
+        the same (token, layer) they must agree.
+        """
+        if not shards:
+            raise TraceError("nothing to merge", expected="at least one trace", found="none")
+        first = shards[0]
+        layers = checked_layers({layer for shard in shards for layer in shard.layers})
+        dtype = np.result_type(*(shard.experts.dtype for shard in shards))
+        experts = np.zeros((len(first), len(layers), first.top_k), dtype)
+        valid = np.zeros((len(first), len(layers)), bool)
+        for number, shard in enumerate(shards):
+            same_pass = (shard.top_k, shard.num_experts, shard.versions) == (
+                first.top_k,
+                first.num_experts,
+                first.versions,
+            )
+            if not same_pass or not np.array_equal(shard.token_ids, first.token_ids):
+                raise TraceError(
+                    "only shards of one sequence, routed by the same weights, can be merged",
+                    sample=f"shard {number}",
+                    expected=first,
+                    found=shard,
+                )
+            slots = [layers.index(layer) for layer in shard.layers]
+            both = valid[:, slots] & shard.valid
+            clash = np.argwhere((experts[:, slots] != shard.experts).any(-1) & both)
+            if clash.size:
+                token, slot = clash[0].tolist()
+                raise TraceError(
+                    "two shards hold different routes for one token",
+                    layer=shard.layers[slot],
+                    token=token,
+                    expected=experts[token, slots[slot]].tolist(),
+                    found=shard.experts[token, slot].tolist(),
+                )
+            experts[:, slots] = np.where(shard.valid[..., None], shard.experts, experts[:, slots])
+            valid[:, slots] |= shard.valid
+        return cls(first.token_ids, experts, layers, valid, first.versions, num_experts=first.num_experts)
+
+    def _require_same_routers(self, other: RouteTrace) -> None:
+        unlike = None not in (self.num_experts, other.num_experts) and self.num_experts != other.num_experts
+        if unlike or (self.layers, self.top_k) != (other.layers, other.top_k):
+            raise TraceError(
+                "traces of different routers cannot be joined",
+                expected=f"layers {_brief(self.layers)}, top {self.top_k} of {self.num_experts or '?'}",
+                found=f"layers {_brief(other.layers)}, top {other.top_k} of {other.num_experts or '?'}",
+            )
+
+    # ---- bytes --------------------------------------------------------------------------------------------------
+
+    def to_bytes(self) -> bytes:
+        """The trace in the format of docs/trace-format.md."""
+        from moe_replay.routes.wire import encode_trace
+
+        return encode_trace(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> RouteTrace:
+        """Read a trace from bytes that may come from anywhere; anything but a whole, unharmed trace is an error."""
+        from moe_replay.routes.wire import decode_trace
+
+        return decode_trace(data)
+
+    def _derived(
+        self,
+        token_ids: np.ndarray,
+        experts: np.ndarray,
+        coverage: np.ndarray,
+        versions: tuple[VersionSpan, ...],
+        layers: tuple[int, ...] | None = None,
+    ) -> RouteTrace:
+        """A trace made of parts of this one, so its rows need no second check."""
+        made = object.__new__(RouteTrace)
+        _fill(
+            made,
+            token_ids,
+            experts,
+            self.layers if layers is None else layers,
+            coverage,
+            versions,
+            self.num_experts,
+            rows_distinct=self._rows_distinct,
+        )
+        return made
+
+
+def trace_from_parts(
+    token_ids: np.ndarray,
+    experts: np.ndarray,
+    layers: tuple[int, ...],
+    coverage: np.ndarray,
+    versions: tuple[VersionSpan, ...],
+    num_experts: int | None,
+) -> RouteTrace:
+    """For readers that have checked shapes, ranges and order already, and leave only `check_rows` to be done."""
+    made = object.__new__(RouteTrace)
+    _fill(made, token_ids, experts, layers, coverage, versions, num_experts, rows_distinct=False)
+    return made
+
+
+def _fill(
+    trace: RouteTrace,
+    token_ids: np.ndarray,
+    experts: np.ndarray,
+    layers: tuple[int, ...],
+    coverage: np.ndarray,
+    versions: tuple[VersionSpan, ...],
+    num_experts: int | None,
+    *,
+    rows_distinct: bool,
+) -> None:
+    trace.token_ids, trace.experts, trace._coverage = (_frozen(a) for a in (token_ids, experts, coverage))
+    trace.layers, trace.versions, trace.num_experts = layers, versions, num_experts
+    trace._rows_distinct = rows_distinct
+
+
+def _frozen(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _brief(numbers: Sequence[int]) -> str:
+    shown = [str(n) for n in numbers]
+    return "[" + ", ".join(shown if len(shown) <= 8 else [*shown[:3], "...", *shown[-2:]]) + "]"

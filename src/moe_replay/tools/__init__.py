@@ -1,0 +1,1 @@
+"""Commands' engines: attribution, doctor, inspect, plan, dry run."""

@@ -1,0 +1,285 @@
+"""The passes of an attribution: what a trainer makes of the samples of an engine, natively and with replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from moe_replay.diagnostics.compare import VerifyReport, compare
+from moe_replay.diagnostics.metrics import route_agreement, same_experts
+from moe_replay.diagnostics.mismatch import Mismatch
+from moe_replay.diagnostics.shift import SHIFTS
+from moe_replay.replay.controller import RouterReplay, attach
+from moe_replay.rollout.base import FinishReason, Sample
+from moe_replay.rollout.session import NOT_SAMPLED, Session
+from moe_replay.routes.batch import RouteBatch
+from moe_replay.routes.layout import TokenLayout
+from moe_replay.routes.trace import RouteTrace
+from moe_replay.tools.attribution.result import (
+    AGAIN,
+    EXTREME,
+    HISTOGRAM_EDGES,
+    NATIVE,
+    R2,
+    R3,
+    Alignment,
+    Attribution,
+    AttributionError,
+    PassScores,
+    RoutingScores,
+)
+from moe_replay.train.backends.base import Routing
+from moe_replay.train.backends.routed import routed
+from moe_replay.train.backends.transformers_logprobs import of_sampled, scored_logits
+from moe_replay.train.batches import MicroBatch, divide
+from moe_replay.train.trajectory import Trajectory
+from moe_replay.utils.eval_mode import evaluating
+
+POSITIONS = 16  # ranges that positions are divided into
+POINTS = 2000  # of the scatter plot
+
+
+def attribute(
+    model: nn.Module,
+    samples: Sequence[Sample],
+    *,
+    replay: RouterReplay | None = None,
+    temperature: float = 1.0,
+    tokens_per_micro_batch: int = 8192,
+    packed: bool = True,
+    labels: Mapping[str, str] | None = None,
+) -> Attribution:
+    """Score samples with a Transformers model natively, natively again, with R2 and with R3.
+
+    replay        the controller of the model, if it is attached already
+    temperature   that the samples were drawn with; top-p and top-k must have been off
+    packed        sequences one after the other in a row, as the trainer does; otherwise in rows, padded on the right
+    labels        what is compared, in words, for the head of the report
+
+    Example:
+        found = attribute(model, [sample for group in engine.generate(prompts, params) for sample in group])
+        print(found)
+        assert not found.failures()
+    """
+    if not temperature > 0:
+        raise AttributionError("greedy samples have no log-probs to compare", expected="> 0", found=temperature)
+    if not any(len(sample.completion_ids) for sample in samples):
+        raise AttributionError("no sampled tokens to compare", found=f"{len(samples)} samples")
+    trajectories = [_scored(sample, number) for number, sample in enumerate(samples)]
+    with _prepared(model, replay) as controller:
+        parts = [
+            _four_passes(model, controller, batch, temperature)
+            for batch in _micro_batches(model, trajectories, tokens_per_micro_batch, packed)
+        ]
+    return _attribution([sample.trace for sample in samples], parts, labels)
+
+
+def attribute_traces(
+    model: nn.Module,
+    traces: Sequence[RouteTrace],
+    *,
+    replay: RouterReplay | None = None,
+    tokens_per_micro_batch: int = 8192,
+    packed: bool = True,
+    labels: Mapping[str, str] | None = None,
+) -> Attribution:
+    """Hold routes alone, without log-probs, against what a Transformers model chooses natively, in one pass."""
+    if not traces:
+        raise AttributionError("no traces to compare")
+    trajectories = [_unscored(trace, number) for number, trace in enumerate(traces)]
+    with _prepared(model, replay) as controller:
+        parts = [
+            _native_pass(model, controller, batch)
+            for batch in _micro_batches(model, trajectories, tokens_per_micro_batch, packed)
+        ]
+    return _attribution(traces, parts, labels)
+
+
+# ---- passes ----------------------------------------------------------------------------------------------------------
+
+
+class _Part(NamedTuple):
+    """One micro-batch: log-probs (N,) of the rollout and of each pass, and the experts that routers chose in a pass.
+
+    routes   for each pass, the trace of each sequence by its number; of R3, what they would have chosen
+    """
+
+    rollout: Tensor
+    logprobs: dict[str, Tensor]
+    routes: dict[str, dict[int, RouteTrace]]
+
+
+@contextmanager
+def _prepared(model: nn.Module, replay: RouterReplay | None) -> Iterator[RouterReplay]:
+    """The controller of the model, which does not train meanwhile; afterwards all is as it was."""
+    controller = attach(model) if replay is None else replay
+    try:
+        with evaluating(model), torch.no_grad():
+            yield controller
+    finally:
+        if replay is None:
+            controller.detach()
+
+
+def _micro_batches(
+    model: nn.Module, trajectories: Sequence[Trajectory], budget: int, packed: bool
+) -> Iterator[MicroBatch]:
+    device = next(model.parameters()).device
+    (bins,) = divide([len(trajectory) for trajectory in trajectories], 1, budget, packed=packed)
+    for numbers in bins:
+        chosen = [trajectories[number] for number in numbers]
+        lengths = [len(trajectory) for trajectory in chosen]
+        layout = TokenLayout.packed(lengths) if packed else TokenLayout.padded(lengths)
+        yield MicroBatch.of(chosen, [0.0] * len(chosen), layout, device)
+
+
+def _four_passes(model: nn.Module, replay: RouterReplay, batch: MicroBatch, temperature: float) -> _Part:
+    def run(routing: Routing) -> Tensor:
+        return _pass(model, replay, batch, routing, temperature)
+
+    native = run(Routing("record"))
+    recorded = batch.routes[0]
+    again = run(Routing("record"))
+    recorded_again = batch.routes[0]
+    batch.routes = {0: recorded}
+    with_r2 = run(Routing("replay"))
+    batch.routes = batch.rollout_routes([replay.layers])
+    with_r3 = run(Routing("replay", observe=True))
+    return _Part(
+        batch.rollout.cpu(),
+        {NATIVE: native, AGAIN: again, R2: with_r2, R3: with_r3},
+        {
+            NATIVE: _by_number(recorded, batch),
+            AGAIN: _by_number(recorded_again, batch),
+            R3: _by_number(batch.native[0], batch),
+        },
+    )
+
+
+def _native_pass(model: nn.Module, replay: RouterReplay, batch: MicroBatch) -> _Part:
+    _pass(model, replay, batch, Routing("record"), 1.0)
+    return _Part(batch.rollout.cpu(), {}, {NATIVE: _by_number(batch.routes[0], batch)})
+
+
+def _pass(model: nn.Module, replay: RouterReplay, batch: MicroBatch, routing: Routing, temperature: float) -> Tensor:
+    """(N,) log-probs of the sampled tokens, in host memory."""
+    with routed(replay, batch, 0, routing):
+        logits = scored_logits(model, batch, temperature)
+    return of_sampled(logits.log_softmax(-1), batch).cpu()
+
+
+def _by_number(routes: RouteBatch, batch: MicroBatch) -> dict[int, RouteTrace]:
+    traces = routes.to_traces([trajectory.token_ids for trajectory in batch.trajectories], batch.layout)
+    return {trajectory.row: trace for trajectory, trace in zip(batch.trajectories, traces, strict=True)}
+
+
+def _scored(sample: Sample, number: int) -> Trajectory:
+    session = Session(sample.prompt_ids.tolist())
+    session.absorb(sample)
+    return Trajectory.of(session, number, number)
+
+
+def _unscored(trace: RouteTrace, number: int) -> Trajectory:
+    return Trajectory(
+        row=number,
+        group=number,
+        token_ids=trace.token_ids,
+        logprobs=np.zeros(len(trace), np.float32),
+        versions=np.full(len(trace), NOT_SAMPLED),
+        trace=trace,
+        finish_reason=FinishReason.STOP,
+    )
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def _attribution(given: Sequence[RouteTrace], parts: Sequence[_Part], labels: Mapping[str, str] | None) -> Attribution:
+    rollout = torch.cat([part.rollout for part in parts])
+    logprobs = {name: torch.cat([part.logprobs[name] for part in parts]) for name in parts[0].logprobs}
+    routes: dict[str, list[RouteTrace]] = {}
+    for name in parts[0].routes:
+        by_number = {number: trace for part in parts for number, trace in part.routes[name].items()}
+        routes[name] = [by_number[number] for number in range(len(given))]
+    shown = np.unique(np.linspace(0, len(rollout) - 1, POINTS).astype(np.int64))
+    return Attribution(
+        samples=len(given),
+        tokens=sum(map(len, given)),
+        scored=len(rollout),
+        passes={name: _scores(rollout, scored, logprobs[NATIVE], name) for name, scored in logprobs.items()},
+        routing=_routing(given, routes),
+        alignment=_alignment(compare(routes[NATIVE], given)),
+        scatter={
+            name: tuple((round(a, 6), round(b, 6)) for a, b in torch.stack([rollout, scored], 1)[shown].tolist())
+            for name, scored in logprobs.items()
+            if name in (NATIVE, R3)
+        },
+        labels=dict(labels or {}),
+    )
+
+
+def _scores(rollout: Tensor, scored: Tensor, native: Tensor, name: str) -> PassScores:
+    difference = (scored - rollout).double().numpy()
+    places = np.searchsorted(HISTOGRAM_EDGES, difference)
+    return PassScores(
+        mismatch=Mismatch.between(rollout, scored).summary(),
+        extreme={limit: int((np.abs(difference) > np.log(limit)).sum()) for limit in EXTREME},
+        histogram=tuple(np.bincount(places, minlength=len(HISTOGRAM_EDGES) + 1).tolist()),
+        own={} if name == NATIVE else Mismatch.between(native, scored).summary(),
+    )
+
+
+def _routing(given: Sequence[RouteTrace], routes: Mapping[str, list[RouteTrace]]) -> RoutingScores:
+    layout = TokenLayout.packed([len(trace) for trace in given])
+    theirs = RouteBatch.from_traces(given, layout)
+    chosen = {name: RouteBatch.from_traces(traces, layout) for name, traces in routes.items()}
+    ours = chosen[NATIVE]
+    covered = (ours.valid & theirs.valid).numpy()  # (L, tokens)
+    agrees = same_experts(ours, theirs).numpy() & covered
+    unknown = (float("nan"),) * len(ours.layers)
+
+    position = np.concatenate([np.arange(len(trace)) for trace in given])
+    longest = max(map(len, given))
+    edges = np.unique(np.linspace(0, longest, min(POSITIONS, longest) + 1).astype(np.int64))
+    place = np.searchsorted(edges, position, side="right") - 1
+    differing = (covered & ~agrees).sum(0)[covered.any(0)]
+    return RoutingScores(
+        layers=ours.layers,
+        compared=tuple(covered.sum(1).tolist()),
+        agreement=tuple(route_agreement(ours, theirs).tolist()),
+        noise=tuple(route_agreement(ours, chosen[AGAIN]).tolist()) if AGAIN in chosen else unknown,
+        router_alone=tuple(route_agreement(chosen[R3], theirs).tolist()) if R3 in chosen else unknown,
+        position_edges=tuple(edges.tolist()),
+        by_position=tuple(
+            tuple(_rates(place, agrees[slot], covered[slot], len(edges) - 1)) for slot in range(len(ours.layers))
+        ),
+        differing=tuple(np.bincount(differing, minlength=len(ours.layers) + 1).tolist()),
+    )
+
+
+def _rates(place: np.ndarray, agrees: np.ndarray, covered: np.ndarray, count: int) -> Iterator[float]:
+    """For each of `count` ranges, the share of covered tokens in it that agree; NaN without any."""
+    hits, tokens = (np.bincount(place[mask], minlength=count).tolist() for mask in (agrees, covered))
+    return (hit / all_ if all_ else float("nan") for hit, all_ in zip(hits, tokens, strict=True))
+
+
+def _alignment(report: VerifyReport) -> Alignment:
+    verdict = report.verdict
+    return Alignment(
+        status=verdict.status,
+        cause=verdict.cause.value,
+        detail=verdict.detail,
+        layers=verdict.layers,
+        samples=verdict.samples,
+        layer_shift=verdict.layer_shift,
+        token_shift=verdict.token_shift,
+        covered=report.covered,
+        notes=report.notes,
+        shifts=SHIFTS,
+        above_chance=tuple(tuple(row) for row in report.table.pooled().tolist()),
+    )

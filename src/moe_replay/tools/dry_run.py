@@ -1,0 +1,135 @@
+"""What a configuration comes to, in words: no weights are loaded, no engine is started, nothing is written."""
+
+from __future__ import annotations
+
+from math import ceil, lcm
+from pathlib import Path
+from typing import Any
+
+from moe_replay.errors import UnsupportedRouterError
+from moe_replay.routes.layer_rules import setting
+from moe_replay.routes.topology import MoeTopology, text_config
+from moe_replay.tools.model_config import ModelConfigError, model_config
+from moe_replay.tools.plan import Dimensions, Parallel, Work, plan_layout
+from moe_replay.train.config import BackendConfig, TrainConfig
+from moe_replay.train.config.keys import ConfigError
+from moe_replay.train.engines import check_length
+from moe_replay.train.replay_mode import resolve
+
+
+def dry_run(config: TrainConfig, ranks: int | None = None) -> str:
+    """The report; a layout that cannot be is an error. Without a number of ranks, the fewest that there can be."""
+    replay = resolve(config)
+    parallel = parallel_of(config.backend, ranks)
+    lines = [
+        f"replay   {replay.mode}: {replay.reason}",
+        f"policy   {_policy(config, parallel, ranks)}",
+        f"rollout  {_rollout(config)}",
+        f"step     {_step(config)}",
+        f"tokens   {_tokens(config)}",
+        f"prompts  {_prompts(config)}",
+    ]
+    try:
+        model = _model(config.model.path)
+        check_length(config, setting(text_config(model), "max_position_embeddings"))
+        topology = MoeTopology.from_config(model)
+    except ModelConfigError as unreadable:
+        return "\n".join([*lines, "", f"The layout is not checked: {unreadable}"])
+    except UnsupportedRouterError as unsupported:
+        if replay.mode != "off":
+            raise
+        return "\n".join([*lines, "", f"The layout is not checked: {unsupported}"])
+    plan = plan_layout(topology, parallel, work_of(config, parallel), dimensions=Dimensions.from_config(model))
+    return "\n".join([*lines, "", "If every sequence is as long as it may be:", str(plan)])
+
+
+def parallel_of(backend: BackendConfig, ranks: int | None) -> Parallel:
+    """The layout of a backend; on so many ranks, or on the fewest that it can have."""
+    tensor_and_context = backend.tensor_parallel * backend.context_parallel
+    experts = backend.expert_parallel * (backend.expert_tensor_parallel or backend.tensor_parallel)
+    if ranks is not None and ranks % backend.model_parallel:
+        raise ConfigError(
+            "the ranks cannot be shared out",
+            expected=f"a multiple of {backend.model_parallel}, which is backend.tensor_parallel * pipeline_parallel * "
+            "context_parallel",
+            found=f"{ranks} ranks",
+        )
+    fewest = lcm(tensor_and_context, experts) // tensor_and_context
+    return Parallel(
+        tp=backend.tensor_parallel,
+        cp=backend.context_parallel,
+        pp=backend.pipeline_parallel,
+        vpp=backend.virtual_pipeline or 1,
+        dp=fewest if ranks is None else ranks // backend.model_parallel,
+        ep=backend.expert_parallel,
+        etp=backend.expert_tensor_parallel,
+        sp=bool(backend.megatron.get("sequence_parallel", True)),
+    )
+
+
+def work_of(config: TrainConfig, parallel: Parallel) -> Work:
+    """A step at its largest: all sequences as long as they may be."""
+    in_micro_batch = _longest_in_micro_batch(config)
+    micro_batches = ceil(config.rollout.sequences / (parallel.dp * in_micro_batch))
+    multiple = parallel.pp if parallel.vpp > 1 else 1
+    return Work(
+        lengths=(config.max_length,) * in_micro_batch,
+        micro_batches=ceil(micro_batches / multiple) * multiple,
+        packed=config.batch.packed,
+        prompt=min(config.data.max_prompt_tokens, config.max_length - 1),
+        group=config.rollout.num_generations,
+    )
+
+
+def _longest_in_micro_batch(config: TrainConfig) -> int:
+    return max(config.batch.tokens_per_micro_batch // config.max_length, 1)
+
+
+def _model(path: str) -> Any:
+    if path:
+        return model_config(path)
+    from moe_replay.demo.model import build_model
+    from moe_replay.demo.settings import FULL
+
+    return build_model(FULL).config
+
+
+# ---- lines -----------------------------------------------------------------------------------------------------------
+
+
+def _policy(config: TrainConfig, parallel: Parallel, ranks: int | None) -> str:
+    weights = f"LoRA of rank {config.model.lora_rank}" if config.model.lora_rank else "all weights"
+    fewest = "" if ranks is not None else ", the fewest for this layout"
+    model = config.model.path or "the library's own tiny model"
+    on_ranks = f"{parallel.world} rank{'s' * (parallel.world > 1)}{fewest}"
+    return f"{model}: {weights} in {config.model.dtype}, {config.backend.kind} on {on_ranks}"
+
+
+def _rollout(config: TrainConfig) -> str:
+    rollout = config.rollout
+    where = f" at {', '.join(rollout.urls)}" if rollout.urls else ""
+    stale = f", up to {rollout.max_staleness} steps ahead of the trainer" if rollout.max_staleness else ""
+    return f"{rollout.engine}{where}, temperature {rollout.temperature:g}{stale}"
+
+
+def _step(config: TrainConfig) -> str:
+    rollout, updates = config.rollout, config.algorithm.updates_per_rollout
+    return (
+        f"{rollout.prompts_per_step} prompts x {rollout.num_generations} generations = {rollout.sequences} sequences; "
+        f"{updates} update{'s' * (updates > 1)} of {config.sequences_per_update}; {config.steps} steps"
+    )
+
+
+def _tokens(config: TrainConfig) -> str:
+    budget, longest = config.batch.tokens_per_micro_batch, config.max_length
+    fitting = _longest_in_micro_batch(config)
+    held = f"{fitting} of the longest" if budget >= longest else "a longer sequence has one for itself"
+    kind = "packed" if config.batch.packed else "padded"
+    return f"at most {longest:,} a sequence and {budget:,} a micro-batch, {kind}: {held}"
+
+
+def _prompts(config: TrainConfig) -> str:
+    path = config.data.path
+    if not path:
+        return "sums that come with the library"
+    return path if Path(path).exists() else f"{path}: not found here"

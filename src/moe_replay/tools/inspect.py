@@ -1,0 +1,182 @@
+"""What is in a file of traces: tokens, layers, coverage, weight versions, and how the load lies on the experts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_replay.errors import AlignmentError, TraceFormatError
+from moe_replay.routes.topology import MoeTopology
+from moe_replay.routes.trace import RouteTrace
+from moe_replay.routes.trace_file import TraceFile
+from moe_replay.routes.wire import MAGIC
+
+
+def read_traces(path: str | Path) -> Iterator[RouteTrace]:
+    """The traces of a file, one at a time: of a `TraceFile`, or the one of `RouteTrace.to_bytes`."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(len(MAGIC))
+            blob = head + file.read() if head == MAGIC else None
+    except OSError as missing:
+        raise TraceFormatError("the file cannot be read", found=missing) from missing
+    if blob is not None:
+        yield RouteTrace.from_bytes(blob)
+        return
+    with TraceFile(path) as traces:
+        yield from traces
+
+
+@dataclass(slots=True)
+class LayerSummary:
+    """One decoder layer over all traces.
+
+    tokens    tokens of the traces that have this layer
+    covered   those of them with a route in it
+    load      (E,) int64: how often each expert was chosen
+    """
+
+    layer: int
+    tokens: int = 0
+    covered: int = 0
+    load: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def add(self, load: np.ndarray, tokens: int, covered: int) -> None:
+        """Count the routes of one more trace."""
+        size = max(len(self.load), len(load))
+        self.load = np.pad(self.load, (0, size - len(self.load))) + np.pad(load, (0, size - len(load)))
+        self.tokens += tokens
+        self.covered += covered
+
+    @property
+    def entropy(self) -> float:
+        """Of the load, as a share of its greatest: 1 where all experts are chosen alike, 0 where only one is."""
+        total = self.load.sum()
+        if len(self.load) < 2 or not total:
+            return 0.0
+        shares = self.load[self.load > 0] / total
+        return float(-(shares * np.log(shares)).sum() / np.log(len(self.load))) + 0.0
+
+    @property
+    def peak(self) -> float:
+        """Load of the most loaded expert, in means."""
+        return float(self.load.max() / self.load.mean()) if self.load.any() else 0.0
+
+    @property
+    def unused(self) -> int:
+        """Experts that were never chosen."""
+        return int(np.count_nonzero(self.load == 0))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "layer": self.layer,
+            "tokens": self.tokens,
+            "covered": self.covered,
+            "entropy": self.entropy,
+            "peak": self.peak,
+            "unused": self.unused,
+            "load": self.load.tolist(),
+        }
+
+
+@dataclass(slots=True)
+class TraceSummary:
+    """All traces of a file.
+
+    routers      how many traces were routed with each (top_k, experts); experts is None where no trace says it
+    versions     tokens of each weight version
+    duplicates   (token, layer) rows that name an expert twice: no router chooses that
+    repeated     traces with exactly the tokens of an earlier one
+    """
+
+    traces: int = 0
+    tokens: int = 0
+    longest: int = 0
+    covered: int = 0
+    places: int = 0
+    routers: Counter[tuple[int, int | None]] = field(default_factory=Counter)
+    versions: Counter[int] = field(default_factory=Counter)
+    duplicates: int = 0
+    repeated: int = 0
+    layers: dict[int, LayerSummary] = field(default_factory=dict)
+
+    @property
+    def coverage(self) -> float:
+        """Share of (token, layer) places with a route."""
+        return self.covered / self.places if self.places else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        routers = sorted(self.routers.items(), key=str)
+        return {
+            "traces": self.traces,
+            "tokens": self.tokens,
+            "longest": self.longest,
+            "coverage": self.coverage,
+            "routers": [{"top_k": k, "num_experts": e, "traces": n} for (k, e), n in routers],
+            "weight_versions": {str(version): tokens for version, tokens in sorted(self.versions.items())},
+            "duplicates": self.duplicates,
+            "repeated_traces": self.repeated,
+            "layers": [self.layers[layer].to_dict() for layer in sorted(self.layers)],
+        }
+
+    def differences(self, topology: MoeTopology) -> list[str]:
+        """What in these traces cannot be routes of this model; empty where they can."""
+        found = []
+        if sorted(self.layers) != list(topology.layers):
+            found.append(f"layers: the model routes in {list(topology.layers)}, the traces in {sorted(self.layers)}")
+        for top_k, experts in self.routers:
+            if top_k != topology.top_k:
+                found.append(f"experts per token: {topology.top_k} in the model, {top_k} in the traces")
+            if experts not in (None, topology.num_experts):
+                found.append(f"experts: {topology.num_experts} in the model, {experts} in the traces")
+        largest = max((len(summary.load) for summary in self.layers.values()), default=0)
+        if largest > topology.num_experts and not found:
+            found.append(f"expert {largest - 1} was chosen, and the model has {topology.num_experts}")
+        return found
+
+    def check(self, topology: MoeTopology) -> None:
+        """Raise unless these can be routes of this model."""
+        if differences := self.differences(topology):
+            raise AlignmentError(
+                f"these are not routes of this model: {'; '.join(differences)}",
+                remedy="Compare the model, its top-k setting and the way the engine counts layers",
+            )
+
+
+def summarize(traces: Iterable[RouteTrace]) -> TraceSummary:
+    """Read all traces once; no more than one of them is held."""
+    summary, seen = TraceSummary(), set()
+    for trace in traces:
+        tokens, valid = len(trace), trace.valid
+        summary.traces += 1
+        summary.tokens += tokens
+        summary.longest = max(summary.longest, tokens)
+        summary.covered += int(np.count_nonzero(valid))
+        summary.places += valid.size
+        summary.routers[trace.top_k, trace.num_experts] += 1
+        for version, count in zip(*np.unique(trace.token_versions, return_counts=True), strict=True):
+            summary.versions[int(version)] += int(count)
+        summary.duplicates += _duplicates(trace)
+        digest = blake2b(trace.token_ids.tobytes(), digest_size=16).digest()
+        summary.repeated += digest in seen
+        seen.add(digest)
+        for slot, layer in enumerate(trace.layers):
+            chosen = trace.experts[valid[:, slot], slot]
+            load = np.bincount(chosen.ravel(), minlength=trace.num_experts or 0)
+            summary.layers.setdefault(layer, LayerSummary(layer)).add(load, tokens, len(chosen))
+    return summary
+
+
+def _duplicates(trace: RouteTrace) -> int:
+    """Valid rows that name an expert twice; a trace that was read from bytes has not been checked for them."""
+    ordered = np.sort(trace.experts, axis=2)
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=2)
+    return int(np.count_nonzero(twice & trace.valid))

@@ -1,0 +1,28 @@
+"""A parallel layout on paper: which rank replays what, what it costs, and whether it can be at all.
+
+    plan = plan_layout(topology, Parallel(tp=4, pp=8, dp=16, ep=32), Work(lengths=(8192,) * 2, micro_batches=16))
+    print(plan)                 # or plan.to_json(), plan.rank(137), plan.table
+
+Closed forms for each class of ranks, so that ten thousand ranks take no longer than ten. No processes are started and
+nothing of a model is loaded.
+"""
+
+from moe_replay.tools.plan.checks import Dimensions, ImpossibleLayoutError, Problem, find_problems
+from moe_replay.tools.plan.layout_plan import Cluster, Plan, RankPlan, StagePlan, plan_layout
+from moe_replay.tools.plan.parallel import Parallel
+from moe_replay.tools.plan.work import RouteBytes, Work
+
+__all__ = [
+    "Cluster",
+    "Dimensions",
+    "ImpossibleLayoutError",
+    "Parallel",
+    "Plan",
+    "Problem",
+    "RankPlan",
+    "RouteBytes",
+    "StagePlan",
+    "Work",
+    "find_problems",
+    "plan_layout",
+]

@@ -1,0 +1,229 @@
+"""`plan_layout`: which rank replays which layers and rows, and what that costs, for any number of ranks, on paper."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from moe_replay.routes.topology import MoeTopology
+from moe_replay.tools.plan.checks import Dimensions, ImpossibleLayoutError, find_problems
+from moe_replay.tools.plan.parallel import Parallel
+from moe_replay.tools.plan.work import RouteBytes, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The machines: ranks of each, and what the network brings to each, in Gbit/s."""
+
+    ranks_per_node: int = 8
+    gbit: float = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """All ranks of one pipeline stage.
+
+    decoder_layers   of each chunk
+    routing_layers   of each chunk: those of them whose routers replay
+    in_flight        micro-batches of a chunk, at most, between a forward and its backward
+    batch_bytes      routes of one micro-batch, all chunks, on one rank's device
+    flight_bytes     routes on one rank's device at most, where each batch is sent when its forward begins (R3)
+    step_bytes       routes of all micro-batches of a step on one rank: what recording them keeps (R2)
+    """
+
+    stage: int
+    decoder_layers: tuple[tuple[int, ...], ...]
+    routing_layers: tuple[tuple[int, ...], ...]
+    in_flight: int
+    batch_bytes: int
+    flight_bytes: int
+    step_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """One rank: its coordinates, its layers chunk by chunk, its rows of a micro-batch, its bytes."""
+
+    rank: int
+    coordinates: dict[str, int]
+    routing_layers: tuple[tuple[int, ...], ...]
+    rows: int
+    token_rows: int
+    batch_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a layout means for routing replay. `print(plan)` shows it, `to_json` says all of it.
+
+    rows         rows that every rank's routers see in a micro-batch, padding included
+    token_rows   (cp, sequence shards): those that hold a token
+    fed_bytes    token ids of a micro-batch on each rank, for the alignment proof
+    """
+
+    topology: MoeTopology
+    parallel: Parallel
+    work: Work
+    cluster: Cluster
+    stages: tuple[StagePlan, ...]
+    rows: int
+    token_rows: np.ndarray
+    fed_bytes: int
+
+    # ---- ranks --------------------------------------------------------------------------------------------------
+
+    def rank(self, rank: int) -> RankPlan:
+        """The plan of one rank."""
+        if not 0 <= rank < self.parallel.world:
+            raise IndexError(f"there are ranks 0 to {self.parallel.world - 1}, and no {rank}")
+        here = {name: int(value[0]) for name, value in self.parallel.coordinates(np.array([rank])).items()}
+        stage = self.stages[here["pp"]]
+        shard = here["tp"] if self.parallel.sequence_shards > 1 else 0
+        tokens = int(self.token_rows[here["cp"], shard])
+        return RankPlan(rank, here, stage.routing_layers, self.rows, tokens, stage.batch_bytes)
+
+    @cached_property
+    def table(self) -> dict[str, np.ndarray]:
+        """Coordinates, token rows, routing layers and bytes of every rank, (world,) each."""
+        where = self.parallel.coordinates()
+        shard = where["tp"] if self.parallel.sequence_shards > 1 else np.zeros_like(where["tp"])
+        layers = np.array([sum(map(len, stage.routing_layers)) for stage in self.stages])
+        batch = np.array([stage.batch_bytes for stage in self.stages])
+        step = np.array([stage.step_bytes for stage in self.stages])
+        numbers = {
+            "token_rows": self.token_rows[where["cp"], shard],
+            "routing_layers": layers[where["pp"]],
+            "batch_bytes": batch[where["pp"]],
+            "step_bytes": step[where["pp"]],
+        }
+        return where | numbers
+
+    # ---- the wire -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def wire_bytes(self) -> dict[str, int]:
+        """Bytes of a step's routes: from the engines once, into the fullest node, into all nodes; and as base64 int32.
+
+        A node takes whole traces of the data-parallel ranks that have a rank on it, once for all of its ranks: the
+        blocks of the format hold all layers.
+        """
+        sizes = RouteBytes(self.topology)
+        shard = sizes.sequences(self.work) * self.work.micro_batches
+        nodes = np.arange(self.parallel.world) // self.cluster.ranks_per_node
+        pairs = np.unique(nodes * self.parallel.dp + self.table["dp"])
+        per_node = np.bincount(pairs // self.parallel.dp) * shard
+        plain = sum(sizes.base64_int32(length) for length in self.work.lengths) * self.work.micro_batches
+        return {
+            "step": shard * self.parallel.dp,
+            "fullest_node": int(per_node.max()),
+            "all_nodes": int(per_node.sum()),
+            "step_as_base64_int32": plain * self.parallel.dp,
+        }
+
+    @property
+    def wire_seconds(self) -> float:
+        """How long the fullest node's network takes for the routes of a step, if it does nothing else."""
+        return self.wire_bytes["fullest_node"] * 8 / (self.cluster.gbit * 1e9)
+
+    # ---- words --------------------------------------------------------------------------------------------------
+
+    @property
+    def notes(self) -> list[str]:
+        """What is possible, but should be known."""
+        idle = [stage.stage for stage in self.stages if not any(stage.routing_layers)]
+        found = []
+        if idle:
+            found.append(f"stages without routers: {idle}; they replay nothing and run the same code")
+        if self.parallel.pp == 2 and self.parallel.vpp > 1:
+            found.append("pp 2 with vpp: set overlap_p2p_comm=True, batch_p2p_comm=False, or attach refuses the model")
+        held = self.token_rows.sum() / (self.rows * self.token_rows.size)
+        if held < 0.75:
+            found.append(f"{1 - held:.0%} of the rows are padding: pack, or sort sequences by length")
+        return found
+
+    def to_json(self) -> str:
+        """Everything but the ranks one by one, as JSON."""
+        wire = self.wire_bytes | {"seconds": self.wire_seconds}
+        content: dict[str, Any] = {
+            "parallel": {**asdict(self.parallel), "world": self.parallel.world},
+            "work": asdict(self.work),
+            "cluster": asdict(self.cluster),
+            "model": {
+                "type": self.topology.model_type,
+                "decoder_layers": self.topology.num_layers,
+                "routing_layers": list(self.topology.layers),
+                "num_experts": self.topology.num_experts,
+                "top_k": self.topology.top_k,
+            },
+            "rows": self.rows,
+            "token_rows": self.token_rows.tolist(),
+            "fed_bytes": self.fed_bytes,
+            "stages": [asdict(stage) for stage in self.stages],
+            "wire_bytes": wire,
+            "notes": self.notes,
+        }
+        return json.dumps(content, indent=2)
+
+    def __str__(self) -> str:
+        from moe_replay.tools.plan.text import plan_text
+
+        return plan_text(self)
+
+
+def plan_layout(
+    topology: MoeTopology,
+    parallel: Parallel,
+    work: Work,
+    *,
+    dimensions: Dimensions | None = None,
+    cluster: Cluster | None = None,
+) -> Plan:
+    """The plan of a layout, or an `ImpossibleLayoutError` with every reason why it cannot be.
+
+    dimensions   of the model, so that heads, vocabulary and experts are checked too
+    """
+    problems = find_problems(topology, parallel, work, dimensions)
+    if problems:
+        raise ImpossibleLayoutError(problems)
+    rows = work.rows(parallel)
+    batch, width = work.fed_shape(parallel.column_multiple)
+    stages = [_stage(number, topology, parallel, work, rows) for number in range(parallel.pp)]
+    return Plan(
+        topology=topology,
+        parallel=parallel,
+        work=work,
+        cluster=cluster or Cluster(),
+        stages=tuple(stages),
+        rows=rows,
+        token_rows=work.token_rows(parallel),
+        fed_bytes=4 * batch * width // parallel.cp,
+    )
+
+
+def in_flight(parallel: Parallel, stage: int, micro_batches: int) -> int:
+    """Forwards of one chunk whose backwards are still to come, at most: of 1F1B, or of its interleaved kind."""
+    ahead = parallel.pp - stage - 1
+    if parallel.vpp > 1:
+        ahead = 2 * ahead + (parallel.vpp - 1) * parallel.pp
+    return min(ahead + 1, micro_batches * parallel.vpp)
+
+
+def _stage(stage: int, topology: MoeTopology, parallel: Parallel, work: Work, rows: int) -> StagePlan:
+    sizes, routing = RouteBytes(topology), set(topology.layers)
+    chunks = [tuple(layers) for layers in parallel.stage_layers(topology.num_layers)[stage]]
+    routed = [tuple(layer for layer in layers if layer in routing) for layers in chunks]
+    per_chunk = [sizes.batch(len(layers), rows) for layers in routed]
+    flight = in_flight(parallel, stage, work.micro_batches)
+    return StagePlan(
+        stage=stage,
+        decoder_layers=tuple(chunks),
+        routing_layers=tuple(routed),
+        in_flight=flight,
+        batch_bytes=sum(per_chunk),
+        flight_bytes=flight * max(per_chunk),
+        step_bytes=work.micro_batches * sum(per_chunk),
+    )

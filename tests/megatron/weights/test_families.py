@@ -1,0 +1,82 @@
+"""Families: what a config becomes, and what is refused because Megatron-Core would compute something else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe_replay.megatron import weights
+from moe_replay.megatron.weights.deepseek_v3 import prediction_layers
+from moe_replay.megatron.weights.errors import WeightMapError
+from tests.megatron.weights.models import VARIANTS
+
+pytest.importorskip("transformers")
+
+
+def settings_of(variant: str, **changes: Any) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    family, settings = VARIANTS[variant]
+    return weights.family_of(family).settings(AutoConfig.for_model(family, **(settings | changes)))
+
+
+def test_dense_layers_are_counted() -> None:
+    assert settings_of("qwen3_moe")["moe_layer_freq"] == [0, 1, 1, 1]
+    assert settings_of("qwen3_moe-every-second")["moe_layer_freq"] == [0, 1, 0, 1]
+    assert settings_of("deepseek_v3", first_k_dense_replace=2)["moe_layer_freq"] == [0, 0, 1, 1]
+    assert settings_of("mixtral")["moe_layer_freq"] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_replay_is_on_and_nothing_drops_tokens(variant: str) -> None:
+    settings = settings_of(variant)
+    assert settings["moe_enable_routing_replay"]
+    assert "moe_expert_capacity_factor" not in settings
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen3_moe", {"hidden_act": "gelu"}, r"expected hidden_act 'silu', found 'gelu'"),
+    ("qwen3_moe", {"attention_bias": True}, r"attention_bias False or None, found True"),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, r"sliding_window None, found 8"),
+    (
+        "qwen3_moe",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+        r"expected rope_type 'default', found 'linear'",
+    ),
+    ("mixtral", {"sliding_window": 4096}, r"sliding_window None, found 4096"),
+    ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv None, found 8\.0"),
+    ("deepseek_v3", {"rope_interleave": False}, r"rope_interleave True, found False"),
+    ("deepseek_v3", {"rms_norm_eps": 1e-5}, r"rms_norm_eps 1e-06, found 1e-05"),
+    ("deepseek_v3", {"norm_topk_prob": False}, r"add up to one.*norm_topk_prob False"),
+    ("deepseek_v3", {"num_experts_per_tok": 2}, r"expected num_experts_per_tok // topk_group 2, found 2 // 2"),
+    (
+        "deepseek_v3",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+        r"not DeepSeek's.*'linear'",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "message"), REFUSED, ids=[f"{v}-{next(iter(c))}" for v, c, _ in REFUSED]
+)
+def test_what_would_be_another_model_is_refused(variant: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(WeightMapError, match=message):
+        settings_of(variant, **changes)
+
+
+def test_an_unknown_family_says_what_exists() -> None:
+    with pytest.raises(
+        WeightMapError, match=r"deepseek_v3, mixtral, olmoe, qwen3_moe, found 'gpt_oss'.*megatron-weights"
+    ):
+        weights.family_of("gpt_oss")
+
+
+def test_prediction_layers_come_after_the_decoder() -> None:
+    pattern = prediction_layers({"num_hidden_layers": 61, "num_nextn_predict_layers": 1})
+    assert pattern is not None
+    assert pattern.match("model.layers.61.eh_proj.weight")
+    assert not pattern.match("model.layers.6.mlp.gate.weight")
+    assert not pattern.match("model.layers.610.mlp.gate.weight")
+    assert prediction_layers({"num_hidden_layers": 61}) is None

@@ -1,0 +1,215 @@
+"""Recomputed layers take the routes of their own micro-batch, whatever the order of forwards and backwards."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+import torch
+
+import moe_replay as mr
+from tests.models import assert_same_gradients, gradients, loss, perturb_routers, random_ids, tiny_qwen3_moe, uncover
+from tests.replay.checkpointing import CHECKPOINTS, unwrapped
+
+MICRO_BATCHES = 3
+
+
+def routed_model(**config):
+    """A model in training mode, routes recorded for three micro-batches, router weights moved since then."""
+    model = tiny_qwen3_moe(**config).train()
+    replay = mr.attach(model)
+    inputs = [random_ids(2, 7, seed=i) for i in range(MICRO_BATCHES)]
+    routes = []
+    for ids in inputs:
+        with torch.no_grad(), replay.record() as recording:
+            model(ids)
+        routes.append(recording.batch())
+    perturb_routers(replay)
+    return model, replay, inputs, routes
+
+
+def expected_gradients(model, replay, inputs, routes):
+    """Of each micro-batch alone, without checkpointing."""
+    found = []
+    for ids, batch in zip(inputs, routes, strict=True):
+        with replay.replay(batch):
+            loss(model(ids)).backward()
+        found.append(gradients(model))
+    return found
+
+
+ORDERS = list(itertools.permutations(range(MICRO_BATCHES)))
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_backward_in_any_order(checkpoint, experts):
+    model, replay, inputs, routes = routed_model(experts_implementation=experts)
+    expected = expected_gradients(model, replay, inputs, routes)
+    CHECKPOINTS[checkpoint](model)
+    for order in ORDERS:
+        losses = []
+        for ids, batch in zip(inputs, routes, strict=True):
+            with replay.replay(batch):
+                losses.append(loss(model(ids)))
+        for i in order:
+            losses[i].backward()
+            assert_same_gradients(unwrapped(gradients(model)), expected[i])
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_the_test_would_notice(checkpoint):
+    """Without the marks on the outputs, recomputed layers route natively: an error or another gradient."""
+    model, replay, inputs, routes = routed_model()
+    expected = expected_gradients(model, replay, inputs, routes)
+    CHECKPOINTS[checkpoint](model)
+    replay._forward_ended = lambda *args: None
+    for handle in replay._hooks[1::2]:
+        handle.remove()
+    with replay.replay(routes[0]):
+        one = loss(model(inputs[0]))
+    try:
+        one.backward()
+    except (torch.utils.checkpoint.CheckpointError, RuntimeError):
+        return
+    found = unwrapped(gradients(model))
+    assert any(not torch.equal(found[name], expected[0][name]) for name in expected[0])
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_one_forward_one_backward_pipeline(checkpoint):
+    """1F1B: forwards and backwards of different micro-batches alternate, with passes without gradient in between."""
+    model, replay, inputs, routes = routed_model()
+    expected = expected_gradients(model, replay, inputs, routes)
+    CHECKPOINTS[checkpoint](model)
+    waiting = []
+    for i, (ids, batch) in enumerate(zip(inputs, routes, strict=True)):
+        with replay.replay(batch):
+            waiting.append((i, loss(model(ids))))
+        with torch.no_grad(), replay.replay(routes[0]):
+            model(inputs[0])  # an evaluation pass that leaves nothing behind
+        if len(waiting) == 2:
+            first, its_loss = waiting.pop(0)
+            its_loss.backward()
+            assert_same_gradients(unwrapped(gradients(model)), expected[first])
+    for i, its_loss in waiting:
+        its_loss.backward()
+        assert_same_gradients(unwrapped(gradients(model)), expected[i])
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_backward_of_summed_losses(checkpoint):
+    model, replay, inputs, routes = routed_model()
+    expected = expected_gradients(model, replay, inputs, routes)
+    CHECKPOINTS[checkpoint](model)
+    total = torch.zeros(())
+    for ids, batch in zip(inputs, routes, strict=True):
+        with replay.replay(batch):
+            total = total + loss(model(ids))
+    total.backward()
+    for name, gradient in unwrapped(gradients(model)).items():
+        torch.testing.assert_close(gradient, sum(one[name] for one in expected), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_backward_inside_another_context(checkpoint):
+    """The backward of one micro-batch while the context of the next is open: each keeps its own routes."""
+    model, replay, inputs, routes = routed_model()
+    expected = expected_gradients(model, replay, inputs, routes)
+    CHECKPOINTS[checkpoint](model)
+    with replay.replay(routes[0]):
+        first = loss(model(inputs[0]))
+    with replay.replay(routes[1]):
+        first.backward()
+        assert_same_gradients(unwrapped(gradients(model)), expected[0])
+        second = loss(model(inputs[1]))
+        second.backward()
+        assert_same_gradients(unwrapped(gradients(model)), expected[1])
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_backward_in_another_thread(checkpoint):
+    model, replay, inputs, routes = routed_model()
+    expected = expected_gradients(model, replay, inputs, routes)
+    CHECKPOINTS[checkpoint](model)
+    with replay.replay(routes[0]):
+        one = loss(model(inputs[0]))
+    thread = threading.Thread(target=one.backward)
+    thread.start()
+    thread.join()
+    assert_same_gradients(unwrapped(gradients(model)), expected[0])
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_recorded_forward_is_recomputed_with_its_own_routes(checkpoint):
+    """A recording is left as it was by the recomputation of its backward."""
+    model, replay, inputs, _ = routed_model()
+    with replay.record() as plain:
+        loss(model(inputs[0])).backward()
+    expected = gradients(model)
+    CHECKPOINTS[checkpoint](model)
+    with replay.record() as recording:
+        one = loss(model(inputs[0]))
+    one.backward()
+    assert_same_gradients(unwrapped(gradients(model)), expected)
+    assert torch.equal(recording.batch().experts, plain.batch().experts)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_native_forward_between_replayed_ones(checkpoint):
+    """A forward outside any context routes natively, in its recomputation too."""
+    model, replay, inputs, routes = routed_model()
+    expected = expected_gradients(model, replay, inputs, routes)
+    loss(model(inputs[1])).backward()
+    native = gradients(model)
+    CHECKPOINTS[checkpoint](model)
+    with replay.replay(routes[0]):
+        replayed_loss = loss(model(inputs[0]))
+    native_loss = loss(model(inputs[1]))
+    replayed_loss.backward(retain_graph=True)
+    assert_same_gradients(unwrapped(gradients(model)), expected[0])
+    native_loss.backward()
+    assert_same_gradients(unwrapped(gradients(model)), native)
+    replayed_loss.backward()
+    assert_same_gradients(unwrapped(gradients(model)), expected[0])
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_failed_backward_leaves_no_routes_behind(checkpoint):
+    model, replay, inputs, routes = routed_model()
+    with torch.no_grad():
+        native = model(inputs[1]).logits
+    CHECKPOINTS[checkpoint](model)
+    with replay.replay(routes[0]):
+        one = loss(model(inputs[0]))
+
+    def fail(grad):
+        raise RuntimeError("planted")
+
+    handle = model.model.embed_tokens.weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        one.backward()
+    handle.remove()
+    model.zero_grad()
+    with torch.no_grad():
+        assert torch.equal(model(inputs[1]).logits, native)
+    with replay.replay(routes[1]):
+        loss(model(inputs[1])).backward()
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_rows_without_a_route_are_recomputed_as_they_were(checkpoint):
+    """The native choice of an uncovered row is remembered for the recomputation."""
+    model, replay, inputs, routes = routed_model()
+    partial = uncover(routes[0], every=3)
+    with replay.replay(partial):
+        loss(model(inputs[0])).backward()
+    expected = gradients(model)
+    CHECKPOINTS[checkpoint](model)
+    with replay.replay(partial):
+        one = loss(model(inputs[0]))
+    with replay.replay(routes[1]):
+        model(inputs[1])
+    one.backward()
+    assert_same_gradients(unwrapped(gradients(model)), expected)
