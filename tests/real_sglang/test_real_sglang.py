@@ -60,7 +60,7 @@ def test_new_weights_abort_and_resume(engine: SglangServer) -> None:
 
     async def interrupted(session: Session) -> FinishReason:
         turn = asyncio.create_task(session.generate(engine, SamplingParams(max_tokens=150)))
-        await asyncio.sleep(0.5)
+        await engine.generate_one([8, 9], SamplingParams(max_tokens=10))  # it began later, so the turn has begun
         await asyncio.to_thread(engine.update_weights, checkpoint_tensors(newer[1]), 1)
         return await turn
 

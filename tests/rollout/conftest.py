@@ -1,4 +1,4 @@
-"""Engines of the real vLLM, each started once: a start takes twenty seconds of CPU."""
+"""Ports, and engines of the real vLLM, each started once: a start takes twenty seconds of CPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.ports import reserved_port
 from tests.rollout.tiny import tiny_model
 
 NEEDS_VLLM = "the real vLLM is not installed here: see requirements/test.txt"
@@ -33,6 +34,13 @@ SHARED = {
     "block_size": 32,
     "kv_cache_memory_bytes": 2**26,
 }
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port for a server of the test's own; without one, connections are refused."""
+    with reserved_port() as number:
+        yield number
 
 
 @pytest.fixture(scope="session")

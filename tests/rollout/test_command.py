@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,12 +18,9 @@ pytest.importorskip("tyro", reason="the command line needs tyro")
 pytest.importorskip("uvicorn", reason="the server's own dependencies come with vLLM")
 
 
-def test_a_server_makes_up_its_token_and_prints_it(tmp_path: Path) -> None:
+def test_a_server_makes_up_its_token_and_prints_it(tmp_path: Path, port: int) -> None:
     model = tiny_model("olmoe")
     model.save_pretrained(tmp_path)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     command = [sys.executable, "-m", "moe_replay.cli.main", "rollout", "--model", str(tmp_path), "--port", str(port)]
     command += ["--engine", "transformers", "--dtype", "float32", "--weight-version", "5", "--max-length", "32"]
     environment = {name: value for name, value in os.environ.items() if name != "MOE_REPLAY_TOKEN"}
@@ -35,6 +32,7 @@ def test_a_server_makes_up_its_token_and_prints_it(tmp_path: Path) -> None:
             with VllmServer(f"http://127.0.0.1:{port}", token=token) as client:
                 while not client.healthy():
                     assert server.poll() is None, "the server did not start"
+                    time.sleep(0.1)
                 ((sample,),) = client.generate([[1, 2, 3]], SamplingParams(max_tokens=50))
             assert (sample.weight_version, len(sample.trace)) == (5, 32)
             assert_sampled_from(model, sample)

@@ -56,11 +56,14 @@ def test_when_one_fails_nothing_is_left_running() -> None:
 
 def test_a_caller_that_gives_up_cancels_its_request() -> None:
     async def give_up(engine: Engine) -> None:
-        async with asyncio.timeout(0.05):
-            await engine.generate_one([9], SamplingParams())
+        request = asyncio.create_task(engine.generate_one([9], SamplingParams()))
+        while not engine.threads:  # until it is being sampled
+            await asyncio.sleep(0.001)
+        request.cancel()
+        await request
 
     with Engine() as engine:
-        with pytest.raises(TimeoutError):
+        with pytest.raises(asyncio.CancelledError):
             asyncio.run(give_up(engine))
         engine.generate([[1]], SamplingParams())
         assert engine.cancelled == [9]

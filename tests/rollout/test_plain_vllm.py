@@ -6,7 +6,6 @@ import base64
 import io
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -98,8 +97,8 @@ def test_log_probs_of_another_distribution_are_refused() -> None:
         client.generate([[5, 6]], SamplingParams(temperature=0.7))
 
 
-def test_what_a_plain_server_cannot_do() -> None:
-    with PlainVllmServer("http://127.0.0.1:9", "model", TOPOLOGY) as client:
+def test_what_a_plain_server_cannot_do(port: int) -> None:
+    with PlainVllmServer(f"http://127.0.0.1:{port}", "model", TOPOLOGY) as client:
         for call in (client.sleep, client.wake, client.abort, lambda: client.update_weights(Path(), 1)):
             with pytest.raises(EngineError, match="a plain vLLM server cannot"):
                 call()
@@ -108,14 +107,11 @@ def test_what_a_plain_server_cannot_do() -> None:
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
 @pytest.mark.timeout(600)
-def test_the_real_vllm_serve(tmp_path: Path) -> None:
+def test_the_real_vllm_serve(tmp_path: Path, port: int) -> None:
     pytest.importorskip("vllm", reason=NEEDS_VLLM)
     model = tiny_model("qwen3_moe")
     model.save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny", "--dtype", "float32"]
     command += ["--enable-return-routed-experts", "--logprobs-mode", "processed_logprobs", "--enforce-eager"]
@@ -151,6 +147,6 @@ def save_tokenizer(folder: Path) -> None:
 
 def answers(port: int) -> bool:
     try:
-        return httpx.get(f"http://127.0.0.1:{port}/health").is_success
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=60).is_success
     except httpx.TransportError:
         return False

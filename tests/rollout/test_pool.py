@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from moe_replay.rollout.base import EngineError, EngineUnavailableError, Samplin
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.rollout.vllm_server import VllmServer
 from moe_replay.rollout.weights import checkpoint_tensors
+from tests.ports import reserved_port
 from tests.rollout.serving import serving
 from tests.rollout.tiny import assert_sampled_from, tiny_model
 
@@ -33,12 +33,13 @@ QUICK = {"rest": 0.2, "patience": 0.5}
 @contextmanager
 def server_process(folder: Path) -> Iterator[tuple[subprocess.Popen, str]]:
     """`moe-replay rollout` on a free port, ready to answer."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moe_replay.cli.main", "rollout", "--model", str(folder), "--port", str(port)]
+    command = [sys.executable, "-m", "moe_replay.cli.main", "rollout", "--model", str(folder)]
     command += ["--engine", "transformers", "--dtype", "float32", "--token", TOKEN]
-    with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with (
+        reserved_port() as port,
+        subprocess.Popen([*command, "--port", str(port)], env=environment) as process,
+    ):
         try:
             yield process, f"http://127.0.0.1:{port}"
         finally:
@@ -72,8 +73,8 @@ def test_a_server_killed_in_mid_batch_loses_nothing(tmp_path: Path) -> None:
         prompts = [[1 + i, 2, 3] for i in range(40)]
         batch = threading.Thread(target=lambda: done.append(pool.generate(prompts, SamplingParams(n=2, max_tokens=24))))
         batch.start()
-        while not pool._members[0].under_way:
-            time.sleep(0.01)
+        while batch.is_alive() and not pool._members[0].under_way:
+            time.sleep(0.001)
         victim.kill()
         batch.join()
         (groups,) = done
@@ -142,11 +143,10 @@ def test_an_engine_that_missed_an_update_is_left_out(engines, urls) -> None:
 
 
 def test_no_engine_left_says_so() -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
-    with pytest.raises(EngineUnavailableError, match=f"{url} cannot be reached"):
-        pool_of(url)
+    with reserved_port() as port:
+        url = f"http://127.0.0.1:{port}"
+        with pytest.raises(EngineUnavailableError, match=f"{url} cannot be reached"):
+            pool_of(url)
 
 
 def test_a_pool_needs_engines_of_one_model(urls) -> None:

@@ -20,7 +20,7 @@ from moe_replay.rollout.vllm_server import VllmServer
 from moe_replay.rollout.weight_stream import write_update
 from moe_replay.rollout.weights import checkpoint_tensors
 from tests.rollout.serving import serving
-from tests.rollout.tiny import assert_sampled_from, reference, tiny_model
+from tests.rollout.tiny import Pause, assert_sampled_from, reference, tiny_model
 
 TOKEN = "open sesame"
 PROBE = list(range(1, 40))
@@ -110,12 +110,12 @@ def test_an_update_that_fails_is_told(client: VllmServer) -> None:
 def test_an_update_without_its_end_is_no_update(client: VllmServer, url: str) -> None:
     body = b"".join(write_update(checkpoint_tensors(tiny_model("qwen3_moe", seed=1)), 1, None))
     headers = {"authorization": f"Bearer {TOKEN}"}
-    answer = httpx.post(f"{url}/weights", content=body[:-8], headers=headers)
+    answer = httpx.post(f"{url}/weights", content=body[:-8], headers=headers, timeout=60)
     assert answer.status_code == 400
     assert "before its end" in answer.json()["error"]
     with pytest.raises(EngineError, match="did not succeed"):
         client.generate([[1]], SamplingParams())
-    assert httpx.post(f"{url}/weights", content=b"\xff" * 40, headers=headers).status_code == 409
+    assert httpx.post(f"{url}/weights", content=b"\xff" * 40, headers=headers, timeout=60).status_code == 409
 
 
 @pytest.mark.parametrize("token", [None, "open sesam", "open sesame!", "öffne"])
@@ -123,8 +123,9 @@ def test_nothing_without_the_token(url: str, token: str | None) -> None:
     headers = {} if token is None else {"authorization": f"Bearer {token}".encode()}
     paths = [("GET", "/info"), *(("POST", path) for path in ("/generate", "/weights", "/sleep", "/wake", "/abort"))]
     for method, path in paths:
-        assert httpx.request(method, url + path, headers=headers).status_code == 401, path  # type: ignore[arg-type]
-    assert httpx.get(f"{url}/health").json() == {"alive": True}
+        answer = httpx.request(method, url + path, headers=headers, timeout=60)  # type: ignore[arg-type]
+        assert answer.status_code == 401, path
+    assert httpx.get(f"{url}/health", timeout=60).json() == {"alive": True}
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,8 @@ def test_nothing_without_the_token(url: str, token: str | None) -> None:
     ],
 )
 def test_requests_that_make_no_sense(url: str, asked: dict[str, Any]) -> None:
-    answer = httpx.post(f"{url}/generate", json=asked, headers={"authorization": f"Bearer {TOKEN}"})
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    answer = httpx.post(f"{url}/generate", json=asked, headers=headers, timeout=60)
     assert answer.status_code == 422
     assert answer.json()["error"]
 
@@ -154,22 +156,14 @@ def test_sleep_wake_and_what_the_engine_refuses(client: VllmServer) -> None:
         client.generate([[1] * 240], SamplingParams())
 
 
-def under_way(engine: TransformersEngine) -> threading.Semaphore:
-    """Counts the forwards of an engine."""
-    forwards = threading.Semaphore(0)
-    engine.model.register_forward_hook(lambda *_: forwards.release())
-    return forwards
-
-
 def test_an_abort_brings_back_what_there_is(client: VllmServer, engine: TransformersEngine) -> None:
-    forwards, results = under_way(engine), []
+    paused, results = Pause(engine.model, forwards=4), []
     thread = threading.Thread(
         target=lambda: results.extend(client.generate([[1, 2]], SamplingParams(n=2, max_tokens=230)))
     )
     thread.start()
-    for _ in range(4):
-        forwards.acquire()
-    client.abort()
+    with paused:
+        client.abort()
     thread.join()
     for sample in results[0]:
         assert sample.finish_reason is FinishReason.ABORT
@@ -189,6 +183,7 @@ class EndlessEngine(TransformersEngine):
     """Samples until it is told to stop."""
 
     async def generate_one(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
+        self.begun.set()
         try:
             await asyncio.Event().wait()
         finally:
@@ -201,15 +196,16 @@ def test_what_nobody_waits_for_is_given_up() -> None:
     from moe_replay.rollout.server_app import build_app
 
     engine = EndlessEngine(tiny_model("olmoe"))
-    engine.cancelled = threading.Event()
+    engine.begun, engine.cancelled = threading.Event(), threading.Event()
     with serving(build_app(engine, TOKEN)) as address, VllmServer(address, token=TOKEN, timeout=0.3) as client:
-        with pytest.raises(EngineUnavailableError):
-            client.generate([[1]], SamplingParams())
+        while not engine.begun.is_set():  # a slow machine may give up before the engine has heard of the request
+            with pytest.raises(EngineUnavailableError):
+                client.generate([[1]], SamplingParams())
         assert engine.cancelled.wait(timeout=60)
 
 
-def test_a_server_that_is_not_there() -> None:
-    with VllmServer("http://127.0.0.1:9", token=TOKEN) as client:
+def test_a_server_that_is_not_there(port: int) -> None:
+    with VllmServer(f"http://127.0.0.1:{port}", token=TOKEN) as client:
         assert not client.healthy()
         with pytest.raises(EngineUnavailableError, match="cannot be reached"):
             client.generate([[1]], SamplingParams())

@@ -18,7 +18,7 @@ import moe_replay as mr
 from moe_replay.rollout.base import EngineError, FinishReason, Probe, Sample, SamplingParams
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.rollout.weights import checkpoint_tensors, packed, read_tensors
-from tests.rollout.tiny import VOCABULARY, assert_sampled_from, reference, tiny_model
+from tests.rollout.tiny import VOCABULARY, Pause, assert_sampled_from, reference, tiny_model
 
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe")
 
@@ -202,21 +202,19 @@ def test_a_sleeping_engine_refuses_until_it_wakes() -> None:
 
 def test_an_aborted_sample_is_whole_as_far_as_it_went() -> None:
     engine = TransformersEngine(tiny_model("olmoe"))
-    forwards = threading.Semaphore(0)
-    engine.model.register_forward_hook(lambda *_: forwards.release())
+    paused = Pause(engine.model, forwards=5)
     result: list[list[Sample]] = []
     thread = threading.Thread(
         target=lambda: result.extend(engine.generate([[1, 2], [3]], SamplingParams(max_tokens=250, seed=1)))
     )
     thread.start()
-    for _ in range(5):
-        forwards.acquire()
-    engine.abort()
+    with paused:
+        engine.abort()
     thread.join()
     engine.close()
     for (sample,) in result:
         assert sample.finish_reason is FinishReason.ABORT
-        assert 5 <= len(sample.completion_ids) < 250
+        assert len(sample.completion_ids) == 5
         assert_sampled_from(engine.model, sample)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,6 +61,33 @@ def _spread(model: nn.Module) -> None:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(4)
+
+
+class Pause:
+    """Holds a model at the end of one of its forwards, in whichever thread: it is sampling, and not done.
+
+    paused = Pause(model, forwards=5)       # then sample from it in another thread
+    with paused:                            # entered in the fifth forward
+        ...                                 # which ends when this does
+    """
+
+    def __init__(self, model: nn.Module, forwards: int) -> None:
+        self._left = forwards
+        self._reached, self._over = threading.Event(), threading.Event()
+        self._hook = model.register_forward_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._reached.set()
+            self._over.wait()
+
+    def __enter__(self) -> None:
+        self._reached.wait()
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+        self._over.set()
 
 
 def reference(model: nn.Module, token_ids: np.ndarray, temperature: float = 1.0) -> Reference:

@@ -31,7 +31,7 @@ def test_afterwards_a_signal_is_what_it_was() -> None:
         pass
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
-        threading.Event().wait(5)
+        threading.Event().wait(60)
 
 
 def test_in_another_thread_it_does_nothing() -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pty
+import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -57,6 +60,9 @@ def in_terminal(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "60")  # narrower than the line of a step
     ours, theirs = pty.openpty()
+    sent: list[bytes] = []
+    reader = threading.Thread(target=lambda: sent.extend(until_closed(ours)))
+    reader.start()
     with os.fdopen(theirs, "w") as file, Progress(100, file) as progress:
         progress.resume(6)
         progress.phase("rollout", 13, 64)
@@ -64,9 +70,19 @@ def in_terminal(monkeypatch: pytest.MonkeyPatch) -> str:
         progress.step(7, METRICS)
         progress.phase("rollout", 1, 64)
         progress.phase("rollout", 17, 64)
-    sent = os.read(ours, 100_000).decode()
+    reader.join()
     os.close(ours)
-    return sent
+    return b"".join(sent).decode()
+
+
+def until_closed(terminal: int) -> Iterator[bytes]:
+    """Everything that is written to a terminal; where its other end is closed, Linux reports EIO instead of an end."""
+    try:
+        while part := os.read(terminal, 4096):
+            yield part
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
 
 
 def test_a_terminal_shows_the_phase_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

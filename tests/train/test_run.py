@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,15 +93,16 @@ def test_one_run_in_a_folder_at_a_time(tmp_path: Path) -> None:
 
 def test_the_lock_of_a_killed_run_is_gone(tmp_path: Path) -> None:
     program = (
-        "import sys, time\n"
+        "import sys\n"
         "from pathlib import Path\n"
         "from moe_replay.train.config import TrainConfig\n"
         "from moe_replay.train.run import Run\n"
         "run = Run.open(TrainConfig(output=Path(sys.argv[1])))\n"
         "print('open', flush=True)\n"
-        "time.sleep(100)\n"
+        "sys.stdin.read()\n"
     )
-    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], **pipes) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "open\n"
         with pytest.raises(RunError, match=f"process {other.pid} on"):
