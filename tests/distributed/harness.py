@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT = 120.0  # seconds; a rank that is not done by then tells where it stands, and dies
+TIMEOUT = 600.0  # seconds, for a busy machine; a rank that is not done by then tells where it stands, and dies
 FAMILIES = ("deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "qwen3_moe")
 PRELOADED = [
     *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES),

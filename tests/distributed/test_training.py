@@ -27,7 +27,7 @@ COMPARED = (
 
 def curve(size: int, files: Any, output: Path, **overrides: Any) -> list[dict[str, float]]:
     arguments = (str(files.model), str(files.train), str(output), overrides)
-    every = run_ranks(size, train_on_rank, *arguments, timeout=240)
+    every = run_ranks(size, train_on_rank, *arguments)
     assert all(lines == every[0] for lines in every)
     return [{name: line[name] for name in COMPARED} for line in every[0]]
 

@@ -56,7 +56,7 @@ def in_vllm(policy: Any, folder: Path) -> Iterator[Any]:
         yield engine
 
 
-VLLM = pytest.param(in_vllm, marks=[pytest.mark.slow, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(600)])
+VLLM = pytest.param(in_vllm, marks=[pytest.mark.slow, pytest.mark.xdist_group("vllm")])
 
 
 @pytest.mark.parametrize("start", [in_process, behind_http, VLLM])

@@ -51,7 +51,7 @@ def on_rank() -> list[Run]:
 
 
 def test_two_processes_are_one() -> None:
-    first, second = run_ranks(2, on_rank, timeout=240)  # each imports TRL first
+    first, second = run_ranks(2, on_rank)  # each imports TRL first
     for number, replay in enumerate(MODES):
         logged, weights = run(replay, 1)
         for name, weight in weights.items():

@@ -59,7 +59,7 @@ def look_at(page: Path, folder: Path, width: int, scheme: int) -> dict[str, Any]
         f"--user-data-dir={folder / 'profile'}",
         probed.as_uri(),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     found = re.search(r'data-seen="([^"]*)"', done.stdout)
     assert found, done.stderr
     return json.loads(html.unescape(found[1]))

@@ -106,7 +106,6 @@ def test_what_a_plain_server_cannot_do(port: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
-@pytest.mark.timeout(600)
 def test_the_real_vllm_serve(tmp_path: Path, port: int) -> None:
     pytest.importorskip("vllm", reason=NEEDS_VLLM)
     model = tiny_model("qwen3_moe")

@@ -222,7 +222,6 @@ def test_the_prompt_of_a_group_travels_once(client: VllmServer) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
-@pytest.mark.timeout(600)
 def test_the_real_vllm_behind_the_server(vllm_engine: Callable[[str], Any]) -> None:
     from moe_replay.rollout.server_app import build_app
 

@@ -55,7 +55,7 @@ def test_three_steps(server: str, demo_files: Any, tmp_path: Path, backend: str,
         "checkpoint": {"export": True},
     }
     arguments = (str(demo_files.model), str(demo_files.train), str(tmp_path / "run"), overrides)
-    (lines,) = run_ranks(1, train_on_rank, *arguments, timeout=200)
+    (lines,) = run_ranks(1, train_on_rank, *arguments)
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["loss/grad_norm"] > 0 for line in lines)
     assert min(line["routing/agreement"] for line in lines) < 1  # routers really differ
@@ -83,7 +83,7 @@ def test_generation_runs_ahead_and_is_resumed_with_new_weights(server: str, demo
         "log": {"traces": 8},
     }
     arguments = (str(demo_files.model), str(demo_files.train), str(tmp_path / "run"), overrides)
-    (lines,) = run_ranks(1, train_on_rank, *arguments, timeout=200)
+    (lines,) = run_ranks(1, train_on_rank, *arguments)
     assert 1 <= max(line["completion/staleness_max"] for line in lines) <= 2
     versions = [versions_in(file) for file in sorted((tmp_path / "run/traces").iterdir())]
     assert len(versions) == 6
@@ -110,7 +110,7 @@ def test_tools_adapters_and_sleep(server: str, demo_files: Any, tmp_path: Path) 
         "log": {"traces": 4},
     }
     arguments = (str(demo_files.model), str(demo_files.train), str(tmp_path / "run"), overrides)
-    (lines,) = run_ranks(1, train_on_rank, *arguments, timeout=200)
+    (lines,) = run_ranks(1, train_on_rank, *arguments)
     assert all(line["routing/aligned"] != 0 and line["loss/grad_norm"] > 0 for line in lines)
     assert all(line["completion/length_max"] <= 18 for line in lines)  # the tool's tokens are not the model's
     import moe_replay as mr

@@ -22,7 +22,7 @@ from moe_replay.rollout.weights import checkpoint_tensors
 from tests.rollout.conftest import NEEDS_VLLM
 from tests.rollout.tiny import VOCABULARY, assert_sampled_from, reference, tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe")
 PROBE = list(range(1, 60))

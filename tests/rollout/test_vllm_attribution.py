@@ -15,7 +15,7 @@ from moe_replay.tools.attribution.result import NATIVE, R3
 from tests.models import perturb_routers
 from tests.rollout.tiny import VOCABULARY, tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
 
 def test_replay_repairs_what_routing_breaks(vllm_engine: Callable[[str], Any]) -> None:
