@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 import moe_replay as mr
-from moe_replay.rollout.base import FinishReason, Sample, SamplingParams
 from moe_replay.rollout.sample_wire import encode_samples
+from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
 
 PROMPTS, PROMPT_TOKENS, GROUP, NEW_TOKENS, VOCABULARY = 4, 256, 4, 64, 1024
 ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "kv_cache_memory_bytes": 2**28}

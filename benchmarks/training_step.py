@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe_replay.rollout.base import FinishReason
+from moe_replay.rollout.types import FinishReason
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.train import launch
 from moe_replay.train.backends.fsdp import FsdpBackend
-from moe_replay.train.config import TrainConfig
+from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.learner import Learner
 from moe_replay.train.meters import Meters
 from moe_replay.train.trajectory import Trajectory

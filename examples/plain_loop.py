@@ -11,8 +11,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moe_replay as mr
 from moe_replay.diagnostics.metrics import route_agreement
-from moe_replay.rollout.base import SamplingParams
 from moe_replay.rollout.transformers import TransformersEngine
+from moe_replay.rollout.types import SamplingParams
 
 mode = sys.argv[1] if len(sys.argv) > 1 else "r3"
 torch.manual_seed(0)

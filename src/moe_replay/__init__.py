@@ -1,83 +1,37 @@
-"""moe-replay: send every token to the experts that the rollout sent it to, and prove it."""
+"""moe-replay: send every token to the experts that the rollout sent it to, and prove it.
 
-from moe_replay.diagnostics.compare import VerifyReport
+The names here are what most programs need. More lives in the packages they come from: `moe_replay.routes`,
+`moe_replay.replay`, `moe_replay.interop` (routes of other projects), `moe_replay.errors`.
+"""
+
+from moe_replay import errors, interop, replay, routes
 from moe_replay.diagnostics.verify import verify
 from moe_replay.diagnostics.watch import AlignmentWatch
-from moe_replay.errors import (
-    AlignmentError,
-    LayoutError,
-    MissingExtraError,
-    MoeReplayError,
-    ReplayStateError,
-    TraceError,
-    TraceFormatError,
-    UnsupportedRouterError,
-)
-from moe_replay.interop import (
-    PeerError,
-    from_ms_swift,
-    from_nemo_rl,
-    from_sglang,
-    from_skyrl,
-    from_slime,
-    from_verl,
-    from_vllm,
-    to_ms_swift,
-    to_nemo_rl,
-    to_sglang,
-    to_skyrl,
-    to_slime,
-    to_verl,
-    to_vllm,
-)
-from moe_replay.replay.controller import Recording, Replaying, RouterReplay, attach
-from moe_replay.routes.batch import Coverage, RouteBatch
+from moe_replay.errors import AlignmentError, MoeReplayError
+from moe_replay.replay.controller import RouterReplay, attach
+from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import TokenLayout
-from moe_replay.routes.topology import MoeLayer, MoeTopology
+from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
-from moe_replay.routes.trace_file import TraceFile, TraceWriter, recover_traces
-from moe_replay.routes.trace_parts import VersionSpan
+from moe_replay.routes.trace_file import TraceFile, TraceWriter
+from moe_replay.version import __version__
 
 __all__ = [
     "AlignmentError",
     "AlignmentWatch",
-    "Coverage",
-    "LayoutError",
-    "MissingExtraError",
-    "MoeLayer",
     "MoeReplayError",
     "MoeTopology",
-    "PeerError",
-    "Recording",
-    "ReplayStateError",
-    "Replaying",
     "RouteBatch",
     "RouteTrace",
     "RouterReplay",
     "TokenLayout",
-    "TraceError",
     "TraceFile",
-    "TraceFormatError",
     "TraceWriter",
-    "UnsupportedRouterError",
-    "VerifyReport",
-    "VersionSpan",
+    "__version__",
     "attach",
-    "from_ms_swift",
-    "from_nemo_rl",
-    "from_sglang",
-    "from_skyrl",
-    "from_slime",
-    "from_verl",
-    "from_vllm",
-    "recover_traces",
-    "to_ms_swift",
-    "to_nemo_rl",
-    "to_sglang",
-    "to_skyrl",
-    "to_slime",
-    "to_verl",
-    "to_vllm",
+    "errors",
+    "interop",
+    "replay",
+    "routes",
     "verify",
 ]
-__version__ = "0.1.0"

@@ -6,6 +6,22 @@ The parts of a message are kept as attributes: a tool can group errors by layer 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+__all__ = [
+    "AlignmentError",
+    "EngineError",
+    "EngineName",
+    "EngineUnavailableError",
+    "LayoutError",
+    "MissingExtraError",
+    "MoeReplayError",
+    "ReplayStateError",
+    "TraceError",
+    "TraceFormatError",
+    "UnsupportedRouterError",
+]
+
 
 class MoeReplayError(ValueError):
     """Base of every error of this library: `problem [where]: expected ..., found .... Remedy.`"""
@@ -68,3 +84,21 @@ class ReplayStateError(MoeReplayError):
 
 class MissingExtraError(MoeReplayError, ImportError):
     """An optional dependency is not installed; the message names the extra that brings it."""
+
+
+class EngineName(NamedTuple):
+    """Which engine, in which version: for the texts of errors."""
+
+    name: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
+
+class EngineError(MoeReplayError):
+    """A rollout engine that cannot do what was asked, died, or returned routes that cannot be true."""
+
+
+class EngineUnavailableError(EngineError):
+    """An engine that cannot be reached, is overloaded or does not answer in time: another one may serve the request."""

@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_replay import AlignmentError, MoeLayer, MoeTopology, RouteTrace, TraceFormatError, TraceWriter
+from moe_replay import AlignmentError, MoeTopology, RouteTrace, TraceWriter
 from moe_replay.cli.inspect import bars, summary_text
 from moe_replay.cli.main import main
-from moe_replay.routes.trace import trace_from_parts
+from moe_replay.errors import TraceFormatError
+from moe_replay.routes import MoeLayer
 from moe_replay.routes.trace_parts import VersionSpan
 from moe_replay.tools.inspect import read_traces, summarize
+from tests.routes.parts import trace_from_parts
 
 pytest.importorskip("tyro", reason="the command line needs tyro")
 

@@ -16,8 +16,8 @@ pytest.importorskip("tyro", reason="the command line needs tyro")
 
 from moe_replay.cli.main import main
 from moe_replay.demo.settings import FULL, RECIPE
-from moe_replay.train.config import TrainConfig
 from moe_replay.train.config.file import load_config
+from moe_replay.train.config.train_config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -50,7 +50,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     """What the loop was given."""
     given: list[TrainConfig] = []
-    monkeypatch.setitem(sys.modules, "moe_replay.train.loop", SimpleNamespace(train=given.append))
+    monkeypatch.setitem(
+        sys.modules, "moe_replay.train.loop", SimpleNamespace(train=lambda config, **_: given.append(config))
+    )
     return given
 
 

@@ -14,8 +14,8 @@ from torch import nn
 import moe_replay as mr
 from moe_replay.cli.main import main
 from moe_replay.cli.verify import stdout_on_stderr
-from moe_replay.rollout.base import Sample, SamplingParams
 from moe_replay.rollout.transformers import TransformersEngine
+from moe_replay.rollout.types import Sample, SamplingParams
 from moe_replay.tools.attribution.result import Attribution
 from tests.rollout.tiny import VOCABULARY, tiny_model
 

@@ -136,12 +136,12 @@ def test_truncated_coverage_is_no_fault_but_is_named():
 
 
 def test_zeros_of_an_empty_capture_are_no_trace():  # bugs 16, 27
-    with pytest.raises(mr.TraceError, match=r"an expert stands twice in one row.*unwritten capture buffer"):
+    with pytest.raises(mr.errors.TraceError, match=r"an expert stands twice in one row.*unwritten capture buffer"):
         mr.RouteTrace([5, 6], np.zeros((2, 8, 4), int), range(1, 9), num_experts=32)
 
 
 def test_ids_cut_to_eight_bits_and_physical_ids_are_no_trace():  # bug 27
-    with pytest.raises(mr.TraceError, match="300"):
+    with pytest.raises(mr.errors.TraceError, match="300"):
         mr.RouteTrace([5], [[[300, 1]]], [1], num_experts=256)
 
 
@@ -247,7 +247,7 @@ def test_a_decoder_built_twice_is_refused():  # bugs 3, 4, 5
     del model.model
     model.orphan = copy.deepcopy(running)
     model.model = running
-    with pytest.raises(mr.UnsupportedRouterError, match="orphan"):
+    with pytest.raises(mr.errors.UnsupportedRouterError, match="orphan"):
         mr.attach(model)
 
 
@@ -328,7 +328,7 @@ def test_every_rank_comes_to_the_same_verdict(plant):
 
 
 def _topology(trace: mr.RouteTrace) -> mr.MoeTopology:
-    moe = tuple(mr.MoeLayer(layer, trace.num_experts or 0, trace.top_k) for layer in trace.layers)
+    moe = tuple(mr.routes.MoeLayer(layer, trace.num_experts or 0, trace.top_k) for layer in trace.layers)
     return mr.MoeTopology(num_layers=9, moe_layers=moe)
 
 

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_replay as mr
-from moe_replay.rollout.base import FinishReason
+from moe_replay.rollout.types import FinishReason
 from moe_replay.train import trajectory as trajectories_module
 from moe_replay.train.backends.base import Backend, Routing, Scores, Updated
-from moe_replay.train.batches import MicroBatch, mini_batches
-from moe_replay.train.config import TrainConfig
+from moe_replay.train.batches import mini_batches
+from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.losses import policy_loss
+from moe_replay.train.micro_batch import MicroBatch
 from moe_replay.train.trajectory import Trajectory
 from tests.megatron.weights.models import VOCABULARY, save_checkpoint, tiny
 from tests.models import perturb_routers

@@ -109,10 +109,10 @@ def chunks_with_the_routes_of_others(case: Case, path: str) -> list[list[int]]:
     with replay.replay(whole):
         models[0](**inputs)
         models[1](**inputs)
-    with pytest.raises(mr.ReplayStateError, match="twice"), replay.replay(whole):
+    with pytest.raises(mr.errors.ReplayStateError, match="twice"), replay.replay(whole):
         models[0](**inputs)
         models[0](**inputs)
-    with pytest.raises(mr.ReplayStateError, match="did not run inside this replay"), replay.replay(of_first):
+    with pytest.raises(mr.errors.ReplayStateError, match="did not run inside this replay"), replay.replay(of_first):
         pass
     if len(layers[1]) > 1:
         part = mr.RouteBatch.from_traces(partition.traces(0), layout, layers[1][:1])
@@ -121,7 +121,7 @@ def chunks_with_the_routes_of_others(case: Case, path: str) -> list[list[int]]:
     with replay.record() as recording:
         models[1](**inputs)
     assert recording.batch().layers == layers[1]
-    with pytest.raises(mr.ReplayStateError, match="not attached to"):
+    with pytest.raises(mr.errors.ReplayStateError, match="not attached to"):
         replay.layers_of(nn.Linear(1, 1))
     return [list(of_chunk) for of_chunk in layers]
 
@@ -141,7 +141,7 @@ def stage_without_routers(case: Case, path: str) -> list[int]:
     assert batch.experts.shape == (0, layout.num_rows, 2)
     with replay.replay(batch):
         model(**inputs)
-    with pytest.raises(mr.ReplayStateError, match="no model ran inside this replay"), replay.replay(batch):
+    with pytest.raises(mr.errors.ReplayStateError, match="no model ran inside this replay"), replay.replay(batch):
         pass
     with pytest.raises(mr.AlignmentError, match="another token"), replay.replay(batch):
         model(**(inputs | {"input_ids": inputs["input_ids"] + 1}))
@@ -273,7 +273,7 @@ def test_the_layout_tests_would_notice() -> None:
 
 
 def batched_interleaving(case: Case, path: str) -> str:
-    with pytest.raises(mr.UnsupportedRouterError, match="batch_p2p_comm") as caught:
+    with pytest.raises(mr.errors.UnsupportedRouterError, match="batch_p2p_comm") as caught:
         partition_of(case, path)
     return str(caught.value)
 

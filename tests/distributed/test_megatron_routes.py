@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import moe_replay as mr
-from moe_replay.distributed.gather import collect_traces, merge_traces
+from moe_replay.distributed.traces import collect_traces, merge_traces
 from tests.distributed import harness
 from tests.distributed.megatron_models import (
     FULL,

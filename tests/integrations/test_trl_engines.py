@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+from moe_replay.errors import EngineError
 from moe_replay.integrations.trl_generation import merged_weights
-from moe_replay.rollout.base import EngineError
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.rollout.weights import checkpoint_tensors
 from tests.integrations.trl_tiny import make, model, trained

@@ -35,7 +35,7 @@ def test_a_layout_is_what_trl_pads(parts: list[tuple[int, int]], left: int, righ
 
 @pytest.mark.parametrize(("prompt_width", "width"), [(2, 9), (3, 4)])
 def test_a_sample_that_does_not_fit_is_refused(prompt_width: int, width: int) -> None:
-    with pytest.raises(mr.LayoutError, match=r"does not fit .*sample 1.* found 3 \+ 2 tokens"):
+    with pytest.raises(mr.errors.LayoutError, match=r"does not fit .*sample 1.* found 3 \+ 2 tokens"):
         batch_layout([RoutedSample((5, 6), 1), RoutedSample((1, 2, 3, 4, 5), 3)], prompt_width, width)
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_replay.errors import EngineError
 from moe_replay.interop.capture import EngineName, trace_from_capture
-from moe_replay.rollout.base import EngineError
 from moe_replay.routes.topology import ATTENTION_ROUTER, MoeLayer, MoeTopology
 
 ENGINE = EngineName("vLLM", "0.30.0")

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_replay import MoeLayer, MoeTopology, RouteTrace, interop
+from moe_replay import MoeTopology, RouteTrace, interop
+from moe_replay.routes import MoeLayer
 
 HYBRID = MoeTopology(5, tuple(MoeLayer(layer, 16, 2) for layer in (1, 3, 4)))
 WIDE = MoeTopology(3, tuple(MoeLayer(layer, 300, 3) for layer in (0, 1, 2)))

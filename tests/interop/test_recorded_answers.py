@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moe_replay import MoeTopology, interop
-from moe_replay.rollout.base import EngineName
+from moe_replay.errors import EngineName
 from moe_replay.rollout.sglang_wire import Answer
 from tests.real_sglang.models import sglang_model
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from moe_replay import MoeLayer, MoeTopology, RouteTrace, interop
+from moe_replay import MoeTopology, RouteTrace, interop
 from moe_replay.interop import PeerError
+from moe_replay.routes import MoeLayer
 from tests.interop.test_conventions import HYBRID, captured, npy_text, truth
 
 TRACE = truth(9, 1)

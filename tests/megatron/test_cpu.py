@@ -108,7 +108,10 @@ def test_refused_where_cuda_is_available(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     before = [getattr(owner, name) for owner, name in TOUCHED]
-    with pytest.raises(mr.ReplayStateError, match="where CUDA is available: found 8 devices"), megatron_cpu.enabled():
+    with (
+        pytest.raises(mr.errors.ReplayStateError, match="where CUDA is available: found 8 devices"),
+        megatron_cpu.enabled(),
+    ):
         pass
     assert [getattr(owner, name) for owner, name in TOUCHED] == before
 
@@ -117,7 +120,7 @@ def test_a_missing_megatron_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> 
     for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "megatron", None)
-    with pytest.raises(mr.MissingExtraError, match=r"moe-replay\[megatron\]"), megatron_cpu.enabled():
+    with pytest.raises(mr.errors.MissingExtraError, match=r"moe-replay\[megatron\]"), megatron_cpu.enabled():
         pass
 
 
@@ -210,7 +213,7 @@ def test_the_plain_attention_is_megatrons() -> None:
 
 def test_dropout_is_refused() -> None:
     config: Any = type("Config", (), {"attention_dropout": 0.1, "kv_channels": 8, "context_parallel_size": 1})
-    with pytest.raises(mr.UnsupportedRouterError, match="attention_dropout"):
+    with pytest.raises(mr.errors.UnsupportedRouterError, match="attention_dropout"):
         megatron_cpu.PlainCoreAttention(config, 1, None, "self")
 
 

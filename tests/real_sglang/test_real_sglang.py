@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_replay.rollout.base import EngineError, FinishReason, Probe, SamplingParams
+from moe_replay.errors import EngineError
 from moe_replay.rollout.session import Session
 from moe_replay.rollout.sglang_server import SglangServer
+from moe_replay.rollout.types import FinishReason, Probe, SamplingParams
 from moe_replay.rollout.weights import checkpoint_tensors
 from tests.real_sglang.models import sglang_model
 from tests.real_sglang.server import sglang_server

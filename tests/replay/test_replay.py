@@ -322,19 +322,19 @@ def test_a_layer_the_engine_cannot_capture_must_be_declared(model, replay):
 def test_a_context_without_a_forward_is_refused(model, replay):
     ids = random_ids(2, 9)
     batch = recorded(model, replay, ids)
-    with pytest.raises(mr.ReplayStateError, match=r"this replay \[layer 1, 2, 3\]"), replay.replay(batch):
+    with pytest.raises(mr.errors.ReplayStateError, match=r"this replay \[layer 1, 2, 3\]"), replay.replay(batch):
         pass
-    with pytest.raises(mr.ReplayStateError, match="did not run inside this record"), replay.record():
+    with pytest.raises(mr.errors.ReplayStateError, match="did not run inside this record"), replay.record():
         pass
 
 
 def test_a_second_forward_in_one_context_is_refused(model, replay):
     ids = random_ids(2, 9)
     batch = recorded(model, replay, ids)
-    with torch.no_grad(), pytest.raises(mr.ReplayStateError, match=r"twice \[layer 1\]"), replay.replay(batch):
+    with torch.no_grad(), pytest.raises(mr.errors.ReplayStateError, match=r"twice \[layer 1\]"), replay.replay(batch):
         model(ids)
         model(ids)
-    with torch.no_grad(), pytest.raises(mr.ReplayStateError, match="twice"), replay.record():
+    with torch.no_grad(), pytest.raises(mr.errors.ReplayStateError, match="twice"), replay.record():
         model(ids)
         model(ids)
 
@@ -349,7 +349,7 @@ def test_nesting_is_refused_and_the_outer_context_goes_on(model, replay, outer, 
         return replay.record() if kind == "record" else replay.replay(batch)
 
     with torch.no_grad(), opened(outer):
-        with pytest.raises(mr.ReplayStateError, match="opened inside"), opened(inner):
+        with pytest.raises(mr.errors.ReplayStateError, match="opened inside"), opened(inner):
             pass
         model(ids)
 
@@ -363,7 +363,7 @@ def test_a_second_thread_is_refused(model, replay):
         try:
             with torch.no_grad():
                 model(ids)
-        except mr.ReplayStateError as error:
+        except mr.errors.ReplayStateError as error:
             caught.append(error)
 
     with torch.no_grad(), replay.replay(batch):
@@ -396,7 +396,7 @@ def test_an_exception_leaves_the_model_clean(model, replay):
 
 
 def test_attaching_twice_is_refused(model, replay):
-    with pytest.raises(mr.ReplayStateError, match="attached already"):
+    with pytest.raises(mr.errors.ReplayStateError, match="attached already"):
         mr.attach(model)
     replay.detach()
     mr.attach(model)

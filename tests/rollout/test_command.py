@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_replay.rollout.base import EngineError, SamplingParams
+from moe_replay.errors import EngineError
+from moe_replay.rollout.types import SamplingParams
 from moe_replay.rollout.vllm_server import VllmServer
 from tests.rollout.tiny import assert_sampled_from, tiny_model
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from moe_replay.rollout.base import EngineError, Sample, SamplingParams
+from moe_replay.errors import EngineError
 from moe_replay.rollout.loop import AsyncEngine
+from moe_replay.rollout.types import Sample, SamplingParams
 
 
 class Engine(AsyncEngine):

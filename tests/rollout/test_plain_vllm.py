@@ -18,8 +18,9 @@ import httpx
 import numpy as np
 import pytest
 
-from moe_replay.rollout.base import EngineError, SamplingParams
+from moe_replay.errors import EngineError
 from moe_replay.rollout.plain_vllm import PlainVllmServer
+from moe_replay.rollout.types import SamplingParams
 from moe_replay.routes.topology import MoeLayer, MoeTopology
 from tests.rollout.conftest import NEEDS_VLLM
 from tests.rollout.serving import serving

@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moe_replay.rollout.base import EngineError, EngineUnavailableError, SamplingParams
+from moe_replay.errors import EngineError, EngineUnavailableError
 from moe_replay.rollout.transformers import TransformersEngine
+from moe_replay.rollout.types import SamplingParams
 from moe_replay.rollout.vllm_server import VllmServer
 from moe_replay.rollout.weights import checkpoint_tensors
 from tests.ports import reserved_port

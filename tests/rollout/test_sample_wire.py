@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moe_replay as mr
-from moe_replay.rollout.base import EngineError, FinishReason, Sample
+from moe_replay.errors import EngineError
 from moe_replay.rollout.sample_wire import decode_samples, encode_samples
+from moe_replay.rollout.types import FinishReason, Sample
 
 LAYERS, EXPERTS, TOP_K = (1, 2, 5), 8, 2
 
@@ -75,9 +76,9 @@ def test_a_prompt_that_was_routed_otherwise_brings_its_own_routes() -> None:
 def test_every_cut_is_found() -> None:
     data = encode_samples([sample(np.arange(5), 3, seed) for seed in range(2)])
     for end in range(len(data)):
-        with pytest.raises((mr.TraceFormatError, EngineError)):
+        with pytest.raises((mr.errors.TraceFormatError, EngineError)):
             decode_samples(data[:end])
-    with pytest.raises(mr.TraceFormatError, match="after the last sample"):
+    with pytest.raises(mr.errors.TraceFormatError, match="after the last sample"):
         decode_samples(data + b"x")
 
 
@@ -88,11 +89,11 @@ def test_no_changed_byte_changes_a_sample() -> None:
     for position in range(head, len(data)):
         harmed = bytearray(data)
         harmed[position] ^= 0x10
-        with pytest.raises(mr.TraceFormatError):
+        with pytest.raises(mr.errors.TraceFormatError):
             decode_samples(harmed)
 
 
 @pytest.mark.parametrize("data", [b"", b"\x00", b"\xff\xff\xff\xff", b"\x02\x00\x00\x00{}", b"\x04\x00\x00\x00null"])
 def test_what_are_no_samples(data: bytes) -> None:
-    with pytest.raises(mr.TraceFormatError):
+    with pytest.raises(mr.errors.TraceFormatError):
         decode_samples(data)

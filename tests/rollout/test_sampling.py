@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_replay.rollout.base import EngineError, SamplingParams
+from moe_replay.errors import EngineError
 from moe_replay.rollout.sampling import draw, sampled_logprobs, uniforms
+from moe_replay.rollout.types import SamplingParams
 
 
 def logits(seed: int, rows: int = 1, columns: int = 10) -> torch.Tensor:

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from moe_replay.rollout.base import EngineError, EngineUnavailableError, FinishReason, Probe, Sample, SamplingParams
+from moe_replay.errors import EngineError, EngineUnavailableError
 from moe_replay.rollout.sample_wire import encode_samples
 from moe_replay.rollout.transformers import TransformersEngine
+from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams
 from moe_replay.rollout.vllm_server import VllmServer
 from moe_replay.rollout.weight_stream import write_update
 from moe_replay.rollout.weights import checkpoint_tensors

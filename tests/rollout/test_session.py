@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from moe_replay.errors import TraceError
-from moe_replay.rollout.base import EngineError, FinishReason, Sample, SamplingParams
+from moe_replay.errors import EngineError, TraceError
 from moe_replay.rollout.session import NOT_SAMPLED, Session
 from moe_replay.rollout.transformers import TransformersEngine
+from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
 from moe_replay.rollout.weights import checkpoint_tensors
 from tests.rollout.tiny import reference, tiny_model
 

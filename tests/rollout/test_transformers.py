@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import moe_replay as mr
-from moe_replay.rollout.base import EngineError, FinishReason, Probe, Sample, SamplingParams
+from moe_replay.errors import EngineError
 from moe_replay.rollout.transformers import TransformersEngine
+from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams
 from moe_replay.rollout.weights import checkpoint_tensors, packed, read_tensors
 from tests.rollout.tiny import VOCABULARY, Pause, assert_sampled_from, reference, tiny_model
 

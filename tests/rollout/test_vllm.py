@@ -17,7 +17,8 @@ import pytest
 from torch import nn
 
 import moe_replay as mr
-from moe_replay.rollout.base import EngineError, FinishReason, Probe, Sample, SamplingParams
+from moe_replay.errors import EngineError
+from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams
 from moe_replay.rollout.weights import checkpoint_tensors
 from tests.rollout.conftest import NEEDS_VLLM
 from tests.rollout.tiny import VOCABULARY, assert_sampled_from, reference, tiny_model

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import moe_replay as mr
-from moe_replay.rollout.base import SamplingParams
+from moe_replay.rollout.types import SamplingParams
 from moe_replay.tools.attribution.measure import attribute
 from moe_replay.tools.attribution.result import NATIVE, R3
 from tests.models import perturb_routers

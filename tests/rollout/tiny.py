@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import moe_replay as mr
-from moe_replay.rollout.base import Sample
+from moe_replay.rollout.types import Sample
 from tests.models import tiny_qwen3_moe
 
 VOCABULARY = 97

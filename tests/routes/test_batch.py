@@ -18,7 +18,8 @@ from moe_replay.errors import AlignmentError, TraceError
 from moe_replay.routes.batch import Coverage, RouteBatch
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.topology import MoeLayer, MoeTopology
-from moe_replay.routes.trace import RouteTrace, trace_from_parts
+from moe_replay.routes.trace import RouteTrace
+from tests.routes.parts import trace_from_parts
 
 LAYERS = (1, 2, 5, 6, 9)
 

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_replay.errors import TraceError
-from moe_replay.routes.trace import RouteTrace, trace_from_parts
+from moe_replay.routes.trace import RouteTrace
 from moe_replay.routes.trace_parts import VersionSpan, first_duplicate, narrowest_dtype
+from tests.routes.parts import trace_from_parts
 
 LAYERS = (1, 2, 4)
 TOP_K = 2

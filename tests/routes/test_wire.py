@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_replay.errors import TraceError, TraceFormatError
-from moe_replay.routes.trace import RouteTrace, trace_from_parts
+from moe_replay.routes.codec import Limits, block_digest
+from moe_replay.routes.trace import RouteTrace
 from moe_replay.routes.trace_parts import narrowest_dtype
-from moe_replay.routes.wire import Limits, block_digest, decode_trace, encode_parts, encode_trace
+from moe_replay.routes.wire import decode_trace, encode_parts, encode_trace
+from tests.routes.parts import trace_from_parts
 
 SPEC = Path(__file__).parents[2] / "docs" / "trace-format.md"
 

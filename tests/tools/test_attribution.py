@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import moe_replay as mr
-from moe_replay.rollout.base import Sample, SamplingParams
 from moe_replay.rollout.transformers import TransformersEngine
+from moe_replay.rollout.types import Sample, SamplingParams
 from moe_replay.tools.attribution.measure import attribute, attribute_traces
 from moe_replay.tools.attribution.result import (
     AGAIN,
@@ -199,7 +199,7 @@ def test_routes_of_another_model_are_refused(model: nn.Module, samples: list[Sam
     moved = mr.RouteTrace(trace.token_ids, trace.experts, (0, 1, 2), trace.valid, num_experts=trace.num_experts)
     with pytest.raises(mr.AlignmentError, match=r"layers \[1, 2, 3\].*layers \[0, 1, 2\]"):
         attribute_traces(model, [moved])
-    with pytest.raises(mr.TraceError, match=r"layers \[1, 2, 3\].*layers \[0, 1, 2\]"):
+    with pytest.raises(mr.errors.TraceError, match=r"layers \[1, 2, 3\].*layers \[0, 1, 2\]"):
         attribute(model, [replace(samples[0], trace=moved)])
     mr.attach(model).detach()
 

@@ -14,7 +14,7 @@ import moe_replay as mr
 class SmallPolicy:
     """What `Checkpoints` asks of a backend, done with real files."""
 
-    topology = mr.MoeTopology(num_layers=1, moe_layers=(mr.MoeLayer(0, 8, 2),), model_type="small")
+    topology = mr.MoeTopology(num_layers=1, moe_layers=(mr.routes.MoeLayer(0, 8, 2),), model_type="small")
     device = torch.device("cpu")
 
     def __init__(self, seed: int = 0) -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from moe_replay.train.config import TrainConfig
+from moe_replay.train.config.train_config import TrainConfig
 
 
 def tiny_config(folder: Path, prompts: Path, output: Path, **overrides: Any) -> TrainConfig:

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moe_replay as mr
-from moe_replay.train.batches import MicroBatch, divide, mini_batches
+from moe_replay.train.batches import divide, mini_batches
 from moe_replay.train.losses import token_weights
+from moe_replay.train.micro_batch import MicroBatch
 from tests.train.trajectories import LAYERS, random_trajectory
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)

@@ -125,7 +125,7 @@ def test_another_kind_of_run_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"expected backend.tensor_parallel 4, found backend.tensor_parallel 1\."):
         Checkpoints(tmp_path, settings=other).restore(policy)
 
-    policy.topology = mr.MoeTopology(num_layers=1, moe_layers=(mr.MoeLayer(0, 16, 2),), model_type="small")
+    policy.topology = mr.MoeTopology(num_layers=1, moe_layers=(mr.routes.MoeLayer(0, 16, 2),), model_type="small")
     with pytest.raises(CheckpointError, match="top 2 of 16, found routers small 1 in 1 layers, top 2 of 8"):
         Checkpoints(tmp_path, settings=SETTINGS).restore(policy)
     assert torch.equal(torch.get_rng_state(), before)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("pydantic", reason="the trainer's own dependency")
 
-from moe_replay.train.config import TrainConfig
 from moe_replay.train.config.file import load_config, to_toml
 from moe_replay.train.config.keys import OTHER_NAMES, ConfigError, all_fields
 from moe_replay.train.config.line import help_text
 from moe_replay.train.config.reference import reference
+from moe_replay.train.config.train_config import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 

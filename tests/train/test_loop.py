@@ -321,7 +321,7 @@ def test_an_environment_that_is_not_there_is_named(config: Config) -> None:
 
 def test_an_engine_with_other_weights_is_found_out(config: Config, demo_files: Any) -> None:
     """An engine that says it took the weights and did not."""
-    from moe_replay.rollout.base import EngineError
+    from moe_replay.errors import EngineError
     from moe_replay.rollout.transformers import TransformersEngine
 
     class Forgetful(TransformersEngine):

@@ -17,7 +17,7 @@ pytest.importorskip("pydantic")
 from moe_replay.errors import LayoutError
 from moe_replay.megatron import cpu as megatron_cpu
 from moe_replay.train.backends import megatron_build, megatron_logprobs
-from moe_replay.train.config import TrainConfig
+from moe_replay.train.config.train_config import TrainConfig
 from tests.megatron.weights.models import save_checkpoint, tiny
 
 

@@ -12,7 +12,7 @@ import moe_replay as mr
 from moe_replay.train import launch
 from moe_replay.train.meters import Meters
 
-TOPOLOGY = mr.MoeTopology(4, tuple(mr.MoeLayer(layer, 4, 2) for layer in (1, 3)))
+TOPOLOGY = mr.MoeTopology(4, tuple(mr.routes.MoeLayer(layer, 4, 2) for layer in (1, 3)))
 
 
 @pytest.fixture(autouse=True)

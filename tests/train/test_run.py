@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from moe_replay.errors import MissingExtraError
-from moe_replay.train.config import TrainConfig
 from moe_replay.train.config.file import load_config
-from moe_replay.train.run import Run, RunError, fixed_settings
+from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.run.checkpoint import CheckpointError, Checkpoints, TrainerState
+from moe_replay.train.run.folder import Run, RunError, fixed_settings
 from moe_replay.train.run.sinks import read_lines
 from tests.distributed.harness import run_ranks
 from tests.train.policy import SmallPolicy
@@ -96,7 +96,7 @@ def test_the_lock_of_a_killed_run_is_gone(tmp_path: Path) -> None:
         "import sys\n"
         "from pathlib import Path\n"
         "from moe_replay.train.config import TrainConfig\n"
-        "from moe_replay.train.run import Run\n"
+        "from moe_replay.train.run.folder import Run\n"
         "run = Run.open(TrainConfig(output=Path(sys.argv[1])))\n"
         "print('open', flush=True)\n"
         "sys.stdin.read()\n"

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from moe_replay.report.run_report import write_run_report
 from moe_replay.train.loop import train
 from tests.train.runs import train_on_rank
 
@@ -104,7 +105,7 @@ def test_conversations_are_rendered_and_scored_as_messages(config: Config, tmp_p
     rows = [{column: [{"role": "user", "content": f"{i}+{i}="}], "solution": str(2 * i)} for i in range(1, 9)]
     parquet.write_table(pyarrow.Table.from_pylist(rows), data)
     made = config(steps=1, data={"path": str(data)}, reward={"functions": ["tests.train.test_settings:of_messages"]})
-    assert (train(made) / "report.html").is_file()
+    assert (train(made, write_report=write_run_report) / "report.html").is_file()
 
 
 def of_messages(prompts: list, completions: list, solution: list[str], **_: Any) -> list[float]:

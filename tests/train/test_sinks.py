@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_replay.errors import MissingExtraError
-from moe_replay.train.config import LogConfig
+from moe_replay.train.config.sections import LogConfig
 from moe_replay.train.run.sinks import (
     JsonLines,
     MetricsError,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import moe_replay as mr
-from moe_replay.rollout.base import FinishReason, Sample
 from moe_replay.rollout.session import Session
+from moe_replay.rollout.types import FinishReason, Sample
 from moe_replay.train.trajectory import Trajectory, from_bytes, to_bytes
 from tests.train.trajectories import LAYERS, NUM_EXPERTS, random_trajectory
 

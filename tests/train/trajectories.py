@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 import moe_replay as mr
-from moe_replay.rollout.base import FinishReason
+from moe_replay.rollout.types import FinishReason
 from moe_replay.train.trajectory import Trajectory
 
 LAYERS = (1, 2, 3)

@@ -57,7 +57,7 @@ assert Path(sys.prefix) in Path(mr.__file__).parents, mr.__file__
 
 torch.manual_seed(0)
 model = Model()
-topology = mr.MoeTopology(3, tuple(mr.MoeLayer(layer, EXPERTS, TOP_K) for layer in LAYERS))
+topology = mr.MoeTopology(3, tuple(mr.routes.MoeLayer(layer, EXPERTS, TOP_K) for layer in LAYERS))
 replay = mr.attach(model, [RouterRule("Gate", num_experts=EXPERTS, top_k=TOP_K)], topology)
 ids = [[1, 2, 3, 4], [5, 6]]
 layout = mr.TokenLayout.padded([4, 2], side="left")
@@ -87,7 +87,7 @@ assert model.layers[1].gate.weight.grad.abs().sum() > 0
 said = ""
 try:
     VllmEngine("nothing")
-except mr.MissingExtraError as error:
+except mr.errors.MissingExtraError as error:
     said = str(error)
 assert "moe-replay[vllm]" in said
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from moe_replay.errors import LayoutError
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.tools.plan import Cluster, Dimensions, Parallel, Work, plan_layout
+from moe_replay.tools.plan.text import plan_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class PlanCommand:
             cluster=Cluster(self.ranks_per_node, self.gbit),
         )
         if self.rank is None:
-            print(plan.to_json() if self.json else plan)
+            print(plan.to_json() if self.json else plan_text(plan))
             return
         if not 0 <= self.rank < parallel.world:
             raise LayoutError("no such rank", expected=f"0 to {parallel.world - 1}", found=self.rank)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from moe_replay.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from moe_replay.rollout.base import Engine
+    from moe_replay.rollout.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from moe_replay.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from moe_replay.train.config import TrainConfig
+    from moe_replay.train.config.train_config import TrainConfig
 
 INTRODUCTION = """\
 usage: moe-replay train [RECIPE.toml] [--section.key value ...] [--dry-run]
@@ -64,12 +64,13 @@ class TrainCommand:
             if is_first:
                 print(report)
             return
+        from moe_replay.report.run_report import write_run_report
         from moe_replay.train.loop import train
 
         # Rewards and environments are named "module:function", and live where the user is: as with `python -m`.
         if "" not in sys.path and os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
-        train(config)
+        train(config, write_report=write_run_report)
 
     def _config(self, is_first: bool) -> TrainConfig:
         try:

@@ -17,7 +17,7 @@ from moe_replay.errors import MissingExtraError, MoeReplayError
 from moe_replay.tools.attribution.result import Attribution, Thresholds
 
 if TYPE_CHECKING:
-    from moe_replay.rollout.base import Sample
+    from moe_replay.rollout.types import Sample
 
 STDOUT, STDERR = 1, 2
 WRONG_USE = 2
@@ -194,8 +194,8 @@ class VerifyCommand:
 
     def _sampled(self, folder: str, prompts: list[list[int]], *, ends: bool) -> tuple[list[Sample], str]:
         """So many samples as were asked for, and the engine's name; the engine is gone when the trainer loads."""
-        from moe_replay.rollout.base import SamplingParams
-        from moe_replay.train.config import RolloutConfig
+        from moe_replay.rollout.types import SamplingParams
+        from moe_replay.train.config.sections import RolloutConfig
         from moe_replay.train.engines import start_engine, within_model
 
         config = RolloutConfig(

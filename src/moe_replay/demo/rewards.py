@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from moe_replay.train.rewards import text_of
+from moe_replay.utils.messages import text_of
 
 
 def exact(prompts: Sequence[Any], completions: Sequence[Any], solution: Sequence[str], **_: Any) -> list[float]:

@@ -11,7 +11,7 @@ from types import TracebackType
 import numpy as np
 import torch.distributed as dist
 
-from moe_replay.distributed.gather import all_gather
+from moe_replay.distributed.collectives import all_gather
 from moe_replay.errors import MoeReplayError
 
 

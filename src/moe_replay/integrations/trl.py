@@ -35,7 +35,8 @@ from moe_replay.integrations.trl_passes import (
     rollout_logprobs,
 )
 from moe_replay.replay.controller import attach
-from moe_replay.rollout.base import Engine, SamplingParams
+from moe_replay.rollout.engine import Engine
+from moe_replay.rollout.types import SamplingParams
 from moe_replay.routes.trace import RouteTrace
 
 if TYPE_CHECKING:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_replay.errors import AlignmentError
+from moe_replay.errors import AlignmentError, EngineError
 from moe_replay.integrations.trl_passes import RoutedSample, batch_layout
 from moe_replay.replay.controller import Recording, RouterReplay
-from moe_replay.rollout.base import Engine, EngineError, FinishReason, Probe, Sample, SamplingParams
+from moe_replay.rollout.engine import Engine
 from moe_replay.rollout.transformers import TransformersEngine
+from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams
 from moe_replay.rollout.vllm import VllmEngine
 from moe_replay.rollout.weights import checkpoint_tensors
 from moe_replay.routes.batch import RouteBatch

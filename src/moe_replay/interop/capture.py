@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_replay.errors import TraceError
-from moe_replay.rollout.base import EngineError, EngineName
+from moe_replay.errors import EngineError, EngineName, TraceError
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
 from moe_replay.routes.trace_parts import VersionSpan

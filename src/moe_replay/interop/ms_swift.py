@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from moe_replay.errors import EngineName
 from moe_replay.interop.encoding import sent_or_held, to_base64
 from moe_replay.interop.rows import (
     TokenIds,
@@ -24,7 +25,6 @@ from moe_replay.interop.rows import (
     to_ids,
     trace_of_rows,
 )
-from moe_replay.rollout.base import EngineName
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
 

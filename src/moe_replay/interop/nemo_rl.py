@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from moe_replay.errors import EngineName
 from moe_replay.interop.encoding import array_of, from_base64, most_bytes, to_base64
 from moe_replay.interop.rows import (
     PeerError,
@@ -24,7 +25,6 @@ from moe_replay.interop.rows import (
     to_ids,
     trace_of_rows,
 )
-from moe_replay.rollout.base import EngineName
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
 

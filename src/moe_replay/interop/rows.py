@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from moe_replay.errors import TraceError
+from moe_replay.errors import EngineError, EngineName, TraceError
 from moe_replay.interop.capture import trace_from_capture
-from moe_replay.rollout.base import EngineError, EngineName
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
 

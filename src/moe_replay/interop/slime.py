@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from moe_replay.errors import EngineName
 from moe_replay.interop.rows import (
     TokenIds,
     WeightVersion,
@@ -21,7 +22,6 @@ from moe_replay.interop.rows import (
     trace_of_rows,
 )
 from moe_replay.interop.sglang import int32_rows
-from moe_replay.rollout.base import EngineName
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
 

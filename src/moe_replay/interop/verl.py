@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_replay.errors import EngineName
 from moe_replay.interop.rows import (
     PeerError,
     TokenIds,
@@ -25,7 +26,6 @@ from moe_replay.interop.rows import (
     to_ids,
     trace_of_rows,
 )
-from moe_replay.rollout.base import EngineName
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from moe_replay.errors import EngineName
 from moe_replay.interop.encoding import from_base64, from_npy, most_bytes, to_base64, to_npy
 from moe_replay.interop.rows import (
     TokenIds,
@@ -19,7 +20,6 @@ from moe_replay.interop.rows import (
     to_ids,
     trace_from_token,
 )
-from moe_replay.rollout.base import EngineName
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
 

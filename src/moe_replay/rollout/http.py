@@ -9,8 +9,9 @@ from typing import Any
 
 import httpx
 
-from moe_replay.rollout.base import EngineError, EngineUnavailableError, Sample, SamplingParams
+from moe_replay.errors import EngineError, EngineUnavailableError
 from moe_replay.rollout.loop import AsyncEngine
+from moe_replay.rollout.types import Sample, SamplingParams
 
 _TRY_ANOTHER = (429, 502, 503, 504)
 

@@ -8,7 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
 from typing import Any, Self, TypeVar
 
-from moe_replay.rollout.base import EngineError, Sample, SamplingParams
+from moe_replay.errors import EngineError
+from moe_replay.rollout.types import Sample, SamplingParams
 
 T = TypeVar("T")
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from moe_replay.errors import EngineError, EngineName
 from moe_replay.interop.capture import trace_from_capture
 from moe_replay.interop.encoding import from_base64, from_npy, most_bytes
 from moe_replay.interop.rows import PeerError
-from moe_replay.rollout.base import EngineError, EngineName, FinishReason, Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.http import HttpEngine
+from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
 from moe_replay.routes.topology import MoeTopology
 
 

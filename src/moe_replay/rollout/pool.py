@@ -21,17 +21,10 @@ import numpy as np
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 from torch import Tensor
 
-from moe_replay.rollout.base import (
-    Engine,
-    EngineError,
-    EngineName,
-    EngineUnavailableError,
-    Probe,
-    Sample,
-    SamplingParams,
-    Weights,
-)
+from moe_replay.errors import EngineError, EngineName, EngineUnavailableError
+from moe_replay.rollout.engine import Engine
 from moe_replay.rollout.loop import AsyncEngine
+from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.routes.topology import MoeTopology
 
 

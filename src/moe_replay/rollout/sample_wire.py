@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_replay.errors import TraceFormatError
-from moe_replay.rollout.base import FinishReason, Sample
+from moe_replay.rollout.types import FinishReason, Sample
 from moe_replay.routes.trace import RouteTrace
 
 MEDIA_TYPE = "application/vnd.moe-replay.samples"

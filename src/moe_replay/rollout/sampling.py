@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_replay.rollout.base import SamplingParams
+from moe_replay.rollout.types import SamplingParams
 
 
 def sampled_logprobs(logits: Tensor, params: SamplingParams) -> Tensor:

@@ -25,9 +25,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from moe_replay.errors import MoeReplayError
-from moe_replay.rollout.base import Engine, EngineUnavailableError, SamplingParams
+from moe_replay.errors import EngineUnavailableError, MoeReplayError
+from moe_replay.rollout.engine import Engine
 from moe_replay.rollout.sample_wire import MEDIA_TYPE, encode_samples
+from moe_replay.rollout.types import SamplingParams
 from moe_replay.rollout.weight_stream import read_order, read_tensors
 
 MOST_JSON_BYTES = 2**26

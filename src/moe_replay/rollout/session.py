@@ -18,7 +18,9 @@ from typing import Literal
 
 import numpy as np
 
-from moe_replay.rollout.base import Engine, EngineError, FinishReason, Sample, SamplingParams
+from moe_replay.errors import EngineError
+from moe_replay.rollout.engine import Engine
+from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
 from moe_replay.routes.trace import RouteTrace
 
 NOT_SAMPLED = -1

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from moe_replay.rollout.base import EngineError, EngineName, FinishReason, Probe, Sample, SamplingParams, Weights
+from moe_replay.errors import EngineError, EngineName
 from moe_replay.rollout.http import HttpEngine
 from moe_replay.rollout.sglang_wire import NO_PENALTIES, Answer, generate_request, request_seed
 from moe_replay.rollout.state import EngineState
+from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.weights import packed, safetensors_files
 from moe_replay.routes.topology import MoeTopology
 

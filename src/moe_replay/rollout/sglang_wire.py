@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from moe_replay.errors import EngineError, EngineName
 from moe_replay.interop.capture import trace_from_capture
 from moe_replay.interop.rows import PeerError
 from moe_replay.interop.sglang import int32_rows
-from moe_replay.rollout.base import EngineError, EngineName, FinishReason, Sample, SamplingParams
+from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moe_replay.rollout.base import EngineError
+from moe_replay.errors import EngineError
 
 
 class EngineState:

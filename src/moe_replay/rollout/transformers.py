@@ -16,20 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moe_replay.errors import MissingExtraError
+from moe_replay.errors import EngineName, MissingExtraError
 from moe_replay.replay.controller import RouterReplay, attach
-from moe_replay.rollout.base import (
-    EngineName,
-    FinishReason,
-    Probe,
-    Sample,
-    SamplingParams,
-    Weights,
-    check_prompts,
-    end_tokens,
-)
+from moe_replay.rollout.engine import check_prompts, end_tokens
 from moe_replay.rollout.sampling import draw, sampled_logprobs, uniforms
 from moe_replay.rollout.state import EngineState
+from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.weights import load_into, read_tensors
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.topology import MoeTopology

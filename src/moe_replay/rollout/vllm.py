@@ -11,22 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from moe_replay.errors import MissingExtraError
+from moe_replay.errors import EngineError, EngineName, EngineUnavailableError, MissingExtraError
 from moe_replay.interop.capture import trace_from_capture
-from moe_replay.rollout.base import (
-    EngineError,
-    EngineName,
-    EngineUnavailableError,
-    FinishReason,
-    Probe,
-    Sample,
-    SamplingParams,
-    Weights,
-    end_tokens,
-)
+from moe_replay.rollout.engine import end_tokens
 from moe_replay.rollout.gate import Gate
 from moe_replay.rollout.loop import AsyncEngine
 from moe_replay.rollout.state import EngineState
+from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.weights import as_files, packed, safetensors_files
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace

@@ -14,7 +14,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from moe_replay.rollout.base import EngineError, Probe, Weights
+from moe_replay.errors import EngineError
+from moe_replay.rollout.types import Probe, Weights
 from moe_replay.rollout.weights import packed
 
 CHUNK_BYTES = 64 * 2**20

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_replay.rollout.base import EngineError, Weights
+from moe_replay.errors import EngineError
+from moe_replay.rollout.types import Weights
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 

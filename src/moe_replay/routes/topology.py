@@ -1,16 +1,16 @@
 """`MoeTopology`: which decoder layers of a model route, over how many experts, with what top-k.
 
 Read from a Transformers config, a Megatron-Core config or the routers of a live model. A model type that nobody has
-looked at is an error, not a guess; `routers/layer_rules.py` says which have been.
+looked at is an error, not a guess; `layer_rules.py` says which have been.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from moe_replay.errors import UnsupportedRouterError
-from moe_replay.replay.site import RouterSite
 from moe_replay.routes.layer_rules import LAYER_RULES, STATE_IT, Config, decoder_depth, not_understood, setting
 from moe_replay.routes.refused import refusal_by_type
 
@@ -30,6 +30,19 @@ class MoeLayer:
     layer: int
     num_experts: int
     top_k: int
+
+
+class RoutedLayer(Protocol):
+    """A router of a live model, as far as a topology is concerned."""
+
+    @property
+    def layer(self) -> int: ...
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def top_k(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +112,7 @@ class MoeTopology:
         return _from_transformers(text_config(config))
 
     @classmethod
-    def from_sites(cls, sites: Sequence[RouterSite], num_layers: int, model_type: str = "") -> MoeTopology:
+    def from_sites(cls, sites: Sequence[RoutedLayer], num_layers: int, model_type: str = "") -> MoeTopology:
         """From the routers of a live model."""
         moe_layers = sorted((MoeLayer(site.layer, site.num_experts, site.top_k) for site in sites), key=_by_layer)
         return cls(num_layers, tuple(moe_layers), model_type)

@@ -15,7 +15,9 @@ from typing import Literal
 import numpy as np
 
 from moe_replay.errors import TraceError
+from moe_replay.routes.codec import DEFAULT_LIMITS, buffer_source, decode, encode
 from moe_replay.routes.trace_parts import (
+    TraceParts,
     VersionSpan,
     checked_coverage,
     checked_layers,
@@ -340,16 +342,25 @@ class RouteTrace:
 
     def to_bytes(self) -> bytes:
         """The trace in the format of docs/trace-format.md."""
-        from moe_replay.routes.wire import encode_trace
-
-        return encode_trace(self)
+        return b"".join(encode(self.parts))
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> RouteTrace:
         """Read a trace from bytes that may come from anywhere; anything but a whole, unharmed trace is an error."""
-        from moe_replay.routes.wire import decode_trace
+        parts, _ = decode(buffer_source(data), slice(None), DEFAULT_LIMITS)
+        return cls.from_parts(parts)
 
-        return decode_trace(data)
+    @property
+    def parts(self) -> TraceParts:
+        """The arrays themselves, for writers."""
+        return TraceParts(self.token_ids, self.experts, self.layers, self._coverage, self.versions, self.num_experts)
+
+    @classmethod
+    def from_parts(cls, parts: TraceParts) -> RouteTrace:
+        """For readers that have checked shapes, ranges and order already, and leave only `check_rows` to be done."""
+        made = object.__new__(cls)
+        _fill(made, *parts, rows_distinct=False)
+        return made
 
     def _derived(
         self,
@@ -372,20 +383,6 @@ class RouteTrace:
             rows_distinct=self._rows_distinct,
         )
         return made
-
-
-def trace_from_parts(
-    token_ids: np.ndarray,
-    experts: np.ndarray,
-    layers: tuple[int, ...],
-    coverage: np.ndarray,
-    versions: tuple[VersionSpan, ...],
-    num_experts: int | None,
-) -> RouteTrace:
-    """For readers that have checked shapes, ranges and order already, and leave only `check_rows` to be done."""
-    made = object.__new__(RouteTrace)
-    _fill(made, token_ids, experts, layers, coverage, versions, num_experts, rows_distinct=False)
-    return made
 
 
 def _fill(

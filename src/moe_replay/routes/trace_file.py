@@ -23,16 +23,9 @@ from typing import Self
 import numpy as np
 
 from moe_replay.errors import TraceFormatError
+from moe_replay.routes.codec import DEFAULT_LIMITS, HEADER_BYTES, BlobSource, Limits, read_header
 from moe_replay.routes.trace import RouteTrace
-from moe_replay.routes.wire import (
-    DEFAULT_LIMITS,
-    HEADER_BYTES,
-    BlobSource,
-    Limits,
-    encode_parts,
-    read_blob,
-    read_header,
-)
+from moe_replay.routes.wire import encode_parts, read_blob
 
 FILE_HEAD = b"\x89MRF\r\n\x1a\n" + struct.pack("<H6x", 1)
 TAIL_MAGIC = b"\x89MRE\r\n\x1a\n"

@@ -21,6 +21,25 @@ class VersionSpan(NamedTuple):
     version: int
 
 
+class TraceParts(NamedTuple):
+    """The arrays of a trace, as they are stored.
+
+    token_ids     (T,) int32
+    experts       (T, L, K) uint8 or uint16, zero where not covered
+    layers        (L,) decoder indices
+    coverage      (T, 1) bool where all layers share it, else (T, L)
+    versions      spans of weight versions
+    num_experts   where known
+    """
+
+    token_ids: np.ndarray
+    experts: np.ndarray
+    layers: tuple[int, ...]
+    coverage: np.ndarray
+    versions: tuple[VersionSpan, ...]
+    num_experts: int | None
+
+
 def narrowest_dtype(num_experts: int) -> np.dtype:
     """The dtype that expert ids travel and rest in."""
     return np.dtype(np.uint8) if num_experts <= 256 else np.dtype(np.uint16)

@@ -11,8 +11,10 @@ from moe_replay.routes.layer_rules import setting
 from moe_replay.routes.topology import MoeTopology, text_config
 from moe_replay.tools.model_config import ModelConfigError, model_config
 from moe_replay.tools.plan import Dimensions, Parallel, Work, plan_layout
-from moe_replay.train.config import BackendConfig, TrainConfig
+from moe_replay.tools.plan.text import plan_text
 from moe_replay.train.config.keys import ConfigError
+from moe_replay.train.config.sections import BackendConfig
+from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.engines import check_length
 from moe_replay.train.replay_mode import resolve
 
@@ -40,7 +42,7 @@ def dry_run(config: TrainConfig, ranks: int | None = None) -> str:
             raise
         return "\n".join([*lines, "", f"The layout is not checked: {unsupported}"])
     plan = plan_layout(topology, parallel, work_of(config, parallel), dimensions=Dimensions.from_config(model))
-    return "\n".join([*lines, "", "If every sequence is as long as it may be:", str(plan)])
+    return "\n".join([*lines, "", "If every sequence is as long as it may be:", plan_text(plan)])
 
 
 def parallel_of(backend: BackendConfig, ranks: int | None) -> Parallel:

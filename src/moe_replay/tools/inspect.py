@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from moe_replay.errors import AlignmentError, TraceFormatError
+from moe_replay.routes.codec import MAGIC
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
 from moe_replay.routes.trace_file import TraceFile
-from moe_replay.routes.wire import MAGIC
 
 
 def read_traces(path: str | Path) -> Iterator[RouteTrace]:

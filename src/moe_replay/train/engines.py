@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
-from moe_replay.rollout.base import Engine, EngineError
-from moe_replay.train.config import RolloutConfig, TrainConfig
+from moe_replay.errors import EngineError
+from moe_replay.rollout.engine import Engine
 from moe_replay.train.config.keys import ConfigError
+from moe_replay.train.config.sections import RolloutConfig
+from moe_replay.train.config.train_config import TrainConfig
 
 # What a launcher tells a trainer's process about its group: an engine's own processes form another one.
 _LAUNCHER = (

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_replay.errors import MoeReplayError
-from moe_replay.rollout.base import Engine, FinishReason, Sample, SamplingParams
+from moe_replay.rollout.engine import Engine
 from moe_replay.rollout.session import Session
+from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
 from moe_replay.train.data import Prompt
 
 

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from moe_replay.distributed.gather import from_first_rank
+from moe_replay.distributed.collectives import from_first_rank
 from moe_replay.distributed.ranks import Together, rank
 from moe_replay.errors import MoeReplayError
-from moe_replay.rollout.base import Engine
+from moe_replay.rollout.engine import Engine
 from moe_replay.routes.trace_file import TraceWriter
 from moe_replay.train import launch, trajectory
 from moe_replay.train.backends.base import Backend
-from moe_replay.train.config import TrainConfig
+from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt, PromptStream, load_prompts, read_rows
 from moe_replay.train.engines import longest_sequence, open_engine
 from moe_replay.train.learner import Learner
 from moe_replay.train.probe import ProbeSequence
 from moe_replay.train.rewards import load_reward
 from moe_replay.train.rollouts import Harvest, Rollouts
-from moe_replay.train.run import Run, fixed_settings
 from moe_replay.train.run.checkpoint import Checkpoints, TrainerState
+from moe_replay.train.run.folder import Run, fixed_settings
 from moe_replay.train.run.interruption import Interruption
 from moe_replay.train.run.progress import Progress
 from moe_replay.train.sources import Sources, find_sources, load_tokenizer
 from moe_replay.train.trajectory import Trajectory
+
+ReportWriter = Callable[[Path], Path]
+"""Folder of a finished run -> the report written for it."""
 
 
 class DivergedError(MoeReplayError):
@@ -40,7 +43,14 @@ class Job:
     """
 
     def __init__(
-        self, config: TrainConfig, run: Run, backend: Backend, progress: Progress, interruption: Interruption, base: str
+        self,
+        config: TrainConfig,
+        run: Run,
+        backend: Backend,
+        progress: Progress,
+        interruption: Interruption,
+        base: str,
+        write_report: ReportWriter | None = None,
     ) -> None:
         self.config = config
         self.backend = backend
@@ -50,6 +60,7 @@ class Job:
         self._base = Path(base)
         self._progress = progress
         self._interruption = interruption
+        self._write_report = write_report
         self._checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep, settings=fixed_settings(config))
         self._rollouts: Rollouts | None = None  # of the first rank
         self._evaluated: Sequence[Prompt] = ()
@@ -62,7 +73,9 @@ class Job:
 
     @classmethod
     @contextmanager
-    def opened(cls, config: TrainConfig, engine: Engine | None = None) -> Iterator[Job]:
+    def opened(
+        cls, config: TrainConfig, engine: Engine | None = None, write_report: ReportWriter | None = None
+    ) -> Iterator[Job]:
         """Open all parts, go on from a checkpoint if there is one, and give the engine the weights to begin with."""
         with ExitStack() as stack:
             device = launch.choose_device(config)
@@ -73,7 +86,7 @@ class Job:
             sources = _agreed_sources(config, progress)
             backend = launch.open_backend(config, sources.model, device)
             stack.callback(backend.close)
-            job = cls(config, run, backend, progress, interruption, sources.model)
+            job = cls(config, run, backend, progress, interruption, sources.model, write_report)
             job._checkpoints.check_room(backend, job._export_like)
             with Together("opening the rollout engine"):
                 if rank() == 0:
@@ -126,15 +139,14 @@ class Job:
         self.save(self.done)
         if rank() == 0:
             self._progress.say(f"run: {self._run.folder}")
-            self._progress.say(f"report: {self._report()}")
+            if self._write_report is not None:
+                self._progress.say(f"report: {self._report(self._write_report)}")
         return self._run.folder
 
-    def _report(self) -> str:
-        """Where the pictures of the run are; a run is never lost for want of them."""
+    def _report(self, write: ReportWriter) -> str:
+        """Write the report; a finished run never fails because of its report."""
         try:
-            from moe_replay.report.run_report import write_run_report
-
-            return str(write_run_report(self._run.folder))
+            return str(write(self._run.folder))
         except (MoeReplayError, OSError, ValueError) as error:
             return f"not written: {error}"
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from moe_replay.errors import MoeReplayError
 from moe_replay.train.backends.base import Backend
-from moe_replay.train.config import TrainConfig
+from moe_replay.train.config.train_config import TrainConfig
 
 
 class LaunchError(MoeReplayError):

@@ -15,10 +15,11 @@ from torch import Tensor
 from moe_replay.errors import ReplayStateError
 from moe_replay.train.alignment import Alignment
 from moe_replay.train.backends.base import Backend, LossFunction, Routing, Scores
-from moe_replay.train.batches import MicroBatch, mini_batches
-from moe_replay.train.config import TrainConfig
+from moe_replay.train.batches import mini_batches
+from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.losses import policy_loss
 from moe_replay.train.meters import Meters
+from moe_replay.train.micro_batch import MicroBatch
 from moe_replay.train.replay_mode import resolve
 from moe_replay.train.schedule import learning_rate
 from moe_replay.train.trajectory import Trajectory

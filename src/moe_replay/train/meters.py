@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_replay.diagnostics.metrics import same_experts
 from moe_replay.diagnostics.mismatch import Mismatch
-from moe_replay.distributed.gather import all_gather
+from moe_replay.distributed.collectives import all_gather
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import PADDING, TokenLayout
 from moe_replay.routes.topology import MoeTopology

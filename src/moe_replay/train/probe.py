@@ -11,13 +11,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_replay.distributed.gather import all_gather, from_first_rank
+from moe_replay.distributed.collectives import all_gather, from_first_rank
 from moe_replay.errors import AlignmentError
-from moe_replay.rollout.base import FinishReason, Probe
+from moe_replay.rollout.types import FinishReason, Probe
 from moe_replay.routes.trace import RouteTrace
 from moe_replay.train.backends.base import Backend, Routing, Scores
-from moe_replay.train.batches import MicroBatch, filler
-from moe_replay.train.config import RolloutConfig
+from moe_replay.train.batches import filler
+from moe_replay.train.config.sections import RolloutConfig
+from moe_replay.train.micro_batch import MicroBatch
 from moe_replay.train.trajectory import Trajectory
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_replay.train.backends.base import Routing
-from moe_replay.train.config import TrainConfig
+from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.losses import Correction
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from moe_replay.errors import MissingExtraError, MoeReplayError
+from moe_replay.utils.messages import text_of
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
@@ -90,13 +91,6 @@ def from_verl(compute_score: Callable[..., float | Mapping[str, Any]]) -> Reward
         return [result["score"] if isinstance(result, Mapping) else result for result in results]
 
     return reward
-
-
-def text_of(completion: Any) -> str:
-    """A completion as text; conversational ones are lists of messages, of which the last assistant turn counts."""
-    if isinstance(completion, str):
-        return completion
-    return next((m["content"] for m in reversed(completion) if m.get("role") == "assistant"), "")
 
 
 def accuracy(

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_replay.rollout.base import Engine, Sample, SamplingParams
+from moe_replay.rollout.engine import Engine
 from moe_replay.rollout.loop import LoopThread
 from moe_replay.rollout.session import Session
+from moe_replay.rollout.types import Sample, SamplingParams
 from moe_replay.train.advantages import group_advantages, has_signal
-from moe_replay.train.config import TrainConfig
+from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt, PromptStream
 from moe_replay.train.episode import Episode, load_environment, play
 from moe_replay.train.rewards import Reward, score, total

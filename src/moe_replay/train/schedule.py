@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from moe_replay.train.config import OptimConfig
+from moe_replay.train.config.sections import OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:

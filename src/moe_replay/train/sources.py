@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_replay.errors import MissingExtraError, MoeReplayError
-from moe_replay.train.config import TrainConfig
+from moe_replay.train.config.train_config import TrainConfig
 
 
 class SourceError(MoeReplayError):

@@ -10,8 +10,8 @@ from itertools import pairwise
 import numpy as np
 
 from moe_replay.errors import AlignmentError
-from moe_replay.rollout.base import FinishReason
 from moe_replay.rollout.session import NOT_SAMPLED, Session
+from moe_replay.rollout.types import FinishReason
 from moe_replay.routes.trace import RouteTrace
 
 

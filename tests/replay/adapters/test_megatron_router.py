@@ -387,10 +387,10 @@ def test_routes_of_one_micro_batch_do_not_serve_the_next():
         replay.replay(routes[0]),
     ):
         call(model, inputs[1])
-    with torch.no_grad(), pytest.raises(mr.ReplayStateError, match="twice"), replay.replay(routes[0]):
+    with torch.no_grad(), pytest.raises(mr.errors.ReplayStateError, match="twice"), replay.replay(routes[0]):
         call(model, inputs[0])
         call(model, inputs[0])
-    with pytest.raises(mr.ReplayStateError, match="did not run inside this replay"), replay.replay(routes[0]):
+    with pytest.raises(mr.errors.ReplayStateError, match="did not run inside this replay"), replay.replay(routes[0]):
         pass
 
 
@@ -441,7 +441,7 @@ def test_sequence_shards_that_the_model_does_not_make_are_refused():
 def test_rows_that_no_router_can_have_chosen_are_refused(row, text):
     experts = np.tile([0, 1], (4, len(LAYERS), 1))
     experts[2, 1] = row
-    with pytest.raises(mr.TraceError, match=rf"{text} \[layer 2, token 2\]"):
+    with pytest.raises(mr.errors.TraceError, match=rf"{text} \[layer 2, token 2\]"):
         mr.RouteTrace([1, 2, 3, 4], experts, LAYERS, num_experts=8)
 
 
@@ -566,7 +566,7 @@ def test_a_setting_is_refused_by_name_before_the_first_forward(setting):
     own = [router.router_replay for router in routers(model)]
     for name, value in REFUSED_LATER.get(setting, {}).items():
         setattr(model.config, name, value)
-    with pytest.raises(mr.UnsupportedRouterError, match=setting):
+    with pytest.raises(mr.errors.UnsupportedRouterError, match=setting):
         mr.attach(model)
     assert [router.router_replay for router in routers(model)] == own
 
@@ -582,7 +582,7 @@ def test_cuda_graphs_beside_the_router_are_allowed(scope, refused):
     model.config.cuda_graph_impl = "transformer_engine"
     model.config.cuda_graph_scope = [CudaGraphScope[name] for name in scope]
     if refused:
-        with pytest.raises(mr.UnsupportedRouterError, match="cuda_graph_impl"):
+        with pytest.raises(mr.errors.UnsupportedRouterError, match="cuda_graph_impl"):
             mr.attach(model)
     else:
         assert mr.attach(model).layers == LAYERS
@@ -598,28 +598,28 @@ def test_interleaving_two_stages_without_batched_messages_is_allowed():
 def test_attaching_twice_is_refused():
     model = build()
     replay = mr.attach(model)
-    with pytest.raises(mr.ReplayStateError, match="attached already"):
+    with pytest.raises(mr.errors.ReplayStateError, match="attached already"):
         mr.attach([model])
     replay.detach()
     mr.attach(model)
 
 
 def test_one_layer_in_two_chunks_is_refused():
-    with pytest.raises(mr.UnsupportedRouterError, match="two chunks of one rank hold the same decoder layer"):
+    with pytest.raises(mr.errors.UnsupportedRouterError, match="two chunks of one rank hold the same decoder layer"):
         mr.attach([build(), build()])
 
 
 def test_a_router_that_does_not_know_its_layer_is_refused():
     model = build()
     routers(model)[1].set_layer_number(7)
-    with pytest.raises(mr.UnsupportedRouterError, match=r"expected layer_number 3.*found 7"):
+    with pytest.raises(mr.errors.UnsupportedRouterError, match=r"expected layer_number 3.*found 7"):
         mr.attach(model)
 
 
 def test_routers_that_the_config_does_not_promise_are_refused():
     model = build()
     model.config.moe_layer_freq = 1
-    with pytest.raises(mr.UnsupportedRouterError, match="not those that its config promises"):
+    with pytest.raises(mr.errors.UnsupportedRouterError, match="not those that its config promises"):
         mr.attach(model)
 
 
@@ -629,12 +629,12 @@ def test_an_unknown_version_is_refused(monkeypatch):
     model = build()
     for version in ("0.11.0", "main"):
         monkeypatch.setattr(megatron.core, "__version__", version)
-        with pytest.raises(mr.UnsupportedRouterError, match=r"megatron.core.__version__ of at least 0.12"):
+        with pytest.raises(mr.errors.UnsupportedRouterError, match=r"megatron.core.__version__ of at least 0.12"):
             mr.attach(model)
     monkeypatch.undo()
     assert mr.attach(model).layers == LAYERS
 
 
 def test_modules_of_another_library_are_refused():
-    with pytest.raises(mr.UnsupportedRouterError, match="not Megatron-Core chunks"):
+    with pytest.raises(mr.errors.UnsupportedRouterError, match="not Megatron-Core chunks"):
         mr.attach([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])

@@ -176,7 +176,7 @@ def test_layers_of_a_hybrid_model():
 def test_native_load_balancing_where_the_version_has_it():
     model, ids = build("aux"), ids_of(0)
     if megatron_version() < (0, 14):
-        with pytest.raises(mr.UnsupportedRouterError, match="aux_loss='replayed'"):
+        with pytest.raises(mr.errors.UnsupportedRouterError, match="aux_loss='replayed'"):
             mr.attach(model)
         assert mr.attach(build("post-softmax")).layers == LAYERS
         return
@@ -204,5 +204,5 @@ def test_settings_that_every_version_has_are_refused(setting):
     setattr(model.config, setting, value)
     if setting.endswith("cuda_graph") and hasattr(model.config, "cuda_graph_impl"):
         pytest.skip("the config turns it into cuda_graph_impl when it is made")
-    with pytest.raises(mr.UnsupportedRouterError, match=setting):
+    with pytest.raises(mr.errors.UnsupportedRouterError, match=setting):
         attached(model)

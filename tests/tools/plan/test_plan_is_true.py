@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_replay import MoeLayer, MoeTopology, RouteBatch, RouteTrace, TokenLayout
+from moe_replay import MoeTopology, RouteBatch, RouteTrace, TokenLayout
+from moe_replay.routes import MoeLayer
 from moe_replay.tools.plan import Cluster, Parallel, RouteBytes, Work, plan_layout
 from moe_replay.tools.plan.layout_plan import in_flight
 

@@ -15,8 +15,8 @@ from moe_replay.diagnostics.metrics import route_agreement, same_experts
 from moe_replay.diagnostics.mismatch import Mismatch
 from moe_replay.diagnostics.shift import SHIFTS
 from moe_replay.replay.controller import RouterReplay, attach
-from moe_replay.rollout.base import FinishReason, Sample
 from moe_replay.rollout.session import NOT_SAMPLED, Session
+from moe_replay.rollout.types import FinishReason, Sample
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.trace import RouteTrace
@@ -36,7 +36,8 @@ from moe_replay.tools.attribution.result import (
 from moe_replay.train.backends.base import Routing
 from moe_replay.train.backends.routed import routed
 from moe_replay.train.backends.transformers_logprobs import of_sampled, scored_logits
-from moe_replay.train.batches import MicroBatch, divide
+from moe_replay.train.batches import divide
+from moe_replay.train.micro_batch import MicroBatch
 from moe_replay.train.trajectory import Trajectory
 from moe_replay.utils.eval_mode import evaluating
 

@@ -168,11 +168,6 @@ class Plan:
         }
         return json.dumps(content, indent=2)
 
-    def __str__(self) -> str:
-        from moe_replay.tools.plan.text import plan_text
-
-        return plan_text(self)
-
 
 def plan_layout(
     topology: MoeTopology,

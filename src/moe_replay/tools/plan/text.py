@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from moe_replay.tools.plan.layout_plan import Plan, StagePlan
+from moe_replay.tools.plan.layout_plan import Plan, StagePlan
 
 _MOST_STAGES = 24
 

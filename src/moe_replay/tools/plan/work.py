@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from moe_replay.routes.bit_planes import smallest_id_bits
+from moe_replay.routes.codec import Shape
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace_parts import narrowest_dtype
-from moe_replay.routes.wire import Shape
 from moe_replay.tools.plan.parallel import Parallel
 
 

@@ -12,18 +12,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.topology import MoeTopology
+from moe_replay.train.micro_batch import MicroBatch
 
-if TYPE_CHECKING:
-    from moe_replay.train.batches import MicroBatch
-
-LossFunction = Callable[["MicroBatch", Tensor], Tensor]
+LossFunction = Callable[[MicroBatch, Tensor], Tensor]
 """(micro-batch, log-probs (N,) with gradient) -> scalar: its part of the loss of the whole mini-batch."""
 
 

@@ -22,8 +22,8 @@ from moe_replay.train.backends.base import Backend, LossFunction, Routing, Score
 from moe_replay.train.backends.routed import routed
 from moe_replay.train.backends.sharded_model import sharded_model
 from moe_replay.train.backends.transformers_logprobs import in_order, of_sampled, scored_logits
-from moe_replay.train.batches import MicroBatch
-from moe_replay.train.config import TrainConfig
+from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.train.micro_batch import MicroBatch
 
 
 class FsdpBackend(Backend):

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_replay.errors import MissingExtraError, MoeReplayError
-from moe_replay.train.config import ModelConfig
+from moe_replay.train.config.sections import ModelConfig
 
 _ADAPTER = "default"
 

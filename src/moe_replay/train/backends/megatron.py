@@ -23,8 +23,8 @@ from moe_replay.train.backends.base import Backend, LossFunction, Routing, Score
 from moe_replay.train.backends.megatron_logprobs import token_scores
 from moe_replay.train.backends.megatron_state import RankState
 from moe_replay.train.backends.routed import routed
-from moe_replay.train.batches import MicroBatch
-from moe_replay.train.config import TrainConfig
+from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.train.micro_batch import MicroBatch
 
 Forward = Callable[[MicroBatch, int, nn.Module], Tensor]
 """(micro-batch, chunk, model) -> output of the chunk."""

@@ -10,7 +10,8 @@ from torch import nn
 from moe_replay.errors import LayoutError, MissingExtraError, ReplayStateError
 from moe_replay.megatron import cpu as megatron_cpu
 from moe_replay.megatron import weights
-from moe_replay.train.config import BackendConfig, OptimConfig, TrainConfig
+from moe_replay.train.config.sections import BackendConfig, OptimConfig
+from moe_replay.train.config.train_config import TrainConfig
 
 _HALF = {"bfloat16": {"bf16": True}, "float16": {"fp16": True}, "float32": {}}
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

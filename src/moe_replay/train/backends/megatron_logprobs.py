@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from moe_replay.train.backends.base import Scores
-from moe_replay.train.batches import MicroBatch
+from moe_replay.train.micro_batch import MicroBatch
 
 ROWS_PER_PIECE = 1024
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from moe_replay.replay.controller import RouterReplay
 from moe_replay.train.backends.base import Routing
-from moe_replay.train.batches import MicroBatch
+from moe_replay.train.micro_batch import MicroBatch
 
 
 @contextmanager

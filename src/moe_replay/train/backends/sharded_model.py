@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from moe_replay.errors import MissingExtraError, MoeReplayError
 from moe_replay.train.backends import lora
-from moe_replay.train.config import ModelConfig
+from moe_replay.train.config.sections import ModelConfig
 
 # A pass that is scored and a pass that is trained must be the same function of the weights.
 _RANDOM_IN_TRAINING = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")

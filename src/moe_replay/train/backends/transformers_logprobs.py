@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from moe_replay.train.batches import MicroBatch
+from moe_replay.train.micro_batch import MicroBatch
 
 
 def scored_logits(model: nn.Module, batch: MicroBatch, temperature: float) -> Tensor:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from moe_replay.train.config import BackendConfig, ModelConfig, RewardConfig, RolloutConfig, TrainConfig
+from moe_replay.train.config.sections import BackendConfig, ModelConfig, RewardConfig, RolloutConfig, Sections
 
 OURS_IN_MEGATRON = {
     "tensor_model_parallel_size": "backend.tensor_parallel",
@@ -20,7 +18,7 @@ OURS_IN_MEGATRON = {
 """Settings of Megatron-Core that have a name of their own here."""
 
 
-def problems(config: TrainConfig) -> Iterator[str]:
+def problems(config: Sections) -> Iterator[str]:
     """One line for each thing that cannot work: the keys, what is wrong with them, what to do."""
     yield from _model(config.model, config.backend)
     yield from _backend(config.backend)
@@ -67,7 +65,7 @@ def _backend(backend: BackendConfig) -> Iterator[str]:
             yield f"backend.{name}: fsdp spreads data over all ranks and nothing else; set backend.kind = megatron"
 
 
-def _data(config: TrainConfig) -> Iterator[str]:
+def _data(config: Sections) -> Iterator[str]:
     if config.model.path and not config.data.path:
         yield "data.path: the prompts are missing; name a .jsonl or .parquet file or a datasets folder"
     if config.eval.every and config.data.path and not config.data.eval_path:
@@ -91,7 +89,7 @@ def _rollout(rollout: RolloutConfig) -> Iterator[str]:
         yield f"rollout.environment: {rollout.environment!r} names no function; write module:function"
 
 
-def _algorithm(config: TrainConfig) -> Iterator[str]:
+def _algorithm(config: Sections) -> Iterator[str]:
     rollout, updates = config.rollout, config.algorithm.updates_per_rollout
     if rollout.sequences % updates:
         fitting = [number for number in range(1, rollout.sequences + 1) if rollout.sequences % number == 0]
@@ -102,7 +100,7 @@ def _algorithm(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def _optim(config: TrainConfig) -> Iterator[str]:
+def _optim(config: Sections) -> Iterator[str]:
     if not all(0 <= beta < 1 for beta in config.optim.betas):
         yield f"optim.betas: both must be at least 0 and below 1, found {config.optim.betas}"
     if config.optim.warmup_steps > config.steps:

@@ -14,9 +14,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from moe_replay.train.config import Section, TrainConfig
 from moe_replay.train.config.keys import OTHER_NAMES, ConfigError, all_fields, fields_of, holder, sections, suggestion
 from moe_replay.train.config.line import put_over
+from moe_replay.train.config.sections import Section
+from moe_replay.train.config.train_config import TrainConfig
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> TrainConfig:

@@ -9,7 +9,8 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from moe_replay.errors import MoeReplayError
-from moe_replay.train.config import Section, TrainConfig
+from moe_replay.train.config.sections import Section
+from moe_replay.train.config.train_config import TrainConfig
 
 OTHER_NAMES = {
     "router_replay_mode": "replay.mode",

@@ -10,9 +10,10 @@ from typing import Any, Literal, get_args, get_origin
 from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
 
-from moe_replay.train.config import Section, TrainConfig
 from moe_replay.train.config.file import toml_value
 from moe_replay.train.config.keys import OTHER_NAMES, fields_of, sections
+from moe_replay.train.config.sections import Section
+from moe_replay.train.config.train_config import TrainConfig
 
 INTRODUCTION = """\
 # Configuration

@@ -163,7 +163,7 @@ class Checkpoints:
         return target
 
     def _write_record(self, policy: Policy, state: TrainerState, staged: Path) -> str:
-        from moe_replay import __version__
+        from moe_replay.version import __version__
 
         record = {
             "format": FORMAT,

@@ -15,7 +15,7 @@ from moe_replay.errors import MissingExtraError, MoeReplayError
 from moe_replay.utils.files import write_whole
 
 if TYPE_CHECKING:
-    from moe_replay.train.config import LogConfig
+    from moe_replay.train.config.sections import LogConfig
 
 Metrics = Mapping[str, float]
 

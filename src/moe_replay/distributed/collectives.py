@@ -1,0 +1,40 @@
+"""Collectives over bytes of any length: never over pickled objects."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+def all_gather(content: np.ndarray, group: dist.ProcessGroup | None = None) -> list[np.ndarray]:
+    """Bytes of any number from each rank, in the order of ranks."""
+    device = _device(group)
+    length = torch.tensor([content.size], dtype=torch.int64, device=device)
+    lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, length, group=group)
+    sizes = torch.cat(lengths).tolist()
+    padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8, device=device)
+    padded[: content.size] = torch.from_numpy(content.copy())
+    received = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(received, padded, group=group)
+    return [one[:size].cpu().numpy() for one, size in zip(received, sizes, strict=True)]
+
+
+def from_first_rank(content: bytes | None) -> bytes:
+    """The bytes that the first of all ranks has, on every rank; the others give None."""
+    device = _device(None)
+    size = torch.tensor([len(content or b"")], dtype=torch.int64, device=device)
+    dist.broadcast(size, 0)
+    sent = torch.zeros(int(size), dtype=torch.uint8, device=device)
+    if content:
+        sent.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    dist.broadcast(sent, 0)
+    return sent.cpu().numpy().tobytes()
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where a group's messages must lie."""
+    if dist.get_backend(group) in ("gloo", "mpi"):
+        return torch.device("cpu")
+    return torch.accelerator.current_accelerator() or torch.device("cpu")

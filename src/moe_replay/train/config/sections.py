@@ -1,0 +1,307 @@
+"""Everything that a training run is told, by section; the docstring of a field is its help text everywhere.
+
+Fields say what they may be; what cannot work together is in `checks.py`; files and command lines are read by
+`file.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from moe_replay.train.advantages import Baseline
+from moe_replay.train.losses import Aggregation, Correction, Level
+
+Setting = int | float | bool | str
+Dtype = Literal["float32", "bfloat16", "float16"]
+ReplayMode = Literal["off", "r2", "r3", "auto"]
+EngineKind = Literal["vllm", "vllm_server", "sglang_server", "transformers"]
+
+
+def replay_mode_name(value: Any) -> Any:
+    """Our name of a replay mode that is spelled as in ms-swift (R2, R3, disabled)."""
+    name = value.lower() if isinstance(value, str) else value
+    return "off" if name == "disabled" else name
+
+
+class Section(BaseModel):
+    """A table of the configuration: it never changes, and knows all of its keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+class ModelConfig(Section):
+    """The model that is trained."""
+
+    path: str = ""
+    """Folder or hub name of the model; empty: a tiny mixture of experts that comes with the library."""
+    dtype: Dtype = "bfloat16"
+    """Type that the trainer computes in."""
+    attention: str = "sdpa"
+    """Attention of a Transformers model: sdpa, eager, flash_attention_2, ..."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward, which saves memory."""
+    reference: str | None = None
+    """Folder of the reference model where algorithm.beta > 0; left out: the weights that the run starts with."""
+    lora_rank: int = Field(0, ge=0)
+    """Rank of LoRA adapters; 0: all weights are trained."""
+    lora_alpha: float = Field(32.0, gt=0)
+    """Scale of the adapters: they add alpha / rank times their product."""
+    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Names of the linear layers that get an adapter."""
+
+
+class BackendConfig(Section):
+    """What trains the model, and how it is spread over ranks."""
+
+    kind: Literal["fsdp", "megatron"] = "fsdp"
+    """FSDP2 on a Transformers model, or Megatron-Core."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the trainer computes; auto: a GPU if there is one."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Ranks that share a layer (megatron)."""
+    expert_parallel: int = Field(1, ge=1)
+    """Ranks that share the experts (megatron)."""
+    expert_tensor_parallel: int | None = Field(None, ge=1)
+    """Ranks that share one expert; left out: tensor_parallel (megatron)."""
+    pipeline_parallel: int = Field(1, ge=1)
+    """Stages that the layers are cut into (megatron)."""
+    virtual_pipeline: int | None = Field(None, ge=2)
+    """Chunks of layers in each stage, for the interleaved schedule (megatron)."""
+    context_parallel: int = Field(1, ge=1)
+    """Ranks that share a sequence (megatron)."""
+    megatron: dict[str, Setting | list[str]] = {}
+    """More of Megatron-Core's TransformerConfig, e.g. recompute_granularity = "selective"; lists are allowed."""
+    distributed_optimizer: bool = False
+    """Spread the optimizer's state over data-parallel ranks (megatron)."""
+
+    @property
+    def model_parallel(self) -> int:
+        """Ranks that hold one copy of the dense layers."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+
+
+class DataConfig(Section):
+    """Prompts."""
+
+    path: str = ""
+    """A .jsonl or .parquet file, or a datasets folder; empty: sums that come with the library's own model."""
+    max_prompt_tokens: int = Field(512, ge=1)
+    """Longer prompts are left out."""
+    shuffle: bool = True
+    """A new order for each pass over the data."""
+    eval_path: str | None = None
+    """Prompts for evaluation, in the same forms."""
+
+
+class RolloutConfig(Section):
+    """The engine that samples, and how much."""
+
+    engine: EngineKind = "vllm"
+    """vLLM or Transformers in the trainer's process, or servers that run elsewhere."""
+    urls: tuple[str, ...] = ()
+    """Addresses of the servers, e.g. http://10.0.0.2:8000."""
+    token: str | None = Field(None, repr=False)
+    """Token of the servers; left out: $MOE_REPLAY_TOKEN. It is never written to the run's folder."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type that the engine computes in; auto: the type of the weights on disk."""
+    prompts_per_step: int = Field(8, ge=1)
+    """Prompts of a step."""
+    num_generations: int = Field(8, ge=2)
+    """Samples of each prompt, the group that advantages are taken in."""
+    max_tokens: int = Field(256, ge=1)
+    """Tokens of a completion at most."""
+    max_length: int | None = Field(None, ge=2)
+    """Tokens of a sequence at most; left out: data.max_prompt_tokens and max_tokens of each turn."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; log-probs of trainer and engine are both at this temperature."""
+    reproducible: bool = True
+    """Give every request a seed, so that a run can be repeated; on large GPU batches sampling is faster without."""
+    max_staleness: int = Field(0, ge=0)
+    """Steps that samples may be behind the weights; more than 0: sampling and training overlap."""
+    environment: str | None = None
+    """Function that answers a completion, for rollouts of several turns: "module:function"."""
+    max_turns: int = Field(8, ge=1)
+    """Completions of a sequence at most, where there is an environment."""
+    sleep: bool = False
+    """Free the engine's memory while training."""
+    check_weights: bool = True
+    """After each update of the weights, compare log-probs of engine and trainer on a probe."""
+    probe_tolerance: float = Field(0.05, gt=0)
+    """Median difference of log-probs on the probe above which the run stops."""
+    options: dict[str, Setting] = {}
+    """More of the engine's own options, e.g. gpu_memory_utilization = 0.3."""
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a step."""
+        return self.prompts_per_step * self.num_generations
+
+    @property
+    def is_server(self) -> bool:
+        """Whether the engine runs in other processes than the trainer's, reached by `urls`."""
+        return self.engine.endswith("_server")
+
+
+class ReplayConfig(Section):
+    """Which routes the trainer's routers take."""
+
+    mode: ReplayMode = "auto"
+    """off: their own; r2: those of the old-log-prob pass; r3: those of the rollout; auto: by updates_per_rollout."""
+    compare_every: int = Field(0, ge=0)
+    """Every so many steps score the batch without replay as well, to see what replay does; 0: never."""
+    observe: bool = True
+    """Compare the rollout's routes with the trainer's own choice: routing/agreement, and a shift test each step."""
+    first_ratio_tolerance: float = Field(0.0, ge=0)
+    """How far apart the log-probs of the old pass and of a step's first update may be, where routes are replayed."""
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _other_spellings(cls, value: Any) -> Any:
+        return replay_mode_name(value)
+
+
+class AlgorithmConfig(Section):
+    """The policy loss."""
+
+    updates_per_rollout: int = Field(1, ge=1)
+    """Optimizer steps on the samples of one rollout (also steps_per_generation)."""
+    baseline: Baseline = "std"
+    """Advantage in a group: (r - mean) / std, r - mean (none), or r - mean of the others (leave_one_out)."""
+    level: Level = "token"
+    """Importance ratio of each token (GRPO) or of each sequence (GSPO)."""
+    clip_low: float = Field(0.2, ge=0, le=1)
+    """The ratio is clipped below 1 - clip_low."""
+    clip_high: float = Field(0.2, ge=0)
+    """The ratio is clipped above 1 + clip_high."""
+    loss: Aggregation = "dapo"
+    """Mean over sequences (grpo), over all tokens (dapo), or sum over a constant (dr_grpo)."""
+    beta: float = Field(0.0, ge=0)
+    """Weight of the divergence from the reference model; 0: no reference model."""
+    correction: Correction = "off"
+    """Weights for samples that come from the engine and not from the old policy."""
+    correction_low: float = Field(0.5, ge=0, le=1)
+    """Ratios of old policy to rollout below are masked."""
+    correction_high: float = Field(2.0, ge=1)
+    """Ratios of old policy to rollout above are truncated or masked."""
+    overlong_filter: bool = False
+    """Take no loss on completions that were cut off at rollout.max_tokens."""
+    dynamic_sampling: bool = False
+    """Sample other prompts in place of groups in which all rewards are the same."""
+    max_refills: int = Field(4, ge=1)
+    """Rounds of such sampling in a step at most."""
+
+
+class OptimConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: float = Field(1e-6, ge=0)
+    """Learning rate after the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the first and second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls to 0 over the run, if it does."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps in which the learning rate rises from 0."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are scaled down to this norm."""
+    max_bad_steps: int = Field(3, ge=0)
+    """Updates in a row that may be skipped for gradients that are not finite; one more stops the run."""
+
+
+class BatchConfig(Section):
+    """How sequences are put into micro-batches."""
+
+    packed: bool = True
+    """Sequences one after the other without padding; otherwise in rows, padded on the right."""
+    tokens_per_micro_batch: int = Field(8192, ge=1)
+    """Tokens of a micro-batch, padding included; a longer sequence has one for itself."""
+
+
+class RewardConfig(Section):
+    """Rewards and their weights."""
+
+    functions: tuple[str, ...] = Field(("accuracy",), min_length=1)
+    """Each one of accuracy, format, "module:function", "verl:module:function"."""
+    weights: tuple[float, ...] | None = None
+    """Weight of each in the sum; left out: 1."""
+
+
+class CheckpointConfig(Section):
+    """What is kept of a run."""
+
+    every: int = Field(50, ge=0)
+    """Steps between checkpoints; 0: only at the end."""
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints that stay."""
+    export: bool = True
+    """Put the weights in each checkpoint as a Transformers folder too."""
+
+
+class EvalConfig(Section):
+    """Rewards on prompts that are not trained on."""
+
+    every: int = Field(0, ge=0)
+    """Steps between evaluations; 0: none."""
+    prompts: int = Field(64, ge=1)
+    """Prompts of an evaluation at most."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature; 0: greedy."""
+
+
+class LogConfig(Section):
+    """Where metrics go, besides metrics.jsonl and the console."""
+
+    tensorboard: bool = False
+    """Write TensorBoard files to the run's folder."""
+    wandb: bool = False
+    """Send metrics to Weights & Biases."""
+    project: str = "moe-replay"
+    """Project in Weights & Biases."""
+    traces: int = Field(0, ge=0)
+    """Samples of each step whose route traces are kept in the run's folder."""
+
+
+class Sections(Section):
+    """A training run: rollouts, rewards and policy updates, with the routes of the rollout replayed in the trainer."""
+
+    output: Path | None = None
+    """Folder of the run; left out: a new one, runs/<date-time>-<name>."""
+    name: str = Field("run", min_length=1, pattern=r"^[\w.-]+$")
+    """Name of the run."""
+    seed: int = Field(0, ge=0)
+    """Seed of everything that is drawn."""
+    steps: int = Field(100, ge=1)
+    """Steps; each is one rollout and its updates."""
+    resume: bool = True
+    """Go on from the newest checkpoint in the folder of the run, if there is one."""
+
+    model: ModelConfig = ModelConfig()
+    backend: BackendConfig = BackendConfig()
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    replay: ReplayConfig = ReplayConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optim: OptimConfig = OptimConfig()
+    batch: BatchConfig = BatchConfig()
+    reward: RewardConfig = RewardConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()
+
+    @property
+    def sequences_per_update(self) -> int:
+        """Sequences that one optimizer step is taken on."""
+        return self.rollout.sequences // self.algorithm.updates_per_rollout
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a sequence at most."""
+        turns = self.rollout.max_turns if self.rollout.environment else 1
+        return self.rollout.max_length or self.data.max_prompt_tokens + self.rollout.max_tokens * turns
