@@ -1,0 +1,57 @@
+"""Names in a configuration that stand for code: built in, or `module:attribute` of the user's own.
+
+A registry is a plain mapping from name to implementation, or to the `module:attribute` it is imported from when it is
+used. Adding an implementation is one file and one line in its registry.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from moe_replay.errors import MoeReplayError
+
+
+class PluginError(MoeReplayError):
+    """A name that is neither built in nor importable."""
+
+
+def resolve(name: str, known: Mapping[str, Any], *, kind: str, key: str) -> Any:
+    """Return the implementation called `name`.
+
+    known   the registry
+    kind    what is looked for, for errors: "reward"
+    key     the setting that holds the name, for errors: "reward.functions"
+    """
+    found = known.get(name, name)
+    if not isinstance(found, str):
+        return found
+    if name not in known and not is_path(name):
+        near = difflib.get_close_matches(name, known, n=1)
+        raise PluginError(
+            f"unknown {kind} {name!r}",
+            expected=f"{key}: {', '.join(sorted(known)) or 'nothing is built in'}, or 'module:name'",
+            remedy=f"Did you mean {near[0]!r}?" if near else None,
+        )
+    return import_path(found, kind=kind, key=key)
+
+
+def is_path(name: str) -> bool:
+    """Whether a name has the form `module:attribute`."""
+    module, colon, attribute = name.partition(":")
+    return bool(module and colon and attribute)
+
+
+def import_path(path: str, *, kind: str, key: str) -> Any:
+    """Import `module:attribute`."""
+    module, _, attribute = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise PluginError(
+            f"{kind} {path!r} cannot be loaded: {error}",
+            expected=f"{key} = 'module:name'",
+            remedy="The module must be importable where training runs, e.g. a file in the working directory",
+        ) from error
