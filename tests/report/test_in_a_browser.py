@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from moe_replay.report.colours import INK, INK_ON_DARK
 pytest.importorskip("matplotlib", reason="figures need matplotlib")
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER = next((found for name in NAMES if (found := shutil.which(name))), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+pytestmark = pytest.mark.skipif(
+    BROWSER is None, reason="no Chromium here: on Debian, apt-get install --no-install-recommends chromium"
+)
 
 DARK, LIGHT = 0, 1  # as Chromium counts them
 LOOK = """<script>
@@ -52,11 +55,12 @@ def look_at(page: Path, folder: Path, width: int, scheme: int) -> dict[str, Any]
     style = "<style>:root { color-scheme: light dark; } body { margin: 0; }</style>"
     probed.write_text(f'<!DOCTYPE html><meta charset="utf-8">{style}<body>{frame}</body>')
     command = [
-        *(str(BROWSER), "--headless", "--disable-gpu", "--hide-scrollbars", "--dump-dom"),
+        *(str(BROWSER), "--headless", "--disable-gpu", "--hide-scrollbars", "--dump-dom", "--no-first-run"),
         *(["--no-sandbox"] if os.geteuid() == 0 else []),  # the sandbox refuses root
+        *("--disable-quic", "--disable-background-networking", "--disable-component-update", "--disable-sync"),
         f"--blink-settings=preferredColorScheme={scheme}",
         "--window-size=1400,900",
-        f"--user-data-dir={folder / 'profile'}",
+        f"--user-data-dir={tempfile.mkdtemp(dir=folder)}",
         probed.as_uri(),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
