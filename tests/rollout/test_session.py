@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from moe_replay.errors import EngineError, TraceError
-from moe_replay.rollout.session import NOT_SAMPLED, Session
+from moe_replay.rollout.session import Session
 from moe_replay.rollout.transformers import TransformersEngine
-from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
+from moe_replay.rollout.types import NOT_SAMPLED, FinishReason, Sample, SampledSequence, SamplingParams
 from moe_replay.rollout.weights import checkpoint_tensors
 from tests.rollout.tiny import reference, tiny_model
 
@@ -181,3 +181,39 @@ def test_a_trajectory_can_be_replayed_by_the_trainer(engine: TransformersEngine)
     with replay.replay(batch):
         logits = model(input_ids=torch.tensor(session.token_ids[None], dtype=torch.long)).logits
     assert logits.shape[1] == len(session)
+
+
+def test_a_finished_session_is_one_record_of_its_tokens(engine: TransformersEngine) -> None:
+    session = Session(PROMPT)
+    turn(session, engine)
+    session.observe(TOOL)
+    update(engine, 1)
+    turn(session, engine)
+    sequence = session.finish()
+    tokens = len(PROMPT) + 6 + len(TOOL) + 6
+    assert len(sequence) == len(sequence.trace) == tokens
+    np.testing.assert_array_equal(sequence.token_ids, session.token_ids)
+    np.testing.assert_array_equal(sequence.logprobs, session.logprobs)
+    assert sequence.versions.tolist() == [NOT_SAMPLED] * 4 + [0] * 6 + [NOT_SAMPLED] * 3 + [1] * 6
+    np.testing.assert_array_equal(np.flatnonzero(sequence.sampled), [*range(4, 10), *range(13, 19)])
+    assert sequence.finish_reason is FinishReason.LENGTH
+
+    session.observe(TOOL)  # the session grows on, the record does not
+    assert len(sequence.token_ids) == len(sequence.trace) == tokens
+
+
+def test_a_session_that_never_sampled_cannot_be_finished() -> None:
+    with pytest.raises(EngineError, match="not sampled anything"):
+        Session(PROMPT).finish()
+
+
+def test_a_sequence_has_one_entry_per_token_and_a_trace_of_its_own_tokens(engine: TransformersEngine) -> None:
+    session = Session(PROMPT)
+    turn(session, engine)
+    sequence = session.finish()
+    fields = {name: getattr(sequence, name) for name in ("token_ids", "logprobs", "versions", "trace", "finish_reason")}
+    for name in ("logprobs", "versions", "trace"):
+        with pytest.raises(EngineError, match="one entry per token"):
+            SampledSequence(**fields | {name: fields[name][:-1]})
+    with pytest.raises(EngineError, match="other tokens"):
+        SampledSequence(**fields | {"token_ids": fields["token_ids"] + 1})

@@ -5,6 +5,7 @@
         ...                                             # new weights came: the next call resumes the turn
     session.observe(tool_output_ids)
     await session.generate(engine, params)
+    sequence = session.finish()                         # what the trainer trains on
 
 Engines are sent token ids, never text, and see the whole sequence again in every turn. What they say of tokens that
 are routed already is kept or replaced as `keep` says; what nobody routed stays marked as uncovered.
@@ -20,10 +21,8 @@ import numpy as np
 
 from moe_replay.errors import EngineError
 from moe_replay.rollout.engine import Engine
-from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
+from moe_replay.rollout.types import NOT_SAMPLED, FinishReason, Sample, SampledSequence, SamplingParams
 from moe_replay.routes.trace import RouteTrace
-
-NOT_SAMPLED = -1
 
 
 class Session:
@@ -108,6 +107,22 @@ class Session:
         self._append(sample.completion_ids, sample.logprobs, sample.weight_version)
         self.finish_reason = sample.finish_reason
         return sample.finish_reason
+
+    def finish(self) -> SampledSequence:
+        """Return the sequence so far as one immutable record."""
+        if self.trace is None or self.finish_reason is None:
+            raise EngineError(
+                "a session that has not sampled anything cannot be finished",
+                found=f"{len(self)} observed tokens",
+                remedy="Call generate first",
+            )
+        return SampledSequence(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            versions=self.sampled_versions,
+            trace=self.trace,
+            finish_reason=self.finish_reason,
+        )
 
     def _remaining(self, params: SamplingParams) -> SamplingParams:
         """What is left of a turn that was aborted, with random numbers that have not been used yet."""

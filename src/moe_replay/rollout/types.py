@@ -102,6 +102,47 @@ class Sample:
             )
 
 
+NOT_SAMPLED = -1
+"""In place of a weight version, for tokens that the model did not sample: prompts and observations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampledSequence:
+    """One finished sequence of T tokens, of one turn or several: prompt, completions and observations.
+
+    token_ids       (T,) int32
+    logprobs        (T,) float32: of the sampled tokens, under the weights that sampled them; 0 elsewhere
+    versions        (T,) int64: weight version that sampled the token, `NOT_SAMPLED` for prompt and observations
+    trace           routes of the T tokens, with the weight version that routed each
+    finish_reason   of the last turn
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    trace: RouteTrace
+    finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        lengths = (len(self.logprobs), len(self.versions), len(self.trace))
+        if set(lengths) != {len(self.token_ids)}:
+            raise EngineError(
+                "log-probs, versions and routes of a sequence must have one entry per token",
+                expected=f"{len(self.token_ids)} each",
+                found=", ".join(map(str, lengths)),
+            )
+        if not np.array_equal(self.trace.token_ids, self.token_ids):
+            raise EngineError("the trace of a sequence is of other tokens than the sequence", found=self.trace)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """(T,) bool: tokens that the model sampled, which are those to train on."""
+        return self.versions != NOT_SAMPLED
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
     """What the trainer's own weights say of one sequence: the proof that an engine computes with them.
