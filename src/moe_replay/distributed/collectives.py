@@ -1,4 +1,4 @@
-"""Collectives over bytes of any length: never over pickled objects."""
+"""Collectives over bytes of any length, never over pickled objects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 def all_gather(content: np.ndarray, group: dist.ProcessGroup | None = None) -> list[np.ndarray]:
-    """Bytes of any number from each rank, in the order of ranks."""
+    """Return the bytes (N,) uint8 of every rank, in rank order; N may differ between ranks."""
     device = _device(group)
     length = torch.tensor([content.size], dtype=torch.int64, device=device)
     lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size(group))]
@@ -21,8 +21,8 @@ def all_gather(content: np.ndarray, group: dist.ProcessGroup | None = None) -> l
     return [one[:size].cpu().numpy() for one, size in zip(received, sizes, strict=True)]
 
 
-def from_first_rank(content: bytes | None) -> bytes:
-    """The bytes that the first of all ranks has, on every rank; the others give None."""
+def broadcast_bytes(content: bytes | None) -> bytes:
+    """Return the bytes of rank 0 on every rank; the others pass None."""
     device = _device(None)
     size = torch.tensor([len(content or b"")], dtype=torch.int64, device=device)
     dist.broadcast(size, 0)
@@ -34,7 +34,7 @@ def from_first_rank(content: bytes | None) -> bytes:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where a group's messages must lie."""
+    """Return the device that a group communicates from."""
     if dist.get_backend(group) in ("gloo", "mpi"):
         return torch.device("cpu")
     return torch.accelerator.current_accelerator() or torch.device("cpu")

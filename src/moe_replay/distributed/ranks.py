@@ -1,4 +1,4 @@
-"""What ranks tell each other besides tensors: what the first has found, and whether all are well.
+"""The ranks of a job: which one this is, text exchanged between them, and failures raised on all of them alike.
 
 A process without a process group is rank 0 of 1.
 """
@@ -16,38 +16,39 @@ from moe_replay.errors import MoeReplayError
 
 
 class OtherRankError(MoeReplayError):
-    """Something failed on another rank; the message is what that rank says."""
+    """A failure on another rank; the message holds that rank's error."""
 
 
 def rank() -> int:
-    """Number of this process."""
+    """Return the number of this process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Number of processes."""
+    """Return the number of processes."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def tell_all(text: str) -> list[str]:
-    """What each rank says, in the order of ranks, on every rank."""
+def all_gather_text(text: str) -> list[str]:
+    """Return the text of every rank, in rank order, on every rank."""
     if world_size() == 1:
         return [text]
-    said = all_gather(np.frombuffer(text.encode(), np.uint8))
-    return [part.tobytes().decode() for part in said]
+    gathered = all_gather(np.frombuffer(text.encode(), np.uint8))
+    return [part.tobytes().decode() for part in gathered]
 
 
-def from_first(make: Callable[[], str], doing: str) -> str:
-    """What rank 0 makes, on every rank; where that fails it fails on every rank."""
-    with Together(doing):
+def from_rank_0(make: Callable[[], str], doing: str) -> str:
+    """Return on every rank what `make` returns on rank 0; if it fails there, raise on every rank."""
+    with raise_on_all_ranks(doing):
         made = make() if rank() == 0 else ""
-    return tell_all(made)[0]
+    return all_gather_text(made)[0]
 
 
-class Together:
-    """Work that all ranks do; if it fails on one it fails on all, once all have come to its end.
+class raise_on_all_ranks:  # noqa: N801  a context manager, named as contextlib names its own
+    """Work done by all ranks: if it fails on one, it raises on all once every rank has reached the end.
 
-    It cannot help a rank that waits in a collective for one that has failed: the process group's timeout does.
+    A rank that waits in a collective for one that has failed is not released by this; the process group's timeout is
+    what ends it.
     """
 
     def __init__(self, doing: str) -> None:
@@ -58,8 +59,8 @@ class Together:
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
-            return  # this process is about to end: it asks nobody
-        reports = tell_all("" if error is None else f"{type(error).__name__}: {error}")
+            return  # this process is ending, and must not wait for the others
+        reports = all_gather_text("" if error is None else f"{type(error).__name__}: {error}")
         failed = [number for number, report in enumerate(reports) if report]
         if failed and error is None:
             raise OtherRankError(f"{self._doing} failed on rank {failed[0]}: {reports[failed[0]]}")

@@ -1,6 +1,6 @@
-"""Traces that ranks hold in parts, put together: as bytes over a process group, never as pickled objects.
+"""Whole traces from the parts that ranks hold, exchanged as bytes over a process group, never as pickled objects.
 
-A recording is replayed where it was made without moving at all. Only what leaves the trainer (a store, a report,
+A recording is replayed on the rank that made it and never moves. Only what leaves the trainer (a store, a report,
 another parallel layout) needs whole traces:
 
     for group in (tensor_and_context_parallel, pipeline_parallel):      # ranks that share the micro-batch
@@ -21,8 +21,8 @@ from moe_replay.routes.trace import RouteTrace
 
 
 def merge_traces(traces: Sequence[RouteTrace], group: dist.ProcessGroup | None = None) -> list[RouteTrace]:
-    """Whole traces, on every rank of a group whose ranks hold parts of the same sequences, in the same order."""
-    parts = _of_all_ranks(traces, group)
+    """Return whole traces on every rank of a group whose ranks hold parts of the same sequences, in the same order."""
+    parts = _all_gather_traces(traces, group)
     counts = [len(part) for part in parts]
     if len(set(counts)) > 1:
         raise AlignmentError(
@@ -35,18 +35,18 @@ def merge_traces(traces: Sequence[RouteTrace], group: dist.ProcessGroup | None =
 
 
 def collect_traces(traces: Sequence[RouteTrace], group: dist.ProcessGroup | None = None) -> list[RouteTrace]:
-    """The traces of all ranks of a group, one after the other, on every rank."""
-    return [trace for part in _of_all_ranks(traces, group) for trace in part]
+    """Return the traces of all ranks of a group, concatenated in rank order, on every rank."""
+    return [trace for part in _all_gather_traces(traces, group) for trace in part]
 
 
-def _of_all_ranks(traces: Sequence[RouteTrace], group: dist.ProcessGroup | None) -> list[list[RouteTrace]]:
+def _all_gather_traces(traces: Sequence[RouteTrace], group: dist.ProcessGroup | None) -> list[list[RouteTrace]]:
     encoded = [trace.to_bytes() for trace in traces]
     sizes = all_gather(np.array([len(data) for data in encoded], np.int64).view(np.uint8), group)
     contents = all_gather(np.frombuffer(b"".join(encoded), np.uint8), group)
-    return [_decoded(content, size.view(np.int64)) for content, size in zip(contents, sizes, strict=True)]
+    return [_decode(content, size.view(np.int64)) for content, size in zip(contents, sizes, strict=True)]
 
 
-def _decoded(content: np.ndarray, sizes: np.ndarray) -> list[RouteTrace]:
+def _decode(content: np.ndarray, sizes: np.ndarray) -> list[RouteTrace]:
     ends = np.cumsum(sizes)
     bounds = zip((ends - sizes).tolist(), ends.tolist(), strict=True)
     return [RouteTrace.from_bytes(content[start:end].tobytes()) for start, end in bounds]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from moe_replay.distributed.collectives import from_first_rank
-from moe_replay.distributed.ranks import Together, rank
+from moe_replay.distributed.collectives import broadcast_bytes
+from moe_replay.distributed.ranks import raise_on_all_ranks, rank
 from moe_replay.errors import MoeReplayError
 from moe_replay.rollout.engine import Engine
 from moe_replay.routes.trace_file import TraceWriter
@@ -88,7 +88,7 @@ class Job:
             stack.callback(backend.close)
             job = cls(config, run, backend, progress, interruption, sources.model, write_report)
             job._checkpoints.check_room(backend, job._export_like)
-            with Together("opening the rollout engine"):
+            with raise_on_all_ranks("opening the rollout engine"):
                 if rank() == 0:
                     job._open_rollouts(sources, engine, stack)
             job._probe = ProbeSequence.shared(job._rollouts.example if job._rollouts else None, backend)
@@ -155,13 +155,13 @@ class Job:
     def harvest(self) -> Harvest:
         """The samples of the next step: the first rank has them made, and every rank gets them."""
         content, metrics = None, {}
-        with Together("sampling"):
+        with raise_on_all_ranks("sampling"):
             if self._rollouts is not None:
                 made = self._rollouts.next(self.done, lambda done, total: self._progress.phase("rollout", done, total))
                 content, metrics = trajectory.to_bytes(made.trajectories), made.metrics
                 if self.config.rollout.sleep:
                     self._rollouts.engine.sleep()
-        return Harvest(trajectory.from_bytes(from_first_rank(content)), metrics)
+        return Harvest(trajectory.from_bytes(broadcast_bytes(content)), metrics)
 
     def report_updates(self, done: int, total: int) -> None:
         """How far the updates of this step are."""
@@ -171,7 +171,7 @@ class Job:
         """The engine samples with the policy's weights from now on."""
         probe = self._probe.scored(self.backend, self.config.rollout) if self._probe is not None else None
         weights = self.backend.weights()
-        with Together("updating the weights of the engine"):
+        with raise_on_all_ranks("updating the weights of the engine"):
             if self._rollouts is None:
                 for _ in weights:  # gathering them is the work of all ranks
                     pass
@@ -184,7 +184,7 @@ class Job:
         """Rewards on the prompts for evaluation, where this step has one."""
         every = self.config.eval.every
         found: dict[str, float] = {}
-        with Together("evaluation"):
+        with raise_on_all_ranks("evaluation"):
             if every and step % every == 0 and self._rollouts is not None and self._evaluated:
                 found = self._rollouts.evaluate(self._evaluated, self.config.eval.temperature)
         return found
@@ -252,7 +252,7 @@ class Job:
 def _agreed_sources(config: TrainConfig, progress: Progress) -> Sources:
     """The first rank downloads or makes what is missing, before the others look."""
     found: Sources | None = None
-    with Together("looking for model and data"):
+    with raise_on_all_ranks("looking for model and data"):
         if rank() == 0:
             found = find_sources(config, progress.say)
     return found if found is not None else find_sources(config, progress.say)

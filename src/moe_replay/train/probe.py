@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moe_replay.distributed.collectives import all_gather, from_first_rank
+from moe_replay.distributed.collectives import all_gather, broadcast_bytes
 from moe_replay.errors import AlignmentError
 from moe_replay.rollout.types import FinishReason, Probe
 from moe_replay.routes.trace import RouteTrace
@@ -45,7 +45,7 @@ class ProbeSequence:
     def shared(cls, token_ids: Sequence[int] | None, backend: Backend) -> ProbeSequence:
         """Of the tokens that the first rank has."""
         own = None if token_ids is None else np.asarray(token_ids, np.int32).tobytes()
-        return cls(np.frombuffer(from_first_rank(own), np.int32), backend)
+        return cls(np.frombuffer(broadcast_bytes(own), np.int32), backend)
 
     def check_stays_apart(self, backend: Backend, tolerance: float) -> None:
         """Raise if the sequence is scored otherwise behind another one than alone.

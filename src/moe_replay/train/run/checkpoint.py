@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moe_replay.distributed.ranks import Together, from_first, rank, world_size
+from moe_replay.distributed.ranks import from_rank_0, raise_on_all_ranks, rank, world_size
 from moe_replay.errors import MoeReplayError
 from moe_replay.megatron.weights.checkpoint import write_folder
 from moe_replay.routes.topology import MoeTopology
@@ -92,8 +92,8 @@ class Checkpoints:
         self._keep = keep
         self._settings = json.loads(json.dumps(dict(settings or {})))  # as it will be read
         self._held: int | None = None  # the step whose state is both here and in memory
-        from_first(self._prepare, "preparing the folder of checkpoints")
-        with Together("looking for the folder of checkpoints"):
+        from_rank_0(self._prepare, "preparing the folder of checkpoints")
+        with raise_on_all_ranks("looking for the folder of checkpoints"):
             if not folder.is_dir():
                 raise CheckpointError(
                     f"rank {rank()} does not see {folder}", remedy="Put the run on a file system that all ranks share"
@@ -115,7 +115,7 @@ class Checkpoints:
         each = policy.state_bytes()
         if export_like is not None:
             each += sum(file.stat().st_size for file in export_like.glob("*.safetensors"))
-        from_first(lambda: self._check_room(each), "looking for room for checkpoints")
+        from_rank_0(lambda: self._check_room(each), "looking for room for checkpoints")
 
     def _check_room(self, each: int) -> str:
         try:
@@ -146,19 +146,19 @@ class Checkpoints:
             return target  # nothing has happened since
         began = time.monotonic()
         with _Staged(self, state.step) as staged:
-            from_first(lambda: _begin(staged, target), "beginning a checkpoint")
-            with Together("writing a checkpoint"):
+            from_rank_0(lambda: _begin(staged, target), "beginning a checkpoint")
+            with raise_on_all_ranks("writing a checkpoint"):
                 policy.save(_made(staged / "policy"))
                 rng.save(_made(staged / "rng"), policy.device)
                 if export_like is not None:
                     write_folder(policy.weights(), staged / "hf", export_like)
-            from_first(lambda: self._write_record(policy, state, staged), "writing trainer.json")
-            with Together("flushing a checkpoint to the disk"):
+            from_rank_0(lambda: self._write_record(policy, state, staged), "writing trainer.json")
+            with raise_on_all_ranks("flushing a checkpoint to the disk"):
                 if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once on each machine
                     flush_tree(staged)
-            from_first(lambda: _publish(staged, target), "renaming a checkpoint")
+            from_rank_0(lambda: _publish(staged, target), "renaming a checkpoint")
         self._held = state.step
-        from_first(self._remove_old, "deleting old checkpoints")
+        from_rank_0(self._remove_old, "deleting old checkpoints")
         logger.info("saved %s in %.1f s", target, time.monotonic() - began)
         return target
 
@@ -187,13 +187,13 @@ class Checkpoints:
 
     def restore(self, policy: Policy) -> TrainerState | None:
         """Go on from the newest checkpoint, random generators included; None where there is none."""
-        newest = from_first(lambda: "".join(map(str, self.steps()[-1:])), "looking for checkpoints")
+        newest = from_rank_0(lambda: "".join(map(str, self.steps()[-1:])), "looking for checkpoints")
         if not newest:
             return None
         folder = self.path(int(newest))
-        with Together("reading a checkpoint"):
+        with raise_on_all_ranks("reading a checkpoint"):
             state = self._checked(folder, policy)
-        with Together("loading a checkpoint"):
+        with raise_on_all_ranks("loading a checkpoint"):
             policy.load(folder / "policy")
             rng.load(folder / "rng", policy.device)
         self._held = state.step

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
-from moe_replay.distributed.ranks import from_first, rank
+from moe_replay.distributed.ranks import from_rank_0, rank
 from moe_replay.errors import MoeReplayError
 from moe_replay.train.run.sinks import Metrics, Sink, check_sinks, open_sinks
 from moe_replay.utils.files import write_whole
@@ -75,7 +75,7 @@ class Run:
     def open(cls, config: TrainConfig) -> Run:
         """Make the folder or find it, lock it, and write the configuration. All ranks call it."""
         resources = ExitStack()
-        folder = Path(from_first(lambda: str(_claim(config, resources)), "opening the folder of the run"))
+        folder = Path(from_rank_0(lambda: str(_claim(config, resources)), "opening the folder of the run"))
         return cls(config, folder, resources)
 
     @property
@@ -90,7 +90,7 @@ class Run:
 
     def begin(self, after: int) -> None:
         """Take metrics from step `after` + 1 on; those of later steps, from before a restart, are cut."""
-        from_first(lambda: self._open_sinks(after), "opening the metrics of the run")
+        from_rank_0(lambda: self._open_sinks(after), "opening the metrics of the run")
 
     def _open_sinks(self, after: int) -> str:
         self._sinks = open_sinks(self._config.log, self.folder, self._config.name, after)
