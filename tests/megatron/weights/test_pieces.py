@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_replay.megatron.weights.errors import WeightMapError
-from moe_replay.megatron.weights.held import whole_model_name
+from moe_replay.megatron.weights.held import Slot, slots_from_json, slots_to_json, whole_model_name
 from moe_replay.megatron.weights.pieces import GateUp, GroupedQkv, Plain, Rule, Shard, Stacked
 
 EXPERTS = 3
@@ -129,3 +129,20 @@ def test_rows_that_the_config_does_not_promise() -> None:
 )
 def test_names_of_the_whole_model(name: str, expected: tuple[str, int | None, int | None]) -> None:
     assert whole_model_name(name, layer_numbers=[5, 7]) == expected
+
+
+def test_slots_travel_between_ranks_unchanged() -> None:
+    slots = (
+        Slot("decoder.layers.{layer}.mlp.router.weight", 3, None, (8, 32), torch.float32, None),
+        Slot(
+            "decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight",
+            0,
+            2,
+            (6, 4),
+            torch.bfloat16,
+            0,
+        ),
+        Slot("output_layer.weight", None, None, (96, 32), torch.float16, 0),
+    )
+    assert slots_from_json(slots_to_json(slots)) == slots
+    assert slots_from_json(slots_to_json(())) == ()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from moe_replay.distributed.collectives import all_gather
 from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.pieces import Shape, Shard
 
@@ -86,12 +88,11 @@ class HeldModel:
         groups = Groups.of_this_process()
         mine = [found for model in models for found in _named_tensors(model)]
         own = tuple(_slot(name, tensor) for name, tensor in mine)
-        stages: list[Any] = [None] * groups.pipeline.size()
-        dist.all_gather_object(stages, own, group=groups.pipeline)
+        stages = all_gather(np.frombuffer(slots_to_json(own), np.uint8), groups.pipeline)
         return cls(
             models[0].config,
             groups,
-            tuple(stages),
+            tuple(slots_from_json(stage.tobytes()) for stage in stages),
             tuple(tensor for _, tensor in mine),
             models[0].share_embeddings_and_output_weights,
         )
@@ -146,6 +147,19 @@ def whole_model_name(name: str, layer_numbers: Sequence[int]) -> tuple[str, int 
     layer, expert = _LAYER.search(name), _EXPERT.search(name)
     key = _EXPERT.sub("{expert}", _LAYER.sub("{layer}", name))
     return key, layer and layer_numbers[int(layer[0])] - 1, expert and int(expert[0])
+
+
+def slots_to_json(slots: Sequence[Slot]) -> bytes:
+    """Encode slots as JSON, to be sent to other ranks."""
+    return json.dumps([[*slot[:4], str(slot.dtype).removeprefix("torch."), slot.dim] for slot in slots]).encode()
+
+
+def slots_from_json(data: bytes) -> tuple[Slot, ...]:
+    """Decode what `slots_to_json` has encoded."""
+    return tuple(
+        Slot(key, layer, expert, tuple(shape), getattr(torch, dtype), dim)
+        for key, layer, expert, shape, dtype, dim in json.loads(data)
+    )
 
 
 def _language_model(chunk: nn.Module) -> Any:
