@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("pydantic")
 
-from moe_replay.train.episode import load_environment
+from moe_replay.train.environments import load_environment
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "environments.md"
 
@@ -28,7 +28,7 @@ class Said:
         self._left = max_turns - 1
 
     @property
-    def may_go_on(self) -> bool:
+    def can_continue(self) -> bool:
         return self._left > 0
 
     def observe(self, text: str) -> None:

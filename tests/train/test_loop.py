@@ -59,7 +59,7 @@ def half_flat(prompts: list, completions: list[str], solution: list[str], **_: A
 
 async def calculator(episode: Any) -> None:
     """A tool that says a number, twice, and lets the model go on."""
-    while episode.may_go_on:
+    while episode.can_continue:
         episode.observe("12")
         await episode.generate()
 
@@ -390,13 +390,13 @@ def test_episodes_end_where_the_sequence_is_full() -> None:
         max_length=8,
         max_turns=5,
     )
-    assert episode.may_go_on
+    assert episode.can_continue
     episode.observe("a tool that talks and talks")
     np.testing.assert_array_equal(episode.session.token_ids, [1, 2, 3, 4, 7, 7, 7])  # one place is left to speak
     episode.observe("and talks")
     assert len(episode.session) == 7
-    assert episode.may_go_on
+    assert episode.can_continue
     episode.session.observe([9])
-    assert not episode.may_go_on
+    assert not episode.can_continue
     with pytest.raises(EpisodeError, match=r"no further turn.*row 3.*8 tokens"):
         asyncio.run(episode.generate())

@@ -1,4 +1,4 @@
-"""Losses and advantages: number for number those of TRL, and independent of how tokens are divided."""
+"""Losses: number for number those of TRL, and independent of how tokens are divided."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_replay.train.advantages import group_advantages, has_signal
 from moe_replay.train.losses import correction_weights, k3, policy_loss, token_weights
 
 MAX_TOKENS = 12
@@ -170,38 +169,3 @@ def test_k3_is_zero_only_where_equal():
     assert torch.equal(k3(one, one), torch.zeros(3))
     assert (k3(one, one + 0.1) > 0).all()
     assert (k3(one, one - 0.1) > 0).all()
-
-
-# ---- advantages -----------------------------------------------------------------------------------------------------
-
-
-@given(
-    rewards=st.lists(
-        st.lists(st.floats(-5, 5) | st.just(float("nan")), min_size=4, max_size=4), min_size=1, max_size=5
-    ).map(np.array)
-)
-def test_advantages_against_a_plain_loop(rewards):
-    for baseline in ("std", "none", "leave_one_out"):
-        found = group_advantages(rewards, baseline)
-        for group, advantages in zip(rewards, found, strict=True):
-            scored = [r for r in group if not np.isnan(r)]
-            for reward, advantage in zip(group, advantages, strict=True):
-                if np.isnan(reward):
-                    assert advantage == 0
-                    continue
-                expected = reward - np.mean(scored)
-                if baseline == "std":
-                    expected /= (np.std(scored, ddof=1) if len(scored) > 1 else 0) + 1e-4
-                elif baseline == "leave_one_out" and len(scored) > 1:
-                    expected = reward - (sum(scored) - reward) / (len(scored) - 1)
-                assert advantage == pytest.approx(expected, rel=1e-9, abs=1e-9)
-
-
-def test_groups_without_signal():
-    nan = float("nan")
-    assert has_signal(np.array([[1.0, 1.0], [0.0, 1.0], [nan, 1.0], [nan, nan]])).tolist() == [
-        False,
-        True,
-        False,
-        False,
-    ]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from moe_replay.train.rewards import Reward, RewardError, accuracy, load_reward, score, think_format, total
+from moe_replay.utils.plugins import PluginError
 
 
 @pytest.fixture
@@ -90,7 +91,14 @@ def test_a_bad_reward_is_named(function, text):
         score([Reward("bad", function)], ["p", "q"], ["a", "b"], {})
 
 
-@pytest.mark.parametrize("name", ["acuracy", "my_rewards:missing", "no_such_module:f"])
+@pytest.mark.parametrize(
+    "name", ["acuracy", "my_rewards:missing", "no_such_module:f", "verl:my_rewards", "verl:my_rewards:missing"]
+)
 def test_an_unknown_reward_is_named(module, name):
-    with pytest.raises(RewardError, match=name):
+    with pytest.raises(PluginError, match=name.removeprefix("verl:")):
         load_reward(name)
+
+
+def test_an_unknown_reward_says_what_may_be_given():
+    with pytest.raises(PluginError, match=r"accuracy, format, or 'module:name', 'verl:module:name'.*Did you mean 'acc"):
+        load_reward("acuracy")

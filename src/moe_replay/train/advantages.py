@@ -1,37 +1,86 @@
-"""Advantages of the samples of a group: how much better each did than the others for the same prompt."""
+"""Advantage estimators: how much better each sample of a group did than the others for the same prompt."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-Baseline = Literal["std", "none", "leave_one_out"]
+from moe_replay.errors import MoeReplayError
+from moe_replay.utils.plugins import resolve, user_code
+
+AdvantageEstimator = Callable[[np.ndarray], np.ndarray]
+"""Rewards (groups, n), NaN where a sample was not scored -> advantages (groups, n); unscored samples are ignored."""
 
 
-def group_advantages(rewards: np.ndarray, baseline: Baseline = "std", epsilon: float = 1e-4) -> np.ndarray:
-    """Rewards (groups, n), NaN where a sample was not scored -> advantages (groups, n), zero there.
+class AdvantageError(MoeReplayError):
+    """An advantage estimator that raised, or returned something other than one finite number per sample."""
 
-    std             (r - mean) / (std + epsilon), as in GRPO
-    none            r - mean, as in Dr. GRPO
-    leave_one_out   r - mean of the others, as in RLOO
-    """
-    scored = ~np.isnan(rewards)
-    count = scored.sum(axis=1, keepdims=True)
-    known = np.where(scored, rewards, 0.0)
-    mean = known.sum(axis=1, keepdims=True) / np.maximum(count, 1)
-    centred = np.where(scored, rewards - mean, 0.0)
-    if baseline == "std":
-        # the sample standard deviation, as torch.std and the published implementations compute it
-        deviation = np.sqrt((centred**2).sum(axis=1, keepdims=True) / np.maximum(count - 1, 1))
-        return centred / (deviation + epsilon)
-    if baseline == "leave_one_out":
-        return centred * count / np.maximum(count - 1, 1)
-    return centred
+
+def std_normalized(rewards: np.ndarray, epsilon: float = 1e-4) -> np.ndarray:
+    """Return (r - mean) / (std + epsilon), as in GRPO."""
+    centered, count = _centered(rewards)
+    # the sample standard deviation, as torch.std and the published implementations compute it
+    deviation = np.sqrt((centered**2).sum(axis=1, keepdims=True) / np.maximum(count - 1, 1))
+    return centered / (deviation + epsilon)
+
+
+def mean_centered(rewards: np.ndarray) -> np.ndarray:
+    """Return r - mean, as in Dr. GRPO."""
+    return _centered(rewards)[0]
+
+
+def leave_one_out(rewards: np.ndarray) -> np.ndarray:
+    """Return r - mean of the other samples, as in RLOO."""
+    centered, count = _centered(rewards)
+    return centered * count / np.maximum(count - 1, 1)
+
+
+ADVANTAGES: Mapping[str, AdvantageEstimator | str] = {
+    "std": std_normalized,
+    "none": mean_centered,
+    "leave_one_out": leave_one_out,
+}
+"""Estimators by name; `algorithm.baseline` takes one of these or `module:name`."""
+
+
+def load_advantages(name: str) -> AdvantageEstimator:
+    """Return the estimator that `algorithm.baseline` names, wrapped so that its result is checked."""
+    estimator: AdvantageEstimator = resolve(name, ADVANTAGES, kind="advantage estimator", key="algorithm.baseline")
+
+    def checked(rewards: np.ndarray) -> np.ndarray:
+        with user_code(f"advantage estimator {name!r}", AdvantageError, found=f"rewards of shape {rewards.shape}"):
+            found = np.asarray(estimator(rewards.copy()), np.float64)
+        if found.shape != rewards.shape:
+            raise AdvantageError(
+                f"advantage estimator {name!r} must return one advantage per sample",
+                expected=f"shape {rewards.shape}",
+                found=f"shape {found.shape}",
+            )
+        scored = ~np.isnan(rewards)
+        if not np.isfinite(found[scored]).all():
+            group, sample = np.argwhere(scored & ~np.isfinite(found))[0].tolist()
+            raise AdvantageError(
+                f"advantage estimator {name!r} returned an advantage that is not finite",
+                sample=f"{sample} of group {group}",
+                found=f"{found[group, sample]} for rewards {rewards[group].tolist()}",
+                remedy="Ignore unscored samples (NaN), e.g. with np.nanmean",
+            )
+        return np.where(scored, found, 0.0)
+
+    return checked
 
 
 def has_signal(rewards: np.ndarray) -> np.ndarray:
-    """(groups,) bool: the scored samples of the group do not all have the same reward."""
+    """Return (groups,) bool: whether the scored samples of a group differ in reward."""
     lowest = np.where(np.isnan(rewards), np.inf, rewards).min(axis=1)
     highest = np.where(np.isnan(rewards), -np.inf, rewards).max(axis=1)
     return highest > lowest
+
+
+def _centered(rewards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (groups, n) rewards minus the mean of their group, 0 where unscored, and (groups, 1) scored samples."""
+    scored = ~np.isnan(rewards)
+    count = scored.sum(axis=1, keepdims=True)
+    mean = np.where(scored, rewards, 0.0).sum(axis=1, keepdims=True) / np.maximum(count, 1)
+    return np.where(scored, rewards - mean, 0.0), count

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import re
@@ -20,12 +19,13 @@ import numpy as np
 
 from moe_replay.errors import MissingExtraError, MoeReplayError
 from moe_replay.utils.messages import text_of
+from moe_replay.utils.plugins import import_path, is_path, resolve, user_code
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
 
 class RewardError(MoeReplayError):
-    """A reward function that cannot be found, raised, or returned something else than one number a sample."""
+    """A reward function that raised, or returned something other than one number per sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +38,15 @@ class Reward:
 
 
 def load_reward(name: str, weight: float = 1.0) -> Reward:
-    """`accuracy`, `format`, `module:function`, or `verl:module:function` for a verl `compute_score`."""
-    if name in _BUILT_IN:
-        return Reward(name, _BUILT_IN[name], weight)
-    style, _, rest = name.partition(":")
-    path = rest if style == "verl" else name
-    module_name, _, function_name = path.partition(":")
-    if not function_name:
-        raise RewardError(
-            f"unknown reward {name!r}",
-            expected=f"one of {sorted(_BUILT_IN)}, 'module:function' or 'verl:module:function'",
-            found=name,
-        )
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise RewardError(
-            f"reward {name!r} cannot be loaded: {error}",
-            remedy="The module must be importable where training runs, e.g. a file in the working directory",
-        ) from error
-    return Reward(name, from_verl(function) if style == "verl" else function, weight)
+    """Return the reward that `reward.functions` names: one of REWARDS, `module:name`, or `verl:module:name`.
+
+    The last is a verl `compute_score`.
+    """
+    style, _, path = name.partition(":")
+    if style == "verl" and is_path(path):
+        return Reward(name, from_verl(import_path(path, kind="verl reward", key="reward.functions")), weight)
+    function = resolve(name, REWARDS, kind="reward", key="reward.functions", forms="'module:name', 'verl:module:name'")
+    return Reward(name, function, weight)
 
 
 def score(
@@ -136,22 +125,20 @@ def think_format(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -
     return [float(bool(_THINK_THEN_ANSWER.fullmatch(text_of(completion)))) for completion in completions]
 
 
-_BUILT_IN: Mapping[str, RewardFunction] = {"accuracy": accuracy, "format": think_format}
+REWARDS: Mapping[str, RewardFunction | str] = {"accuracy": accuracy, "format": think_format}
+"""Reward functions by name; `reward.functions` takes these, `module:name` and `verl:module:name`."""
 
 
 def _scored(
     reward: Reward, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
 ) -> np.ndarray:
-    try:
+    with user_code(
+        f"reward {reward.name!r}",
+        RewardError,
+        found=f"{len(completions)} completions and columns {sorted(columns)}",
+        remedy="Return None for samples that cannot be scored",
+    ):
         values = reward.function(prompts=list(prompts), completions=list(completions), **columns)
-    except MoeReplayError:
-        raise
-    except Exception as error:  # a user's function may raise anything; it must be named in what follows
-        raise RewardError(
-            f"reward {reward.name!r} raised {type(error).__name__}: {error}",
-            found=f"{len(completions)} completions and columns {sorted(columns)}",
-            remedy="Return None for samples that cannot be scored",
-        ) from error
     if not isinstance(values, (list, tuple, np.ndarray)) or len(values) != len(completions):
         raise RewardError(
             f"reward {reward.name!r} must return one value for each completion",

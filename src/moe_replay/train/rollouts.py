@@ -19,10 +19,11 @@ from moe_replay.rollout.engine import Engine
 from moe_replay.rollout.loop import LoopThread
 from moe_replay.rollout.session import Session
 from moe_replay.rollout.types import Sample, SamplingParams
-from moe_replay.train.advantages import group_advantages, has_signal
+from moe_replay.train.advantages import has_signal, load_advantages
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt, PromptStream
-from moe_replay.train.episode import Episode, load_environment, play
+from moe_replay.train.environments import load_environment, run_environment
+from moe_replay.train.episode import Episode
 from moe_replay.train.rewards import Reward, score, total
 from moe_replay.train.trajectory import Trajectory
 
@@ -75,6 +76,7 @@ class Rollouts:
         self._tokenizer = tokenizer
         self._rewards = rewards
         self._max_length = max_length
+        self._advantages = load_advantages(config.algorithm.baseline)
         self._environment = load_environment(config.rollout.environment)
         self._loop = LoopThread("rollouts")
         self._pending: deque[_Pending] = deque()
@@ -138,7 +140,7 @@ class Rollouts:
 
     def _harvest(self, groups: Sequence[Group], dropped: int, version: int) -> Harvest:
         rewards = np.stack([group.rewards for group in groups])
-        advantages = group_advantages(rewards, self._config.algorithm.baseline)
+        advantages = self._advantages(rewards)
         trajectories = [
             trajectory.with_advantage(reward, advantage)
             for group, group_rewards, group_advantage in zip(groups, rewards, advantages, strict=True)
@@ -209,13 +211,13 @@ class Rollouts:
         samples = await first()
         params = replace(self._seeded(number), n=1)
         episodes = await asyncio.gather(
-            *(self._played(sample, prompt, _of_sample(params, index)) for index, sample in enumerate(samples))
+            *(self._run_episode(sample, prompt, _of_sample(params, index)) for index, sample in enumerate(samples))
         )
         trajectories = tuple(Trajectory.of(episode.session, prompt.row, number) for episode in episodes)
         scores = await asyncio.to_thread(self._scores, prompt, trajectories)
         return Group(prompt, trajectories, total(self._rewards, scores), scores)
 
-    async def _played(self, sample: Sample, prompt: Prompt, params: SamplingParams) -> Episode:
+    async def _run_episode(self, sample: Sample, prompt: Prompt, params: SamplingParams) -> Episode:
         episode = Episode(
             prompt=prompt,
             session=Session(prompt.token_ids),
@@ -225,9 +227,9 @@ class Rollouts:
             max_length=self._max_length,
             max_turns=self._config.rollout.max_turns,
         )
-        await episode.begin(sample)
+        await episode.start(sample)
         if self._environment is not None:
-            await play(self._environment, episode)
+            await run_environment(self._environment, episode)
         return episode
 
     # ---- rewards ------------------------------------------------------------------------------------------------

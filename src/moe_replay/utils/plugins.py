@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from moe_replay.errors import MoeReplayError
@@ -18,12 +19,13 @@ class PluginError(MoeReplayError):
     """A name that is neither built in nor importable."""
 
 
-def resolve(name: str, known: Mapping[str, Any], *, kind: str, key: str) -> Any:
+def resolve(name: str, known: Mapping[str, Any], *, kind: str, key: str, forms: str = "'module:name'") -> Any:
     """Return the implementation called `name`.
 
     known   the registry
     kind    what is looked for, for errors: "reward"
     key     the setting that holds the name, for errors: "reward.functions"
+    forms   what is accepted besides names in the registry, for errors
     """
     found = known.get(name, name)
     if not isinstance(found, str):
@@ -32,7 +34,7 @@ def resolve(name: str, known: Mapping[str, Any], *, kind: str, key: str) -> Any:
         near = difflib.get_close_matches(name, known, n=1)
         raise PluginError(
             f"unknown {kind} {name!r}",
-            expected=f"{key}: {', '.join(sorted(known)) or 'nothing is built in'}, or 'module:name'",
+            expected=f"{key}: {', '.join(sorted(known)) or 'nothing is built in'}, or {forms}",
             remedy=f"Did you mean {near[0]!r}?" if near else None,
         )
     return import_path(found, kind=kind, key=key)
@@ -55,3 +57,18 @@ def import_path(path: str, *, kind: str, key: str) -> Any:
             expected=f"{key} = 'module:name'",
             remedy="The module must be importable where training runs, e.g. a file in the working directory",
         ) from error
+
+
+@contextmanager
+def user_code(name: str, error_type: type[MoeReplayError], **details: Any) -> Iterator[None]:
+    """Name the function in what it raises: any exception but ours becomes an `error_type` with these details.
+
+    name      kind and name of the function: "reward 'tests.rewards:exact'"
+    details   `sample`, `found`, `remedy`, ... of the error
+    """
+    try:
+        yield
+    except MoeReplayError:
+        raise
+    except Exception as error:
+        raise error_type(f"{name} raised {type(error).__name__}: {error}", **details) from error

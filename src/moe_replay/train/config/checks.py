@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moe_replay.train.advantages import ADVANTAGES
 from moe_replay.train.config.sections import BackendConfig, ModelConfig, RewardConfig, RolloutConfig, Sections
+from moe_replay.train.environments import ENVIRONMENTS
+from moe_replay.utils.plugins import is_path
 
 OURS_IN_MEGATRON = {
     "tensor_model_parallel_size": "backend.tensor_parallel",
@@ -85,11 +88,15 @@ def _rollout(rollout: RolloutConfig) -> Iterator[str]:
             "rollout.sleep: an engine that samples while the trainer works cannot sleep; "
             "set rollout.max_staleness = 0 or rollout.sleep = false"
         )
-    if rollout.environment is not None and not all(rollout.environment.partition(":")):
-        yield f"rollout.environment: {rollout.environment!r} names no function; write module:function"
+    environment = rollout.environment
+    if environment is not None and environment not in ENVIRONMENTS and not is_path(environment):
+        yield f"rollout.environment: {environment!r} names no function; write module:function"
 
 
 def _algorithm(config: Sections) -> Iterator[str]:
+    baseline = config.algorithm.baseline
+    if baseline not in ADVANTAGES and not is_path(baseline):
+        yield f"algorithm.baseline: {baseline!r} is unknown; take one of {', '.join(ADVANTAGES)}, or module:name"
     rollout, updates = config.rollout, config.algorithm.updates_per_rollout
     if rollout.sequences % updates:
         fitting = [number for number in range(1, rollout.sequences + 1) if rollout.sequences % number == 0]

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from moe_replay.train.advantages import Baseline
 from moe_replay.train.losses import Aggregation, Correction, Level
 
 Setting = int | float | bool | str
@@ -168,8 +167,8 @@ class AlgorithmConfig(Section):
 
     updates_per_rollout: int = Field(1, ge=1)
     """Optimizer steps on the samples of one rollout (also steps_per_generation)."""
-    baseline: Baseline = "std"
-    """Advantage in a group: (r - mean) / std, r - mean (none), or r - mean of the others (leave_one_out)."""
+    baseline: str = "std"
+    """Advantage in a group: (r - mean) / std, r - mean (none), r - mean of others (leave_one_out); or "module:name"."""
     level: Level = "token"
     """Importance ratio of each token (GRPO) or of each sequence (GSPO)."""
     clip_low: float = Field(0.2, ge=0, le=1)
