@@ -7,13 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from moe_replay.report.formatting import number, percent, times_less
-from moe_replay.report.plots import MOST_POINTS, moving_average, thinned
-from moe_replay.report.record import Series, collect
+from moe_replay.report.formatting import describe_change, format_number, format_percent
+from moe_replay.report.plots import MAX_POINTS, downsample, moving_average
+from moe_replay.report.record import Series, collect_series
 
 
 def test_lines_become_series_with_null_as_nan_and_absence_as_absence() -> None:
-    found = collect(
+    found = collect_series(
         [{"step": 1, "time": 5.0, "a": 1}, {"step": 2, "a": None, "b": 3.0, "c": "text"}, {"step": 4, "a": 2}]
     )
     assert set(found) == {"a", "b"}
@@ -23,22 +23,22 @@ def test_lines_become_series_with_null_as_nan_and_absence_as_absence() -> None:
 
 
 def test_steps_that_were_done_again_count_once() -> None:
-    found = collect([{"step": 2, "a": 1.0}, {"step": 1, "a": 0.0}, {"step": 2, "a": 5.0}])
+    found = collect_series([{"step": 2, "a": 1.0}, {"step": 1, "a": 0.0}, {"step": 2, "a": 5.0}])
     np.testing.assert_array_equal(found["a"].values, [0.0, 5.0])
 
 
 def test_the_end_of_a_series_is_its_last_tenth() -> None:
-    assert Series(np.arange(30), np.arange(30.0)).last == 28.0
-    assert Series(np.arange(3), np.array([1.0, 2.0, 5.0])).last == 5.0
-    assert math.isnan(Series(np.arange(1), np.array([math.nan])).last)
+    assert Series(np.arange(30), np.arange(30.0)).tail_mean == 28.0
+    assert Series(np.arange(3), np.array([1.0, 2.0, 5.0])).tail_mean == 5.0
+    assert math.isnan(Series(np.arange(1), np.array([math.nan])).tail_mean)
 
 
 def test_thinning_keeps_the_mean_and_the_range_of_steps() -> None:
     chance = np.random.default_rng(0)
-    steps, values = thinned(Series(np.arange(MOST_POINTS * 3), chance.random(MOST_POINTS * 3)))
-    assert len(steps) == len(values) == MOST_POINTS
-    np.testing.assert_allclose(steps, 3 * np.arange(MOST_POINTS) + 1)
-    again = np.random.default_rng(0).random(MOST_POINTS * 3)
+    steps, values = downsample(Series(np.arange(MAX_POINTS * 3), chance.random(MAX_POINTS * 3)))
+    assert len(steps) == len(values) == MAX_POINTS
+    np.testing.assert_allclose(steps, 3 * np.arange(MAX_POINTS) + 1)
+    again = np.random.default_rng(0).random(MAX_POINTS * 3)
     np.testing.assert_allclose(values, again.reshape(-1, 3).mean(1))
 
 
@@ -60,22 +60,22 @@ def test_a_moving_average_leaves_out_what_is_no_number() -> None:
     ],
 )
 def test_numbers_are_short(value: float, text: str) -> None:
-    assert number(value) == text
+    assert format_number(value) == text
 
 
 def test_shares_are_in_percent() -> None:
-    assert percent(0.98765) == "98.77%"
-    assert percent(math.nan) == "-"
+    assert format_percent(0.98765) == "98.77%"
+    assert format_percent(math.nan) == "-"
 
 
 @pytest.mark.parametrize(
     ("before", "after", "text"),
     [
-        (9.0, 1.0, "9 times less"),
+        (9.0, 1.0, "9 times lower"),
         (1.0, 1.05, "about the same"),
-        (1.0, 3.0, "3 times more"),
+        (1.0, 3.0, "3 times higher"),
         (2.0, 0.0, "down to exactly 0"),
     ],
 )
 def test_how_much_less(before: float, after: float, text: str) -> None:
-    assert times_less(before, after) == text
+    assert describe_change(before, after) == text

@@ -13,8 +13,8 @@ from moe_replay.cli.main import main
 from moe_replay.errors import MissingExtraError
 from moe_replay.report.attribution_report import write_attribution_report
 from moe_replay.report.compare import write_comparison
-from moe_replay.report.drawing import draw
 from moe_replay.report.record import ReportError
+from moe_replay.report.rendering import render
 from moe_replay.report.run_report import write_run_report
 from moe_replay.tools.attribution.result import Attribution
 from tests.report.folders import (
@@ -49,7 +49,7 @@ def check_stands_alone(page: Path) -> Tags:
 
 
 def check_png(path: Path) -> None:
-    """A picture that can be read, with something on white ground."""
+    """A figure that can be read, with something on white ground."""
     from matplotlib.image import imread
 
     pixels = imread(path)
@@ -66,9 +66,9 @@ def test_a_full_run_has_every_figure_in_the_page_and_as_png(full_page: Path) -> 
     found = check_stands_alone(full_page)
     assert found.titles == FIGURES | ATTRIBUTION_FIGURES
     assert sum(tag == "svg" for tag, _ in found.tags) == len(found.titles)
-    pictures = {path.stem: path for path in (full_page.parent / "figures").glob("*.png")}
-    assert set(pictures) == found.titles
-    for path in pictures.values():
+    figures = {path.stem: path for path in (full_page.parent / "figures").glob("*.png")}
+    assert set(figures) == found.titles
+    for path in figures.values():
         check_png(path)
 
 
@@ -84,7 +84,7 @@ def test_the_colours_of_figures_are_those_of_the_page(full_page: Path) -> None:
 
 def test_the_text_of_figures_is_text(full_page: Path) -> None:
     text = Tags(full_page.read_text()).text
-    for word in ("without replay", "with replay", "layer", "share of tokens", "routes moved by tokens", "0.97"):
+    for word in ("without replay", "with replay", "layer", "fraction of tokens", "shift in tokens", "0.97"):
         assert word in text
 
 
@@ -96,18 +96,15 @@ def test_the_head_says_what_the_run_was_and_what_replay_did(tmp_path: Path) -> N
     text = Tags(write_run_report(write_run(tmp_path / "run", lines)).read_text()).text
     assert "tiny/model" in text
     assert "sampled by transformers (bfloat16)" in text
-    assert "R3: the routes of the rollout are replayed (asked for)" in text
+    assert "R3: routes recorded in the rollout are replayed (asked for)" in text
     # step 1 has nothing to compare with, and counts on neither side
-    assert (
-        "was 0.02 away from the rollout's (k3, a token); with the rollout's routes replayed, 0.001: 20 times less"
-        in text
-    )
+    assert "was 0.02 per token with native routing and 0.001 with the rollout's routes replayed: 20 times lower" in text
 
 
 def test_auto_is_told_as_the_trainer_resolved_it(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [{"step": 1, "mismatch/rollout_vs_old/k3_kl": 0.5}], mode="auto")
     text = Tags(write_run_report(run).read_text()).text
-    assert "R3: the routes of the rollout are replayed (4 updates from sample to use" in text
+    assert "R3: routes recorded in the rollout are replayed (4 updates from sample to use" in text
 
 
 # ---- little, broken, hostile -----------------------------------------------------------------------------------------
@@ -129,7 +126,7 @@ def test_auto_is_told_as_the_trainer_resolved_it(tmp_path: Path) -> None:
 def test_little_data_makes_a_small_report(tmp_path: Path, lines: list[dict], figures: set[str]) -> None:
     run = write_run(tmp_path / "run", lines)
     if lines == [{"step": 7}]:
-        with pytest.raises(ReportError, match="no finished step"):
+        with pytest.raises(ReportError, match="not finished a step"):
             write_run_report(run)
         return
     assert check_stands_alone(write_run_report(run)).titles == figures
@@ -138,9 +135,9 @@ def test_little_data_makes_a_small_report(tmp_path: Path, lines: list[dict], fig
 def test_a_run_without_config_or_with_one_of_another_release(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [{"step": 1, "reward/mean": 1.0}])
     (run / "config.toml").write_text('steps = 3\nnew_thing = 1\n[replay]\nmode = "r3"\n')
-    assert "R3: the routes" in Tags(write_run_report(run).read_text()).text
+    assert "R3: routes recorded in the rollout" in Tags(write_run_report(run).read_text()).text
     (run / "config.toml").unlink()
-    assert "routing replay: unknown" in Tags(write_run_report(run).read_text()).text
+    assert "Routing replay: unknown" in Tags(write_run_report(run).read_text()).text
 
 
 def test_warnings_name_what_is_wrong(tmp_path: Path) -> None:
@@ -152,15 +149,15 @@ def test_warnings_name_what_is_wrong(tmp_path: Path) -> None:
     (run / "config.toml").write_text("steps = 5\n")
     text = Tags(write_run_report(run).read_text()).text
     assert "after step 2 of 5" in text
-    assert "2 updates were skipped, since their gradient was not finite (step 2)" in text
-    assert "Not a finite number in step 2: loss/total." in text
-    assert "misaligned in step 2" in text
+    assert "2 updates were skipped because their gradient was not finite (step 2)" in text
+    assert "Non-finite values in step 2: loss/total." in text
+    assert "Misaligned routes were found in step 2" in text
     assert "layer 12 with 31%" in text
 
 
 def test_a_run_that_went_well_has_no_warnings(tmp_path: Path) -> None:
     lines = [{"step": 1, "loss/skipped": 0, "routing/aligned": 1, "routing/agreement/layer_001": 0.97}]
-    assert "To look at" not in Tags(write_run_report(write_run(tmp_path / "run", lines)).read_text()).text
+    assert "Warnings" not in Tags(write_run_report(write_run(tmp_path / "run", lines)).read_text()).text
 
 
 def test_an_attribution_that_cannot_be_read_costs_only_itself(tmp_path: Path) -> None:
@@ -201,14 +198,14 @@ def test_long_runs_and_deep_models_stay_small(tmp_path: Path) -> None:
 
 
 def test_no_run_is_an_error_that_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ReportError, match=r"no folder of a run.*metrics\.jsonl"):
+    with pytest.raises(ReportError, match=r"not a run folder.*metrics\.jsonl"):
         write_run_report(tmp_path)
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtraError, match=r"moe-replay\[report\]"):
-        draw("name", "title", "caption", lambda axes: None)
+        render("name", "title", "caption", lambda axes: None)
 
 
 # ---- attribution -----------------------------------------------------------------------------------------------------
@@ -222,10 +219,10 @@ def test_an_attribution_has_its_figures_and_its_table(tmp_path: Path) -> None:
     assert {path.stem for path in (page.parent / "attribution-figures").glob("*.png")} == ATTRIBUTION_FIGURES
     assert "The routes are aligned" in found.text
     assert (
-        "is 0.009 away from the rollout's (k3, a token); with the rollout's routes replayed, 0.001: 9 times less"
+        "is 0.009 per token with native routing and 0.001 with the rollout's routes replayed: 9 times lower"
         in found.text
     )
-    assert "k3 (KL, a token) 0.009 0.008 0.008 0.001" in found.text
+    assert "k3 (KL per token) 0.009 0.008 0.008 0.001" in found.text
 
 
 def test_an_attribution_of_traces_alone(tmp_path: Path) -> None:
@@ -273,5 +270,5 @@ def test_the_commands_write_and_say_where(tmp_path: Path, capsys: pytest.Capture
     main(["compare", *map(str, runs), "--output", str(tmp_path / "both.html")])
     assert Path(capsys.readouterr().out.strip()) == tmp_path / "both.html"
     assert (tmp_path / "both.html").is_file()
-    with pytest.raises(SystemExit, match="no folder of a run"):
+    with pytest.raises(SystemExit, match="not a run folder"):
         main(["report", str(tmp_path)])

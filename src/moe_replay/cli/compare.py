@@ -1,4 +1,4 @@
-"""`moe-replay compare`: runs side by side."""
+"""`moe-replay compare`: several runs on one page."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from pathlib import Path
 
 
 class CompareCommand:
-    """Put two or more runs side by side on one page."""
+    """Compare two or more runs on one page."""
 
     def __init__(self, runs: tuple[Path, ...], /, *, output: Path = Path("compare.html")) -> None:
-        """Put two or more runs side by side on one page.
+        """Compare two or more runs on one page.
 
         Args:
-            runs: Folders of the runs.
-            output: Page to write; its figures go as PNG files into a folder named like it.
+            runs: Run folders.
+            output: Page to write; figures go to `<stem>-figures` next to it.
         """
         self.runs = runs
         self.output = output
 
     def __call__(self) -> None:
-        """Write it, and say where."""
+        """Write the page and print its path."""
         from moe_replay.report.compare import write_comparison
 
         print(write_comparison(self.runs, self.output))

@@ -1,4 +1,4 @@
-"""`moe-replay report`: a run, or what `moe-replay verify` measured, as a page."""
+"""`moe-replay report`: write the report page of a run or of an attribution."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from pathlib import Path
 
 
 class ReportCommand:
-    """Write the report of a run: report.html and figures/*.png in its folder."""
+    """Write the report of a run: report.html and figures/*.png in the run folder."""
 
     def __init__(self, run: Path, /, *, output: Path | None = None) -> None:
-        """Write the report of a run: report.html and figures/*.png in its folder.
+        """Write the report of a run: report.html and figures/*.png in the run folder.
 
         Args:
-            run: Folder of a run, or an attribution.json that `moe-replay verify` wrote.
-            output: Page to write for an attribution.json; beside it if not given.
+            run: Run folder, or an attribution.json written by `moe-replay verify`.
+            output: Page to write for an attribution.json; next to it by default.
         """
         self.run = run
         self.output = output
 
     def __call__(self) -> None:
-        """Write it, and say where."""
+        """Write the page and print its path."""
         if self.run.is_file():
             from moe_replay.report.attribution_report import read_attribution, write_attribution_report
 

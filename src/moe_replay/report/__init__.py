@@ -1,1 +1,1 @@
-"""Reports of runs and of comparisons as single HTML pages and as PNG files."""
+"""Reports on runs, attributions and comparisons: self-contained HTML pages with PNG figures."""

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from moe_replay.report.colours import INK, Role, colour
-from moe_replay.report.drawing import Picture, draw
-from moe_replay.report.plots import HEAT, diagonal, legend, paint_bars, paint_heat
+from moe_replay.report.plots import HEAT, legend, plot_bars, plot_diagonal, plot_heatmap
+from moe_replay.report.rendering import RenderedFigure, render
 from moe_replay.tools.attribution.result import (
     AGAIN,
     HISTOGRAM_EDGES,
@@ -22,16 +22,21 @@ from moe_replay.tools.attribution.result import (
     RoutingScores,
 )
 
-ROLES: dict[str, Role] = {NATIVE: "native", AGAIN: "noise", R2: "own", R3: "replayed"}
-TITLES = {NATIVE: "own routes", AGAIN: "once more", R2: "R2", R3: "replayed (R3)"}
-_STYLES = {NATIVE: ("-", 2.4), AGAIN: ("--", 1.6), R2: (":", 1.6), R3: ("-", 1.6)}  # those that coincide are all seen
-MOST_DOTS = 2000
-# Dots are pixels, which do not change with the page: shades that are seen on light and on dark ground.
+ROLES: dict[str, Role] = {NATIVE: "native", AGAIN: "noise", R2: "recorded", R3: "replayed"}
+TITLES = {NATIVE: "native routing", AGAIN: "native, repeated", R2: "R2", R3: "replayed (R3)"}
+_STYLES = {
+    NATIVE: ("-", 2.4),
+    AGAIN: ("--", 1.6),
+    R2: (":", 1.6),
+    R3: ("-", 1.6),
+}  # all visible where they coincide
+MAX_DOTS = 2000
+# Dots are rasterized and cannot follow the page: shades that are visible on light and on dark backgrounds.
 _DOTS = {NATIVE: "#e8772e", R3: "#3d97d3"}
 
 
-def attribution_figures(found: Attribution) -> Iterator[Picture]:
-    """All figures that the data allows."""
+def attribution_figures(found: Attribution) -> Iterator[RenderedFigure]:
+    """Yield every figure the data is sufficient for."""
     if any(found.scatter.values()):
         yield scatter(found.scatter)
     if found.passes:
@@ -47,15 +52,15 @@ def attribution_figures(found: Attribution) -> Iterator[Picture]:
         yield differing_bars(routing)
 
 
-def scatter(points: dict[str, tuple[tuple[float, float], ...]]) -> Picture:
-    """Log-probs of the rollout against those of the trainer, one panel for each pass."""
-    shown = {name: np.array(pairs[:MOST_DOTS], float) for name, pairs in points.items() if pairs}
+def scatter(points: dict[str, tuple[tuple[float, float], ...]]) -> RenderedFigure:
+    """Plot log-probs of the rollout against those of the trainer, one panel per pass."""
+    shown = {name: np.array(pairs[:MAX_DOTS], float) for name, pairs in points.items() if pairs}
     every = np.concatenate(list(shown.values()))
     low = float(every[np.isfinite(every)].min(initial=-1.0))
 
-    def paint(panels: Any) -> None:
+    def plot(panels: Any) -> None:
         for axes, (name, pairs) in zip(panels if len(shown) > 1 else [panels], shown.items(), strict=True):
-            diagonal(axes, low, 0.0)
+            plot_diagonal(axes, low, 0.0)
             axes.scatter(*pairs.T, s=7, alpha=0.45, linewidths=0, color=_DOTS.get(name, "#7c8792"), rasterized=True)
             axes.set_title(TITLES.get(name, name), color=colour(ROLES.get(name, "plain")))
             axes.set_xlim(1.05 * low, -0.03 * low)
@@ -66,18 +71,18 @@ def scatter(points: dict[str, tuple[tuple[float, float], ...]]) -> Picture:
         (panels[0] if len(shown) > 1 else panels).set_ylabel("log p, trainer")
 
     text = (
-        "Each dot is one sampled token. On the dashed line, rollout and trainer give it the same probability; the same "
-        "tokens on the left with the trainer's own routes, on the right with those of the rollout."
+        "Each dot is one sampled token. On the dashed line, rollout and trainer assign it the same probability. Both "
+        "panels show the same tokens: native routing on the left, the rollout's routes replayed on the right."
     )
-    return draw("scatter", "Log-probabilities, rollout and trainer", text, paint, panels=len(shown))
+    return render("scatter", "Log-probabilities, rollout and trainer", text, plot, panels=len(shown))
 
 
-def histograms(passes: dict[str, PassScores]) -> Picture:
-    """Tokens by log-ratio, one line for each pass."""
+def histograms(passes: dict[str, PassScores]) -> RenderedFigure:
+    """Plot the distribution of log-ratios, one line per pass."""
     edges = np.array(HISTOGRAM_EDGES)
-    places = np.arange(len(edges) + 2)  # the outer bins are open: all are drawn equally wide
+    places = np.arange(len(edges) + 2)  # the outer bins are open-ended: all are drawn equally wide
 
-    def paint(axes: Any) -> None:
+    def plot(axes: Any) -> None:
         for name, one in passes.items():
             counts = np.array(one.histogram, float)
             shares = counts / max(counts.sum(), 1)
@@ -92,44 +97,44 @@ def histograms(passes: dict[str, PassScores]) -> Picture:
         axes.axvline(middle, color=INK, alpha=0.25, linewidth=0.6)
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%")
-        axes.set_xlabel("log of the ratio, trainer to rollout")
-        axes.set_ylabel("share of tokens")
+        axes.set_xlabel("log-ratio, trainer to rollout")
+        axes.set_ylabel("fraction of tokens")
         axes.grid(True, axis="y")
         legend(axes)
 
     text = (
-        "How far the trainer's probability of a token is from the rollout's, on a logarithmic scale to both sides of "
-        "0. The narrower about the middle, the better."
+        "Log-ratio of the trainer's probability of a token to the rollout's, on a logarithmic scale on both sides of "
+        "0. The narrower the distribution, the better."
     )
-    return draw("ratios", "Probability ratios", text, paint)
+    return render("ratios", "Probability ratios", text, plot)
 
 
-def position_map(routing: RoutingScores) -> Picture:
-    """Agreement by layer and position."""
+def position_map(routing: RoutingScores) -> RenderedFigure:
+    """Plot agreement by layer and position."""
     text = (
-        "The share of tokens that the trainer's router, left to itself, sends to the same experts as the rollout did, "
-        "by decoder layer (upwards) and position in the sequence."
+        "Fraction of tokens that the trainer's router, routing natively, sends to the same experts as the rollout did, "
+        "by decoder layer (bottom to top) and position in the sequence."
     )
     table = np.array(routing.by_position, float)
     edges = [float(edge) for edge in routing.position_edges]
-    return draw(
+    return render(
         "agreement-positions",
         "Agreement by layer and position",
         text,
-        lambda axes: paint_heat(axes, table, list(routing.layers), edges, "layer", "position"),
+        lambda axes: plot_heatmap(axes, table, list(routing.layers), edges, "layer", "position"),
     )
 
 
-def shift_matrix(alignment: Alignment) -> Picture:
-    """Agreement above chance when routes are moved by layers and tokens."""
+def shift_matrix(alignment: Alignment) -> RenderedFigure:
+    """Plot agreement above chance with the routes shifted by layers and tokens."""
     table = np.array(alignment.above_chance, float)
     names = [f"{shift:+d}" if shift else "0" for shift in alignment.shifts]
 
-    def paint(axes: Any) -> None:
+    def plot(axes: Any) -> None:
         axes.imshow(table, cmap=HEAT, vmin=0, vmax=1, interpolation="none", aspect="auto")
         for row, column in np.ndindex(*table.shape):
             value = table[row, column]
-            # These colours are for the cell and not for the page, so neither is the page's ink.
+            # The cell's background does not follow the page's colour scheme, so neither may the text on it.
             ink = ("#ffffff" if value < 0.55 else "#000000") if np.isfinite(value) else INK
             text = f"{value:.2f}".replace("-0.00", "0.00") if np.isfinite(value) else "-"
             axes.text(column, row, text, ha="center", va="center", color=ink, fontsize=9)
@@ -142,49 +147,49 @@ def shift_matrix(alignment: Alignment) -> Picture:
         )
         axes.set_xticks(range(len(names)), names)
         axes.set_yticks(range(len(names)), names)
-        axes.set_xlabel("routes moved by tokens")
-        axes.set_ylabel("routes moved by layers")
+        axes.set_xlabel("shift in tokens")
+        axes.set_ylabel("shift in layers")
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
 
     text = (
-        "Agreement of the rollout's routes with the trainer's, when they are moved by some layers and tokens: 1 is the "
-        "same experts, 0 is chance. Aligned routes agree most in the middle, where nothing is moved."
+        "Agreement of the rollout's routes with the trainer's when shifted by some layers and tokens: 1 means the same "
+        "experts, 0 is chance. Aligned routes agree best at the centre, unshifted."
     )
-    return draw("shifts", "Shift test", text, paint)
+    return render("shifts", "Shift test", text, plot)
 
 
-def layer_bars(routing: RoutingScores) -> Picture:
-    """1 - agreement of each layer, so that the bars start at nothing."""
+def layer_bars(routing: RoutingScores) -> RenderedFigure:
+    """Plot 1 - agreement of each layer, so that bars start at zero."""
     groups: list[tuple[str, Role, np.ndarray]] = [
-        ("all that differs", "native", 1 - np.array(routing.agreement, float)),
-        ("this router alone", "replayed", 1 - np.array(routing.router_alone, float)),
+        ("native routing", "native", 1 - np.array(routing.agreement, float)),
+        ("earlier layers replayed", "replayed", 1 - np.array(routing.router_alone, float)),
         ("noise", "noise", 1 - np.array(routing.noise, float)),
     ]
     groups = [group for group in groups if np.isfinite(group[2]).any()]
     text = (
-        "The share of tokens that a layer's router sends to other experts than the rollout did (1 - agreement): by "
-        "itself; while all layers before it replay; and between two passes of the trainer (noise)."
+        "Fraction of tokens that a layer's router sends to different experts than the rollout did (1 - agreement): "
+        "with native routing in all layers; with all earlier layers replayed; and between two trainer passes (noise)."
     )
-    return draw(
+    return render(
         "agreement-bars",
-        "Routers that choose otherwise, by layer",
+        "Routing disagreement by layer",
         text,
-        lambda axes: paint_bars(axes, groups, routing.layers, "layer"),
+        lambda axes: plot_bars(axes, groups, routing.layers, "layer"),
     )
 
 
-def differing_bars(routing: RoutingScores) -> Picture:
-    """Tokens by the number of their routers that differ."""
+def differing_bars(routing: RoutingScores) -> RenderedFigure:
+    """Plot tokens by the number of layers in which they are routed differently."""
     counts = np.array(routing.differing, float)
     last = int(np.flatnonzero(counts).max()) + 1
     shares = counts[:last] / counts.sum()
-    text = "The share of tokens for which that many routers choose otherwise than in the rollout. 0: none does."
-    return draw(
+    text = "Fraction of tokens routed differently from the rollout in this many layers. 0: routed identically in all."
+    return render(
         "differing",
-        "Differing routers of a token",
+        "Layers that differ, per token",
         text,
-        lambda axes: paint_bars(axes, [("", "native", shares)], range(last), "routers that differ"),
+        lambda axes: plot_bars(axes, [("", "native", shares)], range(last), "layers that differ"),
     )
 
 

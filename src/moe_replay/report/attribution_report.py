@@ -1,4 +1,4 @@
-"""`write_attribution_report`: what `moe-replay verify` measured, as a page or as part of one."""
+"""`write_attribution_report`: the measurements of `moe-replay verify` as a page or as a section of one."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moe_replay.report.attribution_figures import ROLES, attribution_figures
-from moe_replay.report.formatting import UNKNOWN, number, percent, times_less
+from moe_replay.report.formatting import MISSING, describe_change, format_number, format_percent
 from moe_replay.report.page import Page, Table
 from moe_replay.tools.attribution.result import EXTREME, NATIVE, R3, Attribution
 
 _ROWS = (
-    ("k3 (KL, a token)", "k3_kl"),
-    ("k1 (KL, a token)", "k1_kl"),
+    ("k3 (KL per token)", "k3_kl"),
+    ("k1 (KL per token)", "k1_kl"),
     ("|Δ log p|, mean", "logprob_abs_diff/mean"),
     ("|Δ log p|, largest", "logprob_abs_diff/max"),
     ("ratio, largest", "ratio/max"),
-    ("effective samples", "ess"),
+    ("effective sample size", "ess"),
     ("F(2)", "beyond_two"),
 )
 
 
 def read_attribution(path: Path) -> Attribution:
-    """An attribution.json."""
+    """Read an attribution.json."""
     return Attribution.from_json(path.read_text(encoding="utf-8"))
 
 
 def write_attribution_report(found: Attribution, output: Path) -> Path:
-    """Write a page about one attribution, and its figures as PNG files in a folder named like it."""
+    """Write the report page of an attribution, and its figures as PNG files in `<stem>-figures` next to it."""
     page = Page("Rollout against trainer")
     labels = " · ".join(f"{name} {value}" for name, value in found.labels.items())
-    page.head(labels or "one batch", _what_was_found(found))
+    page.head(labels or "one batch", _summary(found))
     page.cards(_cards(found))
     page.warnings(found.failures())
     page.section("Where they differ", attribution_figures(found), _counts(found), _passes(found))
@@ -38,7 +38,7 @@ def write_attribution_report(found: Attribution, output: Path) -> Path:
 
 
 def add_attribution(page: Page, found: Attribution) -> None:
-    """A section of a page: the verdict, the table of passes, and all figures."""
+    """Add a section with the verdict, the table of passes and all figures."""
     text = f"{_verdict(found)} {_counts(found)}"
     page.section("Attribution of one batch", attribution_figures(found), text, _passes(found))
 
@@ -47,51 +47,54 @@ def _counts(found: Attribution) -> str:
     return f"{found.samples} samples, {found.tokens:,} tokens, {found.scored:,} of them scored."
 
 
-def _what_was_found(found: Attribution) -> Iterator[str]:
+def _summary(found: Attribution) -> Iterator[str]:
     yield _verdict(found)
     routing = found.routing
     yield (
-        f"Left to themselves, the trainer's routers make {percent(routing.overall)} of the rollout's choices; "
-        f"{percent(routing.differing_tokens)} of the tokens differ in at least one layer."
+        f"Routing natively, the trainer picks the rollout's experts in {format_percent(routing.overall)} of all "
+        f"(token, layer) pairs; {format_percent(routing.differing_tokens)} of the tokens differ in at least one layer."
     )
     if NATIVE in found.passes and R3 in found.passes:
         native, replayed = (found.passes[name].mismatch.get("k3_kl", float("nan")) for name in (NATIVE, R3))
         yield (
-            f"With its own routes, the trainer's policy is {number(native)} away from the rollout's (k3, a token); "
-            f"with the rollout's routes replayed, {number(replayed)}: {times_less(native, replayed)}."
+            f"The mean k3 between rollout and trainer is {format_number(native)} per token with native routing and "
+            f"{format_number(replayed)} with the rollout's routes replayed: {describe_change(native, replayed)}."
         )
 
 
 def _verdict(found: Attribution) -> str:
     alignment = found.alignment
-    told = {
-        "aligned": "The routes are aligned: each is that of its token and layer.",
+    verdict = {
+        "aligned": "The routes are aligned: each belongs to its token and layer.",
         "misaligned": "The routes are MISALIGNED.",
         "unclear": "Whether the routes are aligned is unclear.",
     }.get(alignment.status, alignment.status)
-    return " ".join([told, *([f"{alignment.detail}."] if alignment.detail else []), *alignment.notes])
+    return " ".join([verdict, *([f"{alignment.detail}."] if alignment.detail else []), *alignment.notes])
 
 
 def _cards(found: Attribution) -> Iterator[tuple[str, str]]:
     yield "alignment", found.alignment.status
-    yield "routes that agree", percent(found.routing.overall)
-    yield "tokens that differ", percent(found.routing.differing_tokens)
+    yield "route agreement", format_percent(found.routing.overall)
+    yield "tokens that differ", format_percent(found.routing.differing_tokens)
     for name, label in ((NATIVE, "k3 without replay"), (R3, "k3 with replay")):
         if name in found.passes:
-            yield label, number(found.passes[name].mismatch.get("k3_kl", float("nan")))
+            yield label, format_number(found.passes[name].mismatch.get("k3_kl", float("nan")))
 
 
 def _passes(found: Attribution) -> Table | None:
     if not found.passes:
         return None
     unknown = float("nan")
-    rows = [(label, *(number(one.mismatch.get(key, unknown)) for one in found.passes.values())) for label, key in _ROWS]
+    rows = [
+        (label, *(format_number(one.mismatch.get(key, unknown)) for one in found.passes.values()))
+        for label, key in _ROWS
+    ]
     rows += [
-        (f"beyond a factor of {limit}", *(str(one.extreme.get(limit, UNKNOWN)) for one in found.passes.values()))
+        (f"tokens off by a factor of {limit}", *(str(one.extreme.get(limit, MISSING)) for one in found.passes.values()))
         for limit in EXTREME
     ]
     rows.append(
-        ("k3 to the first pass", *(number(one.own.get("k3_kl", unknown)) for one in found.passes.values())),
+        ("k3 against the first pass", *(format_number(one.own.get("k3_kl", unknown)) for one in found.passes.values())),
     )
     colours = [f"var(--{ROLES.get(name, 'plain')})" for name in found.passes]
-    return Table(("against the rollout", *found.passes), rows, colours)
+    return Table(("compared with the rollout", *found.passes), rows, colours)

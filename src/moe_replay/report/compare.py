@@ -7,21 +7,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moe_replay.report.colours import OF_RUNS
-from moe_replay.report.drawing import Picture
-from moe_replay.report.formatting import UNKNOWN, number
+from moe_replay.report.colours import RUN_ROLES
+from moe_replay.report.formatting import MISSING, format_number
 from moe_replay.report.page import Page, Table
 from moe_replay.report.plots import Curve
 from moe_replay.report.record import ReportError, RunRecord, read_run
+from moe_replay.report.rendering import RenderedFigure
 from moe_replay.report.run_figures import curve_figure
 
 _STYLES = ("-", "--", ":", "-.")
-_OWN = ("output", "name", "resume")  # differ between any two runs
+_PER_RUN = ("output", "name", "resume")  # differ between any two runs: not worth listing
 
 
 @dataclass(frozen=True, slots=True)
-class _Measure:
-    """A metric that runs are compared by; `best` picks its best value, where one is better than another."""
+class _Metric:
+    """A metric that runs are compared by; `best` is "max" or "min", or empty if neither is better."""
 
     metric: str
     title: str
@@ -30,54 +30,54 @@ class _Measure:
     share: bool = False
 
 
-_MEASURES = {
+_METRICS = {
     "Reward": (
-        _Measure("reward/mean", "Reward", "max"),
-        _Measure("eval/reward", "Reward in evaluation", "max"),
+        _Metric("reward/mean", "Reward", "max"),
+        _Metric("eval/reward", "Evaluation reward", "max"),
     ),
     "Rollout against trainer": (
-        _Measure("mismatch/rollout_vs_old/k3_kl", "k3, as trained", "min", log=True),
-        _Measure("mismatch/rollout_vs_native/k3_kl", "k3, without replay", "min", log=True),
-        _Measure("mismatch/rollout_vs_old/logprob_abs_diff/mean", "|Δ log p|, as trained", "min", log=True),
-        _Measure("mismatch/rollout_vs_old/ratio/max", "Largest ratio, as trained", "min", log=True),
-        _Measure("mismatch/rollout_vs_old/beyond_two", "F(2), as trained", "min", share=True),
-        _Measure("mismatch/old_vs_train/k3_kl", "Policy change within a step", log=True),
+        _Metric("mismatch/rollout_vs_old/k3_kl", "k3, as trained", "min", log=True),
+        _Metric("mismatch/rollout_vs_native/k3_kl", "k3, without replay", "min", log=True),
+        _Metric("mismatch/rollout_vs_old/logprob_abs_diff/mean", "|Δ log p|, as trained", "min", log=True),
+        _Metric("mismatch/rollout_vs_old/ratio/max", "Largest ratio, as trained", "min", log=True),
+        _Metric("mismatch/rollout_vs_old/beyond_two", "F(2), as trained", "min", share=True),
+        _Metric("mismatch/old_vs_train/k3_kl", "Policy change within a step", log=True),
     ),
     "Routes": (
-        _Measure("routing/agreement", "Agreement of routes", "max", share=True),
-        _Measure("routing/replayed_fraction", "Routes replayed", share=True),
-        _Measure("routing/load_violation", "Load of the busiest expert", "min"),
+        _Metric("routing/agreement", "Route agreement", "max", share=True),
+        _Metric("routing/replayed_fraction", "Routes replayed", share=True),
+        _Metric("routing/load_violation", "Load of the busiest expert", "min"),
     ),
     "Learning": (
-        _Measure("loss/total", "Loss"),
-        _Measure("loss/grad_norm", "Gradient norm", log=True),
-        _Measure("loss/entropy", "Entropy"),
-        _Measure("completion/length_mean", "Length of completions"),
+        _Metric("loss/total", "Loss"),
+        _Metric("loss/grad_norm", "Gradient norm", log=True),
+        _Metric("loss/entropy", "Entropy"),
+        _Metric("completion/length_mean", "Completion length"),
     ),
     "Time": (
-        _Measure("time/step", "Seconds of a step", "min"),
-        _Measure("time/tokens_per_second", "Tokens per second", "max"),
+        _Metric("time/step", "Seconds per step", "min"),
+        _Metric("time/tokens_per_second", "Tokens per second", "max"),
     ),
 }
 
 
 def write_comparison(folders: Sequence[Path], output: Path) -> Path:
-    """Write a page with the curves of several runs over each other; figures as PNG files in a folder named like it."""
+    """Write a page that overlays the curves of several runs, and its figures as PNG files in `<stem>-figures`."""
     if len(folders) < 2:
         raise ReportError("nothing to compare", expected="two runs or more", found=len(folders))
-    runs = _told_apart([read_run(folder) for folder in folders])
-    page = Page(f"{len(runs)} runs side by side")
-    page.head(" · ".join(run.label for run in runs), _in_words(runs))
-    colours = [f"var(--{OF_RUNS[place % len(OF_RUNS)]})" for place in range(len(runs))]
+    runs = _with_unique_labels([read_run(folder) for folder in folders])
+    page = Page(f"Comparison of {len(runs)} runs")
+    page.head(" · ".join(run.label for run in runs), _summary(runs))
+    colours = [f"var(--{RUN_ROLES[place % len(RUN_ROLES)]})" for place in range(len(runs))]
     head = [run.label for run in runs]
     page.section(
-        "At the end",
+        "Final values",
         [],
-        "Mean over the last tenth of the steps; in brackets the best single step.",
+        "Mean over the last tenth of the steps, with the best single step in brackets.",
         Table(("", *head), list(_last_values(runs)), colours),
     )
-    for title, measures in _MEASURES.items():
-        page.section(title, [picture for measure in measures for picture in _overlaid(runs, measure)])
+    for title, measures in _METRICS.items():
+        page.section(title, [figure for measure in measures for figure in _overlay(runs, measure)])
     differences = list(_differences(runs))
     if differences:
         table = Table(("setting", *head), differences, colours, prose=True)
@@ -85,8 +85,8 @@ def write_comparison(folders: Sequence[Path], output: Path) -> Path:
     return page.write(output, output.with_name(f"{output.stem}-figures"))
 
 
-def _told_apart(runs: list[RunRecord]) -> list[RunRecord]:
-    """The runs with labels that differ: as much of the end of their paths as is needed."""
+def _with_unique_labels(runs: list[RunRecord]) -> list[RunRecord]:
+    """Return the runs with unique labels: as many trailing path components as that takes."""
     labels = [run.label for run in runs]
     if len(set(labels)) < len(labels):
         paths = [run.folder.resolve().parts for run in runs]
@@ -98,22 +98,22 @@ def _told_apart(runs: list[RunRecord]) -> list[RunRecord]:
     return [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]
 
 
-def _in_words(runs: list[RunRecord]) -> Iterator[str]:
-    rewards = {run.label: run["reward/mean"].last for run in runs if len(run["reward/mean"].finite)}
+def _summary(runs: list[RunRecord]) -> Iterator[str]:
+    rewards = {run.label: run["reward/mean"].tail_mean for run in runs if len(run["reward/mean"].finite)}
     if len(rewards) > 1:
         best = max(rewards, key=rewards.__getitem__)
-        yield f"The highest reward at the end is that of {best}: {number(rewards[best])}."
+        yield f"{best} has the highest final reward: {format_number(rewards[best])}."
     modes = ", ".join(f"{run.label}: {run.mode or 'unknown'}" for run in runs)
     yield f"Routing replay: {modes}."
 
 
-def _overlaid(runs: list[RunRecord], measure: _Measure) -> Iterator[Picture]:
+def _overlay(runs: list[RunRecord], measure: _Metric) -> Iterator[RenderedFigure]:
     curves = [
         Curve(
             run[measure.metric],
             _shortened(run.label),
-            OF_RUNS[place % len(OF_RUNS)],
-            _STYLES[place // len(OF_RUNS) % len(_STYLES)],
+            RUN_ROLES[place % len(RUN_ROLES)],
+            _STYLES[place // len(RUN_ROLES) % len(_STYLES)],
         )
         for place, run in enumerate(runs)
     ]
@@ -123,26 +123,26 @@ def _overlaid(runs: list[RunRecord], measure: _Measure) -> Iterator[Picture]:
 
 def _last_values(runs: list[RunRecord]) -> Iterator[tuple[str, ...]]:
     yield ("steps", *(str(run.steps) for run in runs))
-    for measures in _MEASURES.values():
+    for measures in _METRICS.values():
         for measure in measures:
             if any(len(run[measure.metric].finite) for run in runs):
                 yield (measure.title, *(_cell(run, measure) for run in runs))
 
 
-def _cell(run: RunRecord, measure: _Measure) -> str:
+def _cell(run: RunRecord, measure: _Metric) -> str:
     series = run[measure.metric]
     if not measure.best or not len(series.finite):
-        return number(series.last)
+        return format_number(series.tail_mean)
     best = series.finite.max() if measure.best == "max" else series.finite.min()
-    return f"{number(series.last)} ({number(float(best))})"
+    return f"{format_number(series.tail_mean)} ({format_number(float(best))})"
 
 
 def _differences(runs: list[RunRecord]) -> Iterator[tuple[str, ...]]:
-    keys = dict.fromkeys(key for run in runs for key in run.settings if key not in _OWN)
+    keys = dict.fromkeys(key for run in runs for key in run.settings if key not in _PER_RUN)
     for key in keys:
-        told = [json.dumps(run.settings[key], default=str) if key in run.settings else UNKNOWN for run in runs]
-        if len(set(told)) > 1:
-            yield (key, *told)
+        values = [json.dumps(run.settings[key], default=str) if key in run.settings else MISSING for run in runs]
+        if len(set(values)) > 1:
+            yield (key, *values)
 
 
 def _shortened(label: str) -> str:

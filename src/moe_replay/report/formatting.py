@@ -1,16 +1,16 @@
-"""Numbers as words, for the head of a report."""
+"""Numbers as text."""
 
 from __future__ import annotations
 
 import math
 
-UNKNOWN = "-"
+MISSING = "-"
 
 
-def number(value: float) -> str:
-    """Three digits, however large or small; a dash for what is not known."""
+def format_number(value: float) -> str:
+    """Format with about three significant digits; a dash for NaN and infinities."""
     if not math.isfinite(value):
-        return UNKNOWN
+        return MISSING
     if value == 0:
         return "0"
     if 1e-3 <= abs(value) < 1e5:
@@ -18,18 +18,18 @@ def number(value: float) -> str:
     return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
 
 
-def percent(value: float) -> str:
-    """A share, in percent."""
-    return f"{100 * value:.4g}%" if math.isfinite(value) else UNKNOWN
+def format_percent(value: float) -> str:
+    """Format a fraction as a percentage."""
+    return f"{100 * value:.4g}%" if math.isfinite(value) else MISSING
 
 
-def times_less(before: float, after: float) -> str:
-    """In words, how much smaller a number has become."""
+def describe_change(before: float, after: float) -> str:
+    """Describe how much lower or higher `after` is than `before`."""
     if not (math.isfinite(before) and math.isfinite(after)) or before <= 0:
         return ""
     if after <= 0:
         return "down to exactly 0"
     factor = before / after
     if factor >= 1.15:
-        return f"{number(round(factor, 1 if factor < 10 else 0))} times less"
-    return "about the same" if factor > 1 / 1.15 else f"{number(round(1 / factor, 1))} times more"
+        return f"{format_number(round(factor, 1 if factor < 10 else 0))} times lower"
+    return "about the same" if factor > 1 / 1.15 else f"{format_number(round(1 / factor, 1))} times higher"

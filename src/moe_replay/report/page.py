@@ -1,4 +1,4 @@
-"""The HTML around figures: one file, nothing from elsewhere, for phones and for dark rooms."""
+"""Self-contained HTML pages: no external resources, readable on phones, light and dark."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from moe_replay.report.colours import INK, INK_ON_DARK, css_variables
-from moe_replay.report.drawing import Picture
+from moe_replay.report.rendering import RenderedFigure
 from moe_replay.utils.files import write_whole
 
 _STYLE = f"""
@@ -87,10 +87,10 @@ footer {{ margin-top: 40px; color: var(--faint); font-size: .82rem; }}
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Cells as text; the first column names the rows.
+    """A table of text cells; the first column names the rows.
 
-    colours   of the columns after the first, as CSS, where they have one
-    prose     its cells are text, not numbers
+    colours   CSS colours of the columns after the first, or empty
+    prose     cells are text, left-aligned and wrapped, instead of numbers
     """
 
     head: Sequence[str]
@@ -99,11 +99,11 @@ class Table:
     prose: bool = False
 
     def html(self) -> str:
-        """The table, which scrolls by itself where it is too wide."""
+        """Return the table as HTML; it scrolls horizontally if it is too wide."""
         marks = ["", *self.colours]
         head = "".join(
-            f"<th>{_swatch(marks[place]) if place < len(marks) else ''}{escape(cell)}</th>"
-            for place, cell in enumerate(self.head)
+            f"<th>{_swatch(marks[column]) if column < len(marks) else ''}{escape(cell)}</th>"
+            for column, cell in enumerate(self.head)
         )
         rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in self.rows)
         kind = ' class="text"' if self.prose else ""
@@ -113,74 +113,76 @@ class Table:
 
 @dataclass(slots=True)
 class Page:
-    """A page that grows from top to bottom; every text is escaped here."""
+    """A page built from top to bottom; all text is escaped here."""
 
     title: str
-    pictures: list[Picture] = field(default_factory=list)
+    figures: list[RenderedFigure] = field(default_factory=list)
     _parts: list[str] = field(default_factory=list)
 
-    def head(self, line: str, lead: Iterable[str]) -> None:
-        """The title, a line about what it was, and what came of it in words."""
-        self._parts.append(f'<h1>{escape(self.title)}</h1>\n<p class="faint">{escape(line)}</p>')
-        self._parts += [f'<p class="lead">{escape(text)}</p>' for text in lead]
+    def head(self, subtitle: str, summary: Iterable[str]) -> None:
+        """Add the title, a subtitle, and the paragraphs of the summary."""
+        self._parts.append(f'<h1>{escape(self.title)}</h1>\n<p class="faint">{escape(subtitle)}</p>')
+        self._parts += [f'<p class="lead">{escape(text)}</p>' for text in summary]
 
     def cards(self, values: Iterable[tuple[str, str]]) -> None:
-        """A few numbers that stand out: (name, value)."""
+        """Add key numbers: (name, value)."""
         cards = "".join(f'<div class="card">{escape(name)}<b>{escape(value)}</b></div>' for name, value in values)
         self._parts.append(f'<div class="cards">{cards}</div>')
 
     def warnings(self, texts: Sequence[str]) -> None:
-        """What the reader should know first; nothing if there is nothing."""
+        """Add a box of warnings, unless there are none."""
         if texts:
             items = "".join(f"<li>{escape(text)}</li>" for text in texts)
-            self._parts.append(f'<div class="warnings"><strong>To look at</strong><ul>{items}</ul></div>')
+            self._parts.append(f'<div class="warnings"><strong>Warnings</strong><ul>{items}</ul></div>')
 
-    def headline(self, title: str) -> None:
-        """What comes next."""
+    def heading(self, title: str) -> None:
+        """Add a section heading."""
         self._parts.append(f"<h2>{escape(title)}</h2>")
 
-    def section(self, title: str, pictures: Iterable[Picture], text: str = "", table: Table | None = None) -> None:
-        """A headline, words, a table and figures; nothing at all without figures and table."""
-        drawn = list(pictures)
-        if not drawn and table is None:
+    def section(
+        self, title: str, figures: Iterable[RenderedFigure], text: str = "", table: Table | None = None
+    ) -> None:
+        """Add a heading, text, a table and figures; nothing at all if there is neither a figure nor a table."""
+        rendered = list(figures)
+        if not rendered and table is None:
             return
-        self.headline(title)
+        self.heading(title)
         if text:
             self._parts.append(f'<p class="faint">{escape(text)}</p>')
         if table is not None:
             self._parts.append(table.html())
-        if drawn:
-            self._parts.append(f'<div class="figures">\n{"".join(map(_figure, drawn))}</div>')
-        self.pictures += drawn
+        if rendered:
+            self._parts.append(f'<div class="figures">\n{"".join(map(_figure, rendered))}</div>')
+        self.figures += rendered
 
     def details(self, title: str, table: Table) -> None:
-        """A table that is closed until it is asked for."""
+        """Add a collapsed table."""
         self._parts.append(f"<details><summary>{escape(title)}</summary>{table.html()}</details>")
 
     def html(self) -> str:
-        """The whole page."""
+        """Return the page as HTML."""
         return (
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
             f"<title>{escape(self.title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
             + "\n".join(self._parts)
-            + "\n<footer>Made by moe-replay. The figures lie beside this page as PNG files.</footer>\n"
+            + "\n<footer>Generated by moe-replay. The figures are also PNG files next to this page.</footer>\n"
             + "</body>\n</html>\n"
         )
 
-    def write(self, path: Path, figures: Path) -> Path:
-        """The page at `path`, and its figures as PNG files in the folder `figures`."""
-        figures.mkdir(parents=True, exist_ok=True)
-        for picture in self.pictures:
-            (figures / f"{picture.name}.png").write_bytes(picture.png)
+    def write(self, path: Path, figure_folder: Path) -> Path:
+        """Write the page to `path` and its figures as PNG files into `figure_folder`."""
+        figure_folder.mkdir(parents=True, exist_ok=True)
+        for figure in self.figures:
+            (figure_folder / f"{figure.name}.png").write_bytes(figure.png)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, self.html())
         return path
 
 
-def _figure(picture: Picture) -> str:
-    caption = f"<figcaption>{escape(picture.caption)}</figcaption>" if picture.caption else ""
-    return f'<figure><h3 id="title-{picture.name}">{escape(picture.title)}</h3>\n{picture.svg}\n{caption}</figure>\n'
+def _figure(figure: RenderedFigure) -> str:
+    caption = f"<figcaption>{escape(figure.caption)}</figcaption>" if figure.caption else ""
+    return f'<figure><h3 id="title-{figure.name}">{escape(figure.title)}</h3>\n{figure.svg}\n{caption}</figure>\n'
 
 
 def _swatch(colour: str) -> str:

@@ -1,4 +1,4 @@
-"""Kinds of figures, from plain arrays: curves, a band, stacked areas, a heat map, bars."""
+"""Plots of plain arrays: curves, a band, stacked areas, a heat map, bars."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 from moe_replay.report.colours import INK, Role, colour
 from moe_replay.report.record import Series
 
-MOST_POINTS = 400  # of a curve; more cannot be seen
-FEW_POINTS = 25  # up to here every point is marked
-LETTERS = 62  # of a line that is as long as a figure is wide
+MAX_POINTS = 400  # of a curve; more cannot be distinguished
+MAX_MARKED_POINTS = 25  # curves of at most this many points get markers
+LEGEND_WIDTH = 62  # characters that fit on one line across a figure
 HEAT = "cividis"
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A line of a figure."""
+    """One curve of a plot."""
 
     series: Series
     label: str = ""
@@ -27,12 +27,12 @@ class Curve:
     style: str = "-"
 
 
-def drawable(curves: Sequence[Curve]) -> list[Curve]:
-    """Those that have something to show."""
+def with_data(curves: Sequence[Curve]) -> list[Curve]:
+    """Return the curves with at least one finite value."""
     return [curve for curve in curves if len(curve.series.finite)]
 
 
-def paint_curves(
+def plot_curves(
     axes: Any,
     curves: Sequence[Curve],
     unit: str = "",
@@ -40,16 +40,16 @@ def paint_curves(
     log: bool = False,
     share: bool = False,
 ) -> None:
-    """Curves over steps; one of many points is drawn faint, with its moving average over it.
+    """Plot curves over steps; long ones are drawn faint, with their moving average on top.
 
-    log     on a logarithmic scale, where zero has a place if it occurs
-    share   values are shares, labelled in percent
+    log     logarithmic scale, with a linear part around zero if zero occurs
+    share   values are fractions, labelled in percent
     """
     for curve in curves:
-        steps, values = thinned(curve.series)
+        steps, values = downsample(curve.series)
         look = {"color": colour(curve.role), "linestyle": curve.style}
-        label = f" {curve.label}" if curve.label.startswith("_") else curve.label  # else matplotlib would leave it out
-        if len(steps) > FEW_POINTS:
+        label = f" {curve.label}" if curve.label.startswith("_") else curve.label  # matplotlib hides "_..."
+        if len(steps) > MAX_MARKED_POINTS:
             axes.plot(steps, values, alpha=0.35, linewidth=0.9, **look)
             axes.plot(steps, moving_average(values, len(values) // 12 + 1), label=label, **look)
         else:
@@ -59,69 +59,69 @@ def paint_curves(
         _set_log(axes, every)
     elif share:
         _set_percent(axes, every)
-    _finish(axes, "step", unit)
-    whole_numbers(axes.xaxis)
+    _label_axes(axes, "step", unit)
+    integer_ticks(axes.xaxis)
     if any(curve.label for curve in curves):
         legend(axes)
 
 
-def paint_band(axes: Any, middle: Series, low: Series, high: Series, unit: str) -> None:
-    """A curve, and the range about it."""
+def plot_band(axes: Any, middle: Series, low: Series, high: Series, unit: str) -> None:
+    """Plot a curve and the range around it."""
     if len(low.steps) == len(high.steps) and len(low.steps):
-        (steps, lowest), (_, highest) = thinned(low), thinned(high)
-        steps, lowest, highest = _with_width(steps, lowest, highest)
+        (steps, lowest), (_, highest) = downsample(low), downsample(high)
+        steps, lowest, highest = _widen_single_step(steps, lowest, highest)
         axes.fill_between(steps, lowest, highest, color=colour("plain"), alpha=0.18, linewidth=0, label="min to max")
-    paint_curves(axes, [Curve(middle, "mean")], unit)
+    plot_curves(axes, [Curve(middle, "mean")], unit)
 
 
-def paint_stack(axes: Any, parts: Sequence[Curve], unit: str) -> None:
-    """Areas on top of each other; all parts have the same steps."""
-    thin = [thinned(part.series) for part in parts]
-    steps, *heights = _with_width(thin[0][0], *(np.nan_to_num(values) for _, values in thin))
+def plot_stack(axes: Any, parts: Sequence[Curve], unit: str) -> None:
+    """Plot stacked areas; all parts have the same steps."""
+    thin = [downsample(part.series) for part in parts]
+    steps, *heights = _widen_single_step(thin[0][0], *(np.nan_to_num(values) for _, values in thin))
     axes.stackplot(
         steps, heights, labels=[p.label for p in parts], colors=[colour(p.role) for p in parts], alpha=0.85, linewidth=0
     )
     axes.margins(x=0)
-    _finish(axes, "step", unit)
-    whole_numbers(axes.xaxis)
+    _label_axes(axes, "step", unit)
+    integer_ticks(axes.xaxis)
     legend(axes)
 
 
-def paint_heat(
+def plot_heatmap(
     axes: Any, values: np.ndarray, rows: Sequence[int], columns: Sequence[float], row_unit: str, column_unit: str
 ) -> None:
-    """Shares (R, C) up to 1, with row 0 below; columns (C + 1,) are the edges on the horizontal axis."""
+    """Plot fractions (R, C) with row 0 at the bottom; `columns` holds the edges on the horizontal axis."""
     known = values[np.isfinite(values)]
     lowest = min(float(known.min()) if len(known) else 0.9, 0.9)
     image = axes.imshow(
         values,
         aspect="auto",
         origin="lower",
-        interpolation="none",  # embedded as it is, a pixel for each value
+        interpolation="none",  # embedded as is, one pixel per value
         cmap=HEAT,
         vmin=np.floor(lowest * 20) / 20,
         vmax=1.0,
         extent=(columns[0], columns[-1], -0.5, len(rows) - 0.5),
     )
-    shown = _some(len(rows), 9)
-    axes.set_yticks(shown, [str(rows[place]) for place in shown])
-    _finish(axes, column_unit, row_unit)
+    shown = _every_nth(len(rows), 9)
+    axes.set_yticks(shown, [str(rows[index]) for index in shown])
+    _label_axes(axes, column_unit, row_unit)
     axes.grid(False)
-    whole_numbers(axes.xaxis)
-    bar = axes.figure.colorbar(image, ax=axes, pad=0.02, fraction=0.06, format=_percent)
+    integer_ticks(axes.xaxis)
+    bar = axes.figure.colorbar(image, ax=axes, pad=0.02, fraction=0.06, format=_format_percent)
     bar.solids.set_rasterized(True)
     bar.outline.set_visible(False)
 
 
-def paint_bars(axes: Any, groups: Sequence[tuple[str, Role, np.ndarray]], places: Sequence[int], unit: str) -> None:
-    """Bars of several groups (label, role, heights (N,)) side by side at each of N places."""
+def plot_bars(axes: Any, groups: Sequence[tuple[str, Role, np.ndarray]], ticks: Sequence[int], unit: str) -> None:
+    """Plot the bars of several groups (label, role, heights (N,)) side by side at each of N ticks."""
     width = 0.82 / len(groups)
-    at = np.arange(len(places))
-    for number, (label, role, heights) in enumerate(groups):
-        axes.bar(at + (number + 0.5) * width - 0.41, np.nan_to_num(heights), width, label=label, color=colour(role))
-    shown = _some(len(places), 12)
-    axes.set_xticks(shown, [str(places[place]) for place in shown])
-    _finish(axes, unit, "")
+    at = np.arange(len(ticks))
+    for group, (label, role, heights) in enumerate(groups):
+        axes.bar(at + (group + 0.5) * width - 0.41, np.nan_to_num(heights), width, label=label, color=colour(role))
+    shown = _every_nth(len(ticks), 12)
+    axes.set_xticks(shown, [str(ticks[index]) for index in shown])
+    _label_axes(axes, unit, "")
     axes.grid(False, axis="x")
     _set_percent(axes, np.concatenate([heights for _, _, heights in groups]))
     axes.set_ylim(bottom=0)
@@ -132,22 +132,22 @@ def paint_bars(axes: Any, groups: Sequence[tuple[str, Role, np.ndarray]], places
 # ---- parts ----------------------------------------------------------------------------------------------------------
 
 
-def thinned(series: Series) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, values) of at most MOST_POINTS points; beyond that, each is the mean of neighbours."""
-    if len(series.steps) <= MOST_POINTS:
+def downsample(series: Series) -> tuple[np.ndarray, np.ndarray]:
+    """Return (steps, values) with at most MAX_POINTS points, each the mean of its neighbours where there are more."""
+    if len(series.steps) <= MAX_POINTS:
         return series.steps, series.values
-    starts = np.linspace(0, len(series.steps), MOST_POINTS, endpoint=False).astype(int)
+    starts = np.linspace(0, len(series.steps), MAX_POINTS, endpoint=False).astype(int)
     counts = np.diff([*starts, len(series.steps)])
     return np.add.reduceat(series.steps, starts) / counts, np.add.reduceat(series.values, starts) / counts
 
 
-def _with_width(steps: np.ndarray, *values: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The same, but for a single step, about which an area is drawn."""
+def _widen_single_step(steps: np.ndarray, *values: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Give a single step some width, so that an area can be drawn around it."""
     return (steps, *values) if len(steps) != 1 else (steps + np.array([-0.4, 0.4]), *(np.repeat(v, 2) for v in values))
 
 
 def moving_average(values: np.ndarray, window: int) -> np.ndarray:
-    """Each value's mean with its neighbours that are numbers, fewer of them at both ends."""
+    """Return the centred moving average over finite values, with shorter windows at both ends."""
     known = np.isfinite(values)
     kernel = np.ones(window)
     total = np.convolve(np.where(known, values, 0.0), kernel, "same")
@@ -156,9 +156,9 @@ def moving_average(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def legend(axes: Any) -> None:
-    """Above the figure, where it hides nothing; in one line where there is room."""
+    """Place the legend above the axes, on one line if it fits."""
     lengths = [len(label) + 4 for label in axes.get_legend_handles_labels()[1]]
-    columns = len(lengths) if sum(lengths) <= LETTERS else max(1, LETTERS // max(lengths))
+    columns = len(lengths) if sum(lengths) <= LEGEND_WIDTH else max(1, LEGEND_WIDTH // max(lengths))
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(0, 1),
@@ -170,19 +170,19 @@ def legend(axes: Any) -> None:
     )
 
 
-def whole_numbers(axis: Any) -> None:
-    """Ticks of an axis at whole numbers only."""
+def integer_ticks(axis: Any) -> None:
+    """Restrict the ticks of an axis to integers."""
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
 
 
-def _some(count: int, most: int) -> range:
-    """Every so manyth of `count` places, so that they are not more than `most`."""
+def _every_nth(count: int, most: int) -> range:
+    """Return evenly spaced indices below `count`, at most `most` of them."""
     return range(0, count, max(1, -(-count // most)))
 
 
-def _finish(axes: Any, x_label: str, y_label: str) -> None:
+def _label_axes(axes: Any, x_label: str, y_label: str) -> None:
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(True)
@@ -205,25 +205,25 @@ def _set_log(axes: Any, values: np.ndarray) -> None:
         spread = positive.max() / positive.min()
         if spread > 8:
             axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if spread > 100 else (1.0, 2.0, 5.0), numticks=7))
-        else:  # within less than a decade the scale is all but linear
+        else:  # within less than a decade the scale is nearly linear
             axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(_short)
+    axes.yaxis.set_major_formatter(_format_log_tick)
 
 
 def _set_percent(axes: Any, values: np.ndarray) -> None:
     known = values[np.isfinite(values)]
-    if len(known) and np.ptp(known) < 1e-6:  # a flat line would be magnified to noise
+    if len(known) and np.ptp(known) < 1e-6:  # autoscaling would magnify a flat line to noise
         middle = float(known[0])
         axes.set_ylim(max(-0.0015, middle - 0.05), min(1.0015, max(0.05, middle + 0.05)))
-    axes.yaxis.set_major_formatter(_percent)
+    axes.yaxis.set_major_formatter(_format_percent)
 
 
-def _percent(value: float, _: Any = None) -> str:
+def _format_percent(value: float, _: Any = None) -> str:
     return f"{100 * value:.4g}%"
 
 
-def _short(value: float, _: Any = None) -> str:
+def _format_log_tick(value: float, _: Any = None) -> str:
     return (
         "0"
         if value == 0
@@ -237,6 +237,6 @@ def _is_far(value: float) -> bool:
     return not 1e-3 <= abs(value) < 1e4
 
 
-def diagonal(axes: Any, low: float, high: float) -> None:
-    """The line on which both axes say the same."""
+def plot_diagonal(axes: Any, low: float, high: float) -> None:
+    """Plot the line on which both axes are equal."""
     axes.plot([low, high], [low, high], color=INK, linewidth=0.8, linestyle=(0, (4, 3)), alpha=0.7)

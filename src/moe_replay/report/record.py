@@ -1,4 +1,4 @@
-"""`RunRecord`: what lies in the folder of a run, as far as a report needs it."""
+"""`RunRecord`: the contents of a run folder, as far as a report needs them."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ from moe_replay.train.run.sinks import read_lines
 
 
 class ReportError(MoeReplayError):
-    """Nothing that a report could be made of."""
+    """A folder or file that no report can be made from."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Series:
-    """One number over the steps in which it was logged: steps (N,), values (N,) with NaN where it was no number."""
+    """A metric over the steps it was logged in: steps (N,), values (N,) with NaN where it was not finite."""
 
     steps: np.ndarray
     values: np.ndarray
 
     @property
     def finite(self) -> np.ndarray:
-        """The values that are numbers."""
+        """The finite values."""
         return self.values[np.isfinite(self.values)]
 
     @property
-    def last(self) -> float:
-        """The mean over the last tenth of the steps: one step of a run says little. NaN without any."""
+    def tail_mean(self) -> float:
+        """Mean over the last tenth of the steps, since single steps are noisy; NaN if none is finite."""
         tail = self.values[-max(1, math.ceil(len(self.values) / 10)) :] if len(self.values) else self.values
         known = tail[np.isfinite(tail)]
         return float(known.mean()) if len(known) else math.nan
 
-    def among(self, steps: np.ndarray) -> Series:
-        """Only these steps."""
+    def at_steps(self, steps: np.ndarray) -> Series:
+        """Return the series restricted to these steps."""
         kept = np.isin(self.steps, steps)
         return Series(self.steps[kept], self.values[kept])
 
 
-NOTHING = Series(np.zeros(0, np.int64), np.zeros(0))
+EMPTY = Series(np.zeros(0, np.int64), np.zeros(0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunRecord:
-    """A run as its folder tells it.
+    """A run as read from its folder.
 
-    label      to call it by
-    settings   "section.key" -> value, of config.toml; empty without one
-    mode       off, r2 or r3; "" if it cannot be told
-    reason     why that mode
+    label      display name
+    settings   "section.key" -> value from config.toml; empty if there is none
+    mode       off, r2 or r3; "" if unknown
+    reason     why this mode was chosen
     metrics    name -> series
     """
 
@@ -66,15 +66,15 @@ class RunRecord:
     metrics: dict[str, Series]
 
     def __getitem__(self, name: str) -> Series:
-        return self.metrics.get(name, NOTHING)
+        return self.metrics.get(name, EMPTY)
 
     def setting(self, key: str, default: str = "unknown") -> str:
-        """A setting as text."""
+        """Return a setting as text."""
         return str(self.settings.get(key, default))
 
     @property
     def steps(self) -> int:
-        """The last step that was logged."""
+        """The last logged step."""
         return max((int(series.steps[-1]) for series in self.metrics.values()), default=0)
 
     @property
@@ -87,17 +87,17 @@ def read_run(folder: Path) -> RunRecord:
     """Read config.toml and metrics.jsonl of a run."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
-        raise ReportError(f"{folder} is no folder of a run", expected="metrics.jsonl in it", found="none")
-    metrics = collect(read_lines(path))
+        raise ReportError(f"{folder} is not a run folder", expected="a metrics.jsonl in it", found="none")
+    metrics = collect_series(read_lines(path))
     if not metrics:
-        raise ReportError(f"the run in {folder} has no finished step yet")
+        raise ReportError(f"the run in {folder} has not finished a step yet")
     mode, reason = _replay_plan(folder / "config.toml")
     label = folder.resolve().name
     return RunRecord(folder, label, _settings(folder / "config.toml"), mode, reason, metrics)
 
 
-def collect(lines: Iterable[dict[str, Any]]) -> dict[str, Series]:
-    """name -> series, of the lines of a metrics.jsonl; null is NaN."""
+def collect_series(lines: Iterable[dict[str, Any]]) -> dict[str, Series]:
+    """Return name -> series from the lines of a metrics.jsonl; null becomes NaN."""
     found: dict[str, dict[int, float]] = {}
     for line in lines:
         for name, value in line.items():
@@ -119,7 +119,7 @@ def _settings(path: Path) -> dict[str, Any]:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
-        raise ReportError(f"{path} is no TOML: {error}") from error
+        raise ReportError(f"{path} is not valid TOML: {error}") from error
     flat: dict[str, Any] = {}
     for name, value in tables.items():
         flat |= {f"{name}.{key}": of for key, of in value.items()} if isinstance(value, dict) else {name: value}
@@ -127,11 +127,11 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _replay_plan(path: Path) -> tuple[str, str]:
-    """(mode, reason), with `auto` resolved as the trainer does; empty for a config this version does not know."""
+    """Return (mode, reason), with `auto` resolved as the trainer does; both empty if this version cannot read it."""
     try:
         from moe_replay.train.config.file import ConfigError, load_config
         from moe_replay.train.replay_mode import resolve
-    except ImportError:  # reports are read where nothing is trained, too
+    except ImportError:  # reports are also written on machines without the training extras
         return _plain_mode(path)
     try:
         plan = resolve(load_config(path))

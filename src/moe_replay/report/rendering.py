@@ -1,4 +1,4 @@
-"""`draw`: one figure, as SVG that lives inside a page and as a PNG that stands alone."""
+"""`render`: one figure, as SVG for embedding in a page and as a standalone PNG."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_replay.errors import MissingExtraError
-from moe_replay.report.colours import INK, as_variables
+from moe_replay.report.colours import INK, use_css_variables
 
-WIDTH = 5.0  # inches; as wide as a phone's screen, so that 10 points stay 10 points there
+WIDTH = 5.0  # inches: about the width of a phone's screen, so that 10 pt text is 10 pt there
 PNG_DPI = 200
-RASTER_DPI = 160  # what is too much for vectors, inside the SVG
+RASTER_DPI = 160  # of rasterized parts inside the SVG
 
 _STYLE = {
-    "svg.fonttype": "none",  # text stays text: it can be searched, and the page gives it its font and colour
+    "svg.fonttype": "none",  # keep text as text: searchable, in the font and colour of the page
     "svg.hashsalt": "moe-replay",
-    "font.family": "DejaVu Sans",  # comes with matplotlib, and is wider than what a page takes: nothing gets too long
+    "font.family": "DejaVu Sans",  # ships with matplotlib, and is wider than page fonts, so no text overflows
     "font.size": 10,
     "text.color": INK,
-    "text.parse_math": False,  # names of runs and rewards may have dollars in them
+    "text.parse_math": False,  # names of runs and rewards may contain dollar signs
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
     "axes.linewidth": 0.6,
@@ -52,10 +52,10 @@ _STYLE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
-    """A figure that is drawn.
+class RenderedFigure:
+    """A finished figure.
 
-    name      of its file, and of its place on the page
+    name      stem of the PNG file, and anchor on the page
     caption   how to read it
     """
 
@@ -66,41 +66,41 @@ class Picture:
     png: bytes
 
 
-def draw(
-    name: str, title: str, caption: str, paint: Callable[[Any], None], *, height: float = 2.9, panels: int = 1
-) -> Picture:
-    """Let `paint` fill the axes, or a list of them where there are several panels beside each other."""
+def render(
+    name: str, title: str, caption: str, plot: Callable[[Any], None], *, height: float = 2.9, panels: int = 1
+) -> RenderedFigure:
+    """Render a figure whose axes are filled by `plot`, which gets a list of axes if there are several panels."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as missing:
         raise MissingExtraError("figures need matplotlib", remedy="pip install 'moe-replay[report]'") from missing
 
-    # Figures are made without pyplot: nothing stays open, and no window system is asked for.
+    # Without pyplot no figure stays open and no display is needed.
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         axes = figure.subplots(1, panels, squeeze=False, sharex=panels > 1, sharey=panels > 1)[0]
-        paint(axes[0] if panels == 1 else list(axes))
+        plot(axes[0] if panels == 1 else list(axes))
         content = io.StringIO()
         figure.savefig(content, format="svg", dpi=RASTER_DPI, metadata={"Date": None})
         figure.suptitle(title, fontsize=11, fontweight="bold", x=0.02, ha="left")
         image = io.BytesIO()
         figure.savefig(image, format="png", dpi=PNG_DPI, facecolor="white", metadata={"Software": None})
-    return Picture(name, title, caption, _for_page(content.getvalue(), name), image.getvalue())
+    return RenderedFigure(name, title, caption, _for_page(content.getvalue(), name), image.getvalue())
 
 
 def _for_page(svg: str, name: str) -> str:
-    """matplotlib's file as part of a page: it fills its place, its ids are its own, its colours are the page's."""
+    """Adapt matplotlib's SVG for embedding: scalable, with ids unique on the page and colours as CSS variables."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<!--.*?-->\n?", "", svg, flags=re.DOTALL)
     svg = svg.replace("xlink:href", "href")
     head, rest = svg.split(">", 1)
     box = re.search(r'viewBox="([^"]*)"', head)
-    assert box is not None, "matplotlib writes the size of a figure"
+    assert box is not None, "matplotlib always writes a viewBox"
     svg = f'<svg viewBox="{box[1]}" role="img" aria-labelledby="title-{name}">{rest}'
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r'href="#', f'href="#{name}-', svg)
     svg = svg.replace("url(#", f"url(#{name}-")
     svg = re.sub(r"\n\s*", "\n", svg)
-    return as_variables(svg)
+    return use_css_variables(svg)
