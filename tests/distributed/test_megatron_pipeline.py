@@ -202,16 +202,16 @@ class Watched(Partition):
     """Keeps weak references to the routes of every forward."""
 
     def run(self, forward_only: bool = False) -> list[float]:
-        self.tickets: list[weakref.ref] = getattr(self, "tickets", [])
-        opened = self.replay._switch.open_ticket
+        self.passes: list[weakref.ref] = getattr(self, "passes", [])
+        opened = self.replay._active.open
 
-        def open_ticket(ticket: Any) -> None:
-            self.tickets.append(weakref.ref(ticket))
-            opened(ticket)
+        def watched(forward_pass: Any) -> None:
+            self.passes.append(weakref.ref(forward_pass))
+            opened(forward_pass)
 
-        self.replay._switch.open_ticket = open_ticket
+        self.replay._active.open = watched
         losses = super().run(forward_only)
-        del self.replay._switch.open_ticket
+        del self.replay._active.open
         return losses
 
 
@@ -224,9 +224,9 @@ def steps_with_evaluations(case: Case, path: str) -> list[float]:
         distances.append(partition.distance()[0])
         partition.run(forward_only=True)  # an evaluation
     gc.collect()
-    assert len(partition.tickets) == 6 * MICRO_BATCHES * len(partition.models)
-    assert [ticket() for ticket in partition.tickets if ticket() is not None] == []
-    assert partition.replay._switch._backwards == {}
+    assert len(partition.passes) == 6 * MICRO_BATCHES * len(partition.models)
+    assert [forward_pass() for forward_pass in partition.passes if forward_pass() is not None] == []
+    assert partition.replay._active._backwards == {}
     return distances
 
 
@@ -250,7 +250,7 @@ class ForwardOnly(Partition):
     """Replays in forwards, and leaves recomputation to the routers."""
 
     def run(self, forward_only: bool = False) -> list[float]:
-        for handle in self.replay._hooks[1::2]:
+        for handle in self.replay._module_hooks[1::2]:
             handle.remove()
         return super().run(forward_only)
 

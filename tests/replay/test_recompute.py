@@ -64,8 +64,7 @@ def test_the_test_would_notice(checkpoint):
     model, replay, inputs, routes = routed_model()
     expected = expected_gradients(model, replay, inputs, routes)
     CHECKPOINTS[checkpoint](model)
-    replay._forward_ended = lambda *args: None
-    for handle in replay._hooks[1::2]:
+    for handle in replay._module_hooks[1::2]:
         handle.remove()
     with replay.replay(routes[0]):
         one = loss(model(inputs[0]))

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from moe_replay.errors import AlignmentError, EngineError
 from moe_replay.integrations.trl_passes import RoutedSample, batch_layout
-from moe_replay.replay.controller import Recording, RouterReplay
+from moe_replay.replay.controller import RouterReplay
+from moe_replay.replay.recording import Recording
 from moe_replay.rollout.engine import Engine
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams

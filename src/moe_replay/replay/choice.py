@@ -1,4 +1,4 @@
-"""`Choice`: the one answer to a router's question "which experts?", whatever library the router comes from."""
+"""`Choice`: which experts a router takes in one pass, whatever library the router comes from."""
 
 from __future__ import annotations
 
@@ -7,53 +7,53 @@ from collections.abc import Callable
 import torch
 
 from moe_replay.errors import AlignmentError
-from moe_replay.replay.passes import Slot
+from moe_replay.replay.passes import LayerRoutes
 from moe_replay.replay.site import RouterSite
 
 
 def narrow(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Ids in the dtype they rest in: uint8, or int16 above 256 experts (torch computes with few uint16)."""
+    """Return ids in their storage dtype: uint8, or int16 above 256 experts (torch supports few uint16 operations)."""
     return ids.detach().to(torch.uint8 if num_experts <= 256 else torch.int16)
 
 
 class Choice:
-    """What one router takes in one pass: its own choice (recorded), the slot's target (replayed), or both by rows.
+    """What one router takes in one pass: its own choice (recorded), the target (replayed), or a mix by rows.
 
-    experts  (..., K) what it took; None until it has asked
-    native   (..., K) what it would have taken, where that had to be found
-    obeyed   the target was taken as it is, on every row
+    experts         (..., K) experts taken; None until the router has made its choice
+    native          (..., K) experts that it would have taken natively, where they were computed
+    fully_replayed  whether the target was taken on every row
     """
 
-    def __init__(self, site: RouterSite, slot: Slot) -> None:
+    def __init__(self, site: RouterSite, routes: LayerRoutes) -> None:
         self.site = site
-        self.slot = slot
+        self.routes = routes
         self.experts: torch.Tensor | None = None
         self.native: torch.Tensor | None = None
-        self.obeyed = False
+        self.fully_replayed = False
 
-    # In every mode the ids are found outside autograd and the caller gathers the scores at them, so that a forward
+    # In every mode the ids are computed outside autograd and the caller gathers the scores at them, so that a forward
     # and its recomputation save the same tensors: checkpointing compares them.
 
-    def among(self, scores: torch.Tensor, own_choice: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The experts (..., K) int64 to take among scores (..., E); `own_choice` is what the router would do."""
-        slot = self.slot
-        # A compiled graph always takes the masked way, so that it never recompiles when a batch becomes fully covered.
-        some_rows = slot.valid if torch.compiler.is_compiling() or not slot.all_valid else None
-        self.obeyed = slot.target is not None and some_rows is None
-        if slot.target is None:
-            self.native = experts = _outside_autograd(own_choice)
+    def select(self, scores: torch.Tensor, native_choice: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the experts (..., K) int64 to take for scores (..., E); `native_choice` computes the router's own."""
+        routes = self.routes
+        # A compiled graph always takes the masked branch: it must not recompile when a batch becomes fully covered.
+        some_rows = routes.valid if torch.compiler.is_compiling() or not routes.all_valid else None
+        self.fully_replayed = routes.target is not None and some_rows is None
+        if routes.target is None:
+            self.native = experts = _outside_autograd(native_choice)
         elif some_rows is not None:
-            self.native = _outside_autograd(own_choice)
+            self.native = _outside_autograd(native_choice)
             experts = torch.where(some_rows.view(*scores.shape[:-1], 1), self.target(scores), self.native)
         else:
-            self.native = _outside_autograd(own_choice) if slot.observe else None
+            self.native = _outside_autograd(native_choice) if routes.observe else None
             experts = self.target(scores)
         self.experts = experts
         return experts
 
     def target(self, scores: torch.Tensor) -> torch.Tensor:
-        """The experts (..., K) int64 of the slot, for scores (..., E)."""
-        target = self.slot.target
+        """Return the target experts (..., K) int64, for scores (..., E)."""
+        target = self.routes.target
         assert target is not None
         rows = scores.shape[:-1].numel()
         if target.shape[0] != rows:
@@ -67,18 +67,18 @@ class Choice:
             )
         return target.long().view(*scores.shape[:-1], self.site.top_k)
 
-    def keep(self) -> None:
-        """The router has run: remember what it took, for recordings and for its recomputation."""
+    def store(self) -> None:
+        """Store what the router took, for recordings and for its recomputation."""
         assert self.experts is not None
-        self.slot.chosen = self.slot.target if self.obeyed else self._narrowed(self.experts)
-        if self.slot.observe:
+        self.routes.chosen = self.routes.target if self.fully_replayed else self._narrowed(self.experts)
+        if self.routes.observe:
             assert self.native is not None
-            self.slot.native = self._narrowed(self.native)
+            self.routes.native = self._narrowed(self.native)
 
     def _narrowed(self, ids: torch.Tensor) -> torch.Tensor:
         return narrow(ids, self.site.num_experts).view(-1, self.site.top_k)
 
 
-def _outside_autograd(own_choice: Callable[[], torch.Tensor]) -> torch.Tensor:
+def _outside_autograd(native_choice: Callable[[], torch.Tensor]) -> torch.Tensor:
     with torch.no_grad():
-        return own_choice()
+        return native_choice()

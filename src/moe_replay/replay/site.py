@@ -1,4 +1,4 @@
-"""What the controller needs to know of a router, whatever library the model comes from."""
+"""Routers, pipeline chunks and row order as the controller sees them, whatever library the model comes from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from moe_replay.errors import AlignmentError
 
 if TYPE_CHECKING:
-    from moe_replay.replay.passes import Switch
+    from moe_replay.replay.passes import ActivePass
     from moe_replay.routes.layout import TokenLayout
 
 
@@ -23,7 +23,7 @@ class RouterSite:
     module       the module in whose forward the choice of experts is made
     num_experts  columns of the scores that the choice is made from
     top_k        experts chosen for each token
-    num_groups   groups the experts are divided in before the choice; 0: no group-limited routing
+    num_groups   groups that the experts are divided into before the choice; 0: no group-limited routing
     groups_kept  groups that survive
     """
 
@@ -41,13 +41,13 @@ class RouterSite:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Chunk:
-    """What is called as a whole: a model, or one pipeline chunk of it. It may have no routers.
+    """A model, or one pipeline chunk of it: what a trainer calls as a whole. It may have no routers.
 
-    entrances  modules whose forward begins and ends a forward of the chunk
-    sites      its routers
+    entry_modules  modules whose forward starts and ends a forward of the chunk
+    sites          its routers
     """
 
-    entrances: tuple[nn.Module, ...]
+    entry_modules: tuple[nn.Module, ...]
     sites: tuple[RouterSite, ...]
 
     @property
@@ -58,7 +58,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class RowOrder:
-    """How a model makes rows of the tokens (B, W) that it is fed: what the token ids themselves cannot show.
+    """How a model flattens the tokens (B, W) that it is fed into rows: what the token ids themselves cannot show.
 
     order           row by row of the batch, or sequence-major as Megatron's [s, b, h]
     sequence_shard  (rank, size) of the columns that its routers see; None where it is not known
@@ -68,10 +68,10 @@ class RowOrder:
     sequence_shard: tuple[int, int] | None = None
 
     def check(self, layout: TokenLayout) -> None:
-        """Raise unless the layout makes rows in the same way."""
+        """Raise unless the layout flattens in the same way."""
         if layout.order != self.order and 1 not in layout.fed.shape:
             raise AlignmentError(
-                "the model makes rows of its tokens in another order than the layout",
+                "the model flattens its tokens in another order than the layout",
                 expected=f"{self.order}-major",
                 found=f"{layout.order}-major",
                 remedy="End the layout with .sequence_major() for Megatron-Core, and leave it out for Transformers",
@@ -86,19 +86,19 @@ class RowOrder:
             )
 
 
-class Port(Protocol):
-    """Sits on one router and makes it obey the ticket in force."""
+class RouterHook(Protocol):
+    """A hook on one router, through which the active pass records or sets its choice of experts."""
 
     def remove(self) -> None:
-        """Leave the router as it was."""
+        """Restore the router as it was."""
         ...
 
 
-class PortKind(Protocol):
-    """How ports are made: one kind for each way in which routers can be driven."""
+class RouterHookFactory(Protocol):
+    """Makes the hooks of one kind of router."""
 
-    def __call__(self, site: RouterSite, switch: Switch) -> Port: ...
+    def __call__(self, site: RouterSite, active: ActivePass) -> RouterHook: ...
 
-    def is_on(self, module: nn.Module) -> bool:
-        """Whether a router has a port already."""
+    def is_installed(self, module: nn.Module) -> bool:
+        """Return whether a router has a hook already."""
         ...

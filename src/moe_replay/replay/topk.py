@@ -1,8 +1,8 @@
-"""Routers that choose by `topk`: the router's own code runs, and only its question "which experts?" is answered.
+"""Routers that choose by `topk`: the router's own code runs, and only the result of its `topk` is replaced.
 
-While a ticket is in force, the `topk` over the experts inside the router's forward returns the replayed ids and the
-scores gathered at them. All that follows (softmax, renormalisation, scaling) is the model's own code on the current
-scores, so one mechanism serves every gate formula and the gradient of each.
+During a pass, the `topk` over the experts inside the router's forward returns the replayed ids and the scores gathered
+at them. Everything after that (softmax, renormalisation, scaling) is the model's own code on the current scores, so one
+mechanism serves every gate formula and its gradient.
 """
 
 from __future__ import annotations
@@ -15,43 +15,43 @@ from torch.overrides import TorchFunctionMode
 
 from moe_replay.errors import UnsupportedRouterError
 from moe_replay.replay.choice import Choice
-from moe_replay.replay.passes import Slot, Switch
+from moe_replay.replay.passes import ActivePass, LayerRoutes
 from moe_replay.replay.site import RouterSite
 
 
-class Answers(Protocol):
-    """What a `topk` inside an interceptor is sent to."""
+class TopKHandler(Protocol):
+    """Handles the `topk` calls that an interceptor sees."""
 
     def topk(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of `func(*args, **kwargs)`, or another in its place."""
+        """Return the result of `func(*args, **kwargs)`, or a replacement."""
         ...
 
 
 class TopKInterceptor(TorchFunctionMode):
-    """Sends every `topk` of one router call to its answer. Keeps no state: the compiler cannot read it off a mode."""
+    """Sends every `topk` of one router call to its handler. Keeps no state: the compiler cannot read it off a mode."""
 
-    def __init__(self, answer: Answers) -> None:
+    def __init__(self, handler: TopKHandler) -> None:
         super().__init__()
-        self.answer = answer
+        self.handler = handler
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.topk or func is torch.Tensor.topk:
-            return self.answer.topk(func, args, kwargs)
+            return self.handler.topk(func, args, kwargs)
         return func(*args, **kwargs)
 
 
-class Answer:
-    """Answers the top-k questions of one router call."""
+class RouterCall:
+    """Handles the `topk` calls of one call of a router."""
 
-    def __init__(self, site: RouterSite, slot: Slot) -> None:
+    def __init__(self, site: RouterSite, routes: LayerRoutes) -> None:
         self.site = site
-        self.slot = slot
-        self.choice = Choice(site, slot)
-        self.asked: list[tuple[int, int]] = []
+        self.routes = routes
+        self.choice = Choice(site, routes)
+        self.other_calls: list[tuple[int, int]] = []
 
     def topk(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The replayed experts (or their groups) where the router asks for experts (or groups)."""
+        """Return the replayed experts where the router chooses experts, and their groups where it chooses groups."""
         scores = args[0] if args else kwargs["input"]
         k = args[1] if len(args) > 1 else kwargs["k"]
         columns = scores.shape[-1]
@@ -60,7 +60,7 @@ class Answer:
         # Scores inside each group (..., groups, experts of a group) may have as many columns as there are groups.
         if k == self.site.groups_kept and columns == self.site.num_groups and not self._inside_groups(scores):
             return self._groups(func, args, kwargs, scores)
-        self.asked.append((k, columns))
+        self.other_calls.append((k, columns))
         return func(*args, **kwargs)
 
     def _inside_groups(self, scores: torch.Tensor) -> bool:
@@ -68,80 +68,80 @@ class Answer:
         return scores.dim() > 2 and scores.shape[-2:] == (self.site.num_groups, size)
 
     def _experts(self, func: Any, args: Any, kwargs: Any, scores: torch.Tensor) -> Any:
-        # A router with one group asks twice: the last answer is the route.
-        experts = self.choice.among(scores, lambda: func(*args, **kwargs).indices)
+        # A router with one group calls topk twice: the last result is the route.
+        experts = self.choice.select(scores, lambda: func(*args, **kwargs).indices)
         return torch.return_types.topk((scores.gather(-1, experts), experts))
 
     def _groups(self, func: Any, args: Any, kwargs: Any, scores: torch.Tensor) -> Any:
-        """Let the groups of the replayed experts through: some families read the gate off the masked scores."""
-        slot = self.slot
-        # As many columns in every mode; a group named twice is masked in once all the same.
+        """Keep the groups of the replayed experts unmasked: some families read the gate off the masked scores."""
+        routes = self.routes
+        # The same number of columns in every mode; naming a group twice unmasks it once.
         width = max(self.site.top_k, self.site.groups_kept)
-        groups = own = _widened(_own_choice(func, args, kwargs), width)
-        if slot.target is not None:
+        groups = own = _widened(_native_topk(func, args, kwargs), width)
+        if routes.target is not None:
             groups = _widened(self.choice.target(scores) // (self.site.num_experts // self.site.num_groups), width)
-            if slot.valid is not None:
-                groups = torch.where(slot.valid.view(*scores.shape[:-1], 1), groups, own)
+            if routes.valid is not None:
+                groups = torch.where(routes.valid.view(*scores.shape[:-1], 1), groups, own)
         return torch.return_types.topk((scores.gather(-1, groups), groups))
 
 
-class TopKPort:
-    """Stands in for the forward of one router instance.
+class TopKHook:
+    """Replaces the forward of one router instance.
 
-    Its methods are bound, so that `copy.deepcopy` of an attached model yields a model with ports, switch and
-    controller of its own.
+    Its methods are bound, so that `copy.deepcopy` of an attached model yields a model with hooks and an
+    `ActivePass` of its own.
     """
 
-    answer: type[Answer] = Answer
+    call_type: type[RouterCall] = RouterCall
 
-    def __init__(self, site: RouterSite, switch: Switch) -> None:
+    def __init__(self, site: RouterSite, active: ActivePass) -> None:
         self.site = site
-        self.switch = switch
+        self.active = active
         self.native_forward = site.module.forward
         site.module.forward = self.forward
 
     @staticmethod
-    def is_on(module: nn.Module) -> bool:
-        """Whether a router has a port already."""
-        return isinstance(getattr(module.forward, "__self__", None), TopKPort)
+    def is_installed(module: nn.Module) -> bool:
+        """Return whether a router has a hook already."""
+        return isinstance(getattr(module.forward, "__self__", None), TopKHook)
 
     def remove(self) -> None:
-        """Give the router its own forward back."""
+        """Restore the router's own forward."""
         del self.site.module.forward
         if self.site.module.forward != self.native_forward:  # an expert-parallel plan had put one on this instance
             self.site.module.forward = self.native_forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The router's forward, under the ticket in force."""
-        ticket = self.switch.ticket
-        if ticket is None:
+        """Run the router's forward under the active pass."""
+        forward_pass = self.active.current
+        if forward_pass is None:
             return self.native_forward(*args, **kwargs)
-        slot = ticket.claim(self.site.layer)
-        answer = self.answer(self.site, slot)
-        with TopKInterceptor(answer):
+        routes = forward_pass.claim(self.site.layer)
+        call = self.call_type(self.site, routes)
+        with TopKInterceptor(call):
             result = self.native_forward(*args, **kwargs)
-        if answer.choice.experts is None:
+        if call.choice.experts is None:
             raise UnsupportedRouterError(
                 f"the router {self.site} made no top-k choice that could be recorded or replayed",
                 layer=self.site.layer,
                 expected=f"topk(k={self.site.top_k}) over {self.site.num_experts} columns",
-                found=f"topk calls {answer.asked}" if answer.asked else "no topk call",
+                found=f"topk calls {call.other_calls}" if call.other_calls else "no topk call",
                 remedy="See docs/routers.md for how to describe a router",
             )
-        if slot.observe and self.site.num_groups:
-            answer.choice.native = self._chosen_natively(args, kwargs)
-        answer.choice.keep()
+        if routes.observe and self.site.num_groups:
+            call.choice.native = self._native_choice(args, kwargs)
+        call.choice.store()
         return result
 
-    def _chosen_natively(self, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """A second run, for routers whose scores show the replayed groups alone once those were let through."""
-        answer = self.answer(self.site, Slot(self.site.layer))
-        with torch.no_grad(), TopKInterceptor(answer):
+    def _native_choice(self, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """Run the router again: its first run saw the scores of the replayed groups alone."""
+        call = self.call_type(self.site, LayerRoutes(self.site.layer))
+        with torch.no_grad(), TopKInterceptor(call):
             self.native_forward(*args, **kwargs)
-        return answer.choice.experts
+        return call.choice.experts
 
 
-def _own_choice(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+def _native_topk(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     with torch.no_grad():
         return func(*args, **kwargs).indices
 

@@ -262,7 +262,7 @@ def test_the_order_test_would_notice(recompute):
     """Without the marks on the outputs, recomputed layers route natively."""
     model, replay, inputs, routes = routed(**RECOMPUTE[recompute])
     expected = expected_gradients(inputs, routes, **COMPARED.get(recompute, {}))
-    for handle in replay._hooks[1::2]:
+    for handle in replay._module_hooks[1::2]:
         handle.remove()
     with replay.replay(routes[0]):
         loss = call(model, inputs[0]).mean()
@@ -305,20 +305,20 @@ def test_micro_batches_that_recompute_beside_some_that_do_not():
 def test_nothing_is_left_of_a_step(settings):
     """Megatron's own lists grow by one tensor for each layer and micro-batch that is not recomputed."""
     model, replay, inputs, routes = routed(**settings)
-    tickets = []
+    passes = []
     for ids, batch in zip(inputs, routes, strict=True):
         with replay.replay(batch):
-            tickets.append(weakref.ref(replay._switch.ticket))
+            passes.append(weakref.ref(replay._active.current))
             loss = call(model, ids).mean()
         loss.backward()
         del loss
     with torch.no_grad(), replay.replay(routes[0]):
-        tickets.append(weakref.ref(replay._switch.ticket))
+        passes.append(weakref.ref(replay._active.current))
         call(model, inputs[0])
     gc.collect()
-    assert [ticket() for ticket in tickets] == [None] * len(tickets)
-    assert replay._switch._backwards == {}
-    natives = [port.native_replay for port in replay._ports]
+    assert [forward_pass() for forward_pass in passes] == [None] * len(passes)
+    assert replay._active._backwards == {}
+    natives = [hook.native_replay for hook in replay._router_hooks]
     assert all(native.replay_backward_list == [] and native.recorded_topk_idx is None for native in natives)
 
 
@@ -619,7 +619,7 @@ def test_a_router_that_does_not_know_its_layer_is_refused():
 def test_routers_that_the_config_does_not_promise_are_refused():
     model = build()
     model.config.moe_layer_freq = 1
-    with pytest.raises(mr.errors.UnsupportedRouterError, match="not those that its config promises"):
+    with pytest.raises(mr.errors.UnsupportedRouterError, match="not those that its config declares"):
         mr.attach(model)
 
 

@@ -1,10 +1,11 @@
-"""Where the routers of Megatron-Core chunks are, and how they are made to obey.
+"""The routers of Megatron-Core chunks and the hooks that drive them.
 
-From 0.16 on a router asks an object of its own, `router.router_replay`, which experts to take. A `RouterPort` in its
+From 0.16 on a router calls an object of its own, `router.router_replay`, to choose experts. A `MegatronHook` in its
 place is all that replay needs: nothing of Megatron is patched, and its process-wide list of replay objects is never
-looked at. Older versions ask nobody; `megatron_legacy.py` answers them.
+used. Older versions have no such object; `megatron_legacy.py` serves them.
 
-Nothing here imports Megatron: its classes are known by name, so that an attached model may be wrapped or subclassed.
+Nothing here imports Megatron: its classes are recognised by name, so that an attached model may be wrapped or
+subclassed.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import torch
 from torch import nn
 
 from moe_replay.errors import UnsupportedRouterError
-from moe_replay.replay.adapters.megatron_legacy import legacy_port
+from moe_replay.replay.adapters.megatron_legacy import legacy_hook
 from moe_replay.replay.adapters.megatron_settings import check_replay_enabled, check_settings, megatron_version
 from moe_replay.replay.choice import Choice
-from moe_replay.replay.passes import Switch
-from moe_replay.replay.site import Chunk, PortKind, RouterSite, RowOrder
+from moe_replay.replay.passes import ActivePass
+from moe_replay.replay.site import Chunk, RouterHookFactory, RouterSite, RowOrder
 from moe_replay.replay.topk import TopKInterceptor
 from moe_replay.routes.topology import MoeTopology
 
@@ -39,75 +40,75 @@ Modules = Mapping[str, Any]  # by name; nn.Module would not let its attributes b
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MegatronModel:
-    """What this rank holds of a Megatron-Core model.
+    """This rank's part of a Megatron-Core model.
 
     chunks        in the order they were given
     topology      the routers of the whole model, on all ranks
-    port          how its routers are driven
-    rows          how it makes rows of its tokens
-    native_sites  routers of multi-token prediction: no rollout has routes for them, so they choose by themselves
+    hook          makes the hooks of its routers
+    rows          how it flattens tokens into rows
+    native_sites  routers of multi-token prediction: no rollout has routes for them, so they always route natively
     """
 
     chunks: tuple[Chunk, ...]
     topology: MoeTopology
-    port: PortKind
+    hook: RouterHookFactory
     rows: RowOrder
     native_sites: tuple[RouterSite, ...]
 
 
 def is_megatron(models: Sequence[nn.Module]) -> bool:
-    """Whether these are Megatron-Core models, wrapped or not."""
+    """Return whether these are Megatron-Core models, wrapped or not."""
     return bool(models) and all(any(_is_a(module, CORE) for module in model.modules()) for model in models)
 
 
 def find_chunks(
     models: Sequence[nn.Module], topology: MoeTopology | None = None, aux_loss: AuxLoss = "native"
 ) -> MegatronModel:
-    """The pipeline chunks of this rank with their routers, by global decoder layer. Refuses what cannot be replayed."""
+    """Return this rank's chunks with their routers by global decoder layer; refuse what cannot be replayed."""
     inner = [_language_model(model) for model in models]
     config = inner[0].config
     version = megatron_version()
     check_settings(config)
-    promised = topology or MoeTopology.from_config(config)
+    declared = topology or MoeTopology.from_config(config)
     chunks, native = [], []
     for model in inner:
         modules = dict(model.named_modules())
         sites = [_site(modules, name) for name, module in modules.items() if _is_a(module, ROUTER)]
         predicting = [site for site in sites if _enclosing(modules, site.name, PREDICTION_LAYER) is not None]
         chunk = Chunk((model,), tuple(site for site in sites if site not in predicting))
-        _check_promise(promised, chunk, modules)
+        _check_topology(declared, chunk, modules)
         chunks.append(chunk)
         native.extend(predicting)
     _check_each_layer_once(chunks)
-    port: PortKind
+    hook: RouterHookFactory
     if version < FIRST_WITH_REPLAY:
-        port = legacy_port(version, config, aux_loss)
+        hook = legacy_hook(version, config, aux_loss)
     else:
         check_replay_enabled(config, [site for chunk in chunks for site in chunk.sites])
-        port = ReplayedAuxLossPort if aux_loss == "replayed" else RouterPort
-    return MegatronModel(tuple(chunks), promised, port, _row_order(config), tuple(native))
+        hook = ReplayedAuxLossHook if aux_loss == "replayed" else MegatronHook
+    return MegatronModel(tuple(chunks), declared, hook, _row_order(config), tuple(native))
 
 
-# ---- how a router is driven -----------------------------------------------------------------------------------------
+# ---- hooks of routers -----------------------------------------------------------------------------------------------
 
 
-class RouterPort:
-    """Stands in for the replay object of one router; its methods are bound, so that a deep copy has its own."""
+class MegatronHook:
+    """Replaces the replay object of one router; its methods are bound, so that a deep copy has its own."""
 
-    def __init__(self, site: RouterSite, switch: Switch) -> None:
+    def __init__(self, site: RouterSite, active: ActivePass) -> None:
         self.site = site
-        self.switch = switch
+        self.active = active
         self.router = cast(Any, site.module)
         self.native_replay = self.router.router_replay
         self.router.router_replay = self
 
     @staticmethod
-    def is_on(module: Any) -> bool:
-        """Whether a router has a port already."""
-        return isinstance(module.router_replay, RouterPort)
+    def is_installed(module: Any) -> bool:
+        """Return whether a router has a hook already."""
+        return isinstance(module.router_replay, MegatronHook)
 
     def remove(self) -> None:
-        """Give the router its own replay object back."""
+        """Restore the router's own replay object."""
         self.router.router_replay = self.native_replay
 
     def get_replay_topk(
@@ -118,46 +119,46 @@ class RouterPort:
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the router asks: scores (R, E) -> (their values (R, K), experts (R, K)), under the ticket in force."""
-        ticket = self.switch.ticket
-        if ticket is None:
+        """Choose the router's experts under the active pass: scores (R, E) -> (values (R, K), experts (R, K))."""
+        forward_pass = self.active.current
+        if forward_pass is None:
             return default_compute_topk(scores, topk, num_groups, group_topk)
         with_gradient = torch.is_grad_enabled()
 
-        def own_choice() -> torch.Tensor:
+        def native_choice() -> torch.Tensor:
             with torch.set_grad_enabled(with_gradient):  # 0.19 sorts the experts only where there are gradients
                 return default_compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
 
-        choice = Choice(self.site, ticket.claim(self.site.layer))
-        experts = choice.among(scores, own_choice)
-        choice.keep()
-        self.took(experts)
+        choice = Choice(self.site, forward_pass.claim(self.site.layer))
+        experts = choice.select(scores, native_choice)
+        choice.store()
+        self.on_choice(experts)
         return scores.gather(-1, experts), experts
 
-    def took(self, experts: torch.Tensor) -> None:
-        """The router takes these experts (R, K)."""
+    def on_choice(self, experts: torch.Tensor) -> None:
+        """Receive the experts (R, K) that the router takes."""
 
 
-class ReplayedAuxLossPort(RouterPort):
+class ReplayedAuxLossHook(MegatronHook):
     """Makes the load-balancing losses count the experts that were taken.
 
-    The router chooses a second time for them, by a plain `topk`; that is the question which is answered here.
+    The router chooses a second time for them, by a plain `topk`, whose result is replaced here.
     """
 
-    def __init__(self, site: RouterSite, switch: Switch) -> None:
-        super().__init__(site, switch)
+    def __init__(self, site: RouterSite, active: ActivePass) -> None:
+        super().__init__(site, active)
         self._taken: torch.Tensor | None = None
         self.native_routing = self.router.routing
         self.router.routing = self.routing
 
     def remove(self) -> None:
-        """Give the router its own replay object and method back."""
+        """Restore the router's own replay object and method."""
         super().remove()
         del self.router.routing
 
     def routing(self, *args: Any, **kwargs: Any) -> Any:
-        """The router's own method, with its second question answered."""
-        if self.switch.ticket is None:
+        """Run the router's own method with the result of its second `topk` replaced."""
+        if self.active.current is None:
             return self.native_routing(*args, **kwargs)
         try:
             with TopKInterceptor(self):
@@ -165,11 +166,11 @@ class ReplayedAuxLossPort(RouterPort):
         finally:
             self._taken = None
 
-    def took(self, experts: torch.Tensor) -> None:
+    def on_choice(self, experts: torch.Tensor) -> None:
         self._taken = experts
 
     def topk(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """After the first choice, every `topk` over the experts has its result."""
+        """Return the first choice for every later `topk` over the experts."""
         scores = args[0] if args else kwargs["input"]
         k = args[1] if len(args) > 1 else kwargs["k"]
         if self._taken is None or (k, *scores.shape) != (self.site.top_k, len(self._taken), self.site.num_experts):
@@ -177,17 +178,17 @@ class ReplayedAuxLossPort(RouterPort):
         return torch.return_types.topk((scores.gather(-1, self._taken), self._taken))
 
 
-# ---- where the routers are ------------------------------------------------------------------------------------------
+# ---- finding the routers --------------------------------------------------------------------------------------------
 
 
 def _is_a(module: nn.Module, name: str) -> bool:
-    """Whether a class along the MRO has this full name, or lies in this package where the name ends with a dot."""
+    """Return whether a class in the MRO has this full name, or lies in this package where the name ends with a dot."""
     names = (f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__)
     return any(found == name or (name.endswith(".") and found.startswith(name)) for found in names)
 
 
 def _language_model(model: nn.Module) -> Any:
-    """The module whose forward is the forward of the chunk, inside DDP and Float16Module."""
+    """Return the module whose forward is the forward of the chunk, inside DDP and Float16Module."""
     found = [module for module in model.modules() if _is_a(module, LANGUAGE_MODEL)]
     if len(found) != 1:
         raise UnsupportedRouterError(
@@ -215,7 +216,7 @@ def _outwards(name: str) -> Iterator[str]:
 
 
 def _enclosing(modules: Modules, name: str, kind: str) -> Any:
-    """The nearest module of a kind around the one of this name."""
+    """Return the nearest enclosing module of a kind."""
     return next((modules[outer] for outer in _outwards(name) if _is_a(modules[outer], kind)), None)
 
 
@@ -225,7 +226,7 @@ def _site(modules: Modules, name: str) -> RouterSite:
     number = None if layer is None else layer.layer_number
     if number is None or router.layer_number != number:
         raise UnsupportedRouterError(
-            f"the router {name} does not say the number of the layer it stands in",
+            f"the router {name} has another layer number than the layer it is in",
             expected=f"layer_number {number}, that of its {DECODER_LAYER.rpartition('.')[2]}",
             found=router.layer_number,
             remedy="Build the model with Megatron's own specs, so that every router is told its layer",
@@ -245,18 +246,18 @@ def _site(modules: Modules, name: str) -> RouterSite:
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _check_promise(promised: MoeTopology, chunk: Chunk, modules: Modules) -> None:
-    """A router that is missed is an error, never a layer that routes natively without anybody knowing."""
+def _check_topology(declared: MoeTopology, chunk: Chunk, modules: Modules) -> None:
+    """Raise unless the routers found are those of the config: a missed one would route natively, silently."""
     present = {
         module.layer_number - 1
         for name, module in modules.items()
         if _is_a(module, DECODER_LAYER) and _enclosing(modules, name, PREDICTION_LAYER) is None
     }
-    expected = [moe for moe in promised.moe_layers if moe.layer in present]
-    found = MoeTopology.from_sites(chunk.sites, promised.num_layers).moe_layers if chunk.sites else ()
+    expected = [moe for moe in declared.moe_layers if moe.layer in present]
+    found = MoeTopology.from_sites(chunk.sites, declared.num_layers).moe_layers if chunk.sites else ()
     if tuple(expected) != found:
         raise UnsupportedRouterError(
-            "the routers of a chunk are not those that its config promises",
+            "the routers of a chunk are not those that its config declares",
             expected=f"(layer, experts, top_k) {[(m.layer, m.num_experts, m.top_k) for m in expected]}",
             found=[(m.layer, m.num_experts, m.top_k) for m in found],
             remedy="moe_layer_freq and the layer spec must agree; or pass topology=MoeTopology(...)",

@@ -1,4 +1,4 @@
-"""Which token each row of this rank's Megatron-Core routers holds."""
+"""The token in each row of this rank's Megatron-Core routers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from moe_replay.routes.layout import TokenLayout
 
 
 def column_multiple(config: Any) -> int:
-    """What each packed sequence, and the width of a padded batch, must be a multiple of for this parallelism."""
+    """Return what each packed sequence, and the width of a padded batch, must be a multiple of."""
     context = config.context_parallel_size
     return (2 * context if context > 1 else 1) * _sequence_shards(config)
 
 
 def layout_for(config: Any, lengths: Sequence[int], *, packed: bool = False, width: int | None = None) -> TokenLayout:
-    """The layout of this rank for sequences of these lengths: sbhd, padded on the right, or packed (thd).
+    """Return this rank's layout for sequences of these lengths: sbhd, padded on the right, or packed (thd).
 
-    Rows are sequence-major; context parallelism is zigzag, sequence parallelism contiguous. `width` is what is fed, on
-    all context-parallel ranks together; where None, the least that the parallelism allows.
+    Rows are sequence-major; context parallelism is zigzag, sequence parallelism contiguous. `width` is the width
+    fed, over all context-parallel ranks; where None, the smallest that the parallelism allows.
     """
     from megatron.core import parallel_state
 

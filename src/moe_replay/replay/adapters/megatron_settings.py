@@ -11,16 +11,16 @@ from moe_replay.errors import UnsupportedRouterError
 from moe_replay.replay.site import RouterSite
 
 KNOWN_FROM = (0, 12)
-CHOOSING_BY_TOP_K = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
-GRAPHS_BESIDE_THE_ROUTER = {"attn", "mlp", "mamba"}  # scopes of CUDA graphs that a router is never part of
+TOP_K_BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
+GRAPH_SCOPES_WITHOUT_ROUTERS = {"attn", "mlp", "mamba"}  # scopes of CUDA graphs that a router is never part of
 
 
 class Refusal(NamedTuple):
-    """A setting that replay cannot live with.
+    """A setting that is incompatible with replay.
 
     setting  its name in the config
-    applies  whether a config has it; a setting that a version does not know counts as off
-    reason   what it would do to the routes
+    applies  whether a config has it on; a setting unknown to a version counts as off
+    reason   its effect on the routes
     remedy   what to set instead
     """
 
@@ -31,7 +31,7 @@ class Refusal(NamedTuple):
 
 
 def megatron_version() -> tuple[int, int]:
-    """(major, minor) of the Megatron-Core that is loaded."""
+    """Return (major, minor) of the Megatron-Core that is loaded."""
     found = getattr(sys.modules.get("megatron.core"), "__version__", None)
     numbers = re.match(r"(\d+)\.(\d+)", found or "")
     version = (int(numbers[1]), int(numbers[2])) if numbers else None
@@ -40,13 +40,13 @@ def megatron_version() -> tuple[int, int]:
             "unknown version of Megatron-Core",
             expected="megatron.core.__version__ of at least 0.12",
             found=found,
-            remedy="0.12 to 0.15 are answered at their top-k, newer ones through router.router_replay",
+            remedy="0.12 to 0.15 are driven at their topk, newer ones through router.router_replay",
         )
     return version
 
 
 def check_settings(config: Any) -> None:
-    """Raise at the first setting that makes replay wrong or impossible."""
+    """Raise for the first setting that makes replay wrong or impossible."""
     for refusal in REFUSALS:
         if refusal.applies(config):
             raise UnsupportedRouterError(
@@ -75,20 +75,20 @@ def _is_on(setting: str) -> Callable[[Any], bool]:
     return lambda config: bool(getattr(config, setting, False))
 
 
-def _chooses_otherwise(config: Any) -> bool:
+def _not_by_top_k(config: Any) -> bool:
     kinds = config.moe_router_load_balancing_type
-    return not set([kinds] if isinstance(kinds, str) else kinds) <= CHOOSING_BY_TOP_K
+    return not set([kinds] if isinstance(kinds, str) else kinds) <= TOP_K_BALANCING
 
 
-def _captures_the_router(config: Any) -> bool:
+def _captures_routers(config: Any) -> bool:
     if getattr(config, "cuda_graph_impl", "none") == "none":
         return False
     scopes = getattr(config, "cuda_graph_scope", None) or ["full"]
     names = {getattr(scope, "name", scope) for scope in ([scopes] if isinstance(scopes, str) else scopes)}
-    return not names <= GRAPHS_BESIDE_THE_ROUTER
+    return not names <= GRAPH_SCOPES_WITHOUT_ROUTERS
 
 
-def _mixes_messages(config: Any) -> bool:
+def _mixes_p2p_directions(config: Any) -> bool:
     interleaved = (config.virtual_pipeline_model_parallel_size or 1) > 1
     return config.pipeline_model_parallel_size == 2 and interleaved and config.batch_p2p_comm
 
@@ -102,14 +102,14 @@ REFUSALS = (
     Refusal(
         "moe_router_fusion",
         _is_on("moe_router_fusion"),
-        "the fused kernel chooses the experts by itself and asks nobody",
+        "the fused kernel chooses the experts itself and never calls the replay object",
         "Set moe_router_fusion=False",
     ),
     Refusal(
         "moe_router_load_balancing_type",
-        _chooses_otherwise,
-        "sinkhorn and the like balance the experts over the batch and ask nobody",
-        f"Use one of {sorted(CHOOSING_BY_TOP_K)}",
+        _not_by_top_k,
+        "sinkhorn and the like balance experts over the batch and never call the replay object",
+        f"Use one of {sorted(TOP_K_BALANCING)}",
     ),
     Refusal(
         "moe_expert_capacity_factor",
@@ -149,14 +149,14 @@ REFUSALS = (
     ),
     Refusal(
         "cuda_graph_impl",
-        _captures_the_router,
+        _captures_routers,
         "a captured router repeats the routes of the micro-batch it was captured with",
-        f"Set cuda_graph_impl='none', or a cuda_graph_scope of {sorted(GRAPHS_BESIDE_THE_ROUTER)}",
+        f"Set cuda_graph_impl='none', or a cuda_graph_scope of {sorted(GRAPH_SCOPES_WITHOUT_ROUTERS)}",
     ),
     Refusal(
         "batch_p2p_comm",
-        _mixes_messages,
-        "with two pipeline stages, interleaved, batched messages of the two directions can be taken for each other, "
+        _mixes_p2p_directions,
+        "with two pipeline stages, interleaved, batched messages of the two directions can be mistaken for each other, "
         "and gradients are wrong without any error",
         "Set overlap_p2p_comm=True, batch_p2p_comm=False",
     ),

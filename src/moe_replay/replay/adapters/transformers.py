@@ -1,7 +1,7 @@
-"""Where the routers of a live Transformers model are: one `RouterSite` for each decoder layer that routes.
+"""The routers of a live Transformers model: one `RouterSite` for each decoder layer that routes.
 
-What is found (`rules.py` says how) is compared with what the config promises (`MoeTopology`): a router that is missed
-is an error, never a layer that routes natively without anybody knowing.
+What is found (by the rules of `transformers_rules.py`) is compared with what the config declares (`MoeTopology`): a
+router that is missed is an error, never a layer that silently routes natively.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ __all__ = ["RouterRule", "find_routers", "topology_of"]
 def find_routers(
     model: nn.Module, extra: Sequence[RouterRule] = (), topology: MoeTopology | None = None
 ) -> list[RouterSite]:
-    """The routers of the model's decoder, by layer.
+    """Return the routers of the model's decoder, by layer.
 
     The model may be wrapped (PEFT, FSDP2, DDP, activation checkpointing) or hold its language model inside.
-    extra     rules for routers that this library does not know; they come before its own
-    topology  what the model should route, for model types that this library does not know
+    extra     rules for routers unknown to this library; they take precedence over its own
+    topology  the layers that route, for model types unknown to this library
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     _refuse_known_bad(modules)
-    promised = topology or topology_of(model)
-    decoder = _decoder_name(modules, promised, promised.model_type or _text_type(model))
+    declared = topology or topology_of(model)
+    decoder = _decoder_name(modules, declared, declared.model_type or _text_type(model))
     _check_layer_indices(modules, decoder)
     sites = _sites(modules, decoder, router_numbers(modules, extra))
-    _check_promise(promised, sites, modules, decoder)
+    _check_topology(declared, sites, modules, decoder)
     return sites
 
 
 def topology_of(model: nn.Module) -> MoeTopology:
-    """What the config of a model, wrapped or not, promises."""
+    """Return what the config of a model, wrapped or not, declares."""
     config = _config_of(model.modules())
     if config is None:
         raise UnsupportedRouterError(
             "the model has no config",
             expected="a module with a .config that has a model_type",
             found=type(model).__name__,
-            remedy="Say which layers route: pass topology=MoeTopology(num_layers, moe_layers)",
+            remedy="State which layers route: pass topology=MoeTopology(num_layers, moe_layers)",
         )
     return MoeTopology.from_config(config)
 
@@ -62,7 +62,7 @@ def topology_of(model: nn.Module) -> MoeTopology:
 
 
 def _config_of(modules: Iterable[nn.Module]) -> Any:
-    """The config of the first module that has one of a model."""
+    """Return the first config among these modules that names a model type."""
     configs = (getattr(module, "config", None) for module in modules)
     return next((config for config in configs if getattr(config, "model_type", None)), None)
 
@@ -71,10 +71,10 @@ def _text_type(model: nn.Module) -> str:
     return getattr(text_config(_config_of(model.modules())), "model_type", "")
 
 
-def _decoder_name(modules: Mapping[str, nn.Module], promised: MoeTopology, model_type: str) -> str:
-    """The list of the language model's layers. Vision towers, talkers and draft heads have lists of their own."""
+def _decoder_name(modules: Mapping[str, nn.Module], declared: MoeTopology, model_type: str) -> str:
+    """Return the name of the language model's list of layers; vision towers, talkers and draft heads have their own."""
     lengths = {name: len(module) for name, module in modules.items() if isinstance(module, nn.ModuleList)}
-    deep_enough = [name for name, length in lengths.items() if length == promised.num_layers]
+    deep_enough = [name for name, length in lengths.items() if length == declared.num_layers]
     outermost = [name for name in deep_enough if not any(is_inside(name, other) for other in deep_enough)]
     owners = {name: _config_of(modules[outer] for outer in _outwards(name)) for name in outermost}
     of_type = [name for name, config in owners.items() if getattr(config, "model_type", "") == model_type]
@@ -82,7 +82,7 @@ def _decoder_name(modules: Mapping[str, nn.Module], promised: MoeTopology, model
     if len(candidates) != 1:
         raise UnsupportedRouterError(
             "cannot tell which module list is the decoder",
-            expected=f"one list of {promised.num_layers} layers",
+            expected=f"one list of {declared.num_layers} layers",
             found={name: lengths[name] for name in candidates} or lengths,
             remedy="Pass the language model itself rather than what is around it",
         )
@@ -90,7 +90,7 @@ def _decoder_name(modules: Mapping[str, nn.Module], promised: MoeTopology, model
 
 
 def _outwards(name: str) -> Iterator[str]:
-    """The names of the modules around a module, from the nearest to the model itself, whose name is empty."""
+    """Yield the names of the enclosing modules, from the nearest to the model itself, whose name is empty."""
     while name:
         name = name.rpartition(".")[0]
         yield name
@@ -126,17 +126,17 @@ def _refuse_known_bad(modules: Mapping[str, nn.Module]) -> None:
 
 
 def _check_layer_indices(modules: Mapping[str, nn.Module], decoder: str) -> None:
-    """A layer that says it is another one has been moved: its routes would go to the wrong layer."""
+    """Raise for a layer whose own index is another: it was moved, and its routes would go to the wrong layer."""
     for name, module in modules.items():
         if not is_inside(name, decoder):
             continue
         position, _, inside = name[len(decoder) + 1 :].partition(".")
         index = getattr(module, "layer_idx", None)
-        # longcat_flash numbers the two attentions of a layer, which stand in a list, in a row of their own
+        # longcat_flash numbers the two attentions of a layer, which are in a list, separately
         in_a_list = any(part.isdigit() for part in inside.split("."))
         if isinstance(index, int) and not in_a_list and index != int(position):
             raise UnsupportedRouterError(
-                f"{name} stands at position {position} of the decoder but says it is layer {index}",
+                f"{name} is at position {position} of the decoder but has layer index {index}",
                 layer=int(position),
                 expected=f"layer_idx {position}",
                 found=index,
@@ -162,12 +162,12 @@ def _check_alone(site: RouterSite, others: Mapping[int, RouterSite]) -> None:
             )
 
 
-def _check_promise(
-    promised: MoeTopology, sites: Sequence[RouterSite], modules: Mapping[str, nn.Module], decoder: str
+def _check_topology(
+    declared: MoeTopology, sites: Sequence[RouterSite], modules: Mapping[str, nn.Module], decoder: str
 ) -> None:
-    """The live routers are those that the config promises: layers, experts and top-k."""
+    """Raise unless the live routers have the layers, experts and top-k that the config declares."""
     found = {site.layer: MoeLayer(site.layer, site.num_experts, site.top_k) for site in sites}
-    expected = {moe.layer: moe for moe in promised.moe_layers}
+    expected = {moe.layer: moe for moe in declared.moe_layers}
     missing = sorted(expected.keys() - found.keys())
     if missing:
         raise _router_not_found(missing[0], list(expected), list(found), modules, decoder)

@@ -1,8 +1,8 @@
-"""Which modules of a live Transformers model are routers, and what numbers they route with.
+"""Which modules of a live Transformers model are routers, and how many experts they choose from.
 
 A router is the module in whose own forward the final top-k over the experts is made. Release 5 has a class for it in
 each family and names it in the model's `_can_record_outputs`; release 4 often makes the choice in the middle of the
-sparse block. What the model's classes say of themselves is taken from there, the rest is `_RULES`.
+sparse block. What the model's classes declare is taken from there, the rest is `ROUTER_RULES`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe_replay.errors import UnsupportedRouterError
 
 @dataclass(frozen=True, slots=True)
 class RouterRule:
-    """How to recognise a router by its class, and where it keeps its numbers.
+    """How to recognise a router by its class, and where its numbers are.
 
     class_name   name of the class in whose forward the final top-k is made, or of one of its bases
     num_experts  attribute of the module, dots allowed ("config.num_experts"), or the number itself
@@ -35,7 +35,7 @@ class RouterRule:
 
 
 # Routers that the model's class does not name in `_can_record_outputs`, or whose numbers are under other names.
-_RULES = (
+ROUTER_RULES = (
     RouterRule("DbrxFFN", num_experts="router.layer.out_features"),  # its router makes the logits, not the choice
     RouterRule("Gemma4TextRouter", num_experts="config.num_experts", top_k="config.top_k_experts"),
     RouterRule("LongcatFlashTopkRouter", num_experts="n_routed_experts"),  # zero-experts included
@@ -64,7 +64,7 @@ _RECORDED = RouterRule("", num_groups="num_group", groups_kept="topk_group")
 
 
 class RouterNumbers(NamedTuple):
-    """What a `RouterSite` says of its router, beside where it is."""
+    """The numbers of a `RouterSite`."""
 
     num_experts: int
     top_k: int
@@ -73,25 +73,27 @@ class RouterNumbers(NamedTuple):
 
 
 def router_numbers(modules: Mapping[str, nn.Module], extra: Sequence[RouterRule]) -> dict[str, RouterNumbers]:
-    """The numbers of every router, by name. Where one contains another, the inner one makes the choice."""
+    """Return the numbers of every router, by name. Where one contains another, the inner one makes the choice."""
     recorded = _recorded_classes(modules)
     known: dict[str, RouterNumbers] = {}
     for name, module in modules.items():
-        rule = _rule_for(module, _RULES)
+        rule = _rule_for(module, ROUTER_RULES)
         numbers = _read(module, rule) if rule is not None else None
         if numbers is None and isinstance(module, recorded):
             numbers = _read(module, _RECORDED)
         if numbers is not None:
             known[name] = numbers
     innermost = {name for name in known if not any(is_inside(other, name) for other in known)}
-    told = _told_by_user(modules, extra)
-    # What the user says of a module also settles the modules inside and around it.
-    untold = {name for name in innermost if not any(is_inside(name, mine) or is_inside(mine, name) for mine in told)}
-    return {name: numbers for name, numbers in known.items() if name in untold} | told
+    by_user = _from_user_rules(modules, extra)
+    # A user's rule for a module also decides for the modules inside and around it.
+    undecided = {
+        name for name in innermost if not any(is_inside(name, mine) or is_inside(mine, name) for mine in by_user)
+    }
+    return {name: numbers for name, numbers in known.items() if name in undecided} | by_user
 
 
-def _told_by_user(modules: Mapping[str, nn.Module], extra: Sequence[RouterRule]) -> dict[str, RouterNumbers]:
-    told: dict[str, RouterNumbers] = {}
+def _from_user_rules(modules: Mapping[str, nn.Module], extra: Sequence[RouterRule]) -> dict[str, RouterNumbers]:
+    by_user: dict[str, RouterNumbers] = {}
     for name, module in modules.items():
         rule = _rule_for(module, extra)
         if rule is None:
@@ -99,18 +101,18 @@ def _told_by_user(modules: Mapping[str, nn.Module], extra: Sequence[RouterRule])
         numbers = _read(module, rule)
         if numbers is None or _number(module, rule.num_groups) is None or _number(module, rule.groups_kept) is None:
             raise _rule_does_not_fit(name, module, rule)
-        told[name] = numbers
-    return told
+        by_user[name] = numbers
+    return by_user
 
 
 def _rule_for(module: nn.Module, rules: Sequence[RouterRule]) -> RouterRule | None:
-    """The first rule for the module's class, or for a base of it."""
+    """Return the first rule for the module's class, or for a base of it."""
     names = class_names(module)
     return next((rule for rule in rules if rule.class_name in names), None)
 
 
 def _recorded_classes(modules: Mapping[str, nn.Module]) -> tuple[type, ...]:
-    """The classes that the models of Transformers name as the source of their router logits."""
+    """Return the classes that the models of Transformers name as the source of their router logits."""
     classes: list[type] = []
     for module in modules.values():
         recorders = (getattr(type(module), "_can_record_outputs", None) or {}).get("router_logits", ())
@@ -142,12 +144,12 @@ def _number(module: nn.Module, where: str | int) -> int | None:
 
 
 def class_names(module: nn.Module) -> frozenset[str]:
-    """Of its class and its bases: FSDP2 gives a module a class of its own, derived from the one it had."""
+    """Return the names of a module's class and its bases: FSDP2 gives a module a class derived from its own."""
     return frozenset(cls.__name__ for cls in type(module).__mro__)
 
 
 def is_inside(name: str, outer: str) -> bool:
-    """Whether a module is inside another, by their names."""
+    """Return whether a module is inside another, by their names."""
     return name.startswith(f"{outer}.")
 
 
@@ -155,7 +157,7 @@ def _rule_does_not_fit(name: str, module: nn.Module, rule: RouterRule) -> Unsupp
     integers = {key: value for key, value in vars(module).items() if isinstance(value, int) and key[0] != "_"}
     return UnsupportedRouterError(
         f"the rule for {rule.class_name} does not fit {name}",
-        expected=f"integers where {rule} says",
+        expected=f"integers at the attributes of {rule}",
         found=f"integer attributes {integers}",
         remedy="Name the attributes that hold the numbers of experts and of choices, or give the numbers themselves",
     )
