@@ -215,6 +215,7 @@ def stop_and_go_on(folder: str, data: bytes, settings: dict[str, Any], saved: st
     backend.close()
 
     again = open_backend(config)
+    again.score(batches_of(again, data, config.batch.packed)[0], REPLAY)  # as the probe does before a run resumes
     again.load(Path(saved))
     _counted_update(again, batches_of(again, data, config.batch.packed)[1], [])
     later = {name: tensor.clone() for name, tensor in again.weights()}
@@ -224,17 +225,20 @@ def stop_and_go_on(folder: str, data: bytes, settings: dict[str, Any], saved: st
     }
 
 
-def refusals(folder: str, saved: str) -> list[str]:
-    """What loading says of a state of another layout, and of a folder without one."""
-    from moe_replay.train.backends.megatron_state import SavedStateError
+def refusals(folder: str, settings: dict[str, Any], saved: str) -> list[str]:
+    """What loading says of a state of another layout, of a folder without one, and of one with pickled files."""
+    from moe_replay.train.backends.rank_state import SavedStateError
 
     backend = open_backend(make_config(folder, tensor_parallel=2))
     backend.save(Path(saved))
+    pickled = Path(saved, "pickled")
+    backend.save(pickled)
+    (pickled / ".metadata").touch()
     backend.close()
-    other = open_backend(make_config(folder, pipeline_parallel=2))
+    other = open_backend(make_config(folder, **settings))
     before = [tensor.clone() for _, tensor in other.weights()]
     said = []
-    for path in (Path(saved), Path(saved, "nothing")):
+    for path in (Path(saved), Path(saved, "nothing"), pickled):
         try:
             other.load(path)
         except SavedStateError as error:

@@ -33,6 +33,7 @@ CP = {"context_parallel": 2}
 PACKED = {"packed": True}
 SHARDED = {"distributed_optimizer": True}
 BF16 = {"dtype": "bfloat16"}
+FSDP = {"kind": "fsdp"}
 FULL = {"megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -121,7 +122,9 @@ def test_a_recorded_pass_is_replayed_bit_for_bit(settings: dict[str, Any]) -> No
         assert second > 0.0 or not rank["speaks"]
 
 
-@pytest.mark.parametrize("settings", [TP | BF16, EP | SHARDED | BF16, VPP, EP | SHARDED, {"dtype": "float16"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [TP | BF16, EP | SHARDED | BF16, VPP, EP | SHARDED, {"dtype": "float16"}, FSDP | BF16], ids=str
+)
 def test_stop_and_go_on_is_the_same_as_not_to_stop(tmp_path: Path, settings: dict[str, Any]) -> None:
     ranks = on_ranks(2, megatron_training.stop_and_go_on, settings, str(tmp_path))
     assert [rank["different"] for rank in ranks] == [[], []]
@@ -130,11 +133,28 @@ def test_stop_and_go_on_is_the_same_as_not_to_stop(tmp_path: Path, settings: dic
     assert [rank["bytes"] for rank in ranks] == [size, size]
 
 
-def test_a_state_of_another_layout_is_refused(tmp_path: Path) -> None:
-    for other, nothing in harness.run_ranks(2, megatron_training.refusals, policy()[0], str(tmp_path)):
-        assert "expected pipeline_model_parallel_size 2, tensor_model_parallel_size 1, found" in other
-        assert "found pipeline_model_parallel_size 1, tensor_model_parallel_size 2. Resume with" in other
+@pytest.mark.parametrize(
+    ("settings", "expected", "found"),
+    [
+        (
+            PP,
+            "pipeline_model_parallel_size 2, ",
+            "pipeline_model_parallel_size 1, tensor_model_parallel_size 2. Resume",
+        ),
+        (FSDP, "sharding fsdp, ", "sharding None, "),
+    ],
+    ids=["megatron", "fsdp"],
+)
+def test_a_state_of_another_layout_is_refused(
+    tmp_path: Path, settings: dict[str, Any], expected: str, found: str
+) -> None:
+    for other, nothing, pickled in harness.run_ranks(
+        2, megatron_training.refusals, policy()[0], settings, str(tmp_path)
+    ):
+        assert expected in other.partition(", found ")[0]
+        assert found in other.partition(", found ")[2]
         assert "expected layout.json, found" in nothing
+        assert "pickled files, which are never read" in pickled
 
 
 @pytest.mark.parametrize("settings", [PP | PACKED, EP | SHARDED | BF16, {"dtype": "float16"}], ids=str)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from moe_replay.replay.controller import attach
@@ -19,6 +17,7 @@ from moe_replay.rollout.weights import checkpoint_tensors
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.train.backends import lora
 from moe_replay.train.backends.base import Backend, LossFunction, Routing, Scores, Updated
+from moe_replay.train.backends.fsdp_state import FsdpState
 from moe_replay.train.backends.routed import routed
 from moe_replay.train.backends.sharded_model import sharded_model
 from moe_replay.train.backends.transformers_logprobs import in_order, of_sampled, scored_logits
@@ -50,6 +49,7 @@ class FsdpBackend(Backend):
             eps=config.optim.eps,
             weight_decay=config.optim.weight_decay,
         )
+        self._state = FsdpState(self.model, self._optimizer)
 
     def _reference_model(self, config: TrainConfig, folder: str) -> nn.Module | None:
         """None where there is no use for one, or where the policy without its adapters is the reference."""
@@ -127,26 +127,12 @@ class FsdpBackend(Backend):
         return checkpoint_tensors(self.model, plain)
 
     def save(self, folder: Path) -> None:
-        """A folder of `torch.distributed.checkpoint`, which other world sizes can load as well."""
-        model, optimizer = get_state_dict(self.model, self._optimizer, options=self._state_options)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        """Write the shards of every rank to a safetensors file of its own."""
+        self._state.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Weights and moments, each rank its share."""
-        model, optimizer = get_state_dict(self.model, self._optimizer, options=self._state_options)
-        state: dict[str, Any] = {"model": model, "optimizer": optimizer}
-        dcp.load(state, checkpoint_id=folder)
-        set_state_dict(
-            self.model,
-            self._optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=self._state_options,
-        )
-
-    @property
-    def _state_options(self) -> StateDictOptions:
-        return StateDictOptions(ignore_frozen_params=self._lora_scale is not None, strict=self._lora_scale is None)
+        """Restore the shards and moments of this rank."""
+        self._state.load(folder)
 
     def state_bytes(self) -> int:
         """Weights and two moments in float32 of what is trained."""

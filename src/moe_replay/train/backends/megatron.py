@@ -21,7 +21,7 @@ from moe_replay.routes.layout import TokenLayout
 from moe_replay.train.backends import megatron_build as build
 from moe_replay.train.backends.base import Backend, LossFunction, Routing, Scores, Updated
 from moe_replay.train.backends.megatron_logprobs import token_scores
-from moe_replay.train.backends.megatron_state import RankState
+from moe_replay.train.backends.megatron_state import MegatronState
 from moe_replay.train.backends.routed import routed
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.micro_batch import MicroBatch
@@ -62,7 +62,7 @@ class MegatronBackend(Backend):
         self._reference = self._reference_chunks(config, folder) if config.algorithm.beta > 0 else None
         self.replay = attach(self.models)
         self.topology = self.replay.topology
-        self._state = RankState(self.models, self._optimizer, _layout_facts(config))
+        self._state = MegatronState(self.models, self._optimizer, _layout_facts(config))
         self._state_bytes = self._state.bytes_of_all_ranks()
 
     def _reference_chunks(self, config: TrainConfig, folder: str) -> list[nn.Module]:

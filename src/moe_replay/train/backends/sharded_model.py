@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from moe_replay.errors import MissingExtraError, MoeReplayError
 from moe_replay.train.backends import lora
@@ -80,11 +80,17 @@ def _empty(settings: Any, config: ModelConfig) -> Any:
         return AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation=config.attention)
 
 
+@torch.no_grad()
 def _fill(model: nn.Module, whole: nn.Module | None) -> None:
-    """Give every rank its share of the weights, and all buffers, of the model that the first rank has loaded."""
-    state = {} if whole is None else whole.state_dict()
-    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    for name, buffer in model.named_buffers():  # those that no checkpoint holds are not part of the state
+    """Give every rank its shards of the weights, and all buffers, of the model that rank 0 has loaded."""
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), f"{name} is not sharded"
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        if whole is not None:
+            full.copy_(whole.get_parameter(name))
+        shard = distribute_tensor(full, parameter.device_mesh, parameter.placements)  # scattered by rank 0
+        parameter.to_local().copy_(shard.to_local())
+    for name, buffer in model.named_buffers():
         if whole is not None:
             buffer.copy_(whole.get_buffer(name))
         dist.broadcast(buffer, 0)

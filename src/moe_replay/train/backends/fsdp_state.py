@@ -1,0 +1,37 @@
+"""What one rank of an FSDP2 run needs to resume bit for bit: its shards of what is trained, and their moments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from moe_replay.train.backends.rank_state import RankState
+
+
+class FsdpState(RankState):
+    """The trained parameters and the buffers of a sharded model, and the optimizer's state.
+
+    Frozen parameters come from `model.path`, the settings of the optimizer from the configuration.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        super().__init__({"sharding": "fsdp"})
+        self._model = model
+        self._optimizer = optimizer
+        # Between passes the root module holds gathered parameters in place of these, which the optimizer steps.
+        self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield trained parameters, tied ones once, and the buffers that a checkpoint of the model holds."""
+        state = self._model.state_dict()  # gathered parameters are freed, so that what is restored is used
+        parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        yield from ((f"model.{name}", parameter) for name, parameter in self._trained.items())
+        yield from ((f"model.{name}", tensor) for name, tensor in state.items() if name not in parameters)
+
+    def optimized(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+        """Yield each trained parameter with its moments."""
+        for name, parameter in self._trained.items():
+            yield f"optimizer.{name}", parameter, self._optimizer.state[parameter]
