@@ -26,6 +26,16 @@ LONG_LINES, LONGEST_LINES = 400, 600
 BASE = sys.stdlib_module_names | {"numpy", "torch", PACKAGE}
 OPTIONAL = {"accelerate", "datasets", "matplotlib", "megatron", "peft", "sglang", "transformers", "trl", "vllm"}
 PICKLERS = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
+PICKLED_COLLECTIVE = re.compile(r"(?:all_gather|gather|broadcast|scatter|send|recv)_object(?:_list)?")
+PICKLED_CHECKPOINT = re.compile(r"torch\.distributed\.checkpoint(?:\.\w+)*\.(\w+)")
+PICKLED_STORAGE = {"FileSystemReader", "FileSystemWriter"}
+STORAGE_ARGUMENTS = {
+    "load": {"storage_reader"},
+    "load_state_dict": {"storage_reader"},
+    "save": {"storage_writer"},
+    "async_save": {"storage_writer"},
+    "save_state_dict": {"storage_writer"},
+}
 MACHINE_PATH = re.compile(r"(?<![\w.:/~}>-])/(?:root|home|work|farm|mnt|opt|Users)/[\w.-]+")
 
 
@@ -93,6 +103,13 @@ def unsafe_loading(file: File) -> Iterator[tuple[int, str]]:
         if module.partition(".")[0] in PICKLERS:
             yield line, f"imports {module}"
     for node in ast.walk(file.tree):
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            # Attributes of anything: what is reached through a variable pickles as well.
+            name = file.dotted(node) or getattr(node, "attr", "")
+            if PICKLED_COLLECTIVE.fullmatch(name.rpartition(".")[2]):
+                yield node.lineno, f"{name} sends pickled objects"
+            if (found := PICKLED_CHECKPOINT.fullmatch(name)) and found[1] in PICKLED_STORAGE:
+                yield node.lineno, f"{name} pickles its metadata"
         if not isinstance(node, ast.Call):
             continue
         name = file.dotted(node.func).removeprefix("builtins.")
@@ -101,6 +118,12 @@ def unsafe_loading(file: File) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"calls {name}"
         if name == "torch.load" and constants.get("weights_only") is not True:
             yield node.lineno, "torch.load without weights_only=True"
+        if constants.get("broadcast_from_rank0"):
+            yield node.lineno, "broadcast_from_rank0 sends pickled objects"
+        if (found := PICKLED_CHECKPOINT.fullmatch(name)) and found[1] in STORAGE_ARGUMENTS:
+            arguments = {k.arg for k in node.keywords}
+            if not arguments & STORAGE_ARGUMENTS[found[1]]:
+                yield node.lineno, f"{name} without a storage of its own pickles its metadata"
         if name == "numpy.load" and any(k.arg == "allow_pickle" and constants.get(k.arg) for k in node.keywords):
             yield node.lineno, "numpy.load with allow_pickle"
 
@@ -314,6 +337,16 @@ CAUGHT: list[tuple[Rule, str]] = [
     (unsafe_loading, "import torch as t\nt.load(path, weights_only=False)"),
     (unsafe_loading, "from torch import load\nload(path, weights_only=flag)"),
     (unsafe_loading, "import numpy as np\nnp.load(path, allow_pickle=True)"),
+    (unsafe_loading, "import torch.distributed as dist\ndist.all_gather_object(found, own)"),
+    (unsafe_loading, "from torch.distributed import broadcast_object_list as send\nsend([own])"),
+    (unsafe_loading, "group.collectives().scatter_object_list(out, given)"),
+    (unsafe_loading, "import torch.distributed as dist\ngather = partial(dist.gather_object, group=group)"),
+    (unsafe_loading, "import torch.distributed.checkpoint as dcp\ndcp.load(state, checkpoint_id=folder)"),
+    (unsafe_loading, "import torch\ntorch.distributed.checkpoint.save(state, checkpoint_id=folder)"),
+    (unsafe_loading, "from torch.distributed.checkpoint.state_dict_saver import async_save\nasync_save(state)"),
+    (unsafe_loading, "from torch.distributed import checkpoint as dcp\nreader = dcp.FileSystemReader(folder)"),
+    (unsafe_loading, "import torch.distributed.checkpoint as dcp\ndcp.save(s, storage_writer=dcp.FileSystemWriter(f))"),
+    (unsafe_loading, "options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)"),
     (broad_except, "try:\n    f()\nexcept:\n    pass"),
     (broad_except, "try:\n    f()\nexcept Exception as error:\n    pass"),
     (broad_except, "try:\n    f()\nexcept (OSError, BaseException):\n    pass"),
@@ -351,6 +384,8 @@ CAUGHT: list[tuple[Rule, str]] = [
 FREE: list[tuple[Rule, str]] = [
     (unsafe_loading, "import torch\ntorch.load(path, weights_only=True)\nmodel.eval()\njson.load(file)"),
     (unsafe_loading, "import numpy as np\nnp.load(path)\nnp.load(path, allow_pickle=False)"),
+    (unsafe_loading, "import torch.distributed as dist\ndist.all_gather(found, own)\ntokenizer_object = 1"),
+    (unsafe_loading, "import torch.distributed.checkpoint as dcp\ndcp.load(state, storage_reader=OurReader(folder))"),
     (broad_except, "try:\n    f()\nexcept (OSError, ValueError):\n    raise"),
     (
         patched_class,
