@@ -51,9 +51,10 @@ def test_options_of_vllm_are_passed_on() -> None:
 
     from moe_replay.cli.rollout import RolloutCommand
 
-    arguments = ["--model", "m", "--vllm", "tensor_parallel_size", "2", "enforce_eager", "True", "load_format", "dummy"]
+    arguments = ["--model", "m", "--engine-options", "tensor_parallel_size", "2", "enforce_eager", "True"]
+    arguments += ["load_format", "dummy"]
     command = tyro.cli(RolloutCommand, args=arguments)
-    assert command.vllm == {"tensor_parallel_size": 2, "enforce_eager": True, "load_format": "dummy"}
+    assert command.engine_options == {"tensor_parallel_size": 2, "enforce_eager": True, "load_format": "dummy"}
     assert command.host == "127.0.0.1"
 
 

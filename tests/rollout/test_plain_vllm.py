@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ import numpy as np
 import pytest
 
 from moe_replay.errors import EngineError
+from moe_replay.rollout.engine import StartRequest
 from moe_replay.rollout.plain_vllm import PlainVllmServer
+from moe_replay.rollout.registry import start_engine, start_sampler
 from moe_replay.rollout.types import SamplingParams
 from moe_replay.routes.topology import MoeLayer, MoeTopology
 from tests.rollout.conftest import NEEDS_VLLM
@@ -98,11 +101,19 @@ def test_log_probs_of_another_distribution_are_refused() -> None:
         client.generate([[5, 6]], SamplingParams(temperature=0.7))
 
 
-def test_what_a_plain_server_cannot_do(port: int) -> None:
-    with PlainVllmServer(f"http://127.0.0.1:{port}", "model", TOPOLOGY) as client:
-        for call in (client.sleep, client.wake, client.abort, lambda: client.update_weights(Path(), 1)):
-            with pytest.raises(EngineError, match="a plain vLLM server cannot"):
-                call()
+def test_a_plain_server_samples_and_takes_no_weights(tmp_path: Path, port: int) -> None:
+    model = tiny_model("qwen3_moe")
+    model.config.save_pretrained(tmp_path)
+    request = StartRequest(model=str(tmp_path), urls=(f"http://127.0.0.1:{port}",), options={"model": "tiny"})
+    client = start_sampler("plain_vllm_server", request)
+    assert isinstance(client, PlainVllmServer)
+    assert (client.model, client.topology) == ("tiny", MoeTopology.from_config(model.config))
+    assert not client.healthy()
+    client.close()
+    with pytest.raises(EngineError, match="plain_vllm_server cannot be given new weights"):
+        start_engine("plain_vllm_server", request)
+    with pytest.raises(EngineError, match="one URL, found 2 URLs"):
+        start_sampler("plain_vllm_server", replace(request, urls=("http://a", "http://b")))
 
 
 @pytest.mark.slow

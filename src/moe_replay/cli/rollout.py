@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import secrets
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Annotated
 
-from moe_replay.errors import MissingExtraError
+from typing_extensions import Doc
 
-if TYPE_CHECKING:
-    from moe_replay.rollout.engine import Engine
+from moe_replay.errors import EngineError, MissingExtraError
+from moe_replay.rollout.engine import TOKEN_VARIABLE, Engine, StartRequest
+from moe_replay.rollout.registry import ENGINES, engine_spec, start_engine
+
+SERVED = [name for name, spec in ENGINES.items() if not spec.is_server]
+ENGINE_HELP = Doc(f"What samples: {', '.join(SERVED)}, or module:name.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,26 +24,25 @@ class RolloutCommand:
     model: str
     """Folder or name of the model."""
     host: str = "127.0.0.1"
-    """Address to listen on. Anything but the loopback lets other machines in, with the token."""
+    """Address to listen on. Any other than the loopback lets other machines connect, with the token."""
     port: int = 8000
     """Port to listen on."""
     token: str | None = None
-    """Bearer token that clients send; else $MOE_REPLAY_TOKEN, else one is made up and printed."""
-    engine: Literal["vllm", "transformers"] = "vllm"
-    """What samples."""
+    """Bearer token that clients send; else $MOE_REPLAY_TOKEN, else a random one is printed."""
+    engine: Annotated[str, ENGINE_HELP] = "vllm"
     dtype: str = "auto"
-    """Type of the weights, e.g. bfloat16."""
+    """Dtype of the engine, e.g. bfloat16; auto: that of the weights on disk."""
     max_length: int | None = None
     """Tokens of a sequence at most, prompt included; the model's own limit if not given."""
     max_requests: int = 256
-    """Prompts under way at once; beyond that clients are sent elsewhere."""
+    """Prompts sampled at once; further requests are answered with 503."""
     weight_version: int = 0
-    """Version of the weights that the server starts with."""
-    vllm: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """More of vLLM's engine arguments, e.g. --vllm tensor_parallel_size 2 enable_sleep_mode True."""
+    """Version of the weights in `model`."""
+    engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)
+    """More of the engine's own options, e.g. --engine-options tensor_parallel_size 2 enable_sleep_mode True."""
 
     def __call__(self) -> None:
-        """Start the engine, then listen until told to stop."""
+        """Start the engine and serve requests until interrupted."""
         try:
             import uvicorn
 
@@ -49,7 +52,7 @@ class RolloutCommand:
                 f"the rollout server needs {missing.name}", remedy="pip install 'moe-replay[serve]'"
             ) from missing
 
-        token = self.token or os.environ.get("MOE_REPLAY_TOKEN")
+        token = self.token or os.environ.get(TOKEN_VARIABLE)
         if not token:
             token = secrets.token_urlsafe(32)
             print(f"token: {token}", flush=True)
@@ -62,18 +65,15 @@ class RolloutCommand:
             engine.close()
 
     def _start(self) -> Engine:
-        if self.engine == "transformers":
-            from moe_replay.rollout.transformers import TransformersEngine
-
-            return TransformersEngine.from_pretrained(
-                self.model, max_length=self.max_length, weight_version=self.weight_version, dtype=self.dtype
+        if engine_spec(self.engine, key="--engine").is_server:
+            raise EngineError(
+                f"--engine {self.engine} is reached over HTTP already", expected=f"one of {', '.join(SERVED)}"
             )
-        from moe_replay.rollout.vllm import VllmEngine
-
-        return VllmEngine(
-            self.model,
-            weight_version=self.weight_version,
+        request = StartRequest(
+            model=self.model,
+            max_length=self.max_length,
             dtype=self.dtype,
-            max_model_len=self.max_length,
-            **self.vllm,
+            weight_version=self.weight_version,
+            options=self.engine_options,
         )
+        return start_engine(self.engine, request, key="--engine")

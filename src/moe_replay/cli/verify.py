@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
+from typing_extensions import Doc
 
 from moe_replay.errors import MissingExtraError, MoeReplayError
+from moe_replay.rollout.engine import StartRequest
+from moe_replay.rollout.registry import ENGINES, engine_spec, start_sampler
 from moe_replay.tools.attribution.result import Attribution, Thresholds
 
 if TYPE_CHECKING:
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 STDOUT, STDERR = 1, 2
 WRONG_USE = 2
 DEFAULTS = Thresholds()
+ENGINE_HELP = Doc(f"What samples: {', '.join(ENGINES)}, or module:name.")
 RANDOM_PROMPTS = (8, 32)  # fewest and most tokens of a prompt of random tokens
 
 
@@ -34,8 +38,7 @@ class VerifyCommand:
 
     model: str = ""
     """Folder or name of the model; if not given, a tiny one that comes with the library."""
-    engine: Literal["vllm", "transformers", "vllm_server", "sglang_server"] = "vllm"
-    """What samples."""
+    engine: Annotated[str, ENGINE_HELP] = "vllm"
     url: tuple[str, ...] = ()
     """Addresses of servers that have the model."""
     token: str | None = None
@@ -158,7 +161,7 @@ class VerifyCommand:
 
     @property
     def _is_server(self) -> bool:
-        return self.engine.endswith("_server")
+        return engine_spec(self.engine, key="--engine").is_server
 
     @property
     def _name(self) -> str:
@@ -195,16 +198,8 @@ class VerifyCommand:
     def _sampled(self, folder: str, prompts: list[list[int]], *, ends: bool) -> tuple[list[Sample], str]:
         """So many samples as were asked for, and the engine's name; the engine is gone when the trainer loads."""
         from moe_replay.rollout.types import SamplingParams
-        from moe_replay.train.config.sections import RolloutConfig
-        from moe_replay.train.engines import start_engine, within_model
+        from moe_replay.train.engines import within_model
 
-        config = RolloutConfig(
-            engine=self.engine,
-            urls=self.url,
-            token=self.token,
-            dtype=self.rollout_dtype,
-            options=self.engine_options,
-        )
         params = SamplingParams(
             n=-(-self.samples // len(prompts)),
             max_tokens=self.max_tokens,
@@ -214,7 +209,15 @@ class VerifyCommand:
         )
         _tell(f"starting {self.engine} on {folder}")
         longest = max(map(len, prompts)) + self.max_tokens
-        engine = start_engine(config, folder, within_model(longest, folder))
+        request = StartRequest(
+            model=folder,
+            max_length=within_model(longest, folder),
+            dtype=self.rollout_dtype,
+            urls=self.url,
+            token=self.token,
+            options=self.engine_options,
+        )
+        engine = start_sampler(self.engine, request, key="--engine")
         try:
             _tell(f"{engine.name} samples {len(prompts)} prompts")
             groups = engine.generate(prompts, params)

@@ -1,9 +1,11 @@
-"""What every rollout engine offers."""
+"""The interfaces of rollout engines, and what one is started with."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -11,13 +13,16 @@ from moe_replay.errors import EngineError, EngineName
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.routes.topology import MoeTopology
 
+TOKEN_VARIABLE = "MOE_REPLAY_TOKEN"
+T = TypeVar("T")
 
-class Engine(Protocol):
-    """A rollout engine: sample with routes, follow the trainer's weights, make room when it does not run."""
+
+class Sampler(Protocol):
+    """What samples with routes: all that rollouts, evaluation and attribution need."""
 
     @property
     def name(self) -> EngineName:
-        """Which engine, in which version."""
+        """Engine and version, for labels and errors."""
         ...
 
     @property
@@ -27,30 +32,38 @@ class Engine(Protocol):
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights now sampled from."""
+        """Version of the weights that are sampled from now."""
         ...
 
     def healthy(self) -> bool:
-        """Whether it is there and alive, ready to sample or not."""
+        """Whether the engine is alive, ready to sample or not."""
         ...
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Sample]]:
-        """`params.n` samples for each prompt, in the order of the prompts."""
+        """Return `params.n` samples for each prompt, in the order of the prompts."""
         ...
 
     async def generate_one(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
-        """The samples of one prompt, while others are under way."""
+        """Return the samples of one prompt; may run concurrently with other calls."""
         ...
+
+    def close(self) -> None:
+        """Release all resources."""
+        ...
+
+
+class Engine(Sampler, Protocol):
+    """A sampler that also takes the trainer's weights, proves that it has them, and frees memory on request."""
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
         """(T - 1,) float32: log-probs of every token but the first, at temperature 1."""
         ...
 
     def update_weights(self, weights: Weights, version: int, probe: Probe | None = None) -> None:
-        """Replace all weights in place, forget cached prefixes, and stamp later samples with `version`.
+        """Replace all weights in place, drop cached prefixes, and stamp later samples with `version`.
 
-        What is being sampled is aborted first, so that no sample mixes two versions in silence. An update that fails,
-        or whose result contradicts `probe`, leaves an engine that refuses to sample until an update succeeds.
+        Running requests are aborted first, so that no sample mixes two versions unnoticed. After an update that
+        fails, or whose result contradicts `probe`, the engine refuses to sample until an update succeeds.
         """
         ...
 
@@ -63,16 +76,51 @@ class Engine(Protocol):
         ...
 
     def abort(self) -> None:
-        """End what is being sampled; unfinished samples come back with `FinishReason.ABORT`."""
+        """Abort running requests; unfinished samples come back with `FinishReason.ABORT`."""
         ...
 
-    def close(self) -> None:
-        """Free everything."""
-        ...
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartRequest:
+    """What an engine is started with, or connected to; each engine's `start` takes one.
+
+    model            folder or name of the model
+    max_length       tokens of a sequence at most, prompt included; None: the model's own limit
+    dtype            of the engine's computation; "auto": the type of the weights on disk
+    weight_version   of the weights in `model`
+    sleep            whether `sleep` will be called
+    urls, token      of servers that run already; without a token, that of $MOE_REPLAY_TOKEN
+    options          the engine's own, passed on as they are
+    """
+
+    model: str
+    max_length: int | None = None
+    dtype: str = "auto"
+    weight_version: int = 0
+    sleep: bool = False
+    urls: tuple[str, ...] = ()
+    token: str | None = field(default=None, repr=False)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def bearer_token(self) -> str | None:
+        """The token to send to servers."""
+        return self.token or os.environ.get(TOKEN_VARIABLE)
+
+    def call(self, client: Callable[..., T], *arguments: Any, **settings: Any) -> T:
+        """Construct a client with `settings`, which `options` may override; an unknown option is an error."""
+        try:
+            return client(*arguments, **{**settings, **self.options})
+        except TypeError as mismatch:
+            raise EngineError(
+                f"{client.__name__} does not take these options",
+                found=mismatch,
+                remedy="Compare rollout.options with docs/engines.md",
+            ) from mismatch
 
 
 def end_tokens(*configs: Any) -> tuple[int, ...]:
-    """The end-of-sequence tokens that the first of these configs names."""
+    """Return the end-of-sequence tokens of the first config that has any."""
     for config in configs:
         ids = getattr(config, "eos_token_id", None)
         if ids is not None:
@@ -81,13 +129,13 @@ def end_tokens(*configs: Any) -> tuple[int, ...]:
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_length: int) -> None:
-    """Raise at the first prompt that leaves nothing to sample."""
+    """Raise at the first prompt that is empty or leaves no room for a new token."""
     for sample, prompt in enumerate(prompts):
         if not 0 < len(prompt) < max_length:
             raise EngineError(
-                "a prompt that cannot be continued",
+                "a prompt is empty or as long as a sequence may be",
                 sample=sample,
                 expected=f"1 to {max_length - 1} tokens",
                 found=f"{len(prompt)} tokens",
-                remedy="Truncate or drop prompts that are as long as the longest sequence of the engine",
+                remedy="Truncate or drop such prompts, or start the engine with a larger max_length",
             )

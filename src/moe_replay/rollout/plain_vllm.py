@@ -16,9 +16,27 @@ from moe_replay.errors import EngineError, EngineName
 from moe_replay.interop.capture import trace_from_capture
 from moe_replay.interop.encoding import from_base64, from_npy, most_bytes
 from moe_replay.interop.rows import PeerError
+from moe_replay.rollout.engine import Sampler, StartRequest
 from moe_replay.rollout.http import HttpEngine
-from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
+from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
 from moe_replay.routes.topology import MoeTopology
+
+
+def start(request: StartRequest) -> Sampler:
+    """Connect to the server at the only one of `request.urls`, which has the model `request.model`."""
+    from transformers import AutoConfig
+
+    if len(request.urls) != 1:
+        raise EngineError("a plain vLLM server is used alone", expected="one URL", found=f"{len(request.urls)} URLs")
+    topology = MoeTopology.from_config(AutoConfig.from_pretrained(request.model))
+    return request.call(
+        PlainVllmServer,
+        request.urls[0],
+        topology=topology,
+        model=request.model,
+        weight_version=request.weight_version,
+        token=request.bearer_token,
+    )
 
 
 class PlainVllmServer(HttpEngine):
@@ -112,24 +130,6 @@ class PlainVllmServer(HttpEngine):
             trace=trace,
             weight_version=self.weight_version,
         )
-
-    def _cannot(self, what: str) -> EngineError:
-        return EngineError(f"a plain vLLM server cannot {what}", remedy="Use `moe-replay rollout` as the server")
-
-    def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
-        raise self._cannot("score a sequence for us")
-
-    def update_weights(self, weights: Weights, version: int, probe: Probe | None = None) -> None:
-        raise self._cannot("be given new weights")
-
-    def sleep(self) -> None:
-        raise self._cannot("sleep")
-
-    def wake(self) -> None:
-        raise self._cannot("wake")
-
-    def abort(self) -> None:
-        raise self._cannot("abort what it samples")
 
 
 def _npy(encoded: str, tokens: int, topology: MoeTopology, sample: int) -> np.ndarray:

@@ -10,7 +10,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
@@ -22,7 +22,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 from torch import Tensor
 
 from moe_replay.errors import EngineError, EngineName, EngineUnavailableError
-from moe_replay.rollout.engine import Engine
+from moe_replay.rollout.engine import Engine, StartRequest
 from moe_replay.rollout.loop import AsyncEngine
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.routes.topology import MoeTopology
@@ -32,6 +32,12 @@ class ServedEngine(Engine, Protocol):
     """An engine with an address."""
 
     url: str
+
+
+def connect(client: Callable[..., ServedEngine], request: StartRequest) -> EnginePool:
+    """Connect to the servers at `request.urls` as one engine; weights are replaced before they sample."""
+    servers = [request.call(client, url, token=request.bearer_token) for url in request.urls]
+    return EnginePool(servers, any_version=True)
 
 
 class _Member:

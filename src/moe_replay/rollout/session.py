@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 
 from moe_replay.errors import EngineError
-from moe_replay.rollout.engine import Engine
+from moe_replay.rollout.engine import Sampler
 from moe_replay.rollout.types import NOT_SAMPLED, FinishReason, Sample, SampledSequence, SamplingParams
 from moe_replay.routes.trace import RouteTrace
 
@@ -90,7 +90,7 @@ class Session:
             )
         self.observe(ids[len(self) :].tolist())
 
-    async def generate(self, engine: Engine, params: SamplingParams) -> FinishReason:
+    async def generate(self, engine: Sampler, params: SamplingParams) -> FinishReason:
         """Sample one turn; after an abort, the rest of the turn, with the weights that the engine has by now."""
         asked = self._remaining(params)
         (sample,) = await engine.generate_one(self.token_ids.tolist(), asked)

@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 
 from moe_replay.errors import EngineError, EngineName
+from moe_replay.rollout.engine import Engine, StartRequest
 from moe_replay.rollout.http import HttpEngine
+from moe_replay.rollout.pool import connect
 from moe_replay.rollout.sglang_wire import NO_PENALTIES, Answer, generate_request, request_seed
 from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
@@ -25,6 +27,11 @@ from moe_replay.rollout.weights import packed, safetensors_files
 from moe_replay.routes.topology import MoeTopology
 
 CHUNK_BYTES = 2**30
+
+
+def start(request: StartRequest) -> Engine:
+    """Connect to the servers at `request.urls`."""
+    return connect(SglangServer, request)
 
 
 class SglangServer(HttpEngine):

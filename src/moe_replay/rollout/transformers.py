@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from moe_replay.errors import EngineName, MissingExtraError
 from moe_replay.replay.controller import RouterReplay, attach
-from moe_replay.rollout.engine import check_prompts, end_tokens
+from moe_replay.rollout.engine import Engine, StartRequest, check_prompts, end_tokens
 from moe_replay.rollout.sampling import draw, sampled_logprobs, uniforms
 from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
@@ -28,6 +28,18 @@ from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
 from moe_replay.routes.trace_parts import narrowest_dtype
 from moe_replay.utils.eval_mode import evaluating
+
+
+def start(request: StartRequest) -> Engine:
+    """Load the model into this process, on a GPU if there is one."""
+    options = {"device_map": "cuda" if torch.cuda.is_available() else "cpu", **request.options}
+    return TransformersEngine.from_pretrained(
+        request.model,
+        max_length=request.max_length,
+        weight_version=request.weight_version,
+        dtype=request.dtype,
+        **options,
+    )
 
 
 class TransformersEngine:

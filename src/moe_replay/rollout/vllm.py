@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from moe_replay.errors import EngineError, EngineName, EngineUnavailableError, MissingExtraError
 from moe_replay.interop.capture import trace_from_capture
-from moe_replay.rollout.engine import end_tokens
+from moe_replay.rollout.engine import Engine, StartRequest, end_tokens
 from moe_replay.rollout.gate import Gate
 from moe_replay.rollout.loop import AsyncEngine
 from moe_replay.rollout.state import EngineState
@@ -22,8 +24,37 @@ from moe_replay.rollout.weights import as_files, packed, safetensors_files
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
 
+# Variables by which a launcher tells a trainer its process group: the engine's own processes form another group.
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 WORKING_VERSIONS = "0.30.0 (tested); docs/engines.md says what is known of others"
 CHUNK_BYTES = 256 * 2**20
+
+
+def start(request: StartRequest) -> Engine:
+    """Start vLLM in this process."""
+    options = {"max_model_len": request.max_length, **request.options}
+    if request.sleep and torch.cuda.is_available():  # on CPU there is no memory to free: it only stops sampling
+        options.setdefault("enable_sleep_mode", True)
+    with _without_launcher_variables():
+        return VllmEngine(request.model, weight_version=request.weight_version, dtype=request.dtype, **options)
+
+
+@contextmanager
+def _without_launcher_variables() -> Iterator[None]:
+    hidden = {name: os.environ.pop(name) for name in _LAUNCHER_VARIABLES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 class VllmEngine(AsyncEngine):

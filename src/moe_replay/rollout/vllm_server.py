@@ -10,11 +10,18 @@ from typing import Any
 import numpy as np
 
 from moe_replay.errors import EngineName
+from moe_replay.rollout.engine import Engine, StartRequest
 from moe_replay.rollout.http import HttpEngine
+from moe_replay.rollout.pool import connect
 from moe_replay.rollout.sample_wire import decode_samples
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.weight_stream import write_update
 from moe_replay.routes.topology import MoeLayer, MoeTopology
+
+
+def start(request: StartRequest) -> Engine:
+    """Connect to the servers at `request.urls`."""
+    return connect(VllmServer, request)
 
 
 class VllmServer(HttpEngine):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_replay.errors import MoeReplayError
-from moe_replay.rollout.engine import Engine
+from moe_replay.rollout.engine import Sampler
 from moe_replay.rollout.session import Session
 from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
 from moe_replay.train.data import Prompt
@@ -31,7 +31,7 @@ class Episode:
 
     prompt: Prompt
     session: Session
-    engine: Engine
+    engine: Sampler
     params: SamplingParams
     tokenizer: Any
     max_length: int

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moe_replay.rollout.registry import engine_spec, server_engines, trainable_engines
 from moe_replay.train.advantages import ADVANTAGES
 from moe_replay.train.config.sections import BackendConfig, ModelConfig, RewardConfig, RolloutConfig, Sections
 from moe_replay.train.environments import ENVIRONMENTS
-from moe_replay.utils.plugins import is_path
+from moe_replay.utils.plugins import PluginError, is_path
 
 OURS_IN_MEGATRON = {
     "tensor_model_parallel_size": "backend.tensor_parallel",
@@ -76,10 +77,18 @@ def _data(config: Sections) -> Iterator[str]:
 
 
 def _rollout(rollout: RolloutConfig) -> Iterator[str]:
+    try:
+        takes_weights = engine_spec(rollout.engine).takes_weights
+    except PluginError as unknown:
+        yield f"rollout.engine: {unknown}"
+        return
+    if not takes_weights:
+        yield f"rollout.engine: {rollout.engine} takes no weights; set one of {', '.join(trainable_engines())}"
     if rollout.is_server and not rollout.urls:
         yield f"rollout.urls: {rollout.engine} needs the addresses of its servers, e.g. http://127.0.0.1:8000"
     if not rollout.is_server and rollout.urls:
-        yield f"rollout.urls: {rollout.engine} runs in this process; set rollout.engine = vllm_server or sglang_server"
+        servers = " or ".join(server_engines())
+        yield f"rollout.urls: {rollout.engine} runs in this process; set rollout.engine = {servers}"
     for url in rollout.urls:
         if not url.startswith(("http://", "https://")):
             yield f"rollout.urls: {url!r} is no address; write http://{url}"

@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from moe_replay.rollout.registry import engine_spec, trainable_engines
 from moe_replay.train.losses import Aggregation, Correction, Level
 
 Setting = int | float | bool | str
 Dtype = Literal["float32", "bfloat16", "float16"]
 ReplayMode = Literal["off", "r2", "r3", "auto"]
-EngineKind = Literal["vllm", "vllm_server", "sglang_server", "transformers"]
 
 
 def replay_mode_name(value: Any) -> Any:
@@ -98,8 +98,7 @@ class DataConfig(Section):
 class RolloutConfig(Section):
     """The engine that samples, and how much."""
 
-    engine: EngineKind = "vllm"
-    """vLLM or Transformers in the trainer's process, or servers that run elsewhere."""
+    engine: str = Field("vllm", description=f'What samples: {", ".join(trainable_engines())}, or "module:name".')
     urls: tuple[str, ...] = ()
     """Addresses of the servers, e.g. http://10.0.0.2:8000."""
     token: str | None = Field(None, repr=False)
@@ -141,7 +140,7 @@ class RolloutConfig(Section):
     @property
     def is_server(self) -> bool:
         """Whether the engine runs in other processes than the trainer's, reached by `urls`."""
-        return self.engine.endswith("_server")
+        return engine_spec(self.engine).is_server
 
 
 class ReplayConfig(Section):

@@ -1,0 +1,85 @@
+"""Rollout engines by name. A new engine is one file with a `start` function, and one line in `ENGINES`.
+
+    def start(request: StartRequest) -> Engine: ...
+
+Outside of this package, `rollout.engine = "module:name"` names such a function, or an `EngineSpec` of the user's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeGuard
+
+from moe_replay.errors import EngineError
+from moe_replay.rollout.engine import Engine, Sampler, StartRequest
+from moe_replay.utils.plugins import import_path, resolve
+
+Start = Callable[[StartRequest], Sampler]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What is known of an engine before it is started.
+
+    start           function, or the `module:function` that it is imported from when it is needed
+    description     one line for help texts and docs
+    is_server       runs in processes of its own and is reached by URLs
+    takes_weights   is an `Engine`; otherwise it only samples, and cannot be trained with
+    """
+
+    start: str | Start
+    description: str
+    is_server: bool = False
+    takes_weights: bool = True
+
+
+ENGINES: dict[str, EngineSpec] = {
+    "vllm": EngineSpec("moe_replay.rollout.vllm:start", "vLLM in this process"),
+    "transformers": EngineSpec("moe_replay.rollout.transformers:start", "Transformers in this process"),
+    "vllm_server": EngineSpec("moe_replay.rollout.vllm_server:start", "`moe-replay rollout` servers", is_server=True),
+    "sglang_server": EngineSpec("moe_replay.rollout.sglang_server:start", "SGLang servers", is_server=True),
+    "plain_vllm_server": EngineSpec(
+        "moe_replay.rollout.plain_vllm:start", "one `vllm serve`, to sample only", is_server=True, takes_weights=False
+    ),
+}
+
+
+def engine_spec(name: str, *, key: str = "rollout.engine") -> EngineSpec:
+    """Return the engine called `name`, built in or `module:name`; `key` is the setting that holds it, for errors."""
+    found = resolve(name, ENGINES, kind="engine", key=key)
+    return found if isinstance(found, EngineSpec) else EngineSpec(found, name)
+
+
+def start_sampler(name: str, request: StartRequest, *, key: str = "rollout.engine") -> Sampler:
+    """Start an engine on a model, or connect to the servers that have it, for sampling only."""
+    spec = engine_spec(name, key=key)
+    start = import_path(spec.start, kind="engine", key=key) if isinstance(spec.start, str) else spec.start
+    return start(request)
+
+
+def start_engine(name: str, request: StartRequest, *, key: str = "rollout.engine") -> Engine:
+    """Start an engine, or connect to its servers, for training: it must take new weights."""
+    sampler = start_sampler(name, request, key=key)
+    if not _takes_weights(sampler):
+        sampler.close()
+        raise EngineError(
+            f"{name} cannot be given new weights",
+            expected=f"{key}: {', '.join(trainable_engines())}",
+            remedy="Use it for evaluation only",
+        )
+    return sampler
+
+
+def trainable_engines() -> list[str]:
+    """Names of the built-in engines that take weights."""
+    return [name for name, spec in ENGINES.items() if spec.takes_weights]
+
+
+def server_engines() -> list[str]:
+    """Names of the built-in engines that are reached by URLs and take weights."""
+    return [name for name in trainable_engines() if ENGINES[name].is_server]
+
+
+def _takes_weights(sampler: Sampler) -> TypeGuard[Engine]:
+    return callable(getattr(sampler, "update_weights", None))

@@ -1,0 +1,96 @@
+"""Engines by name: built in, or of the user's own."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from moe_replay.errors import EngineError
+from moe_replay.rollout.engine import Engine, StartRequest
+from moe_replay.rollout.pool import EnginePool
+from moe_replay.rollout.registry import ENGINES, EngineSpec, engine_spec, start_engine, start_sampler
+from moe_replay.rollout.transformers import TransformersEngine
+from moe_replay.rollout.types import SamplingParams
+from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.utils.plugins import PluginError
+from tests.rollout.tiny import tiny_model
+
+STARTED: list[StartRequest] = []
+MY_SERVER = EngineSpec("tests.rollout.test_registry:start_tiny", "servers of mine", is_server=True)
+
+
+def start_tiny(request: StartRequest) -> Engine:
+    """An engine as a user would add one."""
+    STARTED.append(request)
+    return TransformersEngine(tiny_model("olmoe"), max_length=request.max_length, weight_version=request.weight_version)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_engine_of_the_registry_can_be_imported(name: str) -> None:
+    module, _, function = str(ENGINES[name].start).partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+    assert ENGINES[name].description
+
+
+def test_a_function_of_the_users_own_is_an_engine() -> None:
+    request = StartRequest(model="anything", max_length=12, weight_version=3, options={"colour": "blue"})
+    engine = start_engine("tests.rollout.test_registry:start_tiny", request)
+    assert STARTED.pop() == request
+    ((sample,),) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=50))
+    assert (len(sample.trace), sample.weight_version) == (12, 3)
+
+
+def test_a_spec_of_the_users_own_says_that_it_is_a_server() -> None:
+    assert not engine_spec("tests.rollout.test_registry:start_tiny").is_server
+    assert engine_spec("tests.rollout.test_registry:MY_SERVER") is MY_SERVER
+    rollout = {"engine": "tests.rollout.test_registry:MY_SERVER"}
+    with pytest.raises(ValidationError, match="needs the addresses of its servers"):
+        TrainConfig.model_validate({"rollout": rollout})
+    TrainConfig.model_validate({"rollout": rollout | {"urls": ["http://a:1"]}})
+
+
+@pytest.mark.parametrize(
+    ("engine", "text"),
+    [
+        ("vlm", "unknown engine 'vlm'.*Did you mean 'vllm'"),
+        ("tests.rollout.test_registry:nothing", "cannot be loaded"),
+        ("plain_vllm_server", "takes no weights; set one of vllm, transformers, vllm_server, sglang_server"),
+    ],
+)
+def test_a_config_refuses_an_engine_that_cannot_be_trained_with(engine: str, text: str) -> None:
+    with pytest.raises(ValidationError, match=text):
+        TrainConfig.model_validate({"rollout": {"engine": engine, "urls": ["http://a:1"]}})
+
+
+def test_an_unknown_engine_is_named_with_its_setting() -> None:
+    with pytest.raises(PluginError, match="--engine: plain_vllm_server, sglang_server"):
+        start_sampler("sglang", StartRequest(model="m"), key="--engine")
+
+
+def test_servers_are_one_pool_with_the_token_of_the_environment(
+    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_REPLAY_TOKEN", "from outside")
+    request = StartRequest(model=str(tmp_path), urls=(f"http://127.0.0.1:{port}",) * 2)
+    assert request.bearer_token == "from outside"
+    assert replace(request, token="given").bearer_token == "given"
+    for name in ("vllm_server", "sglang_server"):
+        with pytest.raises(EngineError, match=r"does not take these options.*colour"):
+            start_engine(name, replace(request, options={"colour": "blue"}))
+        with pytest.raises(EngineError, match="cannot be reached"):  # a pool asks its servers what they have
+            start_engine(name, request)
+
+
+def test_a_pool_of_one_server(tmp_path: Path) -> None:
+    from moe_replay.rollout.server_app import build_app
+    from tests.rollout.serving import serving
+
+    with serving(build_app(TransformersEngine(tiny_model("olmoe"), weight_version=4), "secret")) as url:
+        engine = start_engine("vllm_server", StartRequest(model="m", urls=(url,), token="secret"))
+        assert isinstance(engine, EnginePool)
+        assert engine.weight_version == 4
+        engine.close()
