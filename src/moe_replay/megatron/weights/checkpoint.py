@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_replay.megatron.weights.errors import WeightMapError
-from moe_replay.megatron.weights.pieces import Region, Shape
+from moe_replay.megatron.weights.tensor_slices import Shape, Slices
 
 INDEX = "model.safetensors.index.json"
 FILE_BYTES = 5 * 2**30
@@ -81,7 +81,7 @@ class Checkpoint:
         """Of one tensor."""
         return self.read(name, tuple(slice(0, 0) for _ in self.shape(name))).dtype
 
-    def read(self, name: str, region: Region) -> Tensor:
+    def read(self, name: str, region: Slices) -> Tensor:
         """A region of one tensor; nothing else of it is read."""
         return self._where[name].get_slice(name)[region]
 

@@ -22,7 +22,7 @@ from moe_replay.megatron.weights.family import (
     rope_parameters,
     router_rule,
 )
-from moe_replay.megatron.weights.pieces import Plain, Rule
+from moe_replay.megatron.weights.tensor_slices import Plain, Rule
 
 LATENT_NORM_EPS = 1e-6  # Transformers' norms of the latents do not read rms_norm_eps
 

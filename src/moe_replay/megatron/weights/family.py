@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_replay.megatron.weights.errors import WeightMapError
-from moe_replay.megatron.weights.pieces import GateUp, GroupedQkv, Plain, Rule, Stacked
+from moe_replay.megatron.weights.tensor_slices import GateUp, GroupedQkv, Plain, Rule, Stacked
 from moe_replay.routes.topology import MoeTopology
 
 Rules = Mapping[str, Rule]

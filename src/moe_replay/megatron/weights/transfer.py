@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from moe_replay.megatron.weights.checkpoint import FILE_BYTES, Checkpoint, write_folder
 from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.family import ADD_A_FAMILY, Family, Rules
-from moe_replay.megatron.weights.held import HeldModel, Slot
-from moe_replay.megatron.weights.pieces import Piece, Shard
+from moe_replay.megatron.weights.local_shards import LocalModel, ParameterSpec
+from moe_replay.megatron.weights.tensor_slices import ParameterShard, TensorSlice
 
 Chunks = nn.Module | Sequence[nn.Module]
 
@@ -25,7 +25,7 @@ class WeightMap(NamedTuple):
     family: Family
     rules: Rules
 
-    def pieces(self, shard: Shard) -> list[Piece]:
+    def slices(self, shard: ParameterShard) -> list[TensorSlice]:
         """What a shard is made of."""
         rule = self.rules.get(shard.key)
         if rule is None:
@@ -35,7 +35,7 @@ class WeightMap(NamedTuple):
                 found=f"shape {shard.whole}",
                 remedy=f"Build the model with megatron_config(); {ADD_A_FAMILY}",
             )
-        return rule.pieces(shard)
+        return rule.slices(shard)
 
 
 # ---- in -------------------------------------------------------------------------------------------------------------
@@ -46,21 +46,21 @@ def load(checkpoint: Checkpoint, chunks: Chunks, family: Family) -> None:
 
     Whether everything fits is known before the first weight is written, and alike on all ranks.
     """
-    held = HeldModel.of(chunks)
-    weight_map = WeightMap(family, family.rules_for(fused=checkpoint.is_fused, tied=held.is_tied))
-    _check(checkpoint, held, weight_map)
+    local = LocalModel.of(chunks)
+    weight_map = WeightMap(family, family.rules_for(fused=checkpoint.is_fused, tied=local.is_tied))
+    _check(checkpoint, local, weight_map)
     with torch.no_grad():
-        for slot, tensor in held.own:
-            for piece in weight_map.pieces(held.own_shard(slot)):
-                target = tensor[piece.target]
-                target.copy_(checkpoint.read(piece.name, piece.source).reshape(target.shape))
+        for spec, tensor in local.own:
+            for part in weight_map.slices(local.own_shard(spec)):
+                target = tensor[part.target]
+                target.copy_(checkpoint.read(part.name, part.source).reshape(target.shape))
 
 
-def _check(checkpoint: Checkpoint, held: HeldModel, weight_map: WeightMap) -> None:
+def _check(checkpoint: Checkpoint, local: LocalModel, weight_map: WeightMap) -> None:
     """Every tensor that the whole model needs is there, has its shape, and there is no other."""
     present = checkpoint.names
     model_type = weight_map.family.model_type
-    expected = {piece.name: (piece.whole, shard) for shard in held.whole() for piece in weight_map.pieces(shard)}
+    expected = {part.name: (part.whole, shard) for shard in local.whole() for part in weight_map.slices(shard)}
     aside = weight_map.family.set_aside(checkpoint.config)
     unexpected = sorted(name for name in present - expected.keys() if aside is None or not aside.match(name))
     missing = sorted(expected.keys() - present)
@@ -98,17 +98,17 @@ def export_tensors(chunks: Chunks, like: Checkpoint, family: Family) -> Iterator
 
     All ranks must take all of them: each is gathered from the ranks that hold it when it is asked for.
     """
-    held = HeldModel.of(chunks)
-    weight_map = WeightMap(family, family.rules_for(fused=like.is_fused, tied=held.is_tied))
-    _check(like, held, weight_map)
-    own = dict(held.own)
+    local = LocalModel.of(chunks)
+    weight_map = WeightMap(family, family.rules_for(fused=like.is_fused, tied=local.is_tied))
+    _check(like, local, weight_map)
+    own = dict(local.own)
     assembly = _Assembly(like)
-    for stage, slot in _in_order(held):
-        shards = _gathered(held, slot, stage, own.get(slot))
+    for stage, spec in _in_order(local):
+        shards = _gathered(local, spec, stage, own.get(spec))
         for expert_rank, of_experts in enumerate(shards):
             for rank, shard in enumerate(of_experts):
-                for piece in weight_map.pieces(held.shard(slot, expert_rank, rank)):
-                    yield from assembly.add(piece, shard)
+                for part in weight_map.slices(local.shard(spec, expert_rank, rank)):
+                    yield from assembly.add(part, shard)
     assembly.check_complete()
 
 
@@ -118,25 +118,25 @@ def write(chunks: Chunks, folder: str | Path, like: Checkpoint, family: Family, 
     dist.barrier()  # nobody reads before it is written
 
 
-def _in_order(held: HeldModel) -> list[tuple[int, Slot]]:
+def _in_order(local: LocalModel) -> list[tuple[int, ParameterSpec]]:
     """Every parameter with the pipeline stage that holds it: embeddings, layers, what comes after."""
 
-    def place(item: tuple[int, Slot]) -> float:
-        _, slot = item
-        if slot.layer is not None:
-            return slot.layer
-        return -1 if slot.key.startswith("embedding.") else float("inf")
+    def place(item: tuple[int, ParameterSpec]) -> float:
+        _, spec = item
+        if spec.layer is not None:
+            return spec.layer
+        return -1 if spec.key.startswith("embedding.") else float("inf")
 
-    return sorted(((stage, slot) for stage, slots in enumerate(held.slots) for slot in slots), key=place)
+    return sorted(((stage, spec) for stage, specs in enumerate(local.specs) for spec in specs), key=place)
 
 
-def _gathered(held: HeldModel, slot: Slot, stage: int, own: Tensor | None) -> Tensor:
+def _gathered(local: LocalModel, spec: ParameterSpec, stage: int, own: Tensor | None) -> Tensor:
     """(expert ranks, shard ranks, *shard): all there is of one parameter, on every rank."""
-    pipeline = held.groups.pipeline
+    pipeline = local.groups.pipeline
     if own is None:
-        everywhere = torch.empty((*held.spread_sizes(slot), *slot.shape), dtype=slot.dtype, device=held.device)
+        everywhere = torch.empty((*local.spread_sizes(spec), *spec.shape), dtype=spec.dtype, device=local.device)
     else:
-        by_expert, by_shard = held.spread(slot)
+        by_expert, by_shard = local.spread(spec)
         everywhere = _from_all(_from_all(own.detach(), by_shard), by_expert)
     if pipeline.size() > 1:
         dist.broadcast(everywhere, dist.get_global_rank(pipeline, stage), group=pipeline)
@@ -160,24 +160,24 @@ class _Assembly:
         self._open: dict[str, tuple[Tensor, int]] = {}
         self._done: set[str] = set()
 
-    def add(self, piece: Piece, shard: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The piece of a tensor that lies in this shard."""
-        if piece.name in self._done:  # an output projection that is the embedding
+    def add(self, part: TensorSlice, shard: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The part of a tensor that lies in this shard."""
+        if part.name in self._done:  # an output projection that is the embedding
             return
-        tensor, missing = self._open.pop(piece.name, None) or self._begun(piece, shard)
-        target = tensor[piece.source]
-        target.copy_(shard[piece.target].reshape(target.shape))
-        if missing > piece.numel:
-            self._open[piece.name] = tensor, missing - piece.numel
+        tensor, missing = self._open.pop(part.name, None) or self._begun(part, shard)
+        target = tensor[part.source]
+        target.copy_(shard[part.target].reshape(target.shape))
+        if missing > part.numel:
+            self._open[part.name] = tensor, missing - part.numel
             return
-        self._done.add(piece.name)
-        yield piece.name, tensor
+        self._done.add(part.name)
+        yield part.name, tensor
 
-    def _begun(self, piece: Piece, shard: Tensor) -> tuple[Tensor, int]:
-        tensor = torch.empty(piece.whole, dtype=self._like.dtype(piece.name), device=shard.device)
+    def _begun(self, part: TensorSlice, shard: Tensor) -> tuple[Tensor, int]:
+        tensor = torch.empty(part.whole, dtype=self._like.dtype(part.name), device=shard.device)
         return tensor, tensor.numel()
 
     def check_complete(self) -> None:
-        """Raise if a tensor lacks a piece."""
+        """Raise if a tensor lacks a part."""
         if self._open:
             raise WeightMapError("the ranks do not hold all of a tensor", found=sorted(self._open)[:3])

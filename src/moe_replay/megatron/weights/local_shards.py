@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moe_replay.distributed.collectives import all_gather
 from moe_replay.megatron.weights.errors import WeightMapError
-from moe_replay.megatron.weights.pieces import Shape, Shard
+from moe_replay.megatron.weights.tensor_slices import ParameterShard, Shape
 
 # Transformer Engine puts a norm into the projection after it, and the local experts side by side.
 _ENGINE_NAMES = [
@@ -28,7 +28,7 @@ _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 _EXPERT_BIAS = "router.expert_bias"  # a buffer that is part of the weights
 
 
-class Slot(NamedTuple):
+class ParameterSpec(NamedTuple):
     """A parameter as the ranks of one pipeline stage hold it: plain numbers, to be sent around.
 
     key     with {layer} and {expert} in the place of their numbers
@@ -46,7 +46,7 @@ class Slot(NamedTuple):
     dim: int | None
 
 
-class Groups(NamedTuple):
+class ParallelGroups(NamedTuple):
     """The process groups that a model is spread over."""
 
     tensor: Any
@@ -55,7 +55,7 @@ class Groups(NamedTuple):
     pipeline: Any
 
     @classmethod
-    def of_this_process(cls) -> Groups:
+    def of_this_process(cls) -> ParallelGroups:
         """Those that Megatron-Core was started with."""
         from megatron.core import parallel_state as ps
 
@@ -68,76 +68,76 @@ class Groups(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HeldModel:
+class LocalModel:
     """The chunks of this rank.
 
-    slots   of each pipeline stage
-    tensors of the slots of this rank's stage, in their order
+    specs   of each pipeline stage
+    tensors of the specs of this rank's stage, in their order
     """
 
     config: Any
-    groups: Groups
-    slots: tuple[tuple[Slot, ...], ...]
+    groups: ParallelGroups
+    specs: tuple[tuple[ParameterSpec, ...], ...]
     tensors: tuple[Tensor, ...]
     is_tied: bool
 
     @classmethod
-    def of(cls, chunks: nn.Module | Sequence[nn.Module]) -> HeldModel:
+    def of(cls, chunks: nn.Module | Sequence[nn.Module]) -> LocalModel:
         """Every rank of the model must ask: they tell each other what they hold."""
         models = [_language_model(chunk) for chunk in ([chunks] if isinstance(chunks, nn.Module) else chunks)]
-        groups = Groups.of_this_process()
+        groups = ParallelGroups.of_this_process()
         mine = [found for model in models for found in _named_tensors(model)]
-        own = tuple(_slot(name, tensor) for name, tensor in mine)
-        stages = all_gather(np.frombuffer(slots_to_json(own), np.uint8), groups.pipeline)
+        own = tuple(_spec(name, tensor) for name, tensor in mine)
+        stages = all_gather(np.frombuffer(specs_to_json(own), np.uint8), groups.pipeline)
         return cls(
             models[0].config,
             groups,
-            tuple(slots_from_json(stage.tobytes()) for stage in stages),
+            tuple(specs_from_json(stage.tobytes()) for stage in stages),
             tuple(tensor for _, tensor in mine),
             models[0].share_embeddings_and_output_weights,
         )
 
     @property
-    def own(self) -> Iterator[tuple[Slot, Tensor]]:
-        """The slots of this rank, and what is in them."""
-        return zip(self.slots[self.groups.pipeline.rank()], self.tensors, strict=True)
+    def own(self) -> Iterator[tuple[ParameterSpec, Tensor]]:
+        """The specs of this rank, and what is in them."""
+        return zip(self.specs[self.groups.pipeline.rank()], self.tensors, strict=True)
 
     @property
     def device(self) -> torch.device:
         """Where this rank's weights are."""
         return self.tensors[0].device
 
-    def spread(self, slot: Slot) -> tuple[Any, Any]:
+    def spread(self, spec: ParameterSpec) -> tuple[Any, Any]:
         """The groups that a parameter is spread over: by experts, and by shards. None where it is not."""
-        by_expert = None if slot.expert is None else self.groups.expert
-        if slot.dim is None:
+        by_expert = None if spec.expert is None else self.groups.expert
+        if spec.dim is None:
             return by_expert, None
-        return by_expert, self.groups.tensor if slot.expert is None else self.groups.expert_tensor
+        return by_expert, self.groups.tensor if spec.expert is None else self.groups.expert_tensor
 
-    def spread_sizes(self, slot: Slot) -> tuple[int, int]:
+    def spread_sizes(self, spec: ParameterSpec) -> tuple[int, int]:
         """How many expert ranks and how many shard ranks hold a part of a parameter."""
-        by_expert, by_shard = (1 if group is None else group.size() for group in self.spread(slot))
+        by_expert, by_shard = (1 if group is None else group.size() for group in self.spread(spec))
         return by_expert, by_shard
 
-    def shard(self, slot: Slot, expert_rank: int, rank: int) -> Shard:
+    def shard(self, spec: ParameterSpec, expert_rank: int, rank: int) -> ParameterShard:
         """What one rank holds of a parameter, by its place among those that the parameter is spread over."""
-        expert = slot.expert
+        expert = spec.expert
         if expert is not None:
             expert += expert_rank * self.config.num_moe_experts // self.groups.expert.size()
-        _, size = self.spread_sizes(slot)
-        return Shard(slot.key, slot.shape, slot.dim, slot.layer, expert, self.config, rank, size)
+        _, size = self.spread_sizes(spec)
+        return ParameterShard(spec.key, spec.shape, spec.dim, spec.layer, expert, self.config, rank, size)
 
-    def own_shard(self, slot: Slot) -> Shard:
+    def own_shard(self, spec: ParameterSpec) -> ParameterShard:
         """What this rank holds of a parameter."""
-        expert_rank, rank = (0 if group is None else group.rank() for group in self.spread(slot))
-        return self.shard(slot, expert_rank, rank)
+        expert_rank, rank = (0 if group is None else group.rank() for group in self.spread(spec))
+        return self.shard(spec, expert_rank, rank)
 
-    def whole(self) -> Iterator[Shard]:
+    def whole(self) -> Iterator[ParameterShard]:
         """Every parameter of the whole model, uncut, those of all experts included."""
-        for slots in self.slots:
-            for slot in slots:
-                for expert_rank in range(self.spread_sizes(slot)[0]):
-                    yield self.shard(slot, expert_rank, 0).uncut()
+        for specs in self.specs:
+            for spec in specs:
+                for expert_rank in range(self.spread_sizes(spec)[0]):
+                    yield self.shard(spec, expert_rank, 0).uncut()
 
 
 def whole_model_name(name: str, layer_numbers: Sequence[int]) -> tuple[str, int | None, int | None]:
@@ -149,15 +149,15 @@ def whole_model_name(name: str, layer_numbers: Sequence[int]) -> tuple[str, int 
     return key, layer and layer_numbers[int(layer[0])] - 1, expert and int(expert[0])
 
 
-def slots_to_json(slots: Sequence[Slot]) -> bytes:
-    """Encode slots as JSON, to be sent to other ranks."""
-    return json.dumps([[*slot[:4], str(slot.dtype).removeprefix("torch."), slot.dim] for slot in slots]).encode()
+def specs_to_json(specs: Sequence[ParameterSpec]) -> bytes:
+    """Encode specs as JSON, to be sent to other ranks."""
+    return json.dumps([[*spec[:4], str(spec.dtype).removeprefix("torch."), spec.dim] for spec in specs]).encode()
 
 
-def slots_from_json(data: bytes) -> tuple[Slot, ...]:
-    """Decode what `slots_to_json` has encoded."""
+def specs_from_json(data: bytes) -> tuple[ParameterSpec, ...]:
+    """Decode what `specs_to_json` has encoded."""
     return tuple(
-        Slot(key, layer, expert, tuple(shape), getattr(torch, dtype), dim)
+        ParameterSpec(key, layer, expert, tuple(shape), getattr(torch, dtype), dim)
         for key, layer, expert, shape, dtype, dim in json.loads(data)
     )
 
@@ -181,7 +181,7 @@ def _named_tensors(model: Any) -> Iterator[tuple[tuple[str, int | None, int | No
             yield whole_model_name(name, numbers), buffer
 
 
-def _slot(name: tuple[str, int | None, int | None], tensor: Tensor) -> Slot:
+def _spec(name: tuple[str, int | None, int | None], tensor: Tensor) -> ParameterSpec:
     is_cut = getattr(tensor, "tensor_model_parallel", False)  # Megatron-Core marks the parameters that are
     dim = tensor.partition_dim if is_cut else None  # type: ignore[attr-defined]
-    return Slot(*name, tuple(tensor.shape), tensor.dtype, dim)
+    return ParameterSpec(*name, tuple(tensor.shape), tensor.dtype, dim)

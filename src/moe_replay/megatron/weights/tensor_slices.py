@@ -1,7 +1,7 @@
 """How a parameter of Megatron-Core lies in the tensors of a checkpoint, said once for both directions.
 
 A rule takes the shard of one parameter that one rank holds and says which pieces of which tensors it is made of.
-Loading copies each piece from the tensor into the shard; exporting copies the same pieces back.
+Loading copies each part from the tensor into the shard; exporting copies the same pieces back.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Protocol
 from moe_replay.megatron.weights.errors import WeightMapError
 
 Shape = tuple[int, ...]
-Region = tuple[slice, ...]
+Slices = tuple[slice, ...]
 
 
-class Piece(NamedTuple):
+class TensorSlice(NamedTuple):
     """A part of a tensor of the checkpoint, and where it lies in a shard.
 
     name    of the tensor
@@ -27,17 +27,17 @@ class Piece(NamedTuple):
 
     name: str
     whole: Shape
-    source: Region
-    target: Region
+    source: Slices
+    target: Slices
 
     @property
     def numel(self) -> int:
-        """Elements of the piece."""
+        """Elements of the part."""
         return math.prod(len(range(*part.indices(size))) for part, size in zip(self.source, self.whole, strict=True))
 
 
 @dataclass(frozen=True)
-class Shard:
+class ParameterShard:
     """What one rank holds of one parameter.
 
     key     the parameter, e.g. "decoder.layers.{layer}.mlp.linear_fc1.weight"
@@ -61,7 +61,7 @@ class Shard:
         """Shape of the parameter, uncut."""
         return tuple(size * self.size if dim == self.dim else size for dim, size in enumerate(self.shape))
 
-    def uncut(self) -> Shard:
+    def uncut(self) -> ParameterShard:
         """All of the parameter as one shard."""
         return replace(self, shape=self.whole, rank=0, size=1)
 
@@ -73,7 +73,7 @@ class Shard:
 class Rule(Protocol):
     """How one kind of parameter lies in a checkpoint."""
 
-    def pieces(self, shard: Shard) -> list[Piece]:
+    def slices(self, shard: ParameterShard) -> list[TensorSlice]:
         """What the shard is made of; together they cover it."""
         ...
 
@@ -84,12 +84,12 @@ class Plain:
 
     name: str
 
-    def pieces(self, shard: Shard) -> list[Piece]:
+    def slices(self, shard: ParameterShard) -> list[TensorSlice]:
         source = [slice(0, size) for size in shard.shape]
         if shard.dim is not None:
             length = shard.shape[shard.dim]
             source[shard.dim] = slice(shard.rank * length, (shard.rank + 1) * length)
-        return [Piece(shard.named(self.name), shard.whole, tuple(source), _all(shard.shape))]
+        return [TensorSlice(shard.named(self.name), shard.whole, tuple(source), _all(shard.shape))]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class GroupedQkv:
     key: str
     value: str
 
-    def pieces(self, shard: Shard) -> list[Piece]:
+    def slices(self, shard: ParameterShard) -> list[TensorSlice]:
         config = shard.config
         groups, width = config.num_query_groups, config.kv_channels
         parts = [
@@ -117,7 +117,7 @@ class GroupedQkv:
                 if first < last:
                     inside = group * length - at
                     found.append(
-                        Piece(
+                        TensorSlice(
                             shard.named(name),
                             (groups * length, *rest),
                             (slice(first + inside, last + inside), *_all(rest)),
@@ -135,7 +135,7 @@ class GateUp:
     gate: str
     up: str | None = None
 
-    def pieces(self, shard: Shard) -> list[Piece]:
+    def slices(self, shard: ParameterShard) -> list[TensorSlice]:
         rows, *rest = shard.shape
         half, features = rows // 2, shard.whole[0] // 2
         _check_rows(shard, 2 * features)
@@ -143,15 +143,15 @@ class GateUp:
         offset = features if self.up is None else 0
         first = shard.rank * half
 
-        def piece(name: str, source: int, target: int) -> Piece:
-            return Piece(
+        def part(name: str, source: int, target: int) -> TensorSlice:
+            return TensorSlice(
                 shard.named(name),
                 whole,
                 (slice(source, source + half), *_all(rest)),
                 (slice(target, target + half), *_all(rest)),
             )
 
-        return [piece(self.gate, first, 0), piece(self.up or self.gate, first + offset, half)]
+        return [part(self.gate, first, 0), part(self.up or self.gate, first + offset, half)]
 
 
 @dataclass(frozen=True)
@@ -160,20 +160,20 @@ class Stacked:
 
     each: Rule
 
-    def pieces(self, shard: Shard) -> list[Piece]:
+    def slices(self, shard: ParameterShard) -> list[TensorSlice]:
         expert, count = shard.expert, shard.config.num_moe_experts
         assert expert is not None
         return [
-            piece._replace(whole=(count, *piece.whole), source=(slice(expert, expert + 1), *piece.source))
-            for piece in self.each.pieces(shard)
+            part._replace(whole=(count, *part.whole), source=(slice(expert, expert + 1), *part.source))
+            for part in self.each.slices(shard)
         ]
 
 
-def _all(shape: list[int] | Shape) -> Region:
+def _all(shape: list[int] | Shape) -> Slices:
     return tuple(slice(0, size) for size in shape)
 
 
-def _check_rows(shard: Shard, expected: int) -> None:
+def _check_rows(shard: ParameterShard, expected: int) -> None:
     if shard.whole[0] != expected:
         raise WeightMapError(
             f"the parameter {shard.key} has not the rows that its config promises",

@@ -10,19 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_replay.megatron.weights.errors import WeightMapError
-from moe_replay.megatron.weights.held import Slot, slots_from_json, slots_to_json, whole_model_name
-from moe_replay.megatron.weights.pieces import GateUp, GroupedQkv, Plain, Rule, Shard, Stacked
+from moe_replay.megatron.weights.local_shards import ParameterSpec, specs_from_json, specs_to_json, whole_model_name
+from moe_replay.megatron.weights.tensor_slices import GateUp, GroupedQkv, ParameterShard, Plain, Rule, Stacked
 
 EXPERTS = 3
 
 
-def shards_of(shape: tuple[int, ...], dim: int | None, size: int, expert: int | None, config: object) -> list[Shard]:
+def shards_of(
+    shape: tuple[int, ...], dim: int | None, size: int, expert: int | None, config: object
+) -> list[ParameterShard]:
     local = tuple(n // size if i == dim else n for i, n in enumerate(shape))
     ranks = range(1 if dim is None else size)
-    return [Shard("key", local, dim, 5, expert, config, rank, len(ranks)) for rank in ranks]
+    return [ParameterShard("key", local, dim, 5, expert, config, rank, len(ranks)) for rank in ranks]
 
 
-def filled(rule: Rule, shards: list[Shard]) -> dict[str, torch.Tensor]:
+def filled(rule: Rule, shards: list[ParameterShard]) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint that numbered elements of the shards fill; each element must be written once."""
     tensors: dict[str, torch.Tensor] = {}
     number = 1
@@ -31,15 +33,15 @@ def filled(rule: Rule, shards: list[Shard]) -> dict[str, torch.Tensor]:
         content = torch.arange(number, number + count).view(shard.shape)
         number += count
         covered = torch.zeros(shard.shape, dtype=torch.bool)
-        for piece in rule.pieces(shard):
-            tensor = tensors.setdefault(piece.name, torch.zeros(piece.whole, dtype=torch.long))
-            assert tuple(tensor.shape) == piece.whole
-            assert not covered[piece.target].any()
-            covered[piece.target] = True
-            region = tensor[piece.source]
+        for part in rule.slices(shard):
+            tensor = tensors.setdefault(part.name, torch.zeros(part.whole, dtype=torch.long))
+            assert tuple(tensor.shape) == part.whole
+            assert not covered[part.target].any()
+            covered[part.target] = True
+            region = tensor[part.source]
             assert not region.any(), "written twice"
-            assert region.numel() == piece.numel
-            region.copy_(content[piece.target].reshape(region.shape))
+            assert region.numel() == part.numel
+            region.copy_(content[part.target].reshape(region.shape))
         assert covered.all()
     assert all(tensor.all() for tensor in tensors.values()), "an element is in no shard"
     return tensors
@@ -97,7 +99,7 @@ def test_stacked_experts_fill_one_tensor() -> None:
 def test_rows_that_the_config_does_not_promise() -> None:
     config = SimpleNamespace(num_query_groups=2, num_attention_heads=4, kv_channels=8)
     with pytest.raises(WeightMapError, match=r"key .*\[layer 5\]: expected 64, found 60, in 2 shards of 30"):
-        GroupedQkv("q", "k", "v").pieces(shards_of((60, 3), 0, 2, None, config)[0])
+        GroupedQkv("q", "k", "v").slices(shards_of((60, 3), 0, 2, None, config)[0])
 
 
 @pytest.mark.parametrize(
@@ -132,9 +134,9 @@ def test_names_of_the_whole_model(name: str, expected: tuple[str, int | None, in
 
 
 def test_slots_travel_between_ranks_unchanged() -> None:
-    slots = (
-        Slot("decoder.layers.{layer}.mlp.router.weight", 3, None, (8, 32), torch.float32, None),
-        Slot(
+    specs = (
+        ParameterSpec("decoder.layers.{layer}.mlp.router.weight", 3, None, (8, 32), torch.float32, None),
+        ParameterSpec(
             "decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight",
             0,
             2,
@@ -142,7 +144,7 @@ def test_slots_travel_between_ranks_unchanged() -> None:
             torch.bfloat16,
             0,
         ),
-        Slot("output_layer.weight", None, None, (96, 32), torch.float16, 0),
+        ParameterSpec("output_layer.weight", None, None, (96, 32), torch.float16, 0),
     )
-    assert slots_from_json(slots_to_json(slots)) == slots
-    assert slots_from_json(slots_to_json(())) == ()
+    assert specs_from_json(specs_to_json(specs)) == specs
+    assert specs_from_json(specs_to_json(())) == ()
