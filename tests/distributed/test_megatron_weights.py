@@ -142,9 +142,9 @@ def test_what_does_not_fit_is_refused_before_a_weight_is_written(tmp_path: Path)
     said = found["messages"]
     assert found["kept"]
     for name, expected in {
-        "missing": rf"1 tensors are missing in the checkpoint \(deepseek_v3\), the first is {gate} \[layer 2\]: "
+        "missing": rf"1 tensors are missing from the checkpoint \(deepseek_v3\), the first is {gate} \[layer 2\]: "
         r"expected shape \(16, 32\) for decoder\.layers\.\{layer\}\.mlp\.experts",
-        "unexpected": r"no place in the model, the first is model\.layers\.2\.mlp\.gate\.bias.*of shape \(8,\)",
+        "unexpected": r"are not in the model, the first is model\.layers\.2\.mlp\.gate\.bias.*of shape \(8,\)",
         "shape": rf"{bias} \(deepseek_v3\) .*router\.expert_bias.*expected shape \(8,\), found shape \(9,\)",
         "family": r"expected one of deepseek_v3, .*found 'qwen9_moe'.*how to add a family",
         "predicted": r"the first is model\.layers\.4\.eh_proj\.weight",

@@ -30,7 +30,7 @@ def write(folder: Path, source: Path, file_bytes: int = 2**20) -> Path:
     writer = CheckpointWriter(folder, file_bytes)
     for name, tensor in TENSORS.items():
         writer.add(name, tensor)
-    writer.close(beside=source)
+    writer.close(like=source)
     return folder
 
 
@@ -56,7 +56,7 @@ def weight_files(count: int) -> list[str]:
 
 def test_weights_are_not_added_to_others(tmp_path: Path) -> None:
     folder = write(tmp_path / "out", tmp_path / "in")
-    with pytest.raises(WeightMapError, match=r"holds weights already.*model\.safetensors"):
+    with pytest.raises(WeightMapError, match=r"already contains weights.*model\.safetensors"):
         CheckpointWriter(folder)
 
 
@@ -73,7 +73,7 @@ def test_an_index_that_lies(tmp_path: Path) -> None:
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"]["ghost"] = index["weight_map"]["a"]
     (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(WeightMapError, match=r"files beside it differ.*ghost"):
+    with pytest.raises(WeightMapError, match=r"does not match the safetensors files.*ghost"):
         _ = Checkpoint(folder).names
 
 

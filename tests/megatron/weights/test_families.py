@@ -9,6 +9,7 @@ import pytest
 from moe_replay.megatron import weights
 from moe_replay.megatron.weights.deepseek_v3 import prediction_layers
 from moe_replay.megatron.weights.errors import WeightMapError
+from moe_replay.utils.plugins import PluginError
 from tests.megatron.weights.models import VARIANTS
 
 pytest.importorskip("transformers")
@@ -48,7 +49,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv None, found 8\.0"),
     ("deepseek_v3", {"rope_interleave": False}, r"rope_interleave True, found False"),
     ("deepseek_v3", {"rms_norm_eps": 1e-5}, r"rms_norm_eps 1e-06, found 1e-05"),
-    ("deepseek_v3", {"norm_topk_prob": False}, r"add up to one.*norm_topk_prob False"),
+    ("deepseek_v3", {"norm_topk_prob": False}, r"normalizes the gate weights.*norm_topk_prob False"),
     ("deepseek_v3", {"num_experts_per_tok": 2}, r"expected num_experts_per_tok // topk_group 2, found 2 // 2"),
     (
         "deepseek_v3",
@@ -68,7 +69,7 @@ def test_what_would_be_another_model_is_refused(variant: str, changes: dict[str,
 
 def test_an_unknown_family_says_what_exists() -> None:
     with pytest.raises(
-        WeightMapError, match=r"deepseek_v3, mixtral, olmoe, qwen3_moe, found 'gpt_oss'.*megatron-weights"
+        WeightMapError, match=r"deepseek_v3, mixtral, olmoe, qwen3_moe, .*found 'gpt_oss'.*megatron-weights"
     ):
         weights.family_of("gpt_oss")
 
@@ -80,3 +81,20 @@ def test_prediction_layers_come_after_the_decoder() -> None:
     assert not pattern.match("model.layers.6.mlp.gate.weight")
     assert not pattern.match("model.layers.610.mlp.gate.weight")
     assert prediction_layers({"num_hidden_layers": 61}) is None
+
+
+@pytest.mark.parametrize("model_type", weights.WEIGHT_MAPS)
+def test_every_registered_family_can_be_imported(model_type: str) -> None:
+    assert isinstance(weights.family_of(model_type), weights.Family)
+
+
+def test_a_family_of_the_caller_takes_precedence() -> None:
+    own = weights.family_of("mixtral")
+    path = "moe_replay.megatron.weights.mixtral:MIXTRAL"
+    assert weights.family_of("my_moe", own) is own
+    assert weights.family_of("my_moe", path) is own
+    assert weights.family_of("my_moe", "mixtral") is own
+    with pytest.raises(WeightMapError, match=r"expected a Family, found function"):
+        weights.family_of("my_moe", "moe_replay.megatron.weights.mixtral:settings")
+    with pytest.raises(PluginError, match=r"weight family 'no_such_module:FAMILY' cannot be loaded"):
+        weights.family_of("my_moe", "no_such_module:FAMILY")

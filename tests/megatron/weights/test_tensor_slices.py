@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_replay.megatron.weights.errors import WeightMapError
-from moe_replay.megatron.weights.local_shards import ParameterSpec, specs_from_json, specs_to_json, whole_model_name
+from moe_replay.megatron.weights.local_shards import ParameterSpec, global_name, specs_from_json, specs_to_json
 from moe_replay.megatron.weights.tensor_slices import GateUp, GroupedQkv, ParameterShard, Plain, Rule, Stacked
 
 EXPERTS = 3
@@ -34,8 +34,8 @@ def filled(rule: Rule, shards: list[ParameterShard]) -> dict[str, torch.Tensor]:
         number += count
         covered = torch.zeros(shard.shape, dtype=torch.bool)
         for part in rule.slices(shard):
-            tensor = tensors.setdefault(part.name, torch.zeros(part.whole, dtype=torch.long))
-            assert tuple(tensor.shape) == part.whole
+            tensor = tensors.setdefault(part.name, torch.zeros(part.tensor_shape, dtype=torch.long))
+            assert tuple(tensor.shape) == part.tensor_shape
             assert not covered[part.target].any()
             covered[part.target] = True
             region = tensor[part.source]
@@ -130,7 +130,7 @@ def test_rows_that_the_config_does_not_promise() -> None:
     ],
 )
 def test_names_of_the_whole_model(name: str, expected: tuple[str, int | None, int | None]) -> None:
-    assert whole_model_name(name, layer_numbers=[5, 7]) == expected
+    assert global_name(name, layer_numbers=[5, 7]) == expected
 
 
 def test_slots_travel_between_ranks_unchanged() -> None:

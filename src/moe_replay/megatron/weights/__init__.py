@@ -1,13 +1,13 @@
-"""Transformers checkpoints in and out of Megatron-Core models, whatever parallelism they are built for.
+"""Transformers checkpoints in and out of Megatron-Core models, for any parallel layout.
 
     recipe = megatron_config(folder, tensor_model_parallel_size=2, expert_model_parallel_size=4)
-    chunks = recipe.build()                         # of this rank
+    chunks = recipe.build()                         # the model chunks of this rank
     load_hf(folder, chunks)                         # each rank reads its own shards
-    for name, tensor in hf_tensors(chunks, folder): # the way back, one tensor at a time, e.g. to a rollout engine
+    for name, tensor in hf_tensors(chunks, folder): # export, one tensor at a time, e.g. to a rollout engine
         ...
     export_hf(chunks, "out", like=folder)           # or as a folder that Transformers and vLLM load
 
-One file a family, by `model_type`; docs/megatron-weights.md says what each can do and how to add one.
+A family is one file and one line in `WEIGHT_MAPS`, or a `Family` of the caller's own, passed as `family`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,11 @@ from torch import Tensor
 
 from moe_replay.megatron.weights import transfer
 from moe_replay.megatron.weights.checkpoint import FILE_BYTES, Checkpoint
-from moe_replay.megatron.weights.deepseek_v3 import DEEPSEEK_V3
 from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.family import ADD_A_FAMILY, Family
-from moe_replay.megatron.weights.mixtral import MIXTRAL
 from moe_replay.megatron.weights.model import MegatronRecipe, read_config, recipe
-from moe_replay.megatron.weights.olmoe import OLMOE
-from moe_replay.megatron.weights.qwen3_moe import QWEN3_MOE
 from moe_replay.megatron.weights.transfer import Chunks
+from moe_replay.utils.plugins import is_path, resolve
 
 __all__ = [
     "WEIGHT_MAPS",
@@ -41,50 +38,71 @@ __all__ = [
     "megatron_config",
 ]
 
-WEIGHT_MAPS: Mapping[str, Family] = {family.model_type: family for family in (DEEPSEEK_V3, MIXTRAL, OLMOE, QWEN3_MOE)}
+WEIGHT_MAPS: Mapping[str, Family | str] = {
+    "deepseek_v3": "moe_replay.megatron.weights.deepseek_v3:DEEPSEEK_V3",
+    "mixtral": "moe_replay.megatron.weights.mixtral:MIXTRAL",
+    "olmoe": "moe_replay.megatron.weights.olmoe:OLMOE",
+    "qwen3_moe": "moe_replay.megatron.weights.qwen3_moe:QWEN3_MOE",
+}
+"""`model_type` of a Transformers config -> its family, or where to import it from."""
 
 
-def family_of(model_type: str) -> Family:
-    """The family of this `model_type`."""
-    if model_type not in WEIGHT_MAPS:
+def family_of(model_type: str, family: Family | str | None = None) -> Family:
+    """Return the family of a `model_type`, or the given one: a `Family`, a built-in name or 'module:name'."""
+    if isinstance(family, Family):
+        return family
+    name = family or model_type
+    if name not in WEIGHT_MAPS and not is_path(name):
         raise WeightMapError(
             "no weight map for this model type",
-            expected=f"one of {', '.join(WEIGHT_MAPS)}",
-            found=repr(model_type),
+            expected=f"one of {', '.join(WEIGHT_MAPS)}, or family='module:name'",
+            found=repr(name),
             remedy=ADD_A_FAMILY,
         )
-    return WEIGHT_MAPS[model_type]
+    found = resolve(name, WEIGHT_MAPS, kind="weight family", key="family")
+    if not isinstance(found, Family):
+        raise WeightMapError(f"{name} is not a weight family", expected="a Family", found=type(found).__name__)
+    return found
 
 
-def megatron_config(hf_config: Any, **settings: Any) -> MegatronRecipe:
-    """How to build a Megatron-Core model of a Transformers config, or of the one in a folder.
+def megatron_config(hf_config: Any, *, family: Family | str | None = None, **settings: Any) -> MegatronRecipe:
+    """Return how to build a Megatron-Core model of a Transformers config, or of the one in a folder.
 
-    `settings` are those of a `TransformerConfig`: parallel sizes, dtypes, recomputation. Routing replay is on. Without
-    CUDA the model is made for the CPU (`moe_replay.megatron.cpu`).
+    family     None: the one of the config's `model_type`
+    settings   of a `TransformerConfig`: parallel sizes, dtypes, recomputation
+
+    Routing replay is on. Without CUDA the model is built for the CPU (`moe_replay.megatron.cpu`).
     """
     hf = read_config(hf_config)
-    return recipe(hf, family_of(hf.model_type), settings)
+    return recipe(hf, family_of(hf.model_type, family), settings)
 
 
-def load_hf(folder: str | Path, chunks: Chunks) -> None:
-    """Read a checkpoint into the pipeline chunks of this rank, wrapped or not; all ranks call it.
+def load_hf(folder: str | Path, chunks: Chunks, *, family: Family | str | None = None) -> None:
+    """Load a checkpoint into the model chunks of this rank, wrapped or not. A collective call.
 
-    An optimizer that keeps a copy of the weights must read them again: `optimizer.reload_model_params()`.
+    An optimizer with master weights must copy them afterwards: `optimizer.reload_model_params()`.
     """
     checkpoint = Checkpoint(folder)
-    transfer.load(checkpoint, chunks, family_of(checkpoint.model_type))
+    transfer.load(checkpoint, chunks, family_of(checkpoint.model_type, family))
 
 
-def hf_tensors(chunks: Chunks, like: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """The weights in the names, shapes and dtypes of the checkpoint `like`, one at a time, on every rank.
+def hf_tensors(chunks: Chunks, like: str | Path, *, family: Family | str | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights with the names, shapes and dtypes of the checkpoint `like`, one at a time, on every rank.
 
-    All ranks must take all of them, also those that do nothing with them.
+    A collective: all ranks must iterate to the end, whether they use the tensors or not.
     """
     checkpoint = Checkpoint(like)
-    return transfer.export_tensors(chunks, checkpoint, family_of(checkpoint.model_type))
+    return transfer.export_tensors(chunks, checkpoint, family_of(checkpoint.model_type, family))
 
 
-def export_hf(chunks: Chunks, folder: str | Path, like: str | Path, file_bytes: int = FILE_BYTES) -> None:
-    """Write the weights as a folder like the checkpoint `like`, whose config and tokenizer are copied."""
+def export_hf(
+    chunks: Chunks,
+    folder: str | Path,
+    like: str | Path,
+    file_bytes: int = FILE_BYTES,
+    *,
+    family: Family | str | None = None,
+) -> None:
+    """Write the weights as a checkpoint folder; config and tokenizer are copied from `like`. A collective call."""
     checkpoint = Checkpoint(like)
-    transfer.write(chunks, folder, checkpoint, family_of(checkpoint.model_type), file_bytes)
+    transfer.write(chunks, folder, checkpoint, family_of(checkpoint.model_type, family), file_bytes)

@@ -1,4 +1,4 @@
-"""A Transformers checkpoint folder: `config.json` and safetensors files, in one or in several with an index."""
+"""Transformers checkpoint folders: `config.json` and one safetensors file, or several with an index."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from moe_replay.megatron.weights.tensor_slices import Shape, Slices
 
 INDEX = "model.safetensors.index.json"
 FILE_BYTES = 5 * 2**30
-_BESIDE_WEIGHTS = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}
+_COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}
 
 
 class Checkpoint:
-    """Reads the headers of a folder at once, and of its tensors only what is asked for."""
+    """A checkpoint folder that is read lazily: headers first, then only the requested slices of tensors."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -42,85 +42,90 @@ class Checkpoint:
 
     @property
     def model_type(self) -> str:
-        """The family, in Transformers' words."""
+        """`model_type` of the config."""
         return self.config.get("model_type", "")
 
     @cached_property
-    def _where(self) -> dict[str, Any]:
-        """Tensor -> the open file that holds it."""
+    def _files(self) -> dict[str, Any]:
+        """Open safetensors file of each tensor, by tensor name."""
         from safetensors import safe_open
 
         index = self.folder / INDEX
         if index.is_file():
-            promised = json.loads(index.read_text())["weight_map"]
+            listed = json.loads(index.read_text())["weight_map"]
         else:
             with safe_open(self._file("model.safetensors"), framework="pt") as whole:
-                promised = dict.fromkeys(whole.offset_keys(), "model.safetensors")
-        files = {name: safe_open(self._file(name), framework="pt") for name in sorted(set(promised.values()))}
-        held = {name: file for file in files.values() for name in file.offset_keys()}
-        if held.keys() != promised.keys():
-            apart = sorted(held.keys() ^ promised.keys())
-            raise WeightMapError(f"{INDEX} and the files beside it differ", expected=len(promised), found=apart[:3])
-        return held
+                listed = dict.fromkeys(whole.offset_keys(), "model.safetensors")
+        files = {name: safe_open(self._file(name), framework="pt") for name in sorted(set(listed.values()))}
+        stored = {name: file for file in files.values() for name in file.offset_keys()}
+        if stored.keys() != listed.keys():
+            different = sorted(stored.keys() ^ listed.keys())
+            raise WeightMapError(
+                f"{INDEX} does not match the safetensors files", expected=f"{len(listed)} tensors", found=different[:3]
+            )
+        return stored
 
     @property
     def names(self) -> set[str]:
-        """Every tensor."""
-        return set(self._where)
+        """Names of all tensors."""
+        return set(self._files)
 
     @cached_property
     def is_fused(self) -> bool:
-        """Whether the experts of a layer lie in one tensor."""
-        return any(name.endswith(".experts.gate_up_proj") for name in self._where)
+        """Whether the experts of a layer are stored in one tensor."""
+        return any(name.endswith(".experts.gate_up_proj") for name in self._files)
 
     def shape(self, name: str) -> Shape:
-        """Of one tensor."""
-        return tuple(self._where[name].get_slice(name).get_shape())
+        """Return the shape of one tensor."""
+        return tuple(self._files[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of one tensor."""
+        """Return the dtype of one tensor."""
         return self.read(name, tuple(slice(0, 0) for _ in self.shape(name))).dtype
 
-    def read(self, name: str, region: Slices) -> Tensor:
-        """A region of one tensor; nothing else of it is read."""
-        return self._where[name].get_slice(name)[region]
+    def read(self, name: str, slices: Slices) -> Tensor:
+        """Read a slice of one tensor, and nothing else of it."""
+        return self._files[name].get_slice(name)[slices]
 
 
 class CheckpointWriter:
-    """Writes tensors as they come, in files of some gigabytes, and the index when it is closed."""
+    """Writes tensors as they arrive, in files of at most `file_bytes`, and the index on close."""
 
     def __init__(self, folder: str | Path, file_bytes: int = FILE_BYTES) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         if present := sorted(path.name for path in self.folder.glob("*.safetensors")):
             raise WeightMapError(
-                "the folder holds weights already, and a reader would take both", expected="none", found=present[:3]
+                "the folder already contains weights, which a reader would mix with the new ones",
+                expected="no safetensors files",
+                found=present[:3],
+                remedy="Choose an empty folder",
             )
         self._file_bytes = file_bytes
-        self._waiting: dict[str, Tensor] = {}
+        self._pending: dict[str, Tensor] = {}
         self._files: list[list[str]] = []
         self._total = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """One tensor, whose memory is kept until its file is full."""
-        if self._waiting and sum(t.nbytes for t in self._waiting.values()) + tensor.nbytes > self._file_bytes:
+        """Add one tensor; it stays in memory until its file is written."""
+        if self._pending and sum(t.nbytes for t in self._pending.values()) + tensor.nbytes > self._file_bytes:
             self._flush()
-        # safetensors refuses tensors that share memory: parts of one parameter get memory of their own
-        self._waiting[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        # safetensors refuses tensors that share memory, as slices of one parameter do: copy them
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
         self._total += tensor.nbytes
 
     def _flush(self) -> None:
         from safetensors.torch import save_file
 
-        save_file(self._waiting, self._part(len(self._files)), metadata={"format": "pt"})
-        self._files.append(list(self._waiting))
-        self._waiting = {}
+        save_file(self._pending, self._part(len(self._files)), metadata={"format": "pt"})
+        self._files.append(list(self._pending))
+        self._pending = {}
 
     def _part(self, number: int) -> Path:
         return self.folder / f"part-{number}.unfinished"
 
-    def close(self, beside: Path) -> None:
-        """Give the files their names, and copy what lies beside the weights in another checkpoint."""
+    def close(self, like: Path) -> None:
+        """Rename the files to their final names, and copy config and tokenizer files from another checkpoint."""
         self._flush()
         count = len(self._files)
         names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
@@ -129,19 +134,19 @@ class CheckpointWriter:
         for number, name in enumerate(names):
             self._part(number).rename(self.folder / name)
         if count > 1:
-            weight_map = {tensor: name for name, held in zip(names, self._files, strict=True) for tensor in held}
+            weight_map = {tensor: name for name, tensors in zip(names, self._files, strict=True) for tensor in tensors}
             index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
             (self.folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        for path in _files_beside_weights(beside):
+        for path in _config_and_tokenizer_files(like):
             shutil.copyfile(path, self.folder / path.name)
 
 
 def write_folder(
     tensors: Iterable[tuple[str, Tensor]], folder: str | Path, like: Path, file_bytes: int = FILE_BYTES
 ) -> None:
-    """These tensors as a folder like the checkpoint `like`, whose config and tokenizer are copied.
+    """Write tensors as a checkpoint folder on rank 0; config and tokenizer are copied from the checkpoint `like`.
 
-    The first rank writes. All ranks call it, and take all tensors also where writing fails: ranks gather them together.
+    A collective call: all ranks iterate over all tensors, even after a failed write, since ranks gather them jointly.
     """
     from safetensors import SafetensorError
 
@@ -159,9 +164,9 @@ def write_folder(
         writer.close(like)
 
 
-def _files_beside_weights(folder: Path) -> Iterable[Path]:
+def _config_and_tokenizer_files(folder: Path) -> Iterable[Path]:
     return (
         path
         for path in sorted(folder.iterdir())
-        if path.is_file() and path.suffix in _BESIDE_WEIGHTS and not path.name.endswith(".index.json")
+        if path.is_file() and path.suffix in _COPIED_SUFFIXES and not path.name.endswith(".index.json")
     )

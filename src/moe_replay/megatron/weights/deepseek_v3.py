@@ -1,4 +1,4 @@
-"""DeepSeek-V3: multi-latent attention, dense first layers, shared experts, a sigmoid router with groups and bias."""
+"""DeepSeek-V3: multi-latent attention, dense first layers, shared experts, sigmoid router with groups and bias."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.family import (
-    EXPERT,
     HF_LAYER,
     LAYER,
     Family,
     decoder_rules,
     decoder_settings,
+    dense_mlp_rules,
+    expert_rules,
     fused_expert_rules,
     mlp_rules,
     require,
     rope_parameters,
-    router_rule,
 )
 from moe_replay.megatron.weights.tensor_slices import Plain, Rule
 
@@ -40,7 +40,7 @@ _ATTENTION = {
 
 
 def latent_attention_rules() -> dict[str, Rule]:
-    """Every projection is as in the checkpoint: Megatron-Core takes rotary dimensions in pairs as DeepSeek does."""
+    """Return the rules of the projections: stored unchanged, since Megatron-Core interleaves rotary dimensions too."""
     return {
         LAYER + f"self_attention.{here}.weight": Plain(HF_LAYER + f"self_attn.{there}.weight")
         for here, there in _ATTENTION.items()
@@ -48,13 +48,13 @@ def latent_attention_rules() -> dict[str, Rule]:
 
 
 def settings(hf: Any) -> dict[str, Any]:
-    """DeepseekV3Config -> settings of an `MLATransformerConfig`."""
+    """Return the settings of an `MLATransformerConfig` for a `DeepseekV3Config`."""
     require(hf, "rope_interleave", True)
     require(hf, "rms_norm_eps", LATENT_NORM_EPS)
     return {
         **decoder_settings(hf),
         **_rotary_settings(hf),
-        **_router_settings(hf),
+        **sigmoid_moe_settings(hf),
         "multi_latent_attention": True,
         "num_query_groups": hf.num_attention_heads,
         "q_lora_rank": hf.q_lora_rank,
@@ -64,17 +64,15 @@ def settings(hf: Any) -> dict[str, Any]:
         "v_head_dim": hf.v_head_dim,
         "kv_channels": hf.v_head_dim,
         "qk_layernorm": True,
-        "moe_ffn_hidden_size": hf.moe_intermediate_size,
-        "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * hf.n_shared_experts or None,
     }
 
 
-def finish(chunk: Any) -> None:
-    """Make the gradient of the rotary key whole where its projection is cut (layers without Transformer Engine).
+def complete_rotary_key_gradient(chunk: Any) -> None:
+    """Sum the gradient of the rotary key over tensor-parallel ranks (layers without Transformer Engine).
 
-    All heads share that key. Megatron-Core gathers it in a way that leaves each rank with the gradient of its own heads
-    (multi_latent_attention.py:596 of 0.16.1). As a sequence shard, what a projection that is not cut gives, it is
-    gathered in the other way, which sums.
+    All heads share that key. Megatron-Core gathers it from a sharded projection in a way that leaves each rank with
+    the gradient of its own heads (multi_latent_attention.py:596 of 0.16.1). A sequence shard, which is the output of
+    an unsharded projection, is gathered in a way that sums the gradients.
     """
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -87,7 +85,7 @@ def finish(chunk: Any) -> None:
 
 
 def _as_sequence_shard(module: Any, args: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    """(s, b, width here) -> (s here, b, width)"""
+    """Turn (s, b, local width) into (local s, b, width)."""
     from megatron.core.tensor_parallel.mappings import (
         gather_from_tensor_model_parallel_region,
         scatter_to_sequence_parallel_region,
@@ -101,12 +99,12 @@ def _rotary_settings(hf: Any) -> dict[str, Any]:
     rope = rope_parameters(hf)
     kind = rope.get("rope_type", "default")
     if kind == "default":
-        # Megatron-Core scales the softmax by this factor also where it does not scale positions
+        # Megatron-Core applies this factor to the softmax scale even for unscaled rotary embeddings
         return {"rope_type": "rope", "rotary_base": rope["rope_theta"], "rotary_scaling_factor": 1.0}
     both = bool(rope.get("mscale")) == bool(rope.get("mscale_all_dim"))
     if kind != "yarn" or not both or rope.get("attention_factor") is not None or rope.get("truncate") is False:
         raise WeightMapError(
-            "these rotary positions are not DeepSeek's",
+            "these rotary embeddings are not DeepSeek's",
             expected="rope_type 'default', or 'yarn' with both of mscale and mscale_all_dim or none",
             found=rope,
         )
@@ -122,10 +120,11 @@ def _rotary_settings(hf: Any) -> dict[str, Any]:
     }
 
 
-def _router_settings(hf: Any) -> dict[str, Any]:
+def sigmoid_moe_settings(hf: Any) -> dict[str, Any]:
+    """Return the settings of DeepSeek's sigmoid router, its experts and shared experts."""
     if not hf.norm_topk_prob or hf.num_experts_per_tok == 1:
         raise WeightMapError(
-            "a sigmoid router of Megatron-Core always makes the gates of a token add up to one",
+            "a sigmoid router of Megatron-Core always normalizes the gate weights of a token",
             expected="norm_topk_prob True and several experts",
             found=f"norm_topk_prob {hf.norm_topk_prob}, num_experts_per_tok {hf.num_experts_per_tok}",
         )
@@ -144,30 +143,33 @@ def _router_settings(hf: Any) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
         "moe_router_num_groups": hf.n_group if limited else None,
         "moe_router_group_topk": hf.topk_group if limited else None,
+        "moe_ffn_hidden_size": hf.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * hf.n_shared_experts or None,
     }
 
 
 def prediction_layers(config: Mapping[str, Any]) -> re.Pattern[str] | None:
-    """Layers of multi-token prediction come after the decoder's, and are not part of the model."""
+    """Return the pattern of multi-token prediction layers, which follow the decoder layers in a checkpoint."""
     first = config["num_hidden_layers"]
     count = config.get("num_nextn_predict_layers", 0) or 0
     numbers = "|".join(str(first + number) for number in range(count))
     return re.compile(rf"model\.layers\.({numbers})\.") if numbers else None
 
 
-DEEPSEEK_V3 = Family(
-    "deepseek_v3",
-    rules={
-        **decoder_rules(),
-        **latent_attention_rules(),
-        **router_rule(),
-        LAYER + "mlp.router.expert_bias": Plain(HF_LAYER + "mlp.gate.e_score_correction_bias"),
-        **mlp_rules(LAYER + "mlp.", HF_LAYER + "mlp."),
+def sigmoid_moe_rules() -> dict[str, Rule]:
+    """Return the rules of dense first layers, a router with bias, experts and shared experts."""
+    return {
+        **dense_mlp_rules(),
+        **expert_rules(),
         **mlp_rules(LAYER + "mlp.shared_experts.", HF_LAYER + "mlp.shared_experts."),
-        **mlp_rules(EXPERT, HF_LAYER + "mlp.experts.{expert}."),
-    },
-    fused=fused_expert_rules(),
+        LAYER + "mlp.router.expert_bias": Plain(HF_LAYER + "mlp.gate.e_score_correction_bias"),
+    }
+
+
+DEEPSEEK_V3 = Family(
+    rules={**decoder_rules(), **latent_attention_rules(), **sigmoid_moe_rules()},
+    fused_rules=fused_expert_rules(),
     settings=settings,
-    finish=finish,
-    set_aside=prediction_layers,
+    after_build=complete_rotary_key_gradient,
+    extra_tensors=prediction_layers,
 )

@@ -1,4 +1,7 @@
-"""What a family of models is: where its weights lie, and which Megatron-Core settings make the same model."""
+"""`Family`: the weight map and the Megatron-Core settings of one `model_type`, and what families have in common.
+
+A family is assembled from the shared rules and settings below; its own file holds only what is particular to it.
+"""
 
 from __future__ import annotations
 
@@ -16,56 +19,55 @@ Rules = Mapping[str, Rule]
 LAYER = "decoder.layers.{layer}."
 EXPERT = LAYER + "mlp.experts.local_experts.{expert}."
 HF_LAYER = "model.layers.{layer}."
-ADD_A_FAMILY = "docs/megatron-weights.md says how to add a family"
+ADD_A_FAMILY = "docs/megatron-weights.md explains how to add a family"
 
 
-def unchanged(spec: Any, config: Any) -> Any:
-    """The layer spec as Megatron-Core makes it."""
+def unchanged_spec(spec: Any, config: Any) -> Any:
+    """Return the layer spec as Megatron-Core makes it."""
     return spec
 
 
-def as_built(chunk: Any) -> None:
-    """The chunk is right as Megatron-Core builds it."""
+def unchanged_chunk(chunk: Any) -> None:
+    """Leave the chunk as Megatron-Core builds it."""
 
 
-def nothing(config: Mapping[str, Any]) -> re.Pattern[str] | None:
-    """Every tensor of the checkpoint is a weight of the model."""
+def no_extra_tensors(config: Mapping[str, Any]) -> re.Pattern[str] | None:
+    """Return None: every tensor of the checkpoint is a weight of the model."""
     return None
 
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type`.
+    """How the models of one `model_type` are built and where their weights are stored.
 
-    rules     parameter of Megatron-Core -> how it lies in a checkpoint with one tensor for each expert
-    fused     what differs in a checkpoint that keeps the experts of a layer in one tensor
-    settings  Transformers config -> settings of a `TransformerConfig`; refuses what Megatron-Core cannot do
-    adapt     layer spec, config -> the spec that the family needs
-    finish    does to a chunk that has been built what a spec cannot
-    set_aside config.json -> names of tensors that are in checkpoints and not in the model
+    rules          Megatron-Core parameter -> rule, for checkpoints with one tensor per expert
+    fused_rules    rules that replace them for checkpoints with all experts of a layer in one tensor
+    settings       Transformers config -> settings of a `TransformerConfig`; refuses what Megatron-Core cannot compute
+    adapt_spec     (layer spec, config) -> the layer spec of this family
+    after_build    changes a built chunk in place, where a layer spec cannot
+    extra_tensors  config.json -> pattern of checkpoint tensors that are not part of the model
     """
 
-    model_type: str
     rules: Rules
-    fused: Rules
+    fused_rules: Rules
     settings: Callable[[Any], dict[str, Any]]
-    adapt: Callable[[Any, Any], Any] = unchanged
-    finish: Callable[[Any], None] = as_built
-    set_aside: Callable[[Mapping[str, Any]], re.Pattern[str] | None] = nothing
+    adapt_spec: Callable[[Any, Any], Any] = unchanged_spec
+    after_build: Callable[[Any], None] = unchanged_chunk
+    extra_tensors: Callable[[Mapping[str, Any]], re.Pattern[str] | None] = no_extra_tensors
 
     def rules_for(self, *, fused: bool, tied: bool) -> Rules:
-        """The rules for one form of checkpoint and model."""
-        rules = {**self.rules, **(self.fused if fused else {})}
+        """Return the rules for a checkpoint with fused experts or not, and with tied embeddings or not."""
+        rules = {**self.rules, **(self.fused_rules if fused else {})}
         if tied:
             rules["output_layer.weight"] = rules["embedding.word_embeddings.weight"]
         return rules
 
 
-# ---- rules that families share --------------------------------------------------------------------------------------
+# ---- shared rules ----------------------------------------------------------------------------------------------------
 
 
 def decoder_rules() -> dict[str, Rule]:
-    """Embeddings, norms and the output projection."""
+    """Return the rules of embeddings, norms and the output projection."""
     return {
         "embedding.word_embeddings.weight": Plain("model.embed_tokens.weight"),
         LAYER + "input_layernorm.weight": Plain(HF_LAYER + "input_layernorm.weight"),
@@ -76,7 +78,7 @@ def decoder_rules() -> dict[str, Rule]:
 
 
 def attention_rules() -> dict[str, Rule]:
-    """Grouped-query attention."""
+    """Return the rules of grouped-query attention."""
     inside = HF_LAYER + "self_attn."
     return {
         LAYER + "self_attention.linear_qkv.weight": GroupedQkv(
@@ -87,7 +89,7 @@ def attention_rules() -> dict[str, Rule]:
 
 
 def query_key_norm_rules() -> dict[str, Rule]:
-    """Norms of queries and keys."""
+    """Return the rules of query and key norms."""
     return {
         LAYER + f"self_attention.{part}_layernorm.weight": Plain(HF_LAYER + f"self_attn.{part}_norm.weight")
         for part in ("q", "k")
@@ -97,32 +99,43 @@ def query_key_norm_rules() -> dict[str, Rule]:
 def mlp_rules(
     here: str, there: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> dict[str, Rule]:
-    """A gated MLP: a dense one, an expert, or shared experts."""
+    """Return the rules of a gated MLP: dense layer, expert or shared experts."""
     return {
         f"{here}linear_fc1.weight": GateUp(f"{there}{gate}.weight", f"{there}{up}.weight"),
         f"{here}linear_fc2.weight": Plain(f"{there}{down}.weight"),
     }
 
 
+def dense_mlp_rules() -> dict[str, Rule]:
+    """Return the rules of layers without experts."""
+    return mlp_rules(LAYER + "mlp.", HF_LAYER + "mlp.")
+
+
 def router_rule(there: str = "mlp.gate.weight") -> dict[str, Rule]:
-    """The router's weight."""
+    """Return the rule of the router weight."""
     return {LAYER + "mlp.router.weight": Plain(HF_LAYER + there)}
 
 
+def expert_rules() -> dict[str, Rule]:
+    """Return the rules of router and experts, one tensor per expert."""
+    return {**router_rule(), **mlp_rules(EXPERT, HF_LAYER + "mlp.experts.{expert}.")}
+
+
 def fused_expert_rules() -> dict[str, Rule]:
-    """The experts of a layer in one tensor, as Transformers 5 holds them: (E, 2F, H) and (E, H, F)."""
+    """Return the rules of router and experts in the layout of Transformers 5: (E, 2F, H) and (E, H, F)."""
     inside = HF_LAYER + "mlp.experts."
     return {
+        **router_rule(),
         EXPERT + "linear_fc1.weight": Stacked(GateUp(inside + "gate_up_proj")),
         EXPERT + "linear_fc2.weight": Stacked(Plain(inside + "down_proj")),
     }
 
 
-# ---- settings that families share -----------------------------------------------------------------------------------
+# ---- shared settings -------------------------------------------------------------------------------------------------
 
 
 def decoder_settings(hf: Any) -> dict[str, Any]:
-    """The settings of every family here: a pre-norm decoder with gated MLPs and a choice of experts."""
+    """Return the settings of a pre-norm decoder with gated MLPs and experts, and refuse other activations."""
     from torch.nn.functional import silu
 
     topology = MoeTopology.from_config(hf)
@@ -150,12 +163,14 @@ def decoder_settings(hf: Any) -> dict[str, Any]:
 
 
 def attention_settings(hf: Any) -> dict[str, Any]:
-    """Grouped-query attention over all earlier tokens, with plain rotary positions."""
+    """Return the settings of causal grouped-query attention with unscaled rotary embeddings; refuse other kinds."""
     require(hf, "sliding_window", None)
     kind = rope_parameters(hf).get("rope_type", "default")
     if kind != "default":
         raise WeightMapError(
-            f"the rotary positions of this {hf.model_type} are scaled", expected="rope_type 'default'", found=repr(kind)
+            f"scaled rotary embeddings of {hf.model_type} are not supported",
+            expected="rope_type 'default'",
+            found=repr(kind),
         )
     return {
         "num_query_groups": hf.num_key_value_heads,
@@ -164,12 +179,26 @@ def attention_settings(hf: Any) -> dict[str, Any]:
 
 
 def softmax_router_settings(normalized: bool) -> dict[str, Any]:
-    """Softmax over all experts, then the best; `normalized` is the same as softmax over the best alone."""
+    """Return the settings of softmax, then top-k; `normalized` gates equal a softmax over the top-k alone."""
     return {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not normalized}
 
 
+def softmax_moe_settings(hf: Any, *, expert_size: int, normalized: bool) -> dict[str, Any]:
+    """Return the settings of a decoder with grouped-query attention and softmax-routed experts.
+
+    expert_size   hidden size of an expert
+    normalized    whether the gate weights of a token add up to one
+    """
+    return {
+        **decoder_settings(hf),
+        **attention_settings(hf),
+        **softmax_router_settings(normalized),
+        "moe_ffn_hidden_size": expert_size,
+    }
+
+
 def rope_parameters(hf: Any) -> dict[str, Any]:
-    """The rotary settings, whichever Transformers wrote the config."""
+    """Return the rotary settings of a config of Transformers 4 or 5."""
     if found := getattr(hf, "rope_parameters", None):
         return dict(found)
     scaling = getattr(hf, "rope_scaling", None) or {}
@@ -178,11 +207,11 @@ def rope_parameters(hf: Any) -> dict[str, Any]:
 
 
 def require(hf: Any, name: str, *allowed: object) -> None:
-    """Raise unless a setting has a value that Megatron-Core can do, or is not there."""
+    """Raise unless a setting is absent or has an allowed value."""
     found = getattr(hf, name, allowed[0])
     if found not in allowed:
         raise WeightMapError(
-            f"this {hf.model_type} has a setting that its Megatron-Core model cannot have",
+            f"a setting of this {hf.model_type} is not supported on Megatron-Core",
             expected=f"{name} {' or '.join(map(repr, allowed))}",
             found=repr(found),
         )

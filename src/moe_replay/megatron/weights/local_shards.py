@@ -1,4 +1,4 @@
-"""What this rank, and every other, holds of a Megatron-Core model."""
+"""The parameter shards of a Megatron-Core model on this rank, and on all others."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from moe_replay.distributed.collectives import all_gather
 from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.tensor_slices import ParameterShard, Shape
 
-# Transformer Engine puts a norm into the projection after it, and the local experts side by side.
-_ENGINE_NAMES = [
+# Transformer Engine fuses a norm into the projection after it, and numbers the local experts in the parameter name.
+_TRANSFORMER_ENGINE_NAMES = [
     (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight$"), "input_layernorm.weight"),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
     (re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight$"), r"self_attention.\1_layernorm.weight"),
@@ -25,17 +25,17 @@ _ENGINE_NAMES = [
 ]
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
-_EXPERT_BIAS = "router.expert_bias"  # a buffer that is part of the weights
+_EXPERT_BIAS = "router.expert_bias"  # a buffer that checkpoints hold as a weight
 
 
 class ParameterSpec(NamedTuple):
-    """A parameter as the ranks of one pipeline stage hold it: plain numbers, to be sent around.
+    """Shape and sharding of one parameter of a pipeline stage, the same on all ranks of the stage.
 
-    key     with {layer} and {expert} in the place of their numbers
-    layer   of the whole model
-    expert  of those on one rank
-    shape   of a shard
-    dim     along which it is cut, or None
+    key            with {layer} and {expert} in place of their indices
+    layer          global decoder index
+    expert         local index on its expert-parallel rank
+    shape          of a shard
+    partition_dim  along which it is sharded, or None
     """
 
     key: str
@@ -43,11 +43,11 @@ class ParameterSpec(NamedTuple):
     expert: int | None
     shape: Shape
     dtype: torch.dtype
-    dim: int | None
+    partition_dim: int | None
 
 
 class ParallelGroups(NamedTuple):
-    """The process groups that a model is spread over."""
+    """The process groups that a model is sharded over."""
 
     tensor: Any
     expert_tensor: Any
@@ -56,7 +56,7 @@ class ParallelGroups(NamedTuple):
 
     @classmethod
     def of_this_process(cls) -> ParallelGroups:
-        """Those that Megatron-Core was started with."""
+        """Return the groups of Megatron-Core's `parallel_state`."""
         from megatron.core import parallel_state as ps
 
         return cls(
@@ -69,10 +69,10 @@ class ParallelGroups(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalModel:
-    """The chunks of this rank.
+    """The model chunks on this rank.
 
-    specs   of each pipeline stage
-    tensors of the specs of this rank's stage, in their order
+    specs    parameters of each pipeline stage
+    tensors  parameters on this rank, in the order of its stage's specs
     """
 
     config: Any
@@ -83,66 +83,69 @@ class LocalModel:
 
     @classmethod
     def of(cls, chunks: nn.Module | Sequence[nn.Module]) -> LocalModel:
-        """Every rank of the model must ask: they tell each other what they hold."""
+        """Describe the parameters of all pipeline stages. A collective call: every rank of the model takes part."""
         models = [_language_model(chunk) for chunk in ([chunks] if isinstance(chunks, nn.Module) else chunks)]
         groups = ParallelGroups.of_this_process()
-        mine = [found for model in models for found in _named_tensors(model)]
-        own = tuple(_spec(name, tensor) for name, tensor in mine)
-        stages = all_gather(np.frombuffer(specs_to_json(own), np.uint8), groups.pipeline)
+        named = [found for model in models for found in _named_tensors(model)]
+        local = tuple(_spec(name, tensor) for name, tensor in named)
+        stages = all_gather(np.frombuffer(specs_to_json(local), np.uint8), groups.pipeline)
         return cls(
             models[0].config,
             groups,
             tuple(specs_from_json(stage.tobytes()) for stage in stages),
-            tuple(tensor for _, tensor in mine),
+            tuple(tensor for _, tensor in named),
             models[0].share_embeddings_and_output_weights,
         )
 
     @property
-    def own(self) -> Iterator[tuple[ParameterSpec, Tensor]]:
-        """The specs of this rank, and what is in them."""
+    def parameters(self) -> Iterator[tuple[ParameterSpec, Tensor]]:
+        """The parameters on this rank."""
         return zip(self.specs[self.groups.pipeline.rank()], self.tensors, strict=True)
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's weights are."""
+        """Device of the parameters on this rank."""
         return self.tensors[0].device
 
-    def spread(self, spec: ParameterSpec) -> tuple[Any, Any]:
-        """The groups that a parameter is spread over: by experts, and by shards. None where it is not."""
+    def shard_groups(self, spec: ParameterSpec) -> tuple[Any, Any]:
+        """Return the expert-parallel and the tensor-parallel group of a parameter; None where it is replicated."""
         by_expert = None if spec.expert is None else self.groups.expert
-        if spec.dim is None:
+        if spec.partition_dim is None:
             return by_expert, None
         return by_expert, self.groups.tensor if spec.expert is None else self.groups.expert_tensor
 
-    def spread_sizes(self, spec: ParameterSpec) -> tuple[int, int]:
-        """How many expert ranks and how many shard ranks hold a part of a parameter."""
-        by_expert, by_shard = (1 if group is None else group.size() for group in self.spread(spec))
+    def num_shards(self, spec: ParameterSpec) -> tuple[int, int]:
+        """Return the sizes of the two `shard_groups`, 1 for None."""
+        by_expert, by_shard = (1 if group is None else group.size() for group in self.shard_groups(spec))
         return by_expert, by_shard
 
     def shard(self, spec: ParameterSpec, expert_rank: int, rank: int) -> ParameterShard:
-        """What one rank holds of a parameter, by its place among those that the parameter is spread over."""
+        """Return the shard of a parameter on the rank with these coordinates in its `shard_groups`."""
         expert = spec.expert
         if expert is not None:
             expert += expert_rank * self.config.num_moe_experts // self.groups.expert.size()
-        _, size = self.spread_sizes(spec)
-        return ParameterShard(spec.key, spec.shape, spec.dim, spec.layer, expert, self.config, rank, size)
+        _, size = self.num_shards(spec)
+        return ParameterShard(spec.key, spec.shape, spec.partition_dim, spec.layer, expert, self.config, rank, size)
 
-    def own_shard(self, spec: ParameterSpec) -> ParameterShard:
-        """What this rank holds of a parameter."""
-        expert_rank, rank = (0 if group is None else group.rank() for group in self.spread(spec))
+    def local_shard(self, spec: ParameterSpec) -> ParameterShard:
+        """Return the shard of a parameter on this rank."""
+        expert_rank, rank = (0 if group is None else group.rank() for group in self.shard_groups(spec))
         return self.shard(spec, expert_rank, rank)
 
-    def whole(self) -> Iterator[ParameterShard]:
-        """Every parameter of the whole model, uncut, those of all experts included."""
+    def unsharded(self) -> Iterator[ParameterShard]:
+        """Yield every parameter of the whole model unsharded, for all experts."""
         for specs in self.specs:
             for spec in specs:
-                for expert_rank in range(self.spread_sizes(spec)[0]):
-                    yield self.shard(spec, expert_rank, 0).uncut()
+                for expert_rank in range(self.num_shards(spec)[0]):
+                    yield self.shard(spec, expert_rank, 0).unsharded()
 
 
-def whole_model_name(name: str, layer_numbers: Sequence[int]) -> tuple[str, int | None, int | None]:
-    """The key of a parameter, its layer in the whole model, and its expert among those of this rank."""
-    for pattern, plain in _ENGINE_NAMES:
+def global_name(name: str, layer_numbers: Sequence[int]) -> tuple[str, int | None, int | None]:
+    """Return the key of a parameter, its global layer index and its local expert index.
+
+    layer_numbers   Megatron-Core's, counted from 1, of the layers on this rank
+    """
+    for pattern, plain in _TRANSFORMER_ENGINE_NAMES:
         name = pattern.sub(plain, name)
     layer, expert = _LAYER.search(name), _EXPERT.search(name)
     key = _EXPERT.sub("{expert}", _LAYER.sub("{layer}", name))
@@ -150,15 +153,17 @@ def whole_model_name(name: str, layer_numbers: Sequence[int]) -> tuple[str, int 
 
 
 def specs_to_json(specs: Sequence[ParameterSpec]) -> bytes:
-    """Encode specs as JSON, to be sent to other ranks."""
-    return json.dumps([[*spec[:4], str(spec.dtype).removeprefix("torch."), spec.dim] for spec in specs]).encode()
+    """Encode specs for other ranks."""
+    return json.dumps(
+        [[*spec[:4], str(spec.dtype).removeprefix("torch."), spec.partition_dim] for spec in specs]
+    ).encode()
 
 
 def specs_from_json(data: bytes) -> tuple[ParameterSpec, ...]:
-    """Decode what `specs_to_json` has encoded."""
+    """Decode the output of `specs_to_json`."""
     return tuple(
-        ParameterSpec(key, layer, expert, tuple(shape), getattr(torch, dtype), dim)
-        for key, layer, expert, shape, dtype, dim in json.loads(data)
+        ParameterSpec(key, layer, expert, tuple(shape), getattr(torch, dtype), partition_dim)
+        for key, layer, expert, shape, dtype, partition_dim in json.loads(data)
     )
 
 
@@ -168,20 +173,22 @@ def _language_model(chunk: nn.Module) -> Any:
 
     found = [module for module in chunk.modules() if isinstance(module, GPTModel)]
     if len(found) != 1:
-        raise WeightMapError("a chunk must hold one model", expected="one GPTModel", found=type(chunk).__name__)
+        raise WeightMapError(
+            "unexpected model chunk", expected="one GPTModel inside", found=f"{len(found)} in {type(chunk).__name__}"
+        )
     return found[0]
 
 
 def _named_tensors(model: Any) -> Iterator[tuple[tuple[str, int | None, int | None], Tensor]]:
     numbers = [layer.layer_number for layer in model.decoder.layers]
     for name, parameter in model.named_parameters():
-        yield whole_model_name(name, numbers), parameter
+        yield global_name(name, numbers), parameter
     for name, buffer in model.named_buffers():
         if name.endswith(_EXPERT_BIAS) and buffer is not None:
-            yield whole_model_name(name, numbers), buffer
+            yield global_name(name, numbers), buffer
 
 
 def _spec(name: tuple[str, int | None, int | None], tensor: Tensor) -> ParameterSpec:
-    is_cut = getattr(tensor, "tensor_model_parallel", False)  # Megatron-Core marks the parameters that are
-    dim = tensor.partition_dim if is_cut else None  # type: ignore[attr-defined]
-    return ParameterSpec(*name, tuple(tensor.shape), tensor.dtype, dim)
+    is_sharded = getattr(tensor, "tensor_model_parallel", False)  # an attribute that Megatron-Core sets
+    partition_dim = tensor.partition_dim if is_sharded else None  # type: ignore[attr-defined]
+    return ParameterSpec(*name, tuple(tensor.shape), tensor.dtype, partition_dim)

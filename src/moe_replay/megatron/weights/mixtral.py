@@ -1,4 +1,4 @@
-"""Mixtral: every layer is MoE; its checkpoints have names of their own for the experts."""
+"""Mixtral: every layer is MoE; published checkpoints name router and experts differently."""
 
 from __future__ import annotations
 
@@ -9,34 +9,26 @@ from moe_replay.megatron.weights.family import (
     HF_LAYER,
     Family,
     attention_rules,
-    attention_settings,
     decoder_rules,
-    decoder_settings,
     fused_expert_rules,
     mlp_rules,
     router_rule,
-    softmax_router_settings,
+    softmax_moe_settings,
 )
 
 
 def settings(hf: Any) -> dict[str, Any]:
-    """MixtralConfig -> settings of a `TransformerConfig`."""
-    return {
-        **decoder_settings(hf),
-        **attention_settings(hf),
-        **softmax_router_settings(normalized=True),
-        "moe_ffn_hidden_size": hf.intermediate_size,
-    }
+    """Return the settings of a `TransformerConfig` for a `MixtralConfig`."""
+    return softmax_moe_settings(hf, expert_size=hf.intermediate_size, normalized=True)
 
 
 MIXTRAL = Family(
-    "mixtral",
     rules={
         **decoder_rules(),
         **attention_rules(),
         **router_rule("block_sparse_moe.gate.weight"),
         **mlp_rules(EXPERT, HF_LAYER + "block_sparse_moe.experts.{expert}.", gate="w1", up="w3", down="w2"),
     },
-    fused={**router_rule(), **fused_expert_rules()},
+    fused_rules=fused_expert_rules(),
     settings=settings,
 )

@@ -1,4 +1,4 @@
-"""A Megatron-Core model that computes what a Transformers model computes."""
+"""Megatron-Core models that compute the same function as a Transformers model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _REPLAY = "moe_enable_routing_replay"  # Megatron-Core has it from 0.16 on
 
 @dataclass(frozen=True)
 class MegatronRecipe:
-    """How to build the model on this rank.
+    """Everything needed to build the model on this rank.
 
-    config        Megatron-Core's `TransformerConfig` or `MLATransformerConfig`
-    arguments     of a `GPTModel`, beyond config, layer spec and pipeline stage
-    transformer_engine  whether its layers are Transformer Engine's
+    config              Megatron-Core's `TransformerConfig` or `MLATransformerConfig`
+    arguments           of a `GPTModel`, besides config, layer spec and pipeline stage
+    transformer_engine  whether to use the layers of Transformer Engine
     """
 
     family: Family
@@ -32,11 +32,11 @@ class MegatronRecipe:
     transformer_engine: bool
 
     def layer_spec(self, vp_stage: int | None = None, *, packed: bool = False) -> Any:
-        """The layers of one pipeline chunk of this rank; `packed` where its attention must know packed sequences."""
+        """Return the layer spec of one model chunk; `packed`: with attention for packed sequences."""
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
         spec = get_gpt_decoder_block_spec(self.config, self.transformer_engine, vp_stage=vp_stage)
-        spec = self.family.adapt(spec, self.config)
+        spec = self.family.adapt_spec(spec, self.config)
         if not torch.cuda.is_available() and (
             packed or self.config.multi_latent_attention or self.config.context_parallel_size > 1
         ):
@@ -44,7 +44,7 @@ class MegatronRecipe:
         return spec
 
     def build(self, *, packed: bool = False) -> list[Any]:
-        """The pipeline chunks of this rank, with random weights."""
+        """Build the model chunks of this rank, with random weights."""
         chunks = self.config.virtual_pipeline_model_parallel_size
         return [self._chunk(stage, packed) for stage in ([None] if chunks is None else range(chunks))]
 
@@ -60,12 +60,12 @@ class MegatronRecipe:
             vp_stage=vp_stage,
             **self.arguments,
         )
-        self.family.finish(chunk)
+        self.family.after_build(chunk)
         return chunk
 
 
 def recipe(hf_config: Any, family: Family, settings: dict[str, Any]) -> MegatronRecipe:
-    """The recipe for a Transformers config. `settings` are of a `TransformerConfig`, and have the last word."""
+    """Return the recipe for a Transformers config. `settings` of a `TransformerConfig` override those of the family."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     chosen = {**family.settings(hf_config), **_runtime_settings(settings), **settings}
@@ -75,7 +75,7 @@ def recipe(hf_config: Any, family: Family, settings: dict[str, Any]) -> Megatron
     config = kind(**chosen)
     if hf_config.vocab_size % config.tensor_model_parallel_size:
         raise WeightMapError(
-            "the vocabulary cannot be cut into equal parts, and padding it would change the log-probabilities",
+            "the vocabulary cannot be sharded evenly, and padding it would change the log-probabilities",
             expected=f"vocab_size divisible by tensor_model_parallel_size {config.tensor_model_parallel_size}",
             found=hf_config.vocab_size,
         )
@@ -101,7 +101,7 @@ def recipe(hf_config: Any, family: Family, settings: dict[str, Any]) -> Megatron
 
 
 def read_config(source: Any) -> Any:
-    """The Transformers config in a folder, or the config itself."""
+    """Return a Transformers config, read from a folder or given as is."""
     if not isinstance(source, str | Path):
         return source
     try:
@@ -114,7 +114,7 @@ def read_config(source: Any) -> Any:
 
 
 def _runtime_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """What follows from how the model is run rather than from what it is."""
+    """Return the settings that depend on how the model is run, not on its family."""
     half = torch.bfloat16 if settings.get("bf16") else torch.float16 if settings.get("fp16") else torch.float32
     dtype = settings.get("params_dtype", half)
     cpu = {} if torch.cuda.is_available() else megatron_cpu.SETTINGS

@@ -1,4 +1,4 @@
-"""OLMoE: queries and keys are normed over all heads at once, which Megatron-Core has no layer for."""
+"""OLMoE: query and key norms over all heads at once, for which Megatron-Core has no layer."""
 
 from __future__ import annotations
 
@@ -8,27 +8,22 @@ import torch
 from torch import Tensor, nn
 
 from moe_replay.megatron.weights.family import (
-    EXPERT,
-    HF_LAYER,
     Family,
     attention_rules,
-    attention_settings,
     decoder_rules,
-    decoder_settings,
+    expert_rules,
     fused_expert_rules,
-    mlp_rules,
     query_key_norm_rules,
     require,
-    router_rule,
-    softmax_router_settings,
+    softmax_moe_settings,
 )
 
 
 class NormOverHeads(nn.Module):
-    """RMS norm of a projection as a whole, whose heads are spread over the tensor-parallel ranks.
+    """RMS norm over all heads of a projection, which are sharded over the tensor-parallel ranks.
 
-    Its weight is cut like the projection, so `qk_layernorm`, which tells Megatron-Core to sum the gradients of such a
-    norm over the ranks, stays off.
+    Its weight is sharded like the projection, so `qk_layernorm`, with which Megatron-Core sums the gradients of these
+    norms over the ranks, stays off.
     """
 
     def __init__(self, hidden_size: int, config: Any, eps: float, heads: int) -> None:
@@ -43,33 +38,28 @@ class NormOverHeads(nn.Module):
         self.eps = eps
 
     def forward(self, heads: Tensor) -> Tensor:
-        """(s, b, heads here, dim), or without b where packed -> the same."""
+        """Normalize (s, b, local heads, dim), or (t, local heads, dim) for packed sequences."""
         from megatron.core.tensor_parallel.mappings import (
             copy_to_tensor_model_parallel_region,
             reduce_from_tensor_model_parallel_region,
         )
 
         flat = heads.flatten(-2).float()
-        here = flat.square().sum(-1, keepdim=True)
-        # Summed over the ranks in the forward by the one, its gradients in the backward by the other.
-        everywhere = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(here))
-        normed = flat * torch.rsqrt(everywhere / self.width + self.eps)
+        local = flat.square().sum(-1, keepdim=True)
+        # One sums over the ranks in the forward, the other sums the gradients in the backward.
+        total = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(local))
+        normed = flat * torch.rsqrt(total / self.width + self.eps)
         return (self.weight * normed.to(heads.dtype)).view_as(heads)
 
 
 def settings(hf: Any) -> dict[str, Any]:
-    """OlmoeConfig -> settings of a `TransformerConfig`."""
+    """Return the settings of a `TransformerConfig` for an `OlmoeConfig`."""
     require(hf, "clip_qkv", None)
-    return {
-        **decoder_settings(hf),
-        **attention_settings(hf),
-        **softmax_router_settings(hf.norm_topk_prob),
-        "moe_ffn_hidden_size": hf.intermediate_size,
-    }
+    return softmax_moe_settings(hf, expert_size=hf.intermediate_size, normalized=hf.norm_topk_prob)
 
 
-def adapt(spec: Any, config: Any) -> Any:
-    """The layer spec with these norms."""
+def with_norms_over_heads(spec: Any, config: Any) -> Any:
+    """Put `NormOverHeads` into the attention of every layer."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     for layer in spec.layer_specs:
@@ -80,15 +70,8 @@ def adapt(spec: Any, config: Any) -> Any:
 
 
 OLMOE = Family(
-    "olmoe",
-    rules={
-        **decoder_rules(),
-        **attention_rules(),
-        **query_key_norm_rules(),
-        **router_rule(),
-        **mlp_rules(EXPERT, HF_LAYER + "mlp.experts.{expert}."),
-    },
-    fused=fused_expert_rules(),
+    rules={**decoder_rules(), **attention_rules(), **query_key_norm_rules(), **expert_rules()},
+    fused_rules=fused_expert_rules(),
     settings=settings,
-    adapt=adapt,
+    adapt_spec=with_norms_over_heads,
 )

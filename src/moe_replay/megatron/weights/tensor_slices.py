@@ -1,7 +1,7 @@
-"""How a parameter of Megatron-Core lies in the tensors of a checkpoint, said once for both directions.
+"""Rules that map a parameter shard of Megatron-Core to slices of checkpoint tensors, for both directions.
 
-A rule takes the shard of one parameter that one rank holds and says which pieces of which tensors it is made of.
-Loading copies each part from the tensor into the shard; exporting copies the same pieces back.
+A rule takes the shard of one parameter on one rank and lists the slices of checkpoint tensors that make it up.
+Loading copies each slice from its tensor into the shard; exporting copies the same slices back.
 """
 
 from __future__ import annotations
@@ -17,39 +17,41 @@ Slices = tuple[slice, ...]
 
 
 class TensorSlice(NamedTuple):
-    """A part of a tensor of the checkpoint, and where it lies in a shard.
+    """A slice of a checkpoint tensor and its position in a parameter shard.
 
-    name    of the tensor
-    whole   shape of the tensor
-    source  region of the tensor; may have a leading expert that the shard has not
-    target  region of the shard, of as many elements
+    name          of the tensor
+    tensor_shape  of the whole tensor
+    source        slices of the tensor; may have a leading expert dimension that the shard lacks
+    target        slices of the shard, with the same number of elements
     """
 
     name: str
-    whole: Shape
+    tensor_shape: Shape
     source: Slices
     target: Slices
 
     @property
     def numel(self) -> int:
-        """Elements of the part."""
-        return math.prod(len(range(*part.indices(size))) for part, size in zip(self.source, self.whole, strict=True))
+        """Number of elements."""
+        ranges = (range(*one.indices(size)) for one, size in zip(self.source, self.tensor_shape, strict=True))
+        return math.prod(map(len, ranges))
 
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """What one rank holds of one parameter.
+    """The shard of one parameter on one rank.
 
-    key     the parameter, e.g. "decoder.layers.{layer}.mlp.linear_fc1.weight"
-    shape   of the shard
-    dim     along which the parameter is cut, or None
-    layer, expert  which of the whole model, if it is in one
-    config  Megatron-Core's, of the whole model
+    key            the parameter, e.g. "decoder.layers.{layer}.mlp.linear_fc1.weight"
+    shape          of the shard
+    partition_dim  along which the parameter is sharded, or None
+    layer, expert  global indices, or None
+    config         Megatron-Core's `TransformerConfig`
+    rank, size     of this shard, and the number of shards
     """
 
     key: str
     shape: Shape
-    dim: int | None
+    partition_dim: int | None
     layer: int | None
     expert: int | None
     config: Any
@@ -57,44 +59,44 @@ class ParameterShard:
     size: int = 1
 
     @property
-    def whole(self) -> Shape:
-        """Shape of the parameter, uncut."""
-        return tuple(size * self.size if dim == self.dim else size for dim, size in enumerate(self.shape))
+    def full_shape(self) -> Shape:
+        """Shape of the parameter before sharding."""
+        return tuple(size * self.size if dim == self.partition_dim else size for dim, size in enumerate(self.shape))
 
-    def uncut(self) -> ParameterShard:
-        """All of the parameter as one shard."""
-        return replace(self, shape=self.whole, rank=0, size=1)
+    def unsharded(self) -> ParameterShard:
+        """Return the whole parameter as a single shard."""
+        return replace(self, shape=self.full_shape, rank=0, size=1)
 
-    def named(self, template: str) -> str:
-        """The name of a tensor of this layer and expert."""
+    def tensor_name(self, template: str) -> str:
+        """Fill layer and expert into a name with `{layer}` and `{expert}`."""
         return template.format(layer=self.layer, expert=self.expert)
 
 
 class Rule(Protocol):
-    """How one kind of parameter lies in a checkpoint."""
+    """Maps one kind of parameter to checkpoint tensors."""
 
     def slices(self, shard: ParameterShard) -> list[TensorSlice]:
-        """What the shard is made of; together they cover it."""
+        """Return the slices that make up the shard; together they cover every element once."""
         ...
 
 
 @dataclass(frozen=True)
 class Plain:
-    """The parameter is a tensor of the checkpoint."""
+    """A parameter stored as one checkpoint tensor of the same shape."""
 
     name: str
 
     def slices(self, shard: ParameterShard) -> list[TensorSlice]:
         source = [slice(0, size) for size in shard.shape]
-        if shard.dim is not None:
-            length = shard.shape[shard.dim]
-            source[shard.dim] = slice(shard.rank * length, (shard.rank + 1) * length)
-        return [TensorSlice(shard.named(self.name), shard.whole, tuple(source), _all(shard.shape))]
+        if shard.partition_dim is not None:
+            length = shard.shape[shard.partition_dim]
+            source[shard.partition_dim] = slice(shard.rank * length, (shard.rank + 1) * length)
+        return [TensorSlice(shard.tensor_name(self.name), shard.full_shape, tuple(source), _all(shard.shape))]
 
 
 @dataclass(frozen=True)
 class GroupedQkv:
-    """Queries, keys and values of attention: group after group, the queries of one, its key, its value."""
+    """The fused QKV projection: for each query group its queries, its key, its value."""
 
     query: str
     key: str
@@ -110,53 +112,53 @@ class GroupedQkv:
         ]
         rows, *rest = shard.shape
         _check_rows(shard, groups * sum(length for _, length in parts))
-        begin, end, at, found = shard.rank * rows, (shard.rank + 1) * rows, 0, []
+        begin, end, offset, found = shard.rank * rows, (shard.rank + 1) * rows, 0, []
         for group in range(groups):
             for name, length in parts:
-                first, last = max(at, begin), min(at + length, end)
+                first, last = max(offset, begin), min(offset + length, end)
                 if first < last:
-                    inside = group * length - at
+                    inside = group * length - offset
                     found.append(
                         TensorSlice(
-                            shard.named(name),
+                            shard.tensor_name(name),
                             (groups * length, *rest),
                             (slice(first + inside, last + inside), *_all(rest)),
                             (slice(first - begin, last - begin), *_all(rest)),
                         )
                     )
-                at += length
+                offset += length
         return found
 
 
 @dataclass(frozen=True)
 class GateUp:
-    """The two input projections of a gated MLP, each cut by itself; one below the other in one tensor without `up`."""
+    """Gate and up projection of a gated MLP, each sharded separately; without `up`, both stacked in one tensor."""
 
     gate: str
     up: str | None = None
 
     def slices(self, shard: ParameterShard) -> list[TensorSlice]:
         rows, *rest = shard.shape
-        half, features = rows // 2, shard.whole[0] // 2
+        half, features = rows // 2, shard.full_shape[0] // 2
         _check_rows(shard, 2 * features)
-        whole = (features * (2 if self.up is None else 1), *rest)
+        tensor_shape = (features * (2 if self.up is None else 1), *rest)
         offset = features if self.up is None else 0
         first = shard.rank * half
 
-        def part(name: str, source: int, target: int) -> TensorSlice:
+        def half_of(name: str, source: int, target: int) -> TensorSlice:
             return TensorSlice(
-                shard.named(name),
-                whole,
+                shard.tensor_name(name),
+                tensor_shape,
                 (slice(source, source + half), *_all(rest)),
                 (slice(target, target + half), *_all(rest)),
             )
 
-        return [part(self.gate, first, 0), part(self.up or self.gate, first + offset, half)]
+        return [half_of(self.gate, first, 0), half_of(self.up or self.gate, first + offset, half)]
 
 
 @dataclass(frozen=True)
 class Stacked:
-    """The experts of a layer lie in one tensor, expert first."""
+    """All experts of a layer in one tensor, with the expert as leading dimension."""
 
     each: Rule
 
@@ -164,8 +166,8 @@ class Stacked:
         expert, count = shard.expert, shard.config.num_moe_experts
         assert expert is not None
         return [
-            part._replace(whole=(count, *part.whole), source=(slice(expert, expert + 1), *part.source))
-            for part in self.each.slices(shard)
+            one._replace(tensor_shape=(count, *one.tensor_shape), source=(slice(expert, expert + 1), *one.source))
+            for one in self.each.slices(shard)
         ]
 
 
@@ -174,10 +176,10 @@ def _all(shape: list[int] | Shape) -> Slices:
 
 
 def _check_rows(shard: ParameterShard, expected: int) -> None:
-    if shard.whole[0] != expected:
+    if shard.full_shape[0] != expected:
         raise WeightMapError(
-            f"the parameter {shard.key} has not the rows that its config promises",
+            f"the number of rows of {shard.key} does not match the model config",
             layer=shard.layer,
             expected=expected,
-            found=f"{shard.whole[0]}, in {shard.size} shards of {shard.shape[0]}",
+            found=f"{shard.full_shape[0]}, in {shard.size} shards of {shard.shape[0]}",
         )

@@ -1,4 +1,4 @@
-"""Weights in and out: a checkpoint folder into the chunks of this rank, and the chunks of all ranks into a folder."""
+"""Loading a checkpoint folder into the model chunks of this rank, and exporting the chunks of all ranks."""
 
 from __future__ import annotations
 
@@ -20,91 +20,100 @@ Chunks = nn.Module | Sequence[nn.Module]
 
 
 class WeightMap(NamedTuple):
-    """One family's rules, for the form that one checkpoint and one model have."""
+    """The rules of one family for one checkpoint and one model."""
 
     family: Family
+    model_type: str
     rules: Rules
 
+    @classmethod
+    def of(cls, family: Family, checkpoint: Checkpoint, model: LocalModel) -> WeightMap:
+        """Choose the rules by the layout of the checkpoint's experts and the model's embeddings."""
+        rules = family.rules_for(fused=checkpoint.is_fused, tied=model.is_tied)
+        return cls(family, checkpoint.model_type, rules)
+
     def slices(self, shard: ParameterShard) -> list[TensorSlice]:
-        """What a shard is made of."""
+        """Return the slices of checkpoint tensors that make up a shard."""
         rule = self.rules.get(shard.key)
         if rule is None:
             raise WeightMapError(
-                f"the family {self.family.model_type} has no rule for the parameter {shard.key}",
+                f"the weight map of {self.model_type} has no rule for the parameter {shard.key}",
                 layer=shard.layer,
-                found=f"shape {shard.whole}",
+                found=f"shape {shard.full_shape}",
                 remedy=f"Build the model with megatron_config(); {ADD_A_FAMILY}",
             )
         return rule.slices(shard)
 
 
-# ---- in -------------------------------------------------------------------------------------------------------------
+# ---- load -----------------------------------------------------------------------------------------------------------
 
 
 def load(checkpoint: Checkpoint, chunks: Chunks, family: Family) -> None:
-    """Copy a checkpoint into the parameters of this rank, in place and in their dtype. All ranks call it.
+    """Copy a checkpoint into the parameters of this rank, in place and cast to their dtype. A collective call.
 
-    Whether everything fits is known before the first weight is written, and alike on all ranks.
+    Names and shapes of the whole model are checked on every rank before the first weight is written.
     """
     local = LocalModel.of(chunks)
-    weight_map = WeightMap(family, family.rules_for(fused=checkpoint.is_fused, tied=local.is_tied))
+    weight_map = WeightMap.of(family, checkpoint, local)
     _check(checkpoint, local, weight_map)
     with torch.no_grad():
-        for spec, tensor in local.own:
-            for part in weight_map.slices(local.own_shard(spec)):
+        for spec, tensor in local.parameters:
+            for part in weight_map.slices(local.local_shard(spec)):
                 target = tensor[part.target]
                 target.copy_(checkpoint.read(part.name, part.source).reshape(target.shape))
 
 
 def _check(checkpoint: Checkpoint, local: LocalModel, weight_map: WeightMap) -> None:
-    """Every tensor that the whole model needs is there, has its shape, and there is no other."""
+    """Raise unless the checkpoint has exactly the tensors of the whole model, in their shapes."""
     present = checkpoint.names
-    model_type = weight_map.family.model_type
-    expected = {part.name: (part.whole, shard) for shard in local.whole() for part in weight_map.slices(shard)}
-    aside = weight_map.family.set_aside(checkpoint.config)
-    unexpected = sorted(name for name in present - expected.keys() if aside is None or not aside.match(name))
+    model_type = weight_map.model_type
+    expected = {
+        part.name: (part.tensor_shape, shard) for shard in local.unsharded() for part in weight_map.slices(shard)
+    }
+    extra = weight_map.family.extra_tensors(checkpoint.config)
+    unexpected = sorted(name for name in present - expected.keys() if extra is None or not extra.match(name))
     missing = sorted(expected.keys() - present)
     if missing:
         raise WeightMapError(
-            f"{len(missing)} tensors are missing in the checkpoint ({model_type}), the first is {missing[0]}",
+            f"{len(missing)} tensors are missing from the checkpoint ({model_type}), the first is {missing[0]}",
             layer=expected[missing[0]][1].layer,
             expected=f"shape {expected[missing[0]][0]} for {expected[missing[0]][1].key}",
             found=f"{len(present)} other tensors in {checkpoint.folder}",
         )
     if unexpected:
         raise WeightMapError(
-            f"{len(unexpected)} tensors of the checkpoint ({model_type}) have no place in the model, "
+            f"{len(unexpected)} tensors of the checkpoint ({model_type}) are not in the model, "
             f"the first is {unexpected[0]}",
             expected=f"{len(expected)} tensors",
             found=f"{unexpected[0]} of shape {checkpoint.shape(unexpected[0])}",
-            remedy="The model must be built from this checkpoint's config",
+            remedy="Build the model from this checkpoint's config",
         )
     for name, (shape, shard) in expected.items():
         if checkpoint.shape(name) != shape:
             raise WeightMapError(
-                f"the tensor {name} ({model_type}) has not the shape that {shard.key} needs",
+                f"the shape of tensor {name} ({model_type}) does not match {shard.key}",
                 layer=shard.layer,
                 expected=f"shape {shape}",
                 found=f"shape {checkpoint.shape(name)}",
-                remedy="The model must be built from this checkpoint's config",
+                remedy="Build the model from this checkpoint's config",
             )
 
 
-# ---- out ------------------------------------------------------------------------------------------------------------
+# ---- export ---------------------------------------------------------------------------------------------------------
 
 
 def export_tensors(chunks: Chunks, like: Checkpoint, family: Family) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the checkpoint, whole and in its dtype, layer by layer, on every rank.
+    """Yield every tensor of the checkpoint, unsharded and in its dtype, layer by layer, on every rank.
 
-    All ranks must take all of them: each is gathered from the ranks that hold it when it is asked for.
+    A collective: each tensor is gathered when it is requested, so all ranks must iterate to the end.
     """
     local = LocalModel.of(chunks)
-    weight_map = WeightMap(family, family.rules_for(fused=like.is_fused, tied=local.is_tied))
+    weight_map = WeightMap.of(family, like, local)
     _check(like, local, weight_map)
-    own = dict(local.own)
+    parameters = dict(local.parameters)
     assembly = _Assembly(like)
-    for stage, spec in _in_order(local):
-        shards = _gathered(local, spec, stage, own.get(spec))
+    for stage, spec in _export_order(local):
+        shards = _gather(local, spec, stage, parameters.get(spec))
         for expert_rank, of_experts in enumerate(shards):
             for rank, shard in enumerate(of_experts):
                 for part in weight_map.slices(local.shard(spec, expert_rank, rank)):
@@ -113,38 +122,38 @@ def export_tensors(chunks: Chunks, like: Checkpoint, family: Family) -> Iterator
 
 
 def write(chunks: Chunks, folder: str | Path, like: Checkpoint, family: Family, file_bytes: int = FILE_BYTES) -> None:
-    """The checkpoint folder of the model as it is now, written by the first rank. All ranks call it."""
+    """Write the current weights as a checkpoint folder on rank 0. A collective call."""
     write_folder(export_tensors(chunks, like, family), folder, like.folder, file_bytes)
-    dist.barrier()  # nobody reads before it is written
+    dist.barrier()  # no rank returns before the folder is complete
 
 
-def _in_order(local: LocalModel) -> list[tuple[int, ParameterSpec]]:
-    """Every parameter with the pipeline stage that holds it: embeddings, layers, what comes after."""
+def _export_order(local: LocalModel) -> list[tuple[int, ParameterSpec]]:
+    """Return every parameter with its pipeline stage: embeddings, layers in order, then the rest."""
 
-    def place(item: tuple[int, ParameterSpec]) -> float:
+    def position(item: tuple[int, ParameterSpec]) -> float:
         _, spec = item
         if spec.layer is not None:
             return spec.layer
         return -1 if spec.key.startswith("embedding.") else float("inf")
 
-    return sorted(((stage, spec) for stage, specs in enumerate(local.specs) for spec in specs), key=place)
+    return sorted(((stage, spec) for stage, specs in enumerate(local.specs) for spec in specs), key=position)
 
 
-def _gathered(local: LocalModel, spec: ParameterSpec, stage: int, own: Tensor | None) -> Tensor:
-    """(expert ranks, shard ranks, *shard): all there is of one parameter, on every rank."""
+def _gather(local: LocalModel, spec: ParameterSpec, stage: int, shard: Tensor | None) -> Tensor:
+    """Return all shards of one parameter on every rank, (expert-parallel ranks, tensor-parallel ranks, *shard)."""
     pipeline = local.groups.pipeline
-    if own is None:
-        everywhere = torch.empty((*local.spread_sizes(spec), *spec.shape), dtype=spec.dtype, device=local.device)
+    if shard is None:
+        shards = torch.empty((*local.num_shards(spec), *spec.shape), dtype=spec.dtype, device=local.device)
     else:
-        by_expert, by_shard = local.spread(spec)
-        everywhere = _from_all(_from_all(own.detach(), by_shard), by_expert)
+        by_expert, by_shard = local.shard_groups(spec)
+        shards = _all_gather(_all_gather(shard.detach(), by_shard), by_expert)
     if pipeline.size() > 1:
-        dist.broadcast(everywhere, dist.get_global_rank(pipeline, stage), group=pipeline)
-    return everywhere
+        dist.broadcast(shards, dist.get_global_rank(pipeline, stage), group=pipeline)
+    return shards
 
 
-def _from_all(tensor: Tensor, group: Any) -> Tensor:
-    """(ranks of the group, *shape)"""
+def _all_gather(tensor: Tensor, group: Any) -> Tensor:
+    """Return the tensors of all ranks of a group, (ranks, *shape)."""
     if group is None or group.size() == 1:
         return tensor.unsqueeze(0)
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
@@ -153,7 +162,7 @@ def _from_all(tensor: Tensor, group: Any) -> Tensor:
 
 
 class _Assembly:
-    """Puts pieces together into tensors, and hands out each when it is whole."""
+    """Assembles checkpoint tensors from slices and yields each when it is complete."""
 
     def __init__(self, like: Checkpoint) -> None:
         self._like = like
@@ -161,10 +170,10 @@ class _Assembly:
         self._done: set[str] = set()
 
     def add(self, part: TensorSlice, shard: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The part of a tensor that lies in this shard."""
-        if part.name in self._done:  # an output projection that is the embedding
+        """Copy a slice out of a shard; yield its tensor if that completes it."""
+        if part.name in self._done:  # tied embeddings: the output projection is the same tensor
             return
-        tensor, missing = self._open.pop(part.name, None) or self._begun(part, shard)
+        tensor, missing = self._open.pop(part.name, None) or self._new_tensor(part, shard)
         target = tensor[part.source]
         target.copy_(shard[part.target].reshape(target.shape))
         if missing > part.numel:
@@ -173,11 +182,11 @@ class _Assembly:
         self._done.add(part.name)
         yield part.name, tensor
 
-    def _begun(self, part: TensorSlice, shard: Tensor) -> tuple[Tensor, int]:
-        tensor = torch.empty(part.whole, dtype=self._like.dtype(part.name), device=shard.device)
+    def _new_tensor(self, part: TensorSlice, shard: Tensor) -> tuple[Tensor, int]:
+        tensor = torch.empty(part.tensor_shape, dtype=self._like.dtype(part.name), device=shard.device)
         return tensor, tensor.numel()
 
     def check_complete(self) -> None:
-        """Raise if a tensor lacks a part."""
+        """Raise if a tensor is incomplete."""
         if self._open:
-            raise WeightMapError("the ranks do not hold all of a tensor", found=sorted(self._open)[:3])
+            raise WeightMapError("the shards of all ranks do not cover a tensor", found=sorted(self._open)[:3])
