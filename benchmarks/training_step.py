@@ -152,7 +152,7 @@ def step(learner: Learner, trajectories: list[Trajectory], device: torch.device)
     updates = learner.prepare(trajectories)
     learner.score(updates, meters, step=1)
     learner.update(updates, meters, step=1)
-    meters.combined(speaks=True)
+    learner.summarize(meters)
     synchronise(device)
     return time.perf_counter() - began
 

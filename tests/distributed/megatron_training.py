@@ -15,7 +15,7 @@ from torch import Tensor
 import moe_replay as mr
 from moe_replay.rollout.types import FinishReason
 from moe_replay.train import trajectory as trajectories_module
-from moe_replay.train.backends.base import Backend, Routing, Scores, Updated
+from moe_replay.train.backends.base import Backend, Routing, Scores, UpdateResult
 from moe_replay.train.batches import mini_batches
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.losses import policy_loss
@@ -30,7 +30,7 @@ UPDATES = 2
 LEARNING_RATE = 0.05
 BUDGET = 24  # so that there are several micro-batches of different widths
 
-REPLAY = Routing("replay", observe=True)
+REPLAY = Routing("replay", "rollout", observe=True)
 
 
 # ---- the whole model ------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def batches_of(backend: Backend, data: bytes, packed: bool) -> list[list[MicroBa
         packed=packed,
     )
     for batch in (batch for mini in made for batch in mini):
-        batch.routes = batch.rollout_routes(backend.chunk_layers)
+        batch.add_rollout_routes(backend.chunk_layers)
     return made
 
 
@@ -116,9 +116,9 @@ def loss_sum(total: list[float]) -> Callable[[MicroBatch, Tensor], Tensor]:
     def loss(batch: MicroBatch, logprobs: Tensor) -> Tensor:
         found = policy_loss(
             logprobs,
-            batch.rollout,
+            batch.rollout_logprobs,
             batch.advantages,
-            batch.weights,
+            batch.loss_weights,
             batch.sequence,
             len(batch.trajectories),
             level="sequence",
@@ -137,21 +137,21 @@ def two_updates(folder: str, data: bytes, kind: str = "megatron", settings: dict
     backend = open_backend(config)
     minis = batches_of(backend, data, config.batch.packed)
     scores = [backend.score(mini, REPLAY) for mini in minis]
-    for seen, unseen in zip(scores[0], backend.score(minis[0], Routing("replay")), strict=True):
+    for seen, unseen in zip(scores[0], backend.score(minis[0], Routing("replay", "rollout")), strict=True):
         assert (seen is unseen is None) or torch.equal(seen.logprobs, unseen.logprobs), "observing changes a pass"
     native = [backend.score(mini, Routing()) for mini in minis]
     losses: list[float] = []
     updates = [
-        _counted_update(backend, mini, losses, Routing("replay", observe=number == 0))
+        _counted_update(backend, mini, losses, Routing("replay", "rollout", observe=number == 0))
         for number, mini in enumerate(minis)
     ]
     for batch in (batch for mini in minis for batch in mini):
-        observed = tuple(batch.native[chunk].layers for chunk in range(len(backend.chunk_layers)))
+        observed = tuple(batch.native_routes[chunk].layers for chunk in range(len(backend.chunk_layers)))
         assert observed == backend.chunk_layers
     exported = {name: tensor.clone() for name, tensor in backend.weights()}
     backend.close()
     return {
-        "losses": losses if backend.speaks else [0.0] * len(minis),
+        "losses": losses if backend.reports_metrics else [0.0] * len(minis),
         "norms": [updated.grad_norm for updated in updates],
         "replayed": by_row(backend, minis, scores),
         "native": by_row(backend, minis, native),
@@ -162,7 +162,7 @@ def two_updates(folder: str, data: bytes, kind: str = "megatron", settings: dict
 
 def _counted_update(
     backend: Backend, mini: list[MicroBatch], losses: list[float], routing: Routing = REPLAY
-) -> Updated:
+) -> UpdateResult:
     losses.append(0.0)
     updated = backend.update(mini, loss_sum(losses), routing, lr=LEARNING_RATE)
     assert updated.applied
@@ -170,11 +170,11 @@ def _counted_update(
 
 
 def by_row(backend: Backend, minis: list[list[MicroBatch]], scores: list[list[Scores | None]]) -> dict[int, Tensor]:
-    """(2, N) of each sequence that this rank speaks for: log-probs and entropy."""
+    """(2, N) of each sequence that this rank reports: log-probs and entropy."""
     found = {}
     for batch, of in zip(chain(*minis), chain(*scores), strict=True):
-        assert (of is not None) or not backend.speaks
-        if of is not None and backend.speaks and not batch.filler:
+        assert (of is not None) or not backend.reports_metrics
+        if of is not None and backend.reports_metrics and not batch.is_dummy:
             for number, one in enumerate(batch.trajectories):
                 assert one.row not in found, "a sequence is trained on twice"
                 found[one.row] = torch.stack([of.logprobs, of.entropy])[:, batch.sequence == number].clone()
@@ -186,21 +186,19 @@ def first_ratios(folder: str, data: bytes, settings: dict[str, Any]) -> dict[str
     config = make_config(folder, **settings)
     backend = open_backend(config)
     batches = batches_of(backend, data, config.batch.packed)[0]
-    for batch in batches:
-        batch.routes = {}
     for batch, scores in zip(batches, backend.score(batches, Routing("record")), strict=True):
-        batch.old = None if scores is None else scores.logprobs
+        batch.old_logprobs = None if scores is None else scores.logprobs
     apart: list[float] = []
 
     def loss(batch: MicroBatch, logprobs: Tensor) -> Tensor:
-        assert batch.old is not None
-        apart[-1] = max(apart[-1], (logprobs - batch.old).abs().max().item())
-        return (logprobs * batch.advantages * batch.weights).sum()
+        assert batch.old_logprobs is not None
+        apart[-1] = max(apart[-1], (logprobs - batch.old_logprobs).abs().max().item())
+        return (logprobs * batch.advantages * batch.loss_weights).sum()
 
     for _ in range(2):
         apart.append(0.0)
-        assert backend.update(batches, loss, Routing("replay"), lr=LEARNING_RATE).applied
-    return {"apart": apart, "speaks": backend.speaks}
+        assert backend.update(batches, loss, Routing("replay", "recorded"), lr=LEARNING_RATE).applied
+    return {"apart": apart, "reports_metrics": backend.reports_metrics}
 
 
 def stop_and_go_on(folder: str, data: bytes, settings: dict[str, Any], saved: str) -> dict[str, Any]:
@@ -251,7 +249,7 @@ def bad_update(folder: str, data: bytes, settings: dict[str, Any]) -> dict[str, 
     """Weights after two good updates, with a third between them whose loss is NaN on some ranks, and without it."""
     config = make_config(folder, **settings)
 
-    def trained(*, with_bad: bool) -> tuple[dict[str, Tensor], Updated | None]:
+    def trained(*, with_bad: bool) -> tuple[dict[str, Tensor], UpdateResult | None]:
         backend = open_backend(config)
         minis = batches_of(backend, data, config.batch.packed)
         _counted_update(backend, minis[0], [])

@@ -89,7 +89,7 @@ def test_updates_as_one_process_makes_them(name: str) -> None:
     assert len({tuple(rank["micro_batches"]) for rank in ranks}) == 1
     for routing in ("replayed", "native"):
         found = [row for rank in ranks for row in rank[routing]]
-        assert sorted(found) == sorted(one[routing]), "each sequence has one rank that speaks for it"
+        assert sorted(found) == sorted(one[routing]), "each sequence has one rank that reports it"
         assert all(close(rank[routing][row], one[routing][row]) for rank in ranks for row in rank[routing])
     check_weights(ranks[0]["weights"], one["weights"])
 
@@ -115,11 +115,11 @@ def test_the_updates_would_be_others_natively() -> None:
 @pytest.mark.parametrize("settings", [TP | PACKED, VPP | BF16 | FULL, CP | EP], ids=str)
 def test_a_recorded_pass_is_replayed_bit_for_bit(settings: dict[str, Any]) -> None:
     ranks = on_ranks(2, megatron_training.first_ratios, settings)
-    assert any(rank["speaks"] for rank in ranks)
+    assert any(rank["reports_metrics"] for rank in ranks)
     for rank in ranks:
         first, second = rank["apart"]
         assert first == 0.0
-        assert second > 0.0 or not rank["speaks"]
+        assert second > 0.0 or not rank["reports_metrics"]
 
 
 @pytest.mark.parametrize(

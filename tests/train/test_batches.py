@@ -57,13 +57,13 @@ def test_a_micro_batch_scores_the_sampled_tokens_and_no_others(packed: bool) -> 
     flat = batch.input_ids.flatten()
     expected = [(i, p) for i, t in enumerate(trajectories) for p in range(1, len(t)) if t.sampled[p]]
     assert batch.sequence.tolist() == [i for i, _ in expected]
-    assert batch.rollout.tolist() == [float(trajectories[i].logprobs[p]) for i, p in expected]
-    assert batch.weights.tolist() == [[0.5, 0.25, 0.125][i] for i, _ in expected]
+    assert batch.rollout_logprobs.tolist() == [float(trajectories[i].logprobs[p]) for i, p in expected]
+    assert batch.loss_weights.tolist() == [[0.5, 0.25, 0.125][i] for i, _ in expected]
     # the place that predicts a token holds the token before it, and the target is the token itself
-    order = batch.slots.argsort()
-    assert flat[batch.places[order]].tolist() == [int(trajectories[i].token_ids[p - 1]) for i, p in expected]
-    assert batch.targets[order].tolist() == [int(trajectories[i].token_ids[p]) for i, p in expected]
-    positions = batch.position_ids.flatten()[batch.places[order]]
+    order = batch.target_index.argsort()
+    assert flat[batch.target_positions[order]].tolist() == [int(trajectories[i].token_ids[p - 1]) for i, p in expected]
+    assert batch.target_ids[order].tolist() == [int(trajectories[i].token_ids[p]) for i, p in expected]
+    positions = batch.position_ids.flatten()[batch.target_positions[order]]
     assert positions.tolist() == [p - 1 for _, p in expected]
 
 
@@ -71,7 +71,8 @@ def test_routes_of_the_rollout_belong_to_the_tokens_fed() -> None:
     trajectories = [random_trajectory(i, prompt=2, completion=5) for i in range(2)]
     rank = Rank()
     batch = MicroBatch.of(trajectories, [1.0, 1.0], rank.layout([len(t) for t in trajectories]), rank.device)
-    (routes,) = batch.rollout_routes(rank.chunk_layers).values()
+    batch.add_rollout_routes(rank.chunk_layers)
+    (routes,) = batch.rollout_routes.values()
     routes.check_fed(batch.input_ids)
     assert routes.layers == LAYERS
     first = len(trajectories[0])
@@ -104,11 +105,11 @@ def test_ranks_together_weigh_every_token_as_one_would(
         passes.append([len(batches) for batches in made])
         for update, batches in enumerate(made):
             for batch in batches:
-                if batch.filler:
-                    assert not batch.weights.any()
+                if batch.is_dummy:
+                    assert not batch.loss_weights.any()
                     continue
                 for i, trajectory in enumerate(batch.trajectories):
-                    (weight,) = set(batch.weights[batch.sequence == i].tolist())
+                    (weight,) = set(batch.loss_weights[batch.sequence == i].tolist())
                     assert trajectory.row not in found[update]
                     found[update][trajectory.row] = weight
     assert all(counts == passes[0] for counts in passes)
@@ -134,7 +135,7 @@ def test_what_is_not_trained_on_counts_as_a_sequence_without_tokens() -> None:
     )
     (batch,) = batches
     assert [t.row for t in batch.trajectories] == [0]
-    np.testing.assert_allclose(batch.weights.numpy(), 1 / (3 * 4))  # the mean is over three sequences
+    np.testing.assert_allclose(batch.loss_weights.numpy(), 1 / (3 * 4))  # the mean is over three sequences
 
 
 def test_an_update_without_anything_to_train_on_has_no_micro_batches() -> None:

@@ -113,10 +113,11 @@ def test_a_ratio_other_than_one_in_the_first_update_stops_the_run(config: Config
         """Not asked for anything by the check."""
 
     learner = Learner(config(), Anything())  # type: ignore[arg-type]
-    fine = {"mismatch/first_update/logprob_abs_diff/max": 0.0, "loss/total": 1.0}
-    assert learner.checked(fine) == {"loss/total": 1.0}
+    learner.check_first_update(0.0)
     with pytest.raises(ReplayStateError, match=r"first update.*exactly 1.*1e-07 apart"):
-        learner.checked({"mismatch/first_update/logprob_abs_diff/max": 1e-7})
+        learner.check_first_update(1e-7)
+    with pytest.raises(ReplayStateError, match="nan apart"):
+        learner.check_first_update(math.nan)
 
 
 # ---- the algorithm --------------------------------------------------------------------------------------------------

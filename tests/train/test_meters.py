@@ -36,17 +36,17 @@ def test_means_are_of_all_tokens() -> None:
     meters.mean("clipped", torch.tensor([True, False]))
     meters.sum("loss", torch.tensor(0.25))
     meters.sum("loss", torch.tensor(0.5))
-    found = meters.combined(speaks=True)
+    found = meters.combined(reports=True).metrics
     assert found == {"entropy": 1.75, "clipped": 0.5, "loss": 0.75}
 
 
-def test_a_rank_that_does_not_speak_adds_its_routes_alone() -> None:
+def test_a_rank_that_reports_no_token_metrics_still_counts_its_routes() -> None:
     meters = Meters(TOPOLOGY)
     meters.mean("entropy", torch.tensor([1.0]))
     meters.mismatch("a_vs_b", torch.zeros(2), torch.ones(2))
     batch, _ = routes([[[0, 1], [2, 3]]])
     meters.agreement(batch, batch)
-    found = meters.combined(speaks=False)
+    found = meters.combined(reports=False).metrics
     assert found == {"routing/agreement": 1.0, "routing/agreement/layer_001": 1.0, "routing/agreement/layer_003": 1.0}
 
 
@@ -55,7 +55,7 @@ def test_agreement_counts_pairs_that_have_a_route() -> None:
     native, _ = routes([[[1, 0], [0, 2]], [[0, 1], [0, 1]], [[2, 3], [2, 3]]])  # order does not matter
     meters = Meters(TOPOLOGY)
     meters.agreement(rollout, native)
-    found = meters.combined(speaks=True)
+    found = meters.combined(reports=True).metrics
     assert found["routing/agreement/layer_001"] == 1.0
     assert found["routing/agreement/layer_003"] == 0.5
     assert found["routing/agreement"] == 0.75
@@ -65,7 +65,7 @@ def test_load_and_coverage_leave_padding_out() -> None:
     batch, layout = routes([[[0, 1], [0, 1]], [[0, 2], [2, 3]], [[0, 1], [0, 1]]], valid=[True, True, False])
     meters = Meters(TOPOLOGY)
     meters.routes([batch], layout, replayed=True)
-    found = meters.combined(speaks=True)
+    found = meters.combined(reports=True).metrics
     assert found["routing/replayed_fraction"] == pytest.approx(2 / 3)
     assert found["routing/unrouted_fraction"] == pytest.approx(1 / 3)
     # layer 1: loads 2, 1, 1, 0 of a mean of 1; layer 3: all alike
@@ -76,7 +76,7 @@ def test_mismatches_combine_exactly() -> None:
     meters = Meters(TOPOLOGY)
     meters.mismatch("a_vs_b", torch.tensor([0.0]), torch.tensor([0.1]))
     meters.mismatch("a_vs_b", torch.tensor([0.0, 0.0]), torch.tensor([-0.2, 1.0]))
-    found = meters.combined(speaks=True)
+    found = meters.combined(reports=True).metrics
     assert found["mismatch/a_vs_b/logprob_abs_diff/mean"] == pytest.approx(1.3 / 3)
     assert found["mismatch/a_vs_b/logprob_abs_diff/max"] == pytest.approx(1.0)
     assert found["mismatch/a_vs_b/beyond_two"] == pytest.approx(1 / 3)

@@ -130,11 +130,11 @@ def _replay_plan(path: Path) -> tuple[str, str]:
     """Return (mode, reason), with `auto` resolved as the trainer does; both empty if this version cannot read it."""
     try:
         from moe_replay.train.config.file import ConfigError, load_config
-        from moe_replay.train.replay_mode import resolve
+        from moe_replay.train.replay_mode import plan_replay
     except ImportError:  # reports are also written on machines without the training extras
         return _plain_mode(path)
     try:
-        plan = resolve(load_config(path))
+        plan = plan_replay(load_config(path))
     except (ConfigError, OSError):
         return _plain_mode(path)
     return plan.mode, plan.reason

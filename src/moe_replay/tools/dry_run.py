@@ -16,12 +16,12 @@ from moe_replay.train.config.keys import ConfigError
 from moe_replay.train.config.sections import BackendConfig
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.engines import check_length
-from moe_replay.train.replay_mode import resolve
+from moe_replay.train.replay_mode import plan_replay
 
 
 def dry_run(config: TrainConfig, ranks: int | None = None) -> str:
     """The report; a layout that cannot be is an error. Without a number of ranks, the fewest that there can be."""
-    replay = resolve(config)
+    replay = plan_replay(config)
     parallel = parallel_of(config.backend, ranks)
     lines = [
         f"replay   {replay.mode}: {replay.reason}",

@@ -32,16 +32,16 @@ def mini_batches(
     packed: bool,
     overlong_filter: bool = False,
 ) -> list[list[MicroBatch]]:
-    """The micro-batches of this rank for each of the updates of one rollout.
+    """Return the micro-batches of this rank for each of the updates on one rollout batch.
 
-    A trajectory that nobody scored, or that the overlong filter takes out, is not trained on; it counts as a sequence
-    without tokens in the mean over sequences.
+    A trajectory without a reward, or removed by the overlong filter, is not trained on; in a mean over sequences it
+    counts as a sequence without tokens.
     """
-    made = []
+    result = []
     for part in np.array_split(np.arange(len(trajectories)), updates):
         chosen = [trajectories[i] for i in part.tolist()]
-        out = [np.isnan(t.reward) or (overlong_filter and t.truncated) for t in chosen]
-        lengths = np.array([0 if left else int(t.sampled[1:].sum()) for t, left in zip(chosen, out, strict=True)])
+        excluded = [np.isnan(t.reward) or (overlong_filter and t.truncated) for t in chosen]
+        lengths = np.array([0 if out else int(t.sampled[1:].sum()) for t, out in zip(chosen, excluded, strict=True)])
         weights = token_weights(lengths, aggregation, max_tokens)
         trained = np.flatnonzero(lengths)
         division = divide([len(chosen[i]) for i in trained], backend.data_size, budget, packed=packed)
@@ -50,31 +50,31 @@ def mini_batches(
         mine: list[MicroBatch] = []
         for bin_ in division[backend.data_rank]:
             picked = [int(trained[i]) for i in bin_]
-            mine.append(_laid_out([chosen[i] for i in picked], [float(weights[i]) for i in picked], backend))
+            mine.append(_lay_out([chosen[i] for i in picked], [float(weights[i]) for i in picked], backend))
         if len(trained):
             shortest = chosen[min(trained.tolist(), key=lambda i: len(chosen[i]))]
-            mine += [filler(shortest, backend) for _ in range(count - len(mine))]
-        made.append(mine)
-    return made
+            mine += [dummy_batch(shortest, backend) for _ in range(count - len(mine))]
+        result.append(mine)
+    return result
 
 
-def filler(trajectory: Trajectory, backend: Backend) -> MicroBatch:
-    """A micro-batch that changes no loss: every rank runs as many passes as the busiest one."""
-    batch = _laid_out([trajectory], [0.0], backend)
-    batch.filler = True
+def dummy_batch(trajectory: Trajectory, backend: Backend) -> MicroBatch:
+    """Return a micro-batch of weight zero: every rank runs as many passes as the busiest one."""
+    batch = _lay_out([trajectory], [0.0], backend)
+    batch.is_dummy = True
     return batch
 
 
-def _laid_out(trajectories: list[Trajectory], weights: list[float], backend: Backend) -> MicroBatch:
+def _lay_out(trajectories: list[Trajectory], weights: list[float], backend: Backend) -> MicroBatch:
     layout = backend.layout([len(t) for t in trajectories])
     return MicroBatch.of(trajectories, weights, layout, backend.device)
 
 
 def divide(lengths: Sequence[int], ranks: int, budget: int, *, packed: bool) -> Division:
-    """Sequences to ranks, evenly by tokens, and of each rank to micro-batches of at most `budget` tokens.
+    """Divide sequences over ranks, balanced by tokens, and those of each rank into micro-batches of `budget` tokens.
 
-    A padded micro-batch costs its longest sequence times their number. A sequence that is longer than the budget has a
-    micro-batch of its own.
+    A padded micro-batch costs its longest sequence times the number of sequences. A sequence longer than the budget
+    gets a micro-batch of its own.
     """
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     load = [0] * ranks
@@ -87,7 +87,7 @@ def divide(lengths: Sequence[int], ranks: int, budget: int, *, packed: bool) -> 
 
 
 def _bins(indices: Sequence[int], lengths: Sequence[int], budget: int, *, packed: bool) -> list[list[int]]:
-    """First fit, longest first; in the order of the sequences inside each."""
+    """Return first-fit bins of `indices`, which come longest first; each bin is in sequence order."""
     bins: list[list[int]] = []
     for index in indices:
         for bin_ in bins:

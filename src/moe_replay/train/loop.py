@@ -28,7 +28,7 @@ def train(config: TrainConfig, engine: Engine | None = None, write_report: Repor
                 job.learner.score(updates, meters, step, compare=job.compares_in(step))
             with clock("train"):
                 learned = job.learner.update(updates, meters, step, job.report_updates)
-                measured = job.learner.checked(meters.combined(speaks=job.backend.speaks))
+                measured = job.learner.summarize(meters)
             with clock("sync"):
                 job.give_weights(version=step)
             with clock("eval"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,17 @@ from moe_replay.routes.layout import PADDING, TokenLayout
 from moe_replay.routes.topology import MoeTopology
 
 
+class StepSummary(NamedTuple):
+    """Numbers of a step over all ranks.
+
+    metrics             name -> value
+    first_update_diff   largest difference between log-probs of the old-log-prob pass and of the step's first update
+    """
+
+    metrics: dict[str, float]
+    first_update_diff: float
+
+
 class Meters:
     """What this rank has counted since the step began. It stays on the device until the end: nothing waits for it."""
 
@@ -30,6 +42,7 @@ class Meters:
         self._sums: dict[str, list[Tensor]] = {}
         self._same: dict[str, float] = {}
         self._mismatches: dict[str, Mismatch] = {}
+        self._first_update_diff = torch.zeros((), dtype=torch.float64)
         self._agreements: list[tuple[list[int], Tensor]] = []
         self._loads: list[tuple[list[int], Tensor]] = []
         self._routed: list[Tensor] = []
@@ -55,6 +68,11 @@ class Meters:
         present = self._mismatches.get(name)
         self._mismatches[name] = found if present is None else present + found
 
+    def first_update(self, old: Tensor, train: Tensor) -> None:
+        """Log-probs (N,) of the old-log-prob pass and of the first update of the step."""
+        largest = (train.detach() - old).abs().max().double()
+        self._first_update_diff = torch.maximum(self._first_update_diff.to(largest.device), largest)
+
     def agreement(self, rollout: RouteBatch, native: RouteBatch) -> None:
         """The rollout's routes against what the trainer's routers choose, on this rank's rows and layers."""
         covered = rollout.valid & native.valid
@@ -76,9 +94,9 @@ class Meters:
 
     # ---- the end of the step ------------------------------------------------------------------------------------
 
-    def combined(self, *, speaks: bool) -> dict[str, float]:
-        """Over all ranks, on every rank. Of ranks that share their tokens only one speaks; of its routes, each does."""
-        own = np.frombuffer(json.dumps(self._own(speaks)).encode(), np.uint8)
+    def combined(self, *, reports: bool) -> StepSummary:
+        """Over all ranks, on every rank. Of ranks that share their tokens one reports them; routes count on each."""
+        own = np.frombuffer(json.dumps(self._own(reports)).encode(), np.uint8)
         parts = [json.loads(part.tobytes()) for part in all_gather(own)]
         result: dict[str, float] = {}
         for name in sorted({name for part in parts for name in part["means"]}):
@@ -91,17 +109,19 @@ class Meters:
             found = [_mismatch(part["mismatches"][name]) for part in parts if name in part["mismatches"]]
             whole = sum(found[1:], start=found[0])
             result |= {f"mismatch/{name}/{key}": value for key, value in whole.summary().items()}
-        return result | self._routing(parts) | self._same
+        largest = float(np.max([part["first_update"] for part in parts]))  # not a number where any is
+        return StepSummary(result | self._routing(parts) | self._same, largest)
 
-    def _own(self, speaks: bool) -> dict[str, object]:
+    def _own(self, reports: bool) -> dict[str, object]:
         layers = len(self._topology.layers)
         mismatches = {name: [m.sums.tolist(), m.maxima.tolist()] for name, m in self._mismatches.items()}
         return {
             "means": {name: torch.stack(parts).sum(0).tolist() for name, parts in self._means.items()}
-            if speaks
+            if reports
             else {},
-            "sums": {name: float(torch.stack(parts).sum()) for name, parts in self._sums.items()} if speaks else {},
-            "mismatches": mismatches if speaks else {},
+            "sums": {name: float(torch.stack(parts).sum()) for name, parts in self._sums.items()} if reports else {},
+            "mismatches": mismatches if reports else {},
+            "first_update": float(self._first_update_diff),
             "agreement": _by_layer(self._agreements, layers, (2,), layer_axis=1),
             "load": _by_layer(self._loads, layers, (self._topology.num_experts,), layer_axis=0),
             "routed": torch.stack(self._routed).sum(0).tolist() if self._routed else [0, 0],

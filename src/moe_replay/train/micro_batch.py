@@ -13,94 +13,101 @@ from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import PADDING, TokenLayout
 from moe_replay.train.trajectory import Trajectory
 
+ChunkRoutes = dict[int, RouteBatch]
+"""Chunk of the policy on this rank -> routes of its layers."""
+
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class MicroBatch:
-    """Sequences that go through the model together. (B, W) is what this rank feeds; N tokens are scored.
+    """Sequences that go through the model together. (B, W) is what this rank feeds; N sampled tokens are scored.
 
-    layout         of this rank
-    input_ids      (B, W) int64, position_ids alike
-    places         (n,) int64: of the fed places, flattened, those of this rank whose next token is scored
-    targets        (n,) int64: the token that follows each
-    slots          (n,) int64: which of the N scored tokens that is; all of them unless context is parallel
-    sequence       (N,) int64: which of the trajectories the scored token belongs to
-    rollout        (N,) log-prob that the engine reported
-    advantages     (N,) of its trajectory
-    weights        (N,) in the loss of the whole mini-batch
-    old, reference (N,) log-probs, once they are known
-    routes         for each chunk of the policy on this rank: what is replayed, once it is known
-    native         for each chunk: what the routers would have chosen in the last pass that observed it
-    filler         it keeps this rank in step with busier ones: its tokens weigh nothing and count nowhere
+    layout            token layout of this rank
+    input_ids         (B, W) int64; position_ids likewise
+    target_positions  (n,) int64: flattened positions of `input_ids` on this rank that predict a sampled token
+    target_ids        (n,) int64: the sampled token that each of them predicts
+    target_index      (n,) int64: which of the N sampled tokens that is; all N unless context parallel
+    sequence          (N,) int64: the trajectory that each sampled token belongs to
+    advantages        (N,) float32: advantage of its trajectory
+    loss_weights      (N,) float32: weight in the loss of the whole mini-batch
+    rollout_logprobs  (N,) float32, as the rollout engine reported them
+    old_logprobs      (N,) of the policy before the updates; None until scored
+    ref_logprobs      (N,) of the reference model; None until scored, and without one
+    rollout_routes    routes that the rollout engine took; empty until `add_rollout_routes`
+    recorded_routes   routes that the policy took in the last pass with `Routing("record")`
+    native_routes     routes that the routers chose themselves in the last pass with `observe`
+    is_dummy          the batch only keeps this rank in step with busier ones: zero weights, left out of all metrics
     """
 
     trajectories: tuple[Trajectory, ...]
     layout: TokenLayout
     input_ids: Tensor
     position_ids: Tensor
-    places: Tensor
-    targets: Tensor
-    slots: Tensor
+    target_positions: Tensor
+    target_ids: Tensor
+    target_index: Tensor
     sequence: Tensor
-    rollout: Tensor
     advantages: Tensor
-    weights: Tensor
-    old: Tensor | None = None
-    reference: Tensor | None = None
-    routes: dict[int, RouteBatch] = field(default_factory=dict)
-    native: dict[int, RouteBatch] = field(default_factory=dict)
-    filler: bool = False
+    loss_weights: Tensor
+    rollout_logprobs: Tensor
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    rollout_routes: ChunkRoutes = field(default_factory=dict)
+    recorded_routes: ChunkRoutes = field(default_factory=dict)
+    native_routes: ChunkRoutes = field(default_factory=dict)
+    is_dummy: bool = False
 
     @property
     def num_sequences(self) -> int:
-        """Trajectories in this micro-batch."""
+        """Number of trajectories."""
         return len(self.trajectories)
 
     @classmethod
     def of(
         cls,
         trajectories: Sequence[Trajectory],
-        token_weight: Sequence[float],
+        loss_weights: Sequence[float],
         layout: TokenLayout,
         device: torch.device,
     ) -> MicroBatch:
-        """Lay sequences out; `token_weight` is the weight of each scored token of each sequence."""
+        """Lay out trajectories; `loss_weights` has the weight of each sampled token of each trajectory."""
         ids = np.concatenate([t.token_ids for t in trajectories]).astype(np.int64)
         position = np.concatenate([np.arange(len(t)) for t in trajectories])
-        of_sequence = np.repeat(np.arange(len(trajectories)), [len(t) for t in trajectories])
-        # The pass over token p scores token p + 1; what follows a sequence's last token is another sequence.
-        scored = np.concatenate([np.append(t.sampled[1:], False) for t in trajectories])
-        slot = np.cumsum(scored) - 1
-        predicted = np.append(ids[1:], 0)
+        sequence = np.repeat(np.arange(len(trajectories)), [len(t) for t in trajectories])
+        # Token p predicts token p + 1; what follows a sequence's last token belongs to another sequence.
+        is_scored = np.concatenate([np.append(t.sampled[1:], False) for t in trajectories])
+        target_index = np.cumsum(is_scored) - 1
+        next_ids = np.append(ids[1:], 0)
 
         fed = layout.fed.ravel()
-        places = np.flatnonzero((fed != PADDING) & scored[fed])
-        tokens = fed[places]
+        target_positions = np.flatnonzero((fed != PADDING) & is_scored[fed])
+        tokens = fed[target_positions]
 
         def on_device(values: np.ndarray, dtype: torch.dtype) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(values)).to(device, dtype)
 
-        def of_scored(values: Sequence[float]) -> Tensor:
-            return on_device(np.asarray(values, np.float32)[of_sequence[scored]], torch.float32)
+        def per_token(values: Sequence[float]) -> Tensor:
+            return on_device(np.asarray(values, np.float32)[sequence[is_scored]], torch.float32)
 
         shape = layout.fed.shape
+        logprobs = np.concatenate([t.logprobs[1:][t.sampled[1:]] for t in trajectories])
         return cls(
             trajectories=tuple(trajectories),
             layout=layout,
             input_ids=on_device(layout.fed_token_ids([t.token_ids for t in trajectories], pad=0), torch.int64),
             position_ids=on_device(np.where(fed == PADDING, 0, position[fed]).reshape(shape), torch.int64),
-            places=on_device(places, torch.int64),
-            targets=on_device(predicted[tokens], torch.int64),
-            slots=on_device(slot[tokens], torch.int64),
-            sequence=on_device(of_sequence[scored], torch.int64),
-            rollout=on_device(np.concatenate([t.logprobs[1:][t.sampled[1:]] for t in trajectories]), torch.float32),
-            advantages=of_scored([t.advantage for t in trajectories]),
-            weights=of_scored(token_weight),
+            target_positions=on_device(target_positions, torch.int64),
+            target_ids=on_device(next_ids[tokens], torch.int64),
+            target_index=on_device(target_index[tokens], torch.int64),
+            sequence=on_device(sequence[is_scored], torch.int64),
+            advantages=per_token([t.advantage for t in trajectories]),
+            loss_weights=per_token(loss_weights),
+            rollout_logprobs=on_device(logprobs, torch.float32),
         )
 
-    def rollout_routes(self, chunk_layers: Sequence[Sequence[int]]) -> dict[int, RouteBatch]:
-        """What the rollout recorded, for each chunk of the policy on this rank."""
+    def add_rollout_routes(self, chunk_layers: Sequence[Sequence[int]]) -> None:
+        """Lay out the routes of the trajectories for each chunk of the policy on this rank, on its device."""
         traces = [trajectory.trace for trajectory in self.trajectories]
-        return {
+        self.rollout_routes = {
             chunk: RouteBatch.from_traces(traces, self.layout, layers).to(self.input_ids.device)
             for chunk, layers in enumerate(chunk_layers)
         }

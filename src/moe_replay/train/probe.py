@@ -16,7 +16,7 @@ from moe_replay.errors import AlignmentError
 from moe_replay.rollout.types import FinishReason, Probe
 from moe_replay.routes.trace import RouteTrace
 from moe_replay.train.backends.base import Backend, Routing, Scores
-from moe_replay.train.batches import filler
+from moe_replay.train.batches import dummy_batch
 from moe_replay.train.config.sections import RolloutConfig
 from moe_replay.train.micro_batch import MicroBatch
 from moe_replay.train.trajectory import Trajectory
@@ -39,7 +39,7 @@ class ProbeSequence:
         )
         self.token_ids = token_ids
         self._whole = whole
-        self._alone = filler(whole, backend)
+        self._alone = dummy_batch(whole, backend)
 
     @classmethod
     def shared(cls, token_ids: Sequence[int] | None, backend: Backend) -> ProbeSequence:
@@ -77,7 +77,11 @@ class ProbeSequence:
         if not config.check_weights:
             return None
         scores = _scores(backend, self._alone)
-        own = np.zeros(0, np.float32) if scores is None or not backend.speaks else scores.logprobs.float().cpu().numpy()
+        own = (
+            np.zeros(0, np.float32)
+            if scores is None or not backend.reports_metrics
+            else scores.logprobs.float().cpu().numpy()
+        )
         logprobs = next(part for part in all_gather(own.view(np.uint8)) if part.size).view(np.float32).copy()
         return Probe(token_ids=self.token_ids.tolist(), logprobs=logprobs, tolerance=config.probe_tolerance)
 

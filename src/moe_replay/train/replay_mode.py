@@ -1,4 +1,4 @@
-"""Which routes the trainer takes in which pass: off, R2 or R3, and how `auto` chooses between them."""
+"""Which routes each pass of the trainer takes: off, R2 or R3, and how `auto` chooses between them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ class ReplayPlan:
     """What is replayed, and why.
 
     mode         off: nothing; r2: the routes of the old-log-prob pass; r3: the routes of the rollout
-    reason       in words
-    correction   of the loss for the difference between rollout and old policy
+    reason       why this mode was chosen, for the log
+    correction   importance correction for the difference between rollout engine and old policy
+    observe      whether the rollout's routes are compared with the trainer's own choice
     """
 
     mode: Literal["off", "r2", "r3"]
@@ -26,19 +27,21 @@ class ReplayPlan:
 
     @property
     def scoring(self) -> Routing:
-        """The old-log-prob pass. What it records without replay is only looked at."""
+        """Routing of the old-log-prob pass."""
         if self.mode == "r3":
-            return Routing("replay", observe=self.observe)
-        return Routing("record" if self.mode == "r2" or self.observe else "native")
+            return Routing("replay", "rollout", observe=self.observe)
+        return Routing("record" if self.mode == "r2" else "native", observe=self.observe)
 
     @property
     def updating(self) -> Routing:
-        """Every forward of a policy update, and the recomputation in its backward."""
-        return Routing("native" if self.mode == "off" else "replay")
+        """Routing of every forward of an update, and of the recomputation in its backward."""
+        if self.mode == "off":
+            return Routing("native")
+        return Routing("replay", "recorded" if self.mode == "r2" else "rollout")
 
 
-def resolve(config: TrainConfig) -> ReplayPlan:
-    """The plan of a run. `auto` goes by how many updates lie between a sample and its use (arXiv 2512.01374)."""
+def plan_replay(config: TrainConfig) -> ReplayPlan:
+    """Return the plan of a run. `auto` decides by the number of updates from sample to use (arXiv 2512.01374)."""
     asked, correction, observe = config.replay.mode, config.algorithm.correction, config.replay.observe
     if asked != "auto":
         return ReplayPlan(asked, "asked for", correction, observe)

@@ -34,8 +34,8 @@ from moe_replay.tools.attribution.result import (
     RoutingScores,
 )
 from moe_replay.train.backends.base import Routing
-from moe_replay.train.backends.routed import routed
-from moe_replay.train.backends.transformers_logprobs import of_sampled, scored_logits
+from moe_replay.train.backends.routing import apply_routing
+from moe_replay.train.backends.transformers_logprobs import sampled_logprobs, scored_logits
 from moe_replay.train.batches import divide
 from moe_replay.train.micro_batch import MicroBatch
 from moe_replay.train.trajectory import Trajectory
@@ -144,34 +144,32 @@ def _four_passes(model: nn.Module, replay: RouterReplay, batch: MicroBatch, temp
         return _pass(model, replay, batch, routing, temperature)
 
     native = run(Routing("record"))
-    recorded = batch.routes[0]
-    again = run(Routing("record"))
-    recorded_again = batch.routes[0]
-    batch.routes = {0: recorded}
-    with_r2 = run(Routing("replay"))
-    batch.routes = batch.rollout_routes([replay.layers])
-    with_r3 = run(Routing("replay", observe=True))
+    again = run(Routing("native", observe=True))
+    native_again = batch.native_routes[0]
+    with_r2 = run(Routing("replay", "recorded"))
+    batch.add_rollout_routes([replay.layers])
+    with_r3 = run(Routing("replay", "rollout", observe=True))
     return _Part(
-        batch.rollout.cpu(),
+        batch.rollout_logprobs.cpu(),
         {NATIVE: native, AGAIN: again, R2: with_r2, R3: with_r3},
         {
-            NATIVE: _by_number(recorded, batch),
-            AGAIN: _by_number(recorded_again, batch),
-            R3: _by_number(batch.native[0], batch),
+            NATIVE: _by_number(batch.recorded_routes[0], batch),
+            AGAIN: _by_number(native_again, batch),
+            R3: _by_number(batch.native_routes[0], batch),
         },
     )
 
 
 def _native_pass(model: nn.Module, replay: RouterReplay, batch: MicroBatch) -> _Part:
     _pass(model, replay, batch, Routing("record"), 1.0)
-    return _Part(batch.rollout.cpu(), {}, {NATIVE: _by_number(batch.routes[0], batch)})
+    return _Part(batch.rollout_logprobs.cpu(), {}, {NATIVE: _by_number(batch.recorded_routes[0], batch)})
 
 
 def _pass(model: nn.Module, replay: RouterReplay, batch: MicroBatch, routing: Routing, temperature: float) -> Tensor:
     """(N,) log-probs of the sampled tokens, in host memory."""
-    with routed(replay, batch, 0, routing):
+    with apply_routing(replay, batch, 0, routing):
         logits = scored_logits(model, batch, temperature)
-    return of_sampled(logits.log_softmax(-1), batch).cpu()
+    return sampled_logprobs(logits.log_softmax(-1), batch).cpu()
 
 
 def _by_number(routes: RouteBatch, batch: MicroBatch) -> dict[int, RouteTrace]:

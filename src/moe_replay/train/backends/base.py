@@ -1,9 +1,9 @@
-"""What the training loop asks of whatever holds the policy.
+"""Interface between the training loop and the policy.
 
-A pass takes the micro-batches of this rank and gives, for each, one number for each of its N scored tokens: the tokens
-that the rollout sampled, in the order of sequences and positions. Ranks that share a micro-batch (tensor, context,
-pipeline parallel) are given the same micro-batches, each with its own rows; those whose part of the model ends in
-log-probs get the numbers of all N tokens, the others None.
+A pass takes the micro-batches of this rank and returns, for each, one value for each of its N sampled tokens, in the
+order of sequences and positions. Ranks that share a micro-batch (tensor, context, pipeline parallel) get the same
+micro-batches, each with its own rows; ranks that hold the last pipeline stage return the values of all N tokens, the
+others None.
 """
 
 from __future__ import annotations
@@ -22,31 +22,40 @@ from moe_replay.routes.topology import MoeTopology
 from moe_replay.train.micro_batch import MicroBatch
 
 LossFunction = Callable[[MicroBatch, Tensor], Tensor]
-"""(micro-batch, log-probs (N,) with gradient) -> scalar: its part of the loss of the whole mini-batch."""
+"""(micro-batch, log-probs (N,) with gradient) -> scalar: its share of the loss of the whole mini-batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
     """What the routers of the policy do in a pass.
 
-    native   choose by themselves
-    record   choose by themselves, and keep the choice in `batch.routes`
-    replay   take the experts of `batch.routes`; where `observe`, keep what they would have chosen in `batch.native`
+    action    native: choose experts themselves
+              record: choose experts themselves, and keep the choice in `batch.recorded_routes`
+              replay: take the experts of `source`
+    source    routes to replay: "rollout" for `batch.rollout_routes`, "recorded" for `batch.recorded_routes`
+    observe   keep in `batch.native_routes` what the routers choose, or under replay would have chosen
     """
 
     action: Literal["native", "record", "replay"] = "native"
+    source: Literal["rollout", "recorded"] | None = None
     observe: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.action == "replay") != (self.source is not None):
+            raise ValueError(
+                f"action {self.action!r} with source {self.source!r}: replay, and only replay, has a source"
+            )
 
 
 class Scores(NamedTuple):
-    """Of the N scored tokens of one micro-batch, without gradient: log-probs and entropy of the next-token choice."""
+    """Log-probs (N,) of the sampled tokens of a micro-batch and entropy (N,) of their distributions."""
 
     logprobs: Tensor
     entropy: Tensor
 
 
-class Updated(NamedTuple):
-    """What an update did: norm of the whole gradient before clipping, and whether the weights have changed."""
+class UpdateResult(NamedTuple):
+    """Norm of the whole gradient before clipping, and whether the optimizer step was applied."""
 
     grad_norm: float
     applied: bool
@@ -56,16 +65,16 @@ class Backend(ABC):
     """One rank's part of the policy, its optimizer and, where there is one, the reference model.
 
     topology               routers of the whole model
-    device                 where micro-batches must lie
+    device                 device of the micro-batches
     data_rank, data_size   this rank trains share `data_rank` of `data_size` of the sequences
-    speaks                 whether this rank counts in sums over all ranks: one of those that share a micro-batch
+    reports_metrics        whether token metrics of this rank count: true on one of the ranks that share a micro-batch
     micro_batch_multiple   the number of micro-batches of a pass must be a multiple of this
     """
 
     topology: MoeTopology
     data_rank: int
     data_size: int
-    speaks: bool
+    reports_metrics: bool
     micro_batch_multiple: int = 1
 
     def __init__(self, device: torch.device) -> None:
@@ -73,46 +82,46 @@ class Backend(ABC):
 
     @abstractmethod
     def layout(self, lengths: Sequence[int]) -> TokenLayout:
-        """Where the tokens of sequences of these lengths sit on this rank."""
+        """Return the token layout of sequences of these lengths on this rank."""
 
     @property
     @abstractmethod
     def chunk_layers(self) -> tuple[tuple[int, ...], ...]:
-        """For each chunk of the policy on this rank (one, but for interleaved pipelines) the layers of its routers."""
+        """Layers with a router in each chunk of the policy on this rank; several chunks in interleaved pipelines."""
 
     @abstractmethod
     def score(
         self, batches: Sequence[MicroBatch], routing: Routing, temperature: float | None = None
     ) -> list[Scores | None]:
-        """Log-probs under the policy as it is now; at the sampling temperature where none is given."""
+        """Score the sampled tokens under the current policy, at the sampling temperature unless another is given."""
 
     @abstractmethod
     def score_reference(self, batches: Sequence[MicroBatch]) -> list[Tensor | None]:
-        """Log-probs (N,) under the reference model, which always routes natively."""
+        """Return log-probs (N,) under the reference model, which always routes natively."""
 
     @abstractmethod
-    def update(self, batches: Sequence[MicroBatch], loss: LossFunction, routing: Routing, lr: float) -> Updated:
-        """One optimizer step on the sum of the losses of all micro-batches of all ranks.
+    def update(self, batches: Sequence[MicroBatch], loss: LossFunction, routing: Routing, lr: float) -> UpdateResult:
+        """Take one optimizer step on the sum of the losses of all micro-batches of all ranks.
 
-        A gradient that is not finite changes nothing, on any rank.
+        Where the gradient is not finite the step is skipped on every rank.
         """
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights in the names, shapes and dtypes of the checkpoint, on every rank. All ranks must take all."""
+        """Iterate over all weights as the checkpoint names, shapes and types them. All ranks must exhaust it."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Weights and optimizer, so that `load` goes on bit for bit. All ranks call it."""
+        """Save weights and optimizer state, so that `load` resumes bit for bit. All ranks call it."""
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote. All ranks call it."""
+        """Load what `save` wrote. All ranks call it."""
 
     @abstractmethod
     def state_bytes(self) -> int:
-        """How much `save` writes, all ranks together."""
+        """Return the number of bytes that `save` writes on all ranks together."""
 
     @abstractmethod
     def close(self) -> None:
-        """Take replay off the model."""
+        """Detach routing replay from the model."""

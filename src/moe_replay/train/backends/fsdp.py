@@ -16,11 +16,11 @@ from moe_replay.replay.controller import attach
 from moe_replay.rollout.weights import checkpoint_tensors
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.train.backends import lora
-from moe_replay.train.backends.base import Backend, LossFunction, Routing, Scores, Updated
+from moe_replay.train.backends.base import Backend, LossFunction, Routing, Scores, UpdateResult
 from moe_replay.train.backends.fsdp_state import FsdpState
-from moe_replay.train.backends.routed import routed
+from moe_replay.train.backends.routing import apply_routing
 from moe_replay.train.backends.sharded_model import sharded_model
-from moe_replay.train.backends.transformers_logprobs import in_order, of_sampled, scored_logits
+from moe_replay.train.backends.transformers_logprobs import in_token_order, sampled_logprobs, scored_logits
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.micro_batch import MicroBatch
 
@@ -31,7 +31,7 @@ class FsdpBackend(Backend):
     def __init__(self, config: TrainConfig, folder: str, device: torch.device) -> None:
         super().__init__(device)
         self.data_rank, self.data_size = dist.get_rank(), dist.get_world_size()
-        self.speaks = True
+        self.reports_metrics = True
         self._packed = config.batch.packed
         self._temperature = config.rollout.temperature
         self._max_grad_norm = config.optim.max_grad_norm
@@ -77,11 +77,11 @@ class FsdpBackend(Backend):
         self.model.eval()
         with torch.no_grad():
             for batch in batches:
-                with routed(self.replay, batch, 0, routing):
+                with apply_routing(self.replay, batch, 0, routing):
                     logits = scored_logits(self.model, batch, temperature or self._temperature)
                 logprobs = logits.log_softmax(-1)
                 entropy = -(logprobs.exp() * logprobs).sum(-1)
-                scores.append(Scores(of_sampled(logprobs, batch), in_order(entropy, batch)))
+                scores.append(Scores(sampled_logprobs(logprobs, batch), in_token_order(entropy, batch)))
         return scores
 
     def score_reference(self, batches: Sequence[MicroBatch]) -> list[Tensor | None]:
@@ -90,18 +90,17 @@ class FsdpBackend(Backend):
         model = self.model if own else cast(nn.Module, self._reference)
         model.eval()
         with torch.no_grad(), lora.adapters_off(model) if own else nullcontext():
-            return [
-                of_sampled(scored_logits(model, batch, self._temperature).log_softmax(-1), batch) for batch in batches
-            ]
+            scored = ((batch, scored_logits(model, batch, self._temperature)) for batch in batches)
+            return [sampled_logprobs(logits.log_softmax(-1), batch) for batch, logits in scored]
 
-    def update(self, batches: Sequence[MicroBatch], loss: LossFunction, routing: Routing, lr: float) -> Updated:
+    def update(self, batches: Sequence[MicroBatch], loss: LossFunction, routing: Routing, lr: float) -> UpdateResult:
         """Forward and backward of one micro-batch after the other, then one step of AdamW."""
         self.model.train()
         self._optimizer.zero_grad()
         for batch in batches:
-            with routed(self.replay, batch, 0, routing):
+            with apply_routing(self.replay, batch, 0, routing):
                 logits = scored_logits(self.model, batch, self._temperature)
-            logprobs = of_sampled(logits.log_softmax(-1), batch)
+            logprobs = sampled_logprobs(logits.log_softmax(-1), batch)
             # FSDP averages gradients over ranks, and the loss is a sum over them
             (loss(batch, logprobs) * self.data_size).backward()
         gradients = [p.grad for p in self._parameters if p.grad is not None]
@@ -113,7 +112,7 @@ class FsdpBackend(Backend):
             nn.utils.clip_grads_with_norm_(self._parameters, self._max_grad_norm, norm)
             self._optimizer.step()
         self._optimizer.zero_grad()
-        return Updated(float(norm), applied)
+        return UpdateResult(float(norm), applied)
 
     # ---- weights and state --------------------------------------------------------------------------------------
 
@@ -139,7 +138,7 @@ class FsdpBackend(Backend):
         return sum(12 * p.numel() for p in self._parameters)
 
     def close(self) -> None:
-        """Take replay off the model."""
+        """Detach routing replay from the model."""
         self.replay.detach()
 
 

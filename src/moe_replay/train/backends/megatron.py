@@ -19,10 +19,10 @@ from moe_replay.replay.adapters.megatron_layout import layout_for
 from moe_replay.replay.controller import attach
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.train.backends import megatron_build as build
-from moe_replay.train.backends.base import Backend, LossFunction, Routing, Scores, Updated
+from moe_replay.train.backends.base import Backend, LossFunction, Routing, Scores, UpdateResult
 from moe_replay.train.backends.megatron_logprobs import token_scores
 from moe_replay.train.backends.megatron_state import MegatronState
-from moe_replay.train.backends.routed import routed
+from moe_replay.train.backends.routing import apply_routing
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.micro_batch import MicroBatch
 
@@ -42,7 +42,7 @@ class MegatronBackend(Backend):
         super().__init__(device)
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.data_size = parallel_state.get_data_parallel_world_size()
-        self.speaks = (
+        self.reports_metrics = (
             parallel_state.is_pipeline_last_stage(ignore_virtual=True)
             and parallel_state.get_tensor_model_parallel_rank() == 0
             and parallel_state.get_context_parallel_rank() == 0
@@ -96,7 +96,7 @@ class MegatronBackend(Backend):
         scores = self._scored(self._reference, batches, self._native_forward, self._temperature)
         return [None if one is None else one.logprobs for one in scores]
 
-    def update(self, batches: Sequence[MicroBatch], loss: LossFunction, routing: Routing, lr: float) -> Updated:
+    def update(self, batches: Sequence[MicroBatch], loss: LossFunction, routing: Routing, lr: float) -> UpdateResult:
         """One schedule of forwards and backwards, then one step of AdamW."""
         # Megatron divides a loss by the number of micro-batches, and a gradient by the number of data-parallel ranks.
         scale = len(batches) * self.data_size
@@ -113,7 +113,7 @@ class MegatronBackend(Backend):
         if applied:
             self._step(norm, lr)
         self._zero_gradients()
-        return Updated(norm, applied)
+        return UpdateResult(norm, applied)
 
     def _step(self, norm: float, lr: float) -> None:
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -139,7 +139,7 @@ class MegatronBackend(Backend):
 
     def _policy_forward(self, routing: Routing) -> Forward:
         def forward(batch: MicroBatch, chunk: int, model: nn.Module) -> Tensor:
-            with routed(self.replay, batch, chunk, routing):
+            with apply_routing(self.replay, batch, chunk, routing):
                 return self._native_forward(batch, chunk, model)
 
         return forward
@@ -233,7 +233,7 @@ class MegatronBackend(Backend):
         return self._state_bytes
 
     def close(self) -> None:
-        """Take replay off the model, and end Megatron-Core's process groups."""
+        """Detach routing replay from the model, and end Megatron-Core's process groups."""
         from megatron.core import parallel_state
 
         self.replay.detach()

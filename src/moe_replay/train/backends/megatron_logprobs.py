@@ -30,8 +30,9 @@ def token_scores(logits: Tensor, batch: MicroBatch, temperature: float) -> Score
 
     tensor_group: Any = parallel_state.get_tensor_model_parallel_group()
     flat = logits.flatten(0, 1)
-    mine = _VocabularyParallel.apply(flat, batch.places, batch.targets, temperature, tensor_group)
-    logprobs, entropy = (torch.zeros_like(batch.weights).index_copy(0, batch.slots, values) for values in mine)
+    mine = _VocabularyParallel.apply(flat, batch.target_positions, batch.target_ids, temperature, tensor_group)
+    every = torch.zeros_like(batch.loss_weights)
+    logprobs, entropy = (every.index_copy(0, batch.target_index, values) for values in mine)
     context_group: Any = parallel_state.get_context_parallel_group()
     if context_group.size() > 1:
         logprobs, entropy = (_SumOverRanks.apply(values, context_group) for values in (logprobs, entropy))
@@ -39,16 +40,16 @@ def token_scores(logits: Tensor, batch: MicroBatch, temperature: float) -> Score
 
 
 class _VocabularyParallel(Function):
-    """logits (P, V / ranks), places (n,), targets (n,) -> log-probs (n,), entropy (n,), in float32."""
+    """logits (P, V / ranks), positions (n,), targets (n,) -> log-probs (n,), entropy (n,), in float32."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, places: Tensor, targets: Tensor, temperature: float, group: Any
+        ctx: Any, logits: Tensor, positions: Tensor, targets: Tensor, temperature: float, group: Any
     ) -> tuple[Tensor, Tensor]:
         own = targets - group.rank() * logits.shape[1]
-        logprobs, entropy, normalizer = (logits.new_empty(len(places), dtype=torch.float32) for _ in range(3))
-        for piece in _pieces(len(places)):
-            rows = logits[places[piece]].float() / temperature
+        logprobs, entropy, normalizer = (logits.new_empty(len(positions), dtype=torch.float32) for _ in range(3))
+        for piece in _pieces(len(positions)):
+            rows = logits[positions[piece]].float() / temperature
             highest = _reduced(rows.amax(-1), dist.ReduceOp.MAX, group)
             rows -= highest[:, None]
             chosen = torch.where(_is_mine(own[piece], rows), rows.gather(-1, _column(own[piece], rows))[:, 0], 0.0)
@@ -58,7 +59,7 @@ class _VocabularyParallel(Function):
             logprobs[piece] = chosen - total.log()
             entropy[piece] = total.log() - weighted / total
             normalizer[piece] = highest + total.log()
-        ctx.save_for_backward(logits, places, own, normalizer)
+        ctx.save_for_backward(logits, positions, own, normalizer)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -66,12 +67,12 @@ class _VocabularyParallel(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gradient, _ = gradients  # none to the entropy
-        logits, places, own, normalizer = ctx.saved_tensors
+        logits, positions, own, normalizer = ctx.saved_tensors
         to_logits = torch.zeros_like(logits)
-        for piece in _pieces(len(places)):
-            rows = (logits[places[piece]].float() / ctx.temperature - normalizer[piece, None]).exp_().neg_()
+        for piece in _pieces(len(positions)):
+            rows = (logits[positions[piece]].float() / ctx.temperature - normalizer[piece, None]).exp_().neg_()
             rows.scatter_add_(-1, _column(own[piece], rows), _is_mine(own[piece], rows)[:, None].float())
-            to_logits[places[piece]] = (rows * (gradient[piece, None] / ctx.temperature)).to(logits.dtype)
+            to_logits[positions[piece]] = (rows * (gradient[piece, None] / ctx.temperature)).to(logits.dtype)
         return to_logits, None, None, None, None
 
 
