@@ -1,0 +1,160 @@
+"""Every example of docs/extending.md is complete, short, and does through the library's own entrance what it says."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+pytest.importorskip("pydantic")
+
+import moe_replay as mr
+from moe_replay.rollout.engine import StartRequest
+from moe_replay.rollout.registry import start_engine, start_sampler
+from moe_replay.rollout.types import SamplingParams
+from moe_replay.train.advantages import load_advantages
+from moe_replay.train.loop import train
+from tests.train.conftest import demo_files  # noqa: F401  a fixture
+from tests.train.runs import tiny_config
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "extending.md"
+EXAMPLES = dict(re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE))
+Run = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(autouse=True)
+def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The examples as files in a folder that modules are imported from."""
+    for name, code in EXAMPLES.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in EXAMPLES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def run(demo_files: Any, tmp_path: Path) -> Run:  # noqa: F811
+    """Two steps of training with settings of the test's own; returns the lines of its metrics."""
+
+    number = itertools.count()
+
+    def start(**overrides: Any) -> list[dict[str, Any]]:
+        folder = tmp_path / f"run-{next(number)}"
+        config = tiny_config(demo_files.model, demo_files.train, folder, steps=2, **overrides)
+        return [json.loads(line) for line in (train(config) / "metrics.jsonl").read_text().splitlines()]
+
+    return start
+
+
+def test_examples_are_short_and_each_is_run_here() -> None:
+    here = Path(__file__).read_text()
+    assert PAGE.read_text().count("```python") == len(EXAMPLES) > 0
+    assert {name: len(code.splitlines()) + 1 for name, code in EXAMPLES.items() if len(code.splitlines()) >= 39} == {}
+    assert [name for name in EXAMPLES if not re.search(rf'"{name}[":]', here)] == []
+
+
+@pytest.mark.parametrize("name", re.findall(r"^\| \[.*?\| `([\w.]+)` \|", PAGE.read_text(), re.MULTILINE))
+def test_the_registries_of_the_table_exist(name: str) -> None:
+    module, _, registry = name.rpartition(".")
+    assert isinstance(getattr(importlib.import_module(f"moe_replay.{module}"), registry), (Mapping, tuple))
+
+
+def test_a_reward(run: Run) -> None:
+    lines = run(reward={"functions": ["my_reward:short_and_right"]})
+    rewards = [line["reward/mean"] for line in lines]
+    assert all(-0.12 <= reward < 1 and reward != 0 for reward in rewards)  # at most 12 tokens of one character
+    scored = importlib.import_module("my_reward").short_and_right([], ["it is 13", "12", "12"], ["13", "13", ""])
+    assert scored == [pytest.approx(0.92), pytest.approx(-0.02), None]
+
+
+def test_an_advantage_estimator(run: Run) -> None:
+    rewards = np.array([[1.0, 2.0, 9.0], [np.nan, 4.0, 2.0]])
+    found = load_advantages("my_advantage:median_centered")(rewards)
+    np.testing.assert_array_equal(found, [[-1, 0, 7], [0, 1, -1]])
+    assert [line["step"] for line in run(algorithm={"baseline": "my_advantage:median_centered"})] == [1, 2]
+
+
+def test_an_environment(run: Run) -> None:
+    alone = run()
+    again = run(rollout={"environment": "my_environment:second_attempt", "max_turns": 2})
+    assert again[0]["completion/length_mean"] > alone[0]["completion/length_mean"]
+
+
+def test_a_sampler(demo_files: Any) -> None:  # noqa: F811
+    sampler = start_sampler("my_sampler:GenerateSampler", StartRequest(model=str(demo_files.model), dtype="float32"))
+    torch.manual_seed(0)
+    ((first, second),) = sampler.generate([[5, 6, 7]], SamplingParams(n=2, max_tokens=8))
+    for sample in (first, second):
+        assert sample.trace.valid[:-1].all()
+        assert not sample.trace.valid[-1].any()
+    model = importlib.import_module("transformers").AutoModelForCausalLM.from_pretrained(demo_files.model)
+    mr.verify(model, [first.trace, second.trace]).raise_if_misaligned()
+
+
+def test_an_engine(run: Run, demo_files: Any) -> None:  # noqa: F811
+    lines = run(rollout={"engine": "my_engine:GenerateEngine"})
+    assert all(line["routing/agreement"] > 0.99 for line in lines)  # the weights of every step have arrived
+    assert all(line["mismatch/rollout_vs_old/k3_kl"] < 1e-6 for line in lines)
+    engine = start_engine("my_engine:GenerateEngine", StartRequest(model=str(demo_files.model)))
+    engine.update_weights(iter(engine.model.state_dict().items()), version=3)
+    assert engine.weight_version == 3
+
+
+class _Layer(nn.Module):
+    """A decoder layer around the router of the page: dense, or with eight linear experts."""
+
+    def __init__(self, gate: nn.Module | None) -> None:
+        super().__init__()
+        self.gate = gate
+        self.experts = nn.Parameter(torch.randn(8, 16, 16))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.gate is None:
+            return hidden + hidden @ self.experts[0]
+        weights, chosen = self.gate(hidden.flatten(0, 1))
+        out = torch.einsum("rh,rkhw->rkw", hidden.flatten(0, 1), self.experts[chosen])
+        return hidden + (weights[..., None] * out).sum(1).view_as(hidden)
+
+
+class _Model(nn.Module):
+    def __init__(self, gate: Any) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.layers = nn.ModuleList(_Layer(gate(16, 8) if layer else None) for layer in range(4))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+def test_a_router_family() -> None:
+    example = importlib.import_module("my_router")
+    torch.manual_seed(0)
+    model = _Model(example.MyGate)
+    replay = mr.attach(model, routers=[example.RULE], topology=example.TOPOLOGY)
+    assert replay.layers == (1, 2, 3)
+    ids = torch.randint(32, (2, 9))
+    with torch.no_grad(), replay.record() as recording:
+        model(ids)
+        recorded = recording.batch()
+    with torch.no_grad():
+        for site in replay.sites.values():
+            site.module.weight.normal_()
+    with replay.replay(recorded, observe=True) as replaying:
+        model(ids).sum().backward()
+    assert (replaying.native().experts != recorded.experts).any()
+    assert all(site.module.weight.grad.norm() > 0 for site in replay.sites.values())
