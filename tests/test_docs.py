@@ -1,0 +1,79 @@
+"""The documentation is true to the repository: snippets of the README run; links and paths lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+FOLDERS = ("", "src/moe_replay", "src/moe_replay/train")  # that paths in the text are relative to
+ELSEWHERE = ("torch/",)
+TOKEN = "only this test knows it"
+
+
+def test_the_snippets_of_the_readme_run_in_order(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("httpx")
+    pytest.importorskip("uvicorn")
+    from moe_replay.rollout.server_app import build_app
+    from moe_replay.rollout.transformers import TransformersEngine
+    from tests.models import tiny_qwen3_moe
+    from tests.rollout.serving import serving
+
+    readme = (ROOT / "README.md").read_text()
+    in_trainer, with_engine = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    tiny_qwen3_moe().save_pretrained(tmp_path)
+    names: dict[str, Any] = {}
+    exec(in_trainer.replace('"PATH"', repr(str(tmp_path))), names)
+    routers = [site.module.weight for site in names["replay"].sites.values()]
+    assert all(weight.grad.norm() > 0 for weight in routers)
+
+    sampler = TransformersEngine.from_pretrained(tmp_path, max_length=32)
+    with serving(build_app(sampler, TOKEN)) as url:
+        filled = with_engine.replace("http://127.0.0.1:8000", url).replace('"TOKEN"', repr(TOKEN))
+        exec(filled, names)
+        assert names["engine"].weight_version == 1
+    assert len(names["traces"]) == 16
+    assert all(trace.covered_fraction > 0 for trace in names["traces"])
+
+
+def dead_links(page: Path, text: str) -> Iterator[str]:
+    """Links whose file or heading does not exist."""
+    for file, heading in re.findall(r"\]\(([^)#\s:]*)(?:#([^)]*))?\)", text):
+        target = page.parent / file if file else page
+        if not target.exists():
+            yield f"{page.name}: {file}"
+        elif heading and heading not in anchors(target.read_text() if file else text):
+            yield f"{page.name}: {file}#{heading}"
+
+
+def dead_paths(page: Path, text: str) -> Iterator[str]:
+    """Files that the text names in backticks and that do not exist."""
+    for path in re.findall(r"`([\w.-]+/[\w./-]+\.(?:py|toml|txt|md))`", text):
+        if not path.startswith(ELSEWHERE) and not any((ROOT / folder / path).exists() for folder in FOLDERS):
+            yield f"{page.name}: {path}"
+
+
+def anchors(text: str) -> set[str]:
+    """The headings of a page as GitHub links to them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_and_paths_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    assert [*dead_links(page, text), *dead_paths(page, text)] == []
+
+
+def test_dead_links_and_paths_are_found() -> None:
+    text = "# A b\n[x](missing.md) [y](docs/api.md#nothing) [z](#a-b) [ok](docs/api.md#errors)"
+    text += " `tests/no.py` `train/loop.py`"
+    page = ROOT / "README.md"
+    assert list(dead_links(page, text)) == ["README.md: missing.md", "README.md: docs/api.md#nothing"]
+    assert list(dead_paths(page, text)) == ["README.md: tests/no.py"]
