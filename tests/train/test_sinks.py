@@ -10,21 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_replay.errors import MissingExtraError
+from moe_replay.errors import MissingExtraError, MoeReplayError
 from moe_replay.train.config.sections import LogConfig
-from moe_replay.train.run.sinks import (
-    JsonLines,
-    MetricsError,
-    TensorBoard,
-    check_sinks,
-    cut_lines,
-    open_sinks,
-    read_lines,
-)
+from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.train.run.folder import Run
+from moe_replay.train.run.sinks.jsonl import JsonLines, MetricsError, cut_lines, read_lines
+from moe_replay.train.run.sinks.registry import SinkError, Sinks, load_sink
+from moe_replay.train.run.sinks.tensorboard import TensorBoard
+from moe_replay.train.run.sinks.types import Metrics, SinkContext
 
 
 def logged(path: Path, *steps: int, after: int = 0) -> None:
-    sink = JsonLines(path, after)
+    sink = JsonLines(SinkContext(path.parent, last_step=after))
     for step in steps:
         sink.log(step, {"reward/mean": step / 2})
     sink.close()
@@ -35,7 +32,7 @@ def steps_in(path: Path) -> list[int]:
 
 
 def test_one_line_a_step_that_can_be_read_at_once(tmp_path: Path) -> None:
-    sink = JsonLines(tmp_path / "metrics.jsonl")
+    sink = JsonLines(SinkContext(tmp_path))
     sink.log(1, {"reward/mean": np.float32(0.5), "version": 3, "routing/aligned": True})
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before the sink is closed
     found = json.loads(line)
@@ -48,7 +45,7 @@ def test_one_line_a_step_that_can_be_read_at_once(tmp_path: Path) -> None:
 @given(st.dictionaries(st.text(min_size=1).filter(lambda name: name not in ("step", "time")), st.floats()))
 def test_every_number_comes_back_or_is_null(tmp_path_factory: pytest.TempPathFactory, metrics: dict) -> None:
     path = tmp_path_factory.mktemp("any") / "metrics.jsonl"
-    sink = JsonLines(path)
+    sink = JsonLines(SinkContext(path.parent))
     sink.log(1, metrics)
     sink.close()
     (line,) = read_lines(path)
@@ -88,7 +85,7 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
 
 def test_cut_keeps_numbers_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    sink = JsonLines(path)
+    sink = JsonLines(SinkContext(path.parent))
     sink.log(1, {"a": 0.1 + 0.2, "b": 1e-300, "c": math.nan})
     sink.close()
     before = path.read_text()
@@ -101,15 +98,14 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, package: str)
     log = LogConfig(**{package: True})
     if find_spec(package) is not None:
         pytest.skip(f"{package} is installed")
-    for opening in (lambda: check_sinks(log), lambda: open_sinks(log, tmp_path, "name", after=0)):
+    for opening in (lambda: load_sink(package), lambda: Sinks(log.enabled_sinks, SinkContext(tmp_path))):
         with pytest.raises(MissingExtraError, match=rf"log.{package}.*moe-replay\[{package}\]"):
             opening()
 
 
 def test_nothing_is_needed_for_json_alone(tmp_path: Path) -> None:
-    check_sinks(LogConfig())
-    (sink,) = open_sinks(LogConfig(), tmp_path, "name", after=0)
-    sink.close()
+    Sinks(LogConfig().enabled_sinks, SinkContext(tmp_path)).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
@@ -118,11 +114,11 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for after, steps in ((0, (1, 2, 3)), (1, (2,))):
-        sink = TensorBoard(tmp_path, after)
+        sink = TensorBoard(SinkContext(tmp_path, last_step=after))
         for step in steps:
             sink.log(step, {"reward/mean": step + after / 10})
         sink.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     found = [(event.step, round(event.value, 3)) for event in events.Scalars("reward/mean")]
     assert found == [(1, 1.0), (2, 2.1)]
 
@@ -132,9 +128,72 @@ def test_weights_and_biases_goes_on_with_the_same_run(tmp_path: Path, monkeypatc
     monkeypatch.setenv("WANDB_MODE", "offline")
     ids = []
     for after in (0, 1):
-        _, sink = open_sinks(LogConfig(wandb=True, project="p"), tmp_path, "name", after)
+        sink = Sinks(LogConfig(wandb=True).enabled_sinks, SinkContext(tmp_path, "name", after, "p"))
         sink.log(after + 1, {"reward/mean": 0.5})
         sink.close()
         ids.append((tmp_path / "wandb-id.txt").read_text())
     assert ids[0] == ids[1]
     assert list((tmp_path / "wandb").glob(f"offline-run-*-{ids[0]}"))
+
+
+# ---- sinks of a user -------------------------------------------------------------------------------------------------
+
+
+class Remembering:
+    """A sink outside of the registry, which remembers in a file what it was told."""
+
+    def __init__(self, context: SinkContext) -> None:
+        self._file = (context.folder / "remembered.txt").open("a")
+        self._file.write(f"{context.name} after {context.last_step}\n")
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        if math.isnan(metrics["loss"]):
+            raise RuntimeError("no route to host")
+        self._file.write(f"{step} {metrics['loss']}\n")
+
+    def close(self) -> None:
+        self._file.write("closed\n")
+        self._file.close()
+
+
+class Demanding(Remembering):
+    requires = ("a_package_that_nobody_has",)
+
+
+HERE = "tests.train.test_sinks"
+
+
+def test_a_run_logs_to_the_sinks_that_its_configuration_names(tmp_path: Path) -> None:
+    config = TrainConfig(output=tmp_path, name="mine", log={"sinks": [f"{HERE}:Remembering", "jsonl"]})
+    with Run.open(config) as run:
+        run.begin(after=3)
+        run.log(4, {"loss": 0.5})
+    assert (tmp_path / "remembered.txt").read_text() == "mine after 3\n4 0.5\nclosed\n"
+    assert steps_in(tmp_path / "metrics.jsonl") == [4]
+
+
+def test_what_a_sink_raises_names_the_sink_and_closes_it(tmp_path: Path) -> None:
+    name = f"{HERE}:Remembering"
+    with (
+        pytest.raises(SinkError, match=rf"metric sink '{name}' raised RuntimeError: no route to host.*step 7"),
+        Run.open(TrainConfig(output=tmp_path, log={"sinks": [name]})) as run,
+    ):
+        run.begin(after=0)
+        run.log(7, {"loss": math.nan})
+    assert (tmp_path / "remembered.txt").read_text().endswith("closed\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (f"{HERE}:Demanding", "needs the package a_package_that_nobody_has"),
+        (f"{HERE}:Absent", "cannot be loaded"),
+        ("jsnl", r"Did you mean 'jsonl'\?"),
+    ],
+)
+def test_a_sink_that_cannot_be_had_is_refused_before_the_folder_is_made(tmp_path: Path, name: str, told: str) -> None:
+    config = TrainConfig(output=tmp_path / "run")
+    config = config.model_copy(update={"log": config.log.model_copy(update={"sinks": (name,)})})
+    with pytest.raises(MoeReplayError, match=told):
+        Run.open(config)
+    assert not (tmp_path / "run").exists()

@@ -260,10 +260,18 @@ class LogConfig(Section):
     """Write TensorBoard files to the run's folder."""
     wandb: bool = False
     """Send metrics to Weights & Biases."""
+    sinks: tuple[str, ...] = ()
+    """More destinations of metrics."""
     project: str = "moe-replay"
     """Project in Weights & Biases."""
     traces: int = Field(0, ge=0)
     """Samples of each step whose route traces are kept in the run's folder."""
+
+    @property
+    def enabled_sinks(self) -> tuple[str, ...]:
+        """Names of all metric sinks of the run, metrics.jsonl first."""
+        switches = {"tensorboard": self.tensorboard, "wandb": self.wandb}
+        return tuple(dict.fromkeys(["jsonl", *(name for name, on in switches.items() if on), *self.sinks]))
 
 
 class Sections(Section):

@@ -26,7 +26,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from moe_replay.distributed.ranks import from_rank_0, rank
 from moe_replay.errors import MoeReplayError
-from moe_replay.train.run.sinks import Metrics, Sink, check_sinks, open_sinks
+from moe_replay.train.run.sinks.registry import Sinks, load_sink
+from moe_replay.train.run.sinks.types import Metrics, SinkContext
 from moe_replay.utils.files import write_whole
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Run:
         self.folder = folder
         self._config = config
         self._resources = resources
-        self._sinks: list[Sink] | None = None
+        self._sinks: Sinks | None = None
 
     @classmethod
     def open(cls, config: TrainConfig) -> Run:
@@ -93,9 +94,9 @@ class Run:
         from_rank_0(lambda: self._open_sinks(after), "opening the metrics of the run")
 
     def _open_sinks(self, after: int) -> str:
-        self._sinks = open_sinks(self._config.log, self.folder, self._config.name, after)
-        for sink in self._sinks:
-            self._resources.callback(sink.close)
+        log = self._config.log
+        self._sinks = Sinks(log.enabled_sinks, SinkContext(self.folder, self._config.name, after, log.project))
+        self._resources.callback(self._sinks.close)
         return ""
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -104,8 +105,7 @@ class Run:
             return
         if self._sinks is None:
             raise RunError("metrics before the run has begun", remedy="Call begin(after=step of the checkpoint or 0)")
-        for sink in self._sinks:
-            sink.log(step, metrics)
+        self._sinks.log(step, metrics)
 
     def close(self) -> None:
         """Close the sinks and give the folder free."""
@@ -124,7 +124,8 @@ class Run:
 def _claim(config: TrainConfig, resources: ExitStack) -> Path:
     from moe_replay.train.config.file import to_toml
 
-    check_sinks(config.log)
+    for name in config.log.enabled_sinks:
+        load_sink(name)
     try:
         folder = _folder(config)
         resources.enter_context(_locked(folder))

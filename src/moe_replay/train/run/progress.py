@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from moe_replay.distributed.ranks import rank
 from moe_replay.errors import MissingExtraError
-from moe_replay.train.run.sinks import Metrics
+from moe_replay.train.run.sinks.types import Metrics
 
 PARTS = ("rollout", "score", "train", "sync")  # time/<part> of a step
 

@@ -1,0 +1,1 @@
+"""Metric sinks: where the metrics of a run go."""
