@@ -29,7 +29,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def made(cache: Path) -> demo.DemoFiles:
-    return demo.prepare(cache, quick=True, progress=lambda line: None)
+    return demo.prepare(cache, quick=True, status=lambda line: None)
 
 
 def load(made: demo.DemoFiles):
@@ -41,7 +41,7 @@ def load(made: demo.DemoFiles):
 def test_it_is_made_once(made, cache):
     before = {file: file.stat().st_mtime_ns for file in cache.rglob("*")}
     told: list[str] = []
-    assert demo.prepare(cache, quick=True, progress=told.append) == made
+    assert demo.prepare(cache, quick=True, status=told.append) == made
     assert {file: file.stat().st_mtime_ns for file in cache.rglob("*")} == before
     assert len(told) == 1
     assert str(made.model.parent) in told[0]
@@ -55,7 +55,7 @@ def test_only_whole_ones_are_left(made, cache, monkeypatch):
         patch.setattr(files_module, "rows", killed)  # the model is written by then, the data is not
         patch.setattr(files_module, "warm_start", lambda *_: 0.0)
         with pytest.raises(KeyboardInterrupt):
-            demo.prepare(cache / "other", quick=True, progress=lambda line: None)
+            demo.prepare(cache / "other", quick=True, status=lambda line: None)
     assert list((cache / "other").iterdir()) == []
 
 
@@ -69,7 +69,7 @@ def test_another_run_may_be_quicker(made, cache, monkeypatch):
         return 0.0
 
     monkeypatch.setattr(files_module, "warm_start", overtaken)
-    found = demo.prepare(cache / "race", quick=True, progress=lambda line: None)
+    found = demo.prepare(cache / "race", quick=True, status=lambda line: None)
     assert found.train.read_text() == "theirs"
     assert list((cache / "race").iterdir()) == [theirs]
 

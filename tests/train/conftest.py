@@ -18,7 +18,7 @@ def demo_files(tmp_path_factory: pytest.TempPathFactory) -> Any:
     pytest.importorskip("transformers")
     from moe_replay import demo
 
-    return demo.prepare(tmp_path_factory.mktemp("demo"), quick=True, progress=lambda line: None)
+    return demo.prepare(tmp_path_factory.mktemp("demo"), quick=True, status=lambda line: None)
 
 
 @pytest.fixture

@@ -175,7 +175,7 @@ class VerifyCommand:
             return model_folder(self.model), self.prompts
         from moe_replay import demo
 
-        files = demo.prepare(progress=_tell)
+        files = demo.prepare(status=_tell)
         return str(files.model), self.prompts or files.train
 
     # ---- rollout ------------------------------------------------------------------------------------------------

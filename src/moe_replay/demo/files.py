@@ -16,7 +16,8 @@ from moe_replay.demo.arithmetic import rows
 from moe_replay.demo.model import build_model
 from moe_replay.demo.settings import FULL, QUICK, DemoSettings
 from moe_replay.demo.tokenizer import build_tokenizer
-from moe_replay.demo.warm_start import Progress, warm_start
+from moe_replay.demo.warm_start import warm_start
+from moe_replay.utils.progress import StatusCallback
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,29 +34,29 @@ class DemoFiles:
         return cls(folder / "model", folder / "train.jsonl", folder / "eval.jsonl")
 
 
-def prepare(cache: Path | None = None, quick: bool = False, progress: Progress | None = None) -> DemoFiles:
+def prepare(cache: Path | None = None, quick: bool = False, status: StatusCallback | None = None) -> DemoFiles:
     """The embedded default, made now or by an earlier run.
 
     cache      folder of all versions of it; None: moe-replay in the user's cache folder
     quick      a few seconds' version for tests, whose model knows little
-    progress   is told in a line of text how far things are; None: stderr
+    status     takes lines of text about how far it is; None: stderr
     """
-    tell = progress or _to_stderr
+    status = status or _to_stderr
     settings = QUICK if quick else FULL
     parent = (cache or default_cache()).absolute()
     folder = parent / f"demo-{_fingerprint(settings)}"
     if folder.is_dir():
-        tell(f"embedded default: found in {folder}")
+        status(f"embedded default: found in {folder}")
         return DemoFiles.inside(folder)
     parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=parent, prefix="unfinished-", ignore_cleanup_errors=True) as unfinished:
-        _make(DemoFiles.inside(Path(unfinished, "demo")), settings, tell)
+        _make(DemoFiles.inside(Path(unfinished, "demo")), settings, status)
         try:
             Path(unfinished, "demo").rename(folder)
         except OSError:
             if not folder.is_dir():  # else another run was quicker, with the same result
                 raise
-    tell(f"embedded default: made in {folder}")
+    status(f"embedded default: made in {folder}")
     return DemoFiles.inside(folder)
 
 
@@ -64,10 +65,10 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe-replay"
 
 
-def _make(files: DemoFiles, settings: DemoSettings, tell: Progress) -> None:
+def _make(files: DemoFiles, settings: DemoSettings, status: StatusCallback) -> None:
     files.model.mkdir(parents=True)
     tokenizer, model = build_tokenizer(), build_model(settings)
-    warm_start(model, tokenizer, settings, tell)
+    warm_start(model, tokenizer, settings, status)
     tokenizer.save_pretrained(files.model)
     model.save_pretrained(files.model)
     for file, count, held_out in ((files.train, settings.train_rows, False), (files.eval, settings.eval_rows, True)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING
@@ -15,12 +15,10 @@ from torch.nn.functional import cross_entropy
 from moe_replay.demo.arithmetic import Problem, problems
 from moe_replay.demo.settings import DemoSettings
 from moe_replay.demo.tokenizer import PAD, TOKENS
+from moe_replay.utils.progress import StatusCallback
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-Progress = Callable[[str], None]
-"""Takes a line of text about how far things are."""
 
 IGNORED = -100
 CHECK_EVERY = 25
@@ -28,7 +26,7 @@ CHECKED_PROBLEMS = 256
 
 
 def warm_start(
-    model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, settings: DemoSettings, progress: Progress
+    model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, settings: DemoSettings, status: StatusCallback
 ) -> float:
     """Teach the working of sums, then estimates beside it; the chance of a right answer that this comes to."""
     random = Random(settings.seed)
@@ -46,7 +44,7 @@ def warm_start(
 
     def check(step: int, loss: float) -> float:
         chance, seconds = chance_of_right_answer(model, tokenizer, checked), time.monotonic() - began
-        progress(f"warm start: step {step}, loss {loss:.3f}, right {chance:.0%}, {seconds:.0f} s")
+        status(f"warm start: step {step}, loss {loss:.3f}, right {chance:.0%}, {seconds:.0f} s")
         return chance
 
     model.train()
