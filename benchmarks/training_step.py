@@ -27,7 +27,7 @@ from moe_replay.train.backends.fsdp import FsdpBackend
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.learner import Learner
 from moe_replay.train.meters import Meters
-from moe_replay.train.trajectory import Trajectory
+from moe_replay.train.types import Trajectory
 
 SIZES: dict[str, dict[str, Any]] = {
     "cpu": {

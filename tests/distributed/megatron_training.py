@@ -14,13 +14,13 @@ from torch import Tensor
 
 import moe_replay as mr
 from moe_replay.rollout.types import FinishReason
-from moe_replay.train import trajectory as trajectories_module
 from moe_replay.train.backends.base import Backend, Routing, Scores, UpdateResult
 from moe_replay.train.batches import mini_batches
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.losses import policy_loss
 from moe_replay.train.micro_batch import MicroBatch
-from moe_replay.train.trajectory import Trajectory
+from moe_replay.train.trajectory_wire import trajectories_from_bytes, trajectories_to_bytes
+from moe_replay.train.types import Trajectory
 from tests.megatron.weights.models import VOCABULARY, save_checkpoint, tiny
 from tests.models import perturb_routers
 
@@ -60,9 +60,11 @@ def save_policy(folder: Path, variant: str = "qwen3_moe") -> bytes:
                 versions=np.where(sampled, 0, -1),
                 trace=trace,
                 finish_reason=FinishReason.STOP,
-            ).with_advantage(reward=1.0, advantage=float(random.normal()))
+                reward=1.0,
+                advantage=float(random.normal()),
+            )
         )
-    return trajectories_module.to_bytes(made)
+    return trajectories_to_bytes(made)
 
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
@@ -97,7 +99,7 @@ def open_backend(config: TrainConfig) -> Backend:
 def batches_of(backend: Backend, data: bytes, packed: bool) -> list[list[MicroBatch]]:
     """The micro-batches of this rank for each update."""
     made = mini_batches(
-        trajectories_module.from_bytes(data),
+        trajectories_from_bytes(data),
         backend,
         updates=UPDATES,
         aggregation="grpo",

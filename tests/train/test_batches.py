@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -122,7 +123,7 @@ def test_ranks_together_weigh_every_token_as_one_would(
 
 def test_what_is_not_trained_on_counts_as_a_sequence_without_tokens() -> None:
     kept, unscored, cut = (random_trajectory(i, prompt=2, completion=4) for i in range(3))
-    trajectories = [kept, unscored.with_advantage(float("nan"), 0.0), cut.ended_by_length()]
+    trajectories = [kept, replace(unscored, reward=float("nan")), cut.ended_by_length()]
     (batches,) = mini_batches(
         trajectories,
         Rank(),  # type: ignore[arg-type]
@@ -139,7 +140,7 @@ def test_what_is_not_trained_on_counts_as_a_sequence_without_tokens() -> None:
 
 
 def test_an_update_without_anything_to_train_on_has_no_micro_batches() -> None:
-    trajectories = [random_trajectory(i, prompt=2, completion=4).with_advantage(float("nan"), 0.0) for i in range(2)]
+    trajectories = [replace(random_trajectory(i, prompt=2, completion=4), reward=float("nan")) for i in range(2)]
     made = mini_batches(
         trajectories,
         Rank(),  # type: ignore[arg-type]

@@ -36,9 +36,9 @@ def backend_of(family: str, folder: Path, packed: bool) -> FsdpBackend:
 @pytest.mark.usefixtures("group")
 def test_sequences_stay_apart(tmp_path: Path, family: str, packed: bool) -> None:
     backend = backend_of(family, tmp_path, packed)
-    probe = ProbeSequence.shared(range(3, 40), backend)
-    probe.check_stays_apart(backend, tolerance=1e-4)
-    found = probe.scored(backend, tiny_config(tmp_path, tmp_path, tmp_path).rollout)
+    probe = ProbeSequence.broadcast(range(3, 40), backend)
+    probe.check_packing(backend, tolerance=1e-4)
+    found = probe.score(backend, tiny_config(tmp_path, tmp_path, tmp_path).rollout)
     assert found is not None
     assert found.logprobs.shape == (36,)
 
@@ -48,4 +48,4 @@ def test_a_state_that_flows_into_the_next_sequence_is_found(tmp_path: Path) -> N
     """Linear attention carries a state from token to token, and knows nothing of where a packed sequence begins."""
     backend = backend_of("qwen3_next", tmp_path, packed=True)
     with pytest.raises(mr.AlignmentError, match=r"packed sequences see each other.*batch\.packed = false"):
-        ProbeSequence.shared(range(3, 40), backend).check_stays_apart(backend, tolerance=1e-4)
+        ProbeSequence.broadcast(range(3, 40), backend).check_packing(backend, tolerance=1e-4)

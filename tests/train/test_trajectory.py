@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import moe_replay as mr
+from moe_replay.errors import EngineError
 from moe_replay.rollout.session import Session
 from moe_replay.rollout.types import FinishReason, Sample
-from moe_replay.train.trajectory import Trajectory, from_bytes, to_bytes
+from moe_replay.train.trajectory_wire import trajectories_from_bytes, trajectories_to_bytes
+from moe_replay.train.types import Trajectory
 from tests.train.trajectories import LAYERS, NUM_EXPERTS, random_trajectory
 
 
@@ -42,8 +44,8 @@ def resumed(keep: str) -> Session:
 
 def test_the_way_to_other_ranks_keeps_everything() -> None:
     sent = [random_trajectory(i, prompt=2, completion=3 + i, observed=i) for i in range(3)]
-    sent.append(sent[0].with_advantage(math.nan, 0.1 + 0.2))  # type: ignore[arg-type]
-    for before, after in zip(sent, from_bytes(to_bytes(sent)), strict=True):
+    sent.append(dataclasses.replace(sent[0], reward=math.nan, advantage=0.1 + 0.2))
+    for before, after in zip(sent, trajectories_from_bytes(trajectories_to_bytes(sent)), strict=True):
         assert (after.row, after.group, after.finish_reason) == (before.row, before.group, before.finish_reason)
         assert after.advantage == before.advantage
         np.testing.assert_equal(after.reward, before.reward)
@@ -54,11 +56,11 @@ def test_the_way_to_other_ranks_keeps_everything() -> None:
 
 
 def test_nothing_is_sent_as_nothing() -> None:
-    assert from_bytes(to_bytes([])) == []
+    assert trajectories_from_bytes(trajectories_to_bytes([])) == []
 
 
 def test_each_token_of_a_resumed_sequence_keeps_its_version() -> None:
-    made = Trajectory.of(resumed("as_sampled"), row=3, group=1)
+    made = Trajectory.of(resumed("as_sampled").finish(), row=3, group=1)
     assert made.versions.tolist() == [-1, -1, -1, 1, 1, 1, 1, 2, 2, 2]
     # the last token of version 1 was sampled, but never fed under it: its route is of version 2
     assert made.trace.token_versions[:-1].tolist() == [1, 1, 1, 1, 1, 1, 2, 2, 2]
@@ -66,7 +68,7 @@ def test_each_token_of_a_resumed_sequence_keeps_its_version() -> None:
 
 def test_routes_of_other_weights_than_the_log_probs_are_refused() -> None:
     with pytest.raises(mr.AlignmentError, match=r"routed by other weights.*row 3.*version 1.*as_sampled"):
-        Trajectory.of(resumed("latest"), row=3, group=1)
+        Trajectory.of(resumed("latest").finish(), row=3, group=1)
 
 
 def test_a_version_that_nobody_sampled_with_is_refused() -> None:
@@ -77,5 +79,5 @@ def test_a_version_that_nobody_sampled_with_is_refused() -> None:
 
 
 def test_a_session_that_never_sampled_is_no_trajectory() -> None:
-    with pytest.raises(mr.AlignmentError, match="never sampled"):
-        Trajectory.of(Session([1, 2]), row=0, group=0)
+    with pytest.raises(EngineError, match="not sampled anything"):
+        Trajectory.of(Session([1, 2]).finish(), row=0, group=0)

@@ -8,7 +8,7 @@ import numpy as np
 
 import moe_replay as mr
 from moe_replay.rollout.types import FinishReason
-from moe_replay.train.trajectory import Trajectory
+from moe_replay.train.types import Trajectory
 
 LAYERS = (1, 2, 3)
 NUM_EXPERTS, TOP_K = 8, 2

@@ -15,7 +15,7 @@ import numpy as np
 from moe_replay.train.backends.base import Backend
 from moe_replay.train.losses import Aggregation, token_weights
 from moe_replay.train.micro_batch import MicroBatch
-from moe_replay.train.trajectory import Trajectory
+from moe_replay.train.types import Trajectory
 
 Division = list[list[list[int]]]
 """[data rank][micro-batch] -> indices of sequences."""

@@ -1,4 +1,4 @@
-"""How long the parts of a step take."""
+"""Wall-clock time of the parts of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Starts when it is made.
+    """Times the parts of a step; the step starts when the clock is created.
 
     clock = Clock()
     with clock("rollout"):
@@ -16,17 +16,17 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        self._began = time.monotonic()
+        self._started_at = time.monotonic()
         self._parts: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
-        began = time.monotonic()
+        started_at = time.monotonic()
         yield
-        self._parts[part] = self._parts.get(part, 0.0) + time.monotonic() - began
+        self._parts[part] = self._parts.get(part, 0.0) + time.monotonic() - started_at
 
     def metrics(self, tokens: int) -> dict[str, float]:
-        """Seconds of each part and of the whole step so far, and tokens for each second of it."""
-        step = time.monotonic() - self._began
+        """Return seconds of each part and of the whole step so far, and tokens per second of the step."""
+        step = time.monotonic() - self._started_at
         parts = {f"time/{part}": seconds for part, seconds in self._parts.items()}
         return {**parts, "time/step": step, "time/tokens_per_second": tokens / max(step, 1e-9)}

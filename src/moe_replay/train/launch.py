@@ -1,4 +1,4 @@
-"""Where a rank computes, with whom, and the part of the policy that it holds."""
+"""The device, the process group and the backend of this rank."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from moe_replay.train.config.train_config import TrainConfig
 
 
 class LaunchError(MoeReplayError):
-    """A device that is not there."""
+    """A device that is not available."""
 
 
 def choose_device(config: TrainConfig) -> torch.device:
-    """The device of this rank: its own GPU, or the CPU."""
-    there = torch.cuda.is_available()
-    if config.backend.device == "cuda" and not there:
+    """Return the device of this rank: its own GPU, or the CPU."""
+    has_gpu = torch.cuda.is_available()
+    if config.backend.device == "cuda" and not has_gpu:
         raise LaunchError(
             "no GPU is available", expected="backend.device = 'cuda'", remedy="Set backend.device = 'cpu'"
         )
-    if config.backend.device == "cpu" or not there:
+    if config.backend.device == "cpu" or not has_gpu:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
@@ -34,7 +34,7 @@ def choose_device(config: TrainConfig) -> torch.device:
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
-    """The group of all ranks: the one that is there, the launcher's (torchrun), or this process alone."""
+    """Open the process group of all ranks: an existing one, the launcher's (torchrun), or this process alone."""
     if dist.is_initialized():
         yield
         return
@@ -50,7 +50,7 @@ def process_group(device: torch.device) -> Iterator[None]:
 
 
 def open_backend(config: TrainConfig, folder: str, device: torch.device) -> Backend:
-    """This rank's part of the policy in a folder."""
+    """Return the backend with this rank's part of the policy, loaded from a folder."""
     if config.backend.kind == "megatron":
         from moe_replay.train.backends.megatron import MegatronBackend
 

@@ -8,7 +8,7 @@ reference           native      native                      native
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -22,10 +22,8 @@ from moe_replay.train.meters import Meters
 from moe_replay.train.micro_batch import MicroBatch
 from moe_replay.train.replay_mode import plan_replay
 from moe_replay.train.schedule import learning_rate
-from moe_replay.train.trajectory import Trajectory
-
-Progress = Callable[[int, int], None]
-"""(updates done, updates wanted)"""
+from moe_replay.train.types import Trajectory
+from moe_replay.utils.progress import ProgressCallback
 
 
 class Learner:
@@ -105,7 +103,11 @@ class Learner:
     # ---- updates ------------------------------------------------------------------------------------------------
 
     def update(
-        self, updates: Sequence[Sequence[MicroBatch]], meters: Meters, step: int, progress: Progress | None = None
+        self,
+        updates: Sequence[Sequence[MicroBatch]],
+        meters: Meters,
+        step: int,
+        progress: ProgressCallback | None = None,
     ) -> dict[str, float]:
         """Take one optimizer step on each mini-batch; return the metrics that are the same on all ranks."""
         lr = learning_rate(self._config.optim, step, self._config.steps)

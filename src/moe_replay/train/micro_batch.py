@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import PADDING, TokenLayout
-from moe_replay.train.trajectory import Trajectory
+from moe_replay.train.types import Trajectory
 
 ChunkRoutes = dict[int, RouteBatch]
 """Chunk of the policy on this rank -> routes of its layers."""

@@ -1,8 +1,8 @@
-"""One sequence that is scored now and then, to prove that engine and trainer do what they should.
+"""The probe: one fixed sequence whose log-probs show that engine and trainer agree.
 
-After each update the engine must say of it what the trainer says: then it computes with the trainer's weights. And
-before the first step the trainer must say the same of it alone and behind another sequence: then sequences of a
-micro-batch do not see each other.
+After each weight sync the engine must return the trainer's log-probs, which shows that it computes with the trainer's
+weights. Before the first step the trainer must return the same log-probs for the sequence alone and packed behind
+another one, which shows that sequences of a micro-batch do not attend to each other.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from moe_replay.train.backends.base import Backend, Routing, Scores
 from moe_replay.train.batches import dummy_batch
 from moe_replay.train.config.sections import RolloutConfig
 from moe_replay.train.micro_batch import MicroBatch
-from moe_replay.train.trajectory import Trajectory
+from moe_replay.train.types import Trajectory
 
 
 class ProbeSequence:
-    """One sequence, laid out on every rank."""
+    """The probe, laid out on every rank."""
 
     def __init__(self, token_ids: np.ndarray, backend: Backend) -> None:
         topology = backend.topology
@@ -42,16 +42,16 @@ class ProbeSequence:
         self._alone = dummy_batch(whole, backend)
 
     @classmethod
-    def shared(cls, token_ids: Sequence[int] | None, backend: Backend) -> ProbeSequence:
-        """Of the tokens that the first rank has."""
+    def broadcast(cls, token_ids: Sequence[int] | None, backend: Backend) -> ProbeSequence:
+        """Return the probe of rank 0's tokens on every rank."""
         own = None if token_ids is None else np.asarray(token_ids, np.int32).tobytes()
         return cls(np.frombuffer(broadcast_bytes(own), np.int32), backend)
 
-    def check_stays_apart(self, backend: Backend, tolerance: float) -> None:
-        """Raise if the sequence is scored otherwise behind another one than alone.
+    def check_packing(self, backend: Backend, tolerance: float) -> None:
+        """Raise if the log-probs of the sequence differ when it is packed behind another one.
 
-        Attention keeps packed sequences apart by their positions; layers that carry a state from token to token
-        (linear attention, state-space models) may not, and nothing else would show it.
+        Attention separates packed sequences by their positions; layers that carry a state from token to token (linear
+        attention, state-space models) may not, and no other check would show it.
         """
         together = MicroBatch.of(
             [self._whole, self._whole],
@@ -66,14 +66,14 @@ class ProbeSequence:
         typical = float((second - alone.logprobs).abs().median())
         if not typical <= tolerance:
             raise AlignmentError(
-                "a sequence is scored otherwise behind another one than alone: packed sequences see each other",
+                "a sequence packed behind another one has other log-probs than alone: packed sequences see each other",
                 expected=f"log-probs within {tolerance} in the median",
                 found=f"{typical:.4g}",
                 remedy="This model carries a state from token to token: set batch.packed = false",
             )
 
-    def scored(self, backend: Backend, config: RolloutConfig) -> Probe | None:
-        """What the policy says of it now, on every rank; None where the config wants no check."""
+    def score(self, backend: Backend, config: RolloutConfig) -> Probe | None:
+        """Return the probe with the policy's current log-probs, on every rank; None if `check_weights` is off."""
         if not config.check_weights:
             return None
         scores = _scores(backend, self._alone)
@@ -87,5 +87,5 @@ class ProbeSequence:
 
 
 def _scores(backend: Backend, batch: MicroBatch) -> Scores | None:
-    """Of one micro-batch by itself; a pipeline that wants several gets it several times."""
+    """Return the scores of one micro-batch; a pipeline that needs several gets it several times."""
     return backend.score([batch] * backend.micro_batch_multiple, Routing("native"), temperature=1.0)[0]

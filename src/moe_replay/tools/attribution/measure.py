@@ -38,7 +38,7 @@ from moe_replay.train.backends.routing import apply_routing
 from moe_replay.train.backends.transformers_logprobs import sampled_logprobs, scored_logits
 from moe_replay.train.batches import divide
 from moe_replay.train.micro_batch import MicroBatch
-from moe_replay.train.trajectory import Trajectory
+from moe_replay.train.types import Trajectory
 from moe_replay.utils.eval_mode import evaluating
 
 POSITIONS = 16  # ranges that positions are divided into
@@ -180,7 +180,7 @@ def _by_number(routes: RouteBatch, batch: MicroBatch) -> dict[int, RouteTrace]:
 def _scored(sample: Sample, number: int) -> Trajectory:
     session = Session(sample.prompt_ids.tolist())
     session.absorb(sample)
-    return Trajectory.of(session, number, number)
+    return Trajectory.of(session.finish(), row=number, group=number)
 
 
 def _unscored(trace: RouteTrace, number: int) -> Trajectory:

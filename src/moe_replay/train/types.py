@@ -1,0 +1,91 @@
+"""The records of the trainer, in the order a sequence passes through them.
+
+SampledSequence (rollout/types.py) -> Trajectory -> RolloutBatch -> MicroBatch (micro_batch.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from moe_replay.errors import AlignmentError
+from moe_replay.rollout.types import FinishReason, SampledSequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trajectory(SampledSequence):
+    """A sampled sequence of T tokens with its place in the rollout batch, its reward and its advantage.
+
+    row         row of the data set
+    group       trajectories of the same group answer the same prompt
+    reward      NaN where no reward function scored it
+    advantage   of every sampled token
+    """
+
+    row: int
+    group: int
+    reward: float = float("nan")
+    advantage: float = 0.0
+
+    @classmethod
+    def of(cls, sequence: SampledSequence, *, row: int, group: int, reward: float = float("nan")) -> Trajectory:
+        """Return the trajectory of a finished sequence, whose weight versions are checked."""
+        sampled = {field.name: getattr(sequence, field.name) for field in fields(SampledSequence)}
+        trajectory = cls(**sampled, row=row, group=group, reward=float(reward))
+        trajectory.check_versions()
+        return trajectory
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the last turn ended at its maximum length."""
+        return self.finish_reason is FinishReason.LENGTH
+
+    def check_versions(self) -> None:
+        """Raise unless each log-prob and the route that led to it come from the same weights.
+
+        The log-prob of token p was computed by the pass over token p - 1, so that token's route must have the weight
+        version that sampled p. Earlier tokens may have been routed by earlier weights: they are kept as sampled.
+        """
+        leading = self.sampled[1:] & self.trace.valid[:-1].any(axis=1)
+        wrong = np.flatnonzero(leading & (self.trace.token_versions[:-1] != self.versions[1:]))
+        if wrong.size:
+            token = int(wrong[0])
+            raise AlignmentError(
+                "a token was routed by other weights than those its log-prob was computed with",
+                sample=f"row {self.row}",
+                token=token,
+                expected=f"routes of weight version {self.versions[token + 1]}",
+                found=f"version {self.trace.token_versions[token]} ({wrong.size} tokens)",
+                remedy="Keep routes as_sampled when a sequence is resumed after a weight update",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The n trajectories of one prompt.
+
+    scores   (n,) by name of the reward function, NaN where it did not score a trajectory
+    """
+
+    trajectories: Sequence[Trajectory]
+    scores: dict[str, np.ndarray]
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """(n,) float64: weighted sum of the scores."""
+        return np.array([trajectory.reward for trajectory in self.trajectories], np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBatch:
+    """The trajectories of one training step, and the metrics of their rollout (empty on ranks other than 0)."""
+
+    trajectories: Sequence[Trajectory]
+    metrics: dict[str, float]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all trajectories, prompts included."""
+        return sum(map(len, self.trajectories))
