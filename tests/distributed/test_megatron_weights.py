@@ -74,8 +74,22 @@ def reference(variant: str) -> str:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_same_model_and_the_same_routes(variant: str) -> None:
-    folder = reference(variant)
-    (found,) = harness.run_ranks(1, compare_alone, folder)
+    assert_same_model(reference(variant))
+
+
+def test_the_family_of_the_documentation() -> None:
+    folder = reference("dots1")
+    page = Path(__file__).parents[2].joinpath("docs/megatron-weights.md").read_text()
+    code = re.search(r"<!-- dots1_weights.py -->\n```python\n(.*?)```", page, re.DOTALL)
+    assert code is not None
+    assert len(code[1].splitlines()) < 40
+    Path(folder, "dots1_weights.py").write_text(code[1])
+    assert_same_model(folder, "dots1_weights:DOTS1")
+
+
+def assert_same_model(folder: str, family: str | None = None) -> None:
+    """Log-probs and routes as Transformers has them; the same bytes on the way back."""
+    (found,) = harness.run_ranks(1, compare_alone, folder, family)
     assert found["native"] < TOLERANCE
     assert found["replayed"] < TOLERANCE
     assert found["same_routes"]

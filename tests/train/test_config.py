@@ -200,6 +200,8 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"backend": {"virtual_pipeline": 2}}, "backend.virtual_pipeline: fsdp"),
         ({"backend": {"context_parallel": 2}}, "backend.context_parallel: fsdp"),
         ({"backend": {"distributed_optimizer": True}}, "backend.distributed_optimizer: fsdp"),
+        ({"backend": {"weight_family": "mixtral"}}, "backend.weight_family: fsdp"),
+        ({"backend": MEGATRON | {"weight_family": "gpt_oss"}}, "backend.weight_family: 'gpt_oss' is unknown; use one"),
         ({"backend": {"megatron": {"a": 1}}}, "backend.megatron: fsdp"),
         ({"backend": MEGATRON | {"tensor_parallel": 0}}, "tensor_parallel"),
         ({"backend": MEGATRON | {"virtual_pipeline": 2}}, "set backend.pipeline_parallel > 1"),

@@ -112,6 +112,17 @@ def test_a_config_becomes_a_transformer_config(folder: Path) -> None:
     assert not made.variable_seq_lengths
 
 
+def test_a_weight_family_of_the_users_own(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.joinpath("own_weight_family.py").write_text(
+        "from dataclasses import replace\n"
+        "from moe_replay.megatron.weights.qwen3_moe import QWEN3_MOE, settings\n"
+        "OWN = replace(QWEN3_MOE, settings=lambda hf: settings(hf) | {'layernorm_epsilon': 0.25})\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert recipe(folder, weight_family="own_weight_family:OWN").layernorm_epsilon == 0.25
+    assert recipe(folder).layernorm_epsilon != 0.25
+
+
 def test_pipelines_take_micro_batches_of_different_widths(folder: Path) -> None:
     made = recipe(folder, pipeline_parallel=2, virtual_pipeline=2)
     assert made.variable_seq_lengths

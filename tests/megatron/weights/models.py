@@ -74,13 +74,26 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3-ungrouped": ("deepseek_v3", _DEEPSEEK | {"n_group": 1, "topk_group": 1, "q_lora_rank": None}),
     "deepseek_v3-yarn": ("deepseek_v3", _DEEPSEEK | {"rope_parameters": _YARN}),
 }
+DOTS1 = _SIZES | {
+    "moe_intermediate_size": 16,
+    "head_dim": 16,
+    "n_shared_experts": 2,
+    "n_routed_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "sliding_window": None,
+}
+EXAMPLES = {"dots1": ("dots1", DOTS1)}  # families of docs/megatron-weights.md
 
 
 def tiny(variant: str, seed: int = 0) -> nn.Module:
     """A random model whose every weight matters."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    family, settings = VARIANTS[variant]
+    family, settings = (VARIANTS | EXAMPLES)[variant]
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).float().eval()
     for parameter in model.parameters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,12 +19,12 @@ from tests.megatron.weights.models import BATCH, LENGTH, assert_same_bytes, save
 MICRO_BATCHES = 2
 
 
-def built(case: Case, folder: str, **settings: Any) -> list[Any]:
+def built(case: Case, folder: str, family: str | None = None, **settings: Any) -> list[Any]:
     """The chunks of this rank with the weights in a folder."""
     enable()
     start(case.tp, case.pp, case.vpp, case.cp, case.ep, case.etp)
-    chunks = weights.megatron_config(folder, **case.parallel_settings(), **settings).build()
-    weights.load_hf(folder, chunks)
+    chunks = weights.megatron_config(folder, family=family, **case.parallel_settings(), **settings).build()
+    weights.load_hf(folder, chunks, family=family)
     return chunks
 
 
@@ -39,9 +40,14 @@ def chosen_sets(found: list[mr.RouteTrace]) -> np.ndarray:
 # ---- one rank -------------------------------------------------------------------------------------------------------
 
 
-def compare_alone(folder: str) -> dict[str, Any]:
-    """Native and replayed logits and native routes against Transformers'; the checkpoint written again."""
-    (model,) = built(Case(1), folder)
+def compare_alone(folder: str, family: str | None = None) -> dict[str, Any]:
+    """Native and replayed logits and native routes against Transformers'; the checkpoint written again.
+
+    family   `module:name` of a module in the folder
+    """
+    if family is not None:
+        sys.path.insert(0, folder)
+    (model,) = built(Case(1), folder, family)
     model.eval()
     reference = torch.load(f"{folder}/reference.pt", weights_only=True)
     ids = token_ids()
@@ -56,7 +62,7 @@ def compare_alone(folder: str) -> dict[str, Any]:
         with replay.replay(mr.RouteBatch.from_traces(earlier, layout)):
             replayed = model(**inputs)
     routes = recording.traces(layout, ids)
-    weights.export_hf([model], f"{folder}/again", like=folder)
+    weights.export_hf([model], f"{folder}/again", like=folder, family=family)
     return {
         "native": _apart(native, reference["native_logits"]),
         "replayed": _apart(replayed, reference["logits"]),

@@ -56,6 +56,7 @@ class MegatronBackend(Backend):
 
         recipe = build.recipe_for(config, folder)
         self._config = recipe.config
+        self._family = recipe.family
         chunks = build.load_chunks(recipe, folder, device, packed=self._packed)
         self.models = build.distributed(chunks, config)
         self._optimizer = build.make_optimizer(self.models, config.optim, sharded=config.backend.distributed_optimizer)
@@ -218,7 +219,7 @@ class MegatronBackend(Backend):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """One tensor at a time, gathered from the ranks that share it."""
-        return weights.hf_tensors(self.models, like=self._folder)
+        return weights.hf_tensors(self.models, like=self._folder, family=self._family)
 
     def save(self, folder: Path) -> None:
         """One file for each rank."""

@@ -64,7 +64,7 @@ def recipe_for(config: TrainConfig, folder: str) -> weights.MegatronRecipe:
         **(_RECOMPUTE if config.model.gradient_checkpointing and not own_recompute else {}),
         **backend.megatron,
     }
-    recipe = weights.megatron_config(folder, **settings)
+    recipe = weights.megatron_config(folder, family=backend.weight_family, **settings)
     _check(config, recipe)
     return recipe
 
@@ -101,7 +101,7 @@ def load_chunks(recipe: weights.MegatronRecipe, folder: str, device: torch.devic
         for module in chunk.modules():
             if isinstance(module, TopKRouter):
                 module._maintain_float32_expert_bias()  # before it is read: half precision would round it
-    weights.load_hf(folder, chunks)
+    weights.load_hf(folder, chunks, family=recipe.family)
     return chunks
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moe_replay.megatron.weights import WEIGHT_MAPS
 from moe_replay.rollout.registry import engine_spec, server_engines, trainable_engines
 from moe_replay.train.advantages import ADVANTAGES
 from moe_replay.train.config.sections import BackendConfig, ModelConfig, RewardConfig, RolloutConfig, Sections
@@ -53,6 +54,9 @@ def _backend(backend: BackendConfig) -> Iterator[str]:
             yield f"backend.megatron.{name}: set {OURS_IN_MEGATRON[name]} in its place"
         if backend.megatron.get("moe_router_fusion"):
             yield "backend.megatron.moe_router_fusion: a fused router takes no replayed routes; leave it out"
+        family = backend.weight_family
+        if family is not None and family not in WEIGHT_MAPS and not is_path(family):
+            yield f"backend.weight_family: {family!r} is unknown; use one of {', '.join(WEIGHT_MAPS)}, or module:name"
         return
     megatron_only = {
         "tensor_parallel": backend.tensor_parallel > 1,
@@ -62,6 +66,7 @@ def _backend(backend: BackendConfig) -> Iterator[str]:
         "virtual_pipeline": backend.virtual_pipeline is not None,
         "context_parallel": backend.context_parallel > 1,
         "megatron": bool(backend.megatron),
+        "weight_family": backend.weight_family is not None,
         "distributed_optimizer": backend.distributed_optimizer,
     }
     for name, given in megatron_only.items():

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from moe_replay.megatron.weights import WEIGHT_MAPS
 from moe_replay.rollout.registry import engine_spec, trainable_engines
 from moe_replay.train.losses import Aggregation, Correction, Level
 
@@ -73,6 +74,11 @@ class BackendConfig(Section):
     """Ranks that share a sequence (megatron)."""
     megatron: dict[str, Setting | list[str]] = {}
     """More of Megatron-Core's TransformerConfig, e.g. recompute_granularity = "selective"; lists are allowed."""
+    weight_family: str | None = Field(
+        None,
+        description=f'Weight map of the model: {", ".join(WEIGHT_MAPS)}, or "module:name"; left out: by model_type '
+        "(megatron).",
+    )
     distributed_optimizer: bool = False
     """Spread the optimizer's state over data-parallel ranks (megatron)."""
 
