@@ -33,7 +33,7 @@ layout = mr.TokenLayout.padded([len(one) for one in ids])  # 2.
 input_ids = torch.tensor(layout.fed_token_ids(ids, pad=0)).long()
 mask = torch.tensor(layout.fed >= 0).long()
 
-with torch.no_grad(), replay.record() as recording:  # 3. stands for an engine elsewhere, which sends traces as bytes
+with torch.no_grad(), replay.record() as recording:  # 3. in place of a remote engine, which sends traces as bytes
     model(input_ids, attention_mask=mask)
 sent = [trace.to_bytes() for trace in recording.traces(layout, ids)]
 

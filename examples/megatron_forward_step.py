@@ -11,7 +11,7 @@ from moe_replay.diagnostics.metrics import route_agreement
 from moe_replay.megatron import cpu as megatron_cpu
 from moe_replay.replay.adapters.megatron_layout import layout_for
 
-megatron_cpu.enable()  # leave out where there is a GPU, with megatron_cpu.SETTINGS below
+megatron_cpu.enable()  # without a GPU only, together with megatron_cpu.SETTINGS below
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402

@@ -26,18 +26,18 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 prompts = [torch.randint(100, (length,)).tolist() for length in (5, 9, 7)]
 
 replay = mr.attach(model)  # 1. once
-engine = TransformersEngine(model, replay=replay)  # samples with the very weights that are trained
+engine = TransformersEngine(model, replay=replay)  # shares its weights with the trainer
 
 
 def log_probs(input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(B, W - 1): of every token but the first."""
+    """Return log-probs (B, W - 1) of every token but the first."""
     logits = model(input_ids, attention_mask=mask, use_cache=False).logits[:, :-1]
     return logits.log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0]
 
 
 for step in range(3):
     samples = [one for group in engine.generate(prompts, SamplingParams(n=2, max_tokens=12)) for one in group]
-    traces = [sample.trace for sample in samples]  # token ids, and where each went
+    traces = [sample.trace for sample in samples]  # token ids and their experts
     rewards = torch.tensor([float((sample.completion_ids % 2 == 0).mean()) for sample in samples])
     advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
 
@@ -49,7 +49,7 @@ for step in range(3):
     )
 
     if mode == "r3":
-        batch = mr.RouteBatch.from_traces(traces, layout)  # 3. the routes, row by row
+        batch = mr.RouteBatch.from_traces(traces, layout)  # 3. the routes in the rows of the batch
         with torch.no_grad(), replay.replay(batch):
             old = log_probs(input_ids, mask)
     else:
@@ -58,7 +58,7 @@ for step in range(3):
         batch = recording.batch()
 
     for _ in range(2):
-        with replay.replay(batch, observe=True) as replaying:  # 5. every update takes them
+        with replay.replay(batch, observe=True) as replaying:  # 5. in every update
             new = log_probs(input_ids, mask)
         ratio = (new - old).exp()
         loss = -(torch.min(ratio, ratio.clamp(0.8, 1.2)) * advantages[:, None])[drawn].mean()

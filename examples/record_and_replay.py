@@ -1,4 +1,4 @@
-"""Record the routes of a tiny MoE, move its routers, and make it take the recorded routes again.
+"""Record the routes of a tiny MoE, perturb its routers, and replay the recorded routes.
 
 python examples/record_and_replay.py
 """
@@ -23,7 +23,7 @@ mask = torch.tensor(layout.fed >= 0, dtype=torch.long)
 replay = mr.attach(model)
 with torch.no_grad(), replay.record() as recording:  # R2: the old-log-prob pass
     model(input_ids, attention_mask=mask)
-traces = recording.traces(layout, sequences)  # what an engine would have sent, for R3
+traces = recording.traces(layout, sequences)  # for R3, an engine sends these
 print("recorded  ", traces[0])
 
 with torch.no_grad():  # a policy update, much larger than a real one
@@ -33,14 +33,14 @@ with torch.no_grad():  # a policy update, much larger than a real one
 batch = mr.RouteBatch.from_traces([mr.RouteTrace.from_bytes(trace.to_bytes()) for trace in traces], layout)
 with replay.replay(batch, observe=True) as replaying:
     loss = model(input_ids, attention_mask=mask).logits.logsumexp(-1).mean()
-loss.backward()  # gradient checkpointing would find its routes too
+loss.backward()  # with gradient checkpointing, recomputed layers find their routes too
 
 print("layer      native routing agrees   router gradient")
 for layer, agreement in zip(batch.layers, route_agreement(batch, replaying.native()), strict=True):
     print(f"{layer:5}      {agreement:20.1%}   {replay.sites[layer].module.weight.grad.norm():15.2e}")
 print(f"replayed   {batch.coverage.replayed} routes of {batch.coverage.token_rows} tokens, as recorded")
 
-other_tokens = input_ids.roll(1, dims=1)  # one token late: what a silent bug looks like
+other_tokens = input_ids.roll(1, dims=1)  # off by one token: a typical silent bug
 try:
     with replay.replay(batch):
         model(other_tokens, attention_mask=mask)

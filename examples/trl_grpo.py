@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on a tiny mixture of experts, without replay and with R3. Under two minutes on a CPU.
+"""TRL's GRPOTrainer on a tiny MoE, without replay and with R3. Under two minutes on a CPU.
 
 python examples/trl_grpo.py
 """
@@ -19,12 +19,12 @@ class ReplayTrainer(RouterReplayMixin, GRPOTrainer):
 
 
 def digits(completions: list[str], **_: object) -> list[float]:
-    """The share of digits in an answer: something to learn in a few steps."""
+    """Reward the fraction of digits in an answer, which can be learned in a few steps."""
     return [sum(character.isdigit() for character in text) / max(len(text), 1) for text in completions]
 
 
 def tiny_model(vocabulary: int) -> Qwen3MoeForCausalLM:
-    """A dense layer and five that route, in bfloat16; random weights, so wide that a change of experts shows."""
+    """Build one dense and five MoE layers in bfloat16, with weights so large that a change of experts matters."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=vocabulary, hidden_size=64, moe_intermediate_size=64, num_hidden_layers=6, num_attention_heads=4,
@@ -35,7 +35,7 @@ def tiny_model(vocabulary: int) -> Qwen3MoeForCausalLM:
 
 
 def run(folder: str, replay: str) -> dict[str, float]:
-    """A short run; the mean of what it logged."""
+    """Train for a few steps; return the mean of each logged metric."""
     tokenizer = build_tokenizer()
     settings = GRPOConfig(
         output_dir=folder, use_cpu=True, bf16=False, report_to=[], save_strategy="no", logging_steps=1,
