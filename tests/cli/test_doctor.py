@@ -12,13 +12,15 @@ import pytest
 
 from moe_replay.cli.doctor import findings_text
 from moe_replay.cli.main import main
-from moe_replay.tools.doctor import LOOKS, Finding, Status, diagnose, diagnose_model, numbers
-from moe_replay.tools.system_info import PACKAGES, Gpu, Surroundings, installed_version
+from moe_replay.rollout.registry import ENGINES, EngineSpec
+from moe_replay.tools import doctor
+from moe_replay.tools.doctor import CHECKS, Finding, Status, diagnose, diagnose_model, numbers
+from moe_replay.tools.system_info import PACKAGES, Gpu, SystemInfo, installed_version
 
 pytest.importorskip("tyro", reason="the command line needs tyro")
 
 GIB = 2**30
-GOOD = Surroundings(
+GOOD = SystemInfo(
     python="3.12.1",
     versions={
         "torch": "2.13.0+cu128",
@@ -39,29 +41,29 @@ GOOD = Surroundings(
 
 def _label(value: object) -> str:
     """What is unlike `GOOD`."""
-    if not isinstance(value, Surroundings):
+    if not isinstance(value, SystemInfo):
         return str(value)
     versions = {name: version for name, version in value.versions.items() if version != GOOD.versions[name]}
     return f"{versions} {len(value.gpus)} GPUs"
 
 
-def changed(**versions: str | None) -> Surroundings:
+def changed(**versions: str | None) -> SystemInfo:
     named = {name.replace("_", "-"): version for name, version in versions.items()}
     return replace(GOOD, versions={**GOOD.versions, **named})
 
 
-def finding(around: Surroundings, subject: str, **options) -> Finding:
-    (found,) = [one for one in diagnose(around, **options) if one.subject == subject]
+def finding(system: SystemInfo, subject: str, **options) -> Finding:
+    (found,) = [one for one in diagnose(system, **options) if one.subject == subject]
     return found
 
 
 def test_a_good_machine() -> None:
     assert {one.status for one in diagnose(GOOD)} == {Status.OK}
-    assert len(diagnose(GOOD)) == len(LOOKS)
+    assert len(diagnose(GOOD)) == len(CHECKS)
 
 
 @pytest.mark.parametrize(
-    ("around", "subject", "status", "words"),
+    ("system", "subject", "status", "words"),
     [
         (replace(GOOD, python="3.10.9"), "python", "broken", "3.11"),
         (changed(torch="2.5.1"), "torch", "broken", "torch>=2.6"),
@@ -91,8 +93,8 @@ def test_a_good_machine() -> None:
     ],
     ids=_label,
 )
-def test_each_thing(around: Surroundings, subject: str, status: str, words: str) -> None:
-    found = finding(around, subject)
+def test_each_thing(system: SystemInfo, subject: str, status: str, words: str) -> None:
+    found = finding(system, subject)
     assert (found.status, words in found.remedy, bool(found.remedy)) == (status, True, bool(words))
 
 
@@ -120,17 +122,29 @@ def test_versions_are_read_without_importing(monkeypatch: pytest.MonkeyPatch) ->
         raise metadata.PackageNotFoundError(name)
 
     assert installed_version("torch") == metadata.version("torch")
-    assert Surroundings.here().versions.keys() == set(PACKAGES)
+    assert SystemInfo.collect().versions.keys() == set(PACKAGES)
     monkeypatch.setattr(metadata, "version", version)
     assert installed_version("vllm") == "0.30.0"
     assert installed_version("sglang") is None
 
 
+def test_engines_and_families_come_from_the_registries(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "vllm, transformers; on servers: vllm_server" in finding(GOOD, "engines").text
+    alone = finding(changed(vllm=None, transformers=None), "engines")
+    assert (alone.status, alone.remedy) == (Status.NOTE, "Install transformers or vllm, or use servers")
+    own = EngineSpec("my_engine:start", "an engine of the user's own", package="my-engine")
+    monkeypatch.setitem(ENGINES, "my_engine", own)
+    assert "my_engine" not in finding(GOOD, "engines").text
+    assert "my_engine" in finding(changed(my_engine="1.0"), "engines").text
+    monkeypatch.setattr(doctor, "WEIGHT_MAPS", {"my_moe": "my_package:MY_MOE"})
+    assert "weight maps of my_moe;" in finding(GOOD, "megatron-core").text
+
+
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
-def of_model(config: object, around: Surroundings = GOOD) -> dict[str, Finding]:
-    return {one.subject: one for one in diagnose_model(config, around)}
+def of_model(config: object, system: SystemInfo = GOOD) -> dict[str, Finding]:
+    return {one.subject: one for one in diagnose_model(config, system)}
 
 
 def test_models() -> None:
@@ -164,8 +178,8 @@ def test_an_unknown_model_type_says_what_to_do() -> None:
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    around = replace(changed(vllm=None), gpus=())
-    monkeypatch.setattr(Surroundings, "here", lambda folder: around)
+    system = replace(changed(vllm=None), gpus=())
+    monkeypatch.setattr(SystemInfo, "collect", lambda folder: system)
     main(["doctor"])
     assert "note    vllm" in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
@@ -186,5 +200,5 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 def test_the_remedy_stands_below() -> None:
     lines = findings_text(diagnose(changed(vllm="0.21.0"))).splitlines()
-    assert len(lines) == len(LOOKS) + 1
+    assert len(lines) == len(CHECKS) + 1
     assert [line.strip() for line in lines if "->" in line] == ["-> Use vLLM 0.30"]

@@ -1,4 +1,4 @@
-"""`moe-replay doctor`: what works here, what does not, and what to do about it."""
+"""`moe-replay doctor`: what works on this machine, what does not, and what to do about it."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from moe_replay.tools.doctor import Finding, Status, diagnose, diagnose_model
-from moe_replay.tools.system_info import Surroundings
+from moe_replay.tools.system_info import SystemInfo
 
 _MARKS = {Status.OK: "ok    ", Status.NOTE: "note  ", Status.BROKEN: "BROKEN"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorCommand:
-    """Say what routing replay can do on this machine. The status is 1 if something that is needed is broken."""
+    """Check what routing replay can do on this machine. Exits with 1 if anything is broken."""
 
     model: str | None = None
-    """Folder, config.json or name of a model whose routers are to be replayed."""
+    """Folder, config.json or name of a model whose routers should be replayed."""
     need: tuple[Literal["transformers", "megatron-core", "vllm", "sglang", "trl", "gpu"], ...] = ()
-    """What must be there; it is broken if it is absent."""
+    """What must be present; reported as broken if absent."""
     folder: str = "."
-    """Where checkpoints and traces will be written."""
+    """Folder in which checkpoints and traces will be written."""
     json: bool = False
     """Print everything as JSON."""
 
     def __call__(self) -> None:
-        """Look at everything, then speak."""
-        around = Surroundings.here(self.folder)
-        findings = diagnose(around, self.need)
+        """Run all checks and print the findings."""
+        system = SystemInfo.collect(self.folder)
+        findings = diagnose(system, self.need)
         if self.model is not None:
             from moe_replay.tools.model_config import model_config
 
-            findings += diagnose_model(model_config(self.model), around)
+            findings += diagnose_model(model_config(self.model), system)
         print(json.dumps([asdict(finding) for finding in findings], indent=2) if self.json else findings_text(findings))
         if any(finding.status is Status.BROKEN for finding in findings):
             sys.exit(1)
 
 
 def findings_text(findings: list[Finding]) -> str:
-    """One line for each finding, and one for its remedy."""
+    """Format each finding on one line, followed by its remedy."""
     wide = max(len(finding.subject) for finding in findings)
     lines = []
     for one in findings:

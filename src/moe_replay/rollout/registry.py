@@ -26,17 +26,21 @@ class EngineSpec:
     description     one line for help texts and docs
     is_server       runs in processes of its own and is reached by URLs
     takes_weights   is an `Engine`; otherwise it only samples, and cannot be trained with
+    package         that must be installed here to start it; empty: none
     """
 
     start: str | Start
     description: str
     is_server: bool = False
     takes_weights: bool = True
+    package: str = ""
 
 
 ENGINES: dict[str, EngineSpec] = {
-    "vllm": EngineSpec("moe_replay.rollout.vllm:start", "vLLM in this process"),
-    "transformers": EngineSpec("moe_replay.rollout.transformers:start", "Transformers in this process"),
+    "vllm": EngineSpec("moe_replay.rollout.vllm:start", "vLLM in this process", package="vllm"),
+    "transformers": EngineSpec(
+        "moe_replay.rollout.transformers:start", "Transformers in this process", package="transformers"
+    ),
     "vllm_server": EngineSpec("moe_replay.rollout.vllm_server:start", "`moe-replay rollout` servers", is_server=True),
     "sglang_server": EngineSpec("moe_replay.rollout.sglang_server:start", "SGLang servers", is_server=True),
     "plain_vllm_server": EngineSpec(

