@@ -41,8 +41,14 @@ def test_one_two_and_four_processes_give_the_same_curve(
 ) -> None:
     if backend == "megatron":
         pytest.importorskip("megatron.core")
-    overrides = {"backend": {"kind": backend}, "replay": {"mode": mode}, "rollout": {"dtype": "bfloat16"}}
+    # Steps so small, and so little of Adam's scaling, that rounding does not grow: what differs in the last digit of a
+    # weight must not be another number for the engine in bfloat16, which then would sample other tokens.
+    optimiser = {"lr": 1e-4, "eps": 1e-3}
+    overrides = {
+        **{"backend": {"kind": backend}, "replay": {"mode": mode}},
+        **{"rollout": {"dtype": "bfloat16"}, "optim": optimiser},
+    }
     curves = {size: curve(size, demo_files, tmp_path / str(size), **overrides) for size in (1, 2, 4)}
     for size in (2, 4):
         for one, several in zip(curves[1], curves[size], strict=True):
-            assert several == pytest.approx(one, rel=2e-3, abs=1e-6), f"{size} processes"
+            assert several == pytest.approx(one, rel=2e-4, abs=1e-7), f"{size} processes"
