@@ -79,8 +79,8 @@ def test_long_prompts_are_left_out():
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ('{"prompt": "a"}\n{"prompt": \n', "line 2 is no JSON"),
-        ("[1]\n", "line 1 is no object"),
+        ('{"prompt": "a"}\n{"prompt": \n', "line 2 is not valid JSON"),
+        ("[1]\n", "line 1 is not a JSON object"),
         ("\n", "has no rows"),
     ],
 )
@@ -94,7 +94,7 @@ def test_other_bad_data(tmp_path):
     with pytest.raises(DataError, match="no data at"):
         read_rows(tmp_path / "missing.jsonl")
     (tmp_path / "a.csv").write_text("prompt\n")
-    with pytest.raises(DataError, match="unknown kind"):
+    with pytest.raises(DataError, match="unsupported data format"):
         read_rows(tmp_path / "a.csv")
     with pytest.raises(DataError, match=r"no prompt \[sample row 0\].*columns \['question'\]"):
         load_prompts([{"question": "?"}], Characters(), 10)

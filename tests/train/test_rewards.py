@@ -73,7 +73,7 @@ def test_none_is_not_scored_and_weights_add_up():
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_a_reward_that_is_not_finite_is_refused(value: float) -> None:
     reward = Reward("wild", lambda completions, **_: [1.0, value])
-    with pytest.raises(RewardError, match=r"'wild' returned a number that nothing can be learned from \[sample 1\]"):
+    with pytest.raises(RewardError, match=r"'wild' returned a number that is not finite \[sample 1\]"):
         score([reward], ["a", "b"], ["c", "d"], {})
 
 
@@ -81,9 +81,9 @@ def test_a_reward_that_is_not_finite_is_refused(value: float) -> None:
     ("function", "text"),
     [
         (lambda **_: 1 / 0, r"reward 'bad' raised ZeroDivisionError"),
-        (lambda **_: [1.0], r"one value for each completion: expected a list of 2, found list of 1"),
-        (lambda **_: 1.0, r"one value for each completion: expected a list of 2, found float"),
-        (lambda **_: [1.0, "much"], r"returned no number \[sample 1\]: found 'much'"),
+        (lambda **_: [1.0], r"one value per completion: expected a list of 2, found list of 1"),
+        (lambda **_: 1.0, r"one value per completion: expected a list of 2, found float"),
+        (lambda **_: [1.0, "much"], r"returned something other than a number \[sample 1\]: found 'much'"),
     ],
 )
 def test_a_bad_reward_is_named(function, text):

@@ -1,4 +1,4 @@
-"""Prompts: read from JSONL, parquet or a `datasets` folder, tokenised once, drawn in an order that can be resumed."""
+"""Prompts: read from JSONL, parquet or a `datasets` folder, tokenized once, drawn in a resumable order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Messages = list[dict[str, Any]]
 
 
 class DataError(MoeReplayError):
-    """A data set that cannot be read, or a row without what training needs."""
+    """A data set that cannot be read, or a row that lacks what training needs."""
 
 
 class Tokenizer(Protocol):
@@ -33,10 +33,10 @@ class Tokenizer(Protocol):
 class Prompt:
     """One row of the data set.
 
-    row         its number in the file
-    content     the text, or the messages that the chat template rendered
-    token_ids   what the model is fed
-    columns     everything else in the row, for rewards
+    row         row number in the data set, from 0
+    content     text or messages, as in the data set
+    token_ids   token ids of the rendered prompt
+    columns     all other columns of the row, for rewards and environments
     """
 
     row: int
@@ -46,10 +46,10 @@ class Prompt:
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """All rows of a .jsonl, .json or .parquet file or of a folder written by `datasets.save_to_disk`."""
+    """Return all rows of a .jsonl, .json or .parquet file, or of a folder written by `datasets.save_to_disk`."""
     source = Path(path)
     if not source.exists():
-        raise DataError(f"no data at {source}", remedy="Give a .jsonl or .parquet file, or a datasets folder")
+        raise DataError(f"no data at {source}", expected="a .jsonl or .parquet file, or a datasets folder")
     if source.suffix in (".jsonl", ".json"):
         rows = list(_json_rows(source))
     elif source.suffix == ".parquet":
@@ -57,14 +57,14 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     elif source.is_dir():
         rows = _dataset_rows(source)
     else:
-        raise DataError("unknown kind of data", expected=".jsonl, .parquet or a datasets folder", found=source)
+        raise DataError("unsupported data format", expected=".jsonl, .parquet or a datasets folder", found=source)
     if not rows:
         raise DataError(f"{source} has no rows")
     return rows
 
 
 def load_prompts(rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Prompt]:
-    """Tokenised prompts of the rows that fit; each row has `prompt` (text or messages) or `messages`."""
+    """Return the tokenized prompts of rows that fit; each has `prompt` (text or messages) or `messages`."""
     prompts = []
     for number, row in enumerate(rows):
         key = "prompt" if "prompt" in row else "messages"
@@ -76,14 +76,14 @@ def load_prompts(rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, max_pr
                 found=f"columns {sorted(row)}",
             )
         content = row[key]
-        ids = _tokenised(content, tokenizer, number)
+        ids = _tokenize(content, tokenizer, number)
         if 0 < len(ids) <= max_prompt_tokens:
             prompts.append(Prompt(number, content, ids, {k: v for k, v in row.items() if k != key}))
     if not prompts:
         raise DataError(
-            "no prompt is short enough",
+            "every prompt is empty or too long",
             expected=f"at most {max_prompt_tokens} tokens",
-            found=f"{len(rows)} rows, all longer or empty",
+            found=f"{len(rows)} rows, none of which fits",
             remedy="Raise data.max_prompt_tokens",
         )
     return prompts
@@ -91,7 +91,7 @@ def load_prompts(rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, max_pr
 
 @dataclass(slots=True)
 class PromptStream:
-    """Draws prompts for ever, reshuffled for each pass; `state` is all that a resumed run needs."""
+    """An endless stream of prompts, reshuffled every epoch; `state` is all that a resumed run needs."""
 
     prompts: Sequence[Prompt]
     seed: int = 0
@@ -101,16 +101,16 @@ class PromptStream:
     _order: np.ndarray | None = field(default=None, repr=False)
 
     def draw(self, count: int) -> list[Prompt]:
-        """The next `count` prompts."""
+        """Return the next `count` prompts."""
         return [self._next() for _ in range(count)]
 
     @property
     def state(self) -> dict[str, int]:
-        """Where the stream stands."""
+        """Epoch, and position within it."""
         return {"epoch": self.epoch, "position": self.position}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Go on where `state` was taken."""
+        """Continue from a saved `state`."""
         self.epoch, self.position, self._order = int(state["epoch"]), int(state["position"]), None
 
     def _next(self) -> Prompt:
@@ -133,9 +133,11 @@ def _json_rows(source: Path) -> Iterator[dict[str, Any]]:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise DataError(f"{source}, line {number} is no JSON: {error}") from error
+                raise DataError(f"{source}, line {number} is not valid JSON: {error}") from error
             if not isinstance(row, dict):
-                raise DataError(f"{source}, line {number} is no object", expected="{...}", found=type(row).__name__)
+                raise DataError(
+                    f"{source}, line {number} is not a JSON object", expected="{...}", found=type(row).__name__
+                )
             yield row
 
 
@@ -147,7 +149,7 @@ def _parquet_rows(source: Path) -> list[dict[str, Any]]:
     try:
         return parquet.read_table(source).to_pylist()
     except ArrowInvalid as error:
-        raise DataError(f"{source} is no parquet file: {error}") from error
+        raise DataError(f"{source} is not a parquet file: {error}") from error
 
 
 def _dataset_rows(source: Path) -> list[dict[str, Any]]:
@@ -160,25 +162,29 @@ def _dataset_rows(source: Path) -> list[dict[str, Any]]:
     try:
         loaded = datasets.load_from_disk(str(source))
     except FileNotFoundError as error:
-        raise DataError(f"{source} is no datasets folder: {error}", remedy="Write it with save_to_disk") from error
+        raise DataError(f"{source} is not a datasets folder: {error}", remedy="Write it with save_to_disk") from error
     if isinstance(loaded, datasets.DatasetDict):
         if "train" not in loaded:
-            raise DataError(f"{source} holds several splits", expected="one named train", found=sorted(loaded))
+            raise DataError(
+                f"{source} has several splits, none of them for training",
+                expected="a split named train",
+                found=sorted(loaded),
+            )
         loaded = loaded["train"]
     return [dict(row) for row in loaded]
 
 
-def _tokenised(content: str | Messages, tokenizer: Tokenizer, row: int) -> tuple[int, ...]:
+def _tokenize(content: str | Messages, tokenizer: Tokenizer, row: int) -> tuple[int, ...]:
     if isinstance(content, str):
         return tuple(tokenizer(content, add_special_tokens=True)["input_ids"])
     if isinstance(content, list) and all(isinstance(message, dict) and "role" in message for message in content):
         if content and content[-1]["role"] == "assistant":
             raise DataError(
-                "the messages end with the answer, which the model would be shown",
+                "the messages end with the answer, which the model would see",
                 sample=f"row {row}",
-                expected="messages that end with what is to be answered",
-                found="a last message of the assistant",
-                remedy="Take the answer out of the messages, and keep it in a column of its own if a reward needs it",
+                expected="messages that end with a user turn",
+                found="an assistant message at the end",
+                remedy="Move the answer from the messages into a column of its own",
             )
         text = tokenizer.apply_chat_template(content, add_generation_prompt=True, tokenize=False)
         return tuple(tokenizer(str(text), add_special_tokens=False)["input_ids"])

@@ -1,8 +1,8 @@
-"""Reward functions, in TRL's signature: keyword arguments in, one float (or None: do not score) for each sample out.
+"""Reward functions, with TRL's signature: keyword arguments in, one float per sample out, or None for "not scored".
 
     def reward(prompts, completions, **columns) -> list[float | None]
 
-`columns` holds every other column of the data set, one value for each sample.
+`columns` holds every other column of the data set, one value per sample.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RewardError(MoeReplayError):
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward function with a name for metrics and errors, and its weight in the sum."""
+    """A reward function, its name in metrics and errors, and its weight in the total."""
 
     name: str
     function: RewardFunction
@@ -52,19 +52,19 @@ def load_reward(name: str, weight: float = 1.0) -> Reward:
 def score(
     rewards: Sequence[Reward], prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
 ) -> dict[str, np.ndarray]:
-    """(samples,) float64 for each reward, NaN where it does not score a sample."""
-    return {reward.name: _scored(reward, prompts, completions, columns) for reward in rewards}
+    """Return (samples,) float64 by name of the reward, NaN where it does not score a sample."""
+    return {reward.name: _score(reward, prompts, completions, columns) for reward in rewards}
 
 
 def total(rewards: Sequence[Reward], scores: Mapping[str, np.ndarray]) -> np.ndarray:
-    """(samples,) the weighted sum of what was scored; NaN where no reward scored the sample."""
+    """Return (samples,) the weighted sum of the scores, NaN where no reward scored the sample."""
     table = np.stack([scores[reward.name] * reward.weight for reward in rewards])
     unscored = np.isnan(table).all(axis=0)
     return np.where(unscored, np.nan, np.nansum(table, axis=0))
 
 
 def from_verl(compute_score: Callable[..., float | Mapping[str, Any]]) -> RewardFunction:
-    """A verl `compute_score(data_source, solution_str, ground_truth, extra_info)` as a reward function."""
+    """Return verl's `compute_score(data_source, solution_str, ground_truth, extra_info)` as a reward function."""
 
     def reward(prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
         def column(name: str) -> Sequence[Any]:
@@ -85,7 +85,7 @@ def from_verl(compute_score: Callable[..., float | Mapping[str, Any]]) -> Reward
 def accuracy(
     prompts: Sequence[Any], completions: Sequence[Any], solution: Sequence[str], **_: Any
 ) -> list[float | None]:
-    """1 where the answer equals `solution` as mathematics, 0 where not, None where the solution cannot be read."""
+    """Return 1 where the answer is mathematically equal to `solution`, else 0; None if `solution` has no answer."""
     parse, verify = _math_verify()
 
     # Without its own timeouts, which use signals and so work in the main thread only.
@@ -104,7 +104,7 @@ def accuracy(
 
 @cache
 def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Its `parse` and `verify`, which say nothing of timeouts that we do without."""
+    """Return `parse` and `verify` of math-verify, without their warning about disabled timeouts."""
     try:
         from math_verify import parse, verify
     except ImportError as error:
@@ -121,7 +121,7 @@ _THINK_THEN_ANSWER = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>\s*(?!\s)
 
 
 def think_format(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float | None]:
-    """1 where the completion is `<think> ... </think>` followed by an answer."""
+    """Return 1 where the completion is `<think> ... </think>` followed by an answer, 0 elsewhere."""
     return [float(bool(_THINK_THEN_ANSWER.fullmatch(text_of(completion)))) for completion in completions]
 
 
@@ -129,7 +129,7 @@ REWARDS: Mapping[str, RewardFunction | str] = {"accuracy": accuracy, "format": t
 """Reward functions by name; `reward.functions` takes these, `module:name` and `verl:module:name`."""
 
 
-def _scored(
+def _score(
     reward: Reward, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
 ) -> np.ndarray:
     with user_code(
@@ -141,16 +141,18 @@ def _scored(
         values = reward.function(prompts=list(prompts), completions=list(completions), **columns)
     if not isinstance(values, (list, tuple, np.ndarray)) or len(values) != len(completions):
         raise RewardError(
-            f"reward {reward.name!r} must return one value for each completion",
+            f"reward {reward.name!r} must return one value per completion",
             expected=f"a list of {len(completions)}",
             found=f"{type(values).__name__} of {len(values)}" if hasattr(values, "__len__") else type(values).__name__,
         )
     for sample, value in enumerate(values):
         if value is not None and not isinstance(value, (int, float, np.number, np.bool_)):
-            raise RewardError(f"reward {reward.name!r} returned no number", sample=sample, found=repr(value))
+            raise RewardError(
+                f"reward {reward.name!r} returned something other than a number", sample=sample, found=repr(value)
+            )
         if value is not None and not math.isfinite(value):
             raise RewardError(
-                f"reward {reward.name!r} returned a number that nothing can be learned from",
+                f"reward {reward.name!r} returned a number that is not finite",
                 sample=sample,
                 expected="a finite number, or None for a sample that cannot be scored",
                 found=value,
