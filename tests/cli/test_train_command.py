@@ -77,6 +77,19 @@ def failure(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
+def test_a_module_in_the_working_directory_can_be_named(
+    trained: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "engine_of_this_folder.py").write_text(
+        "from moe_replay.rollout.registry import EngineSpec\n"
+        "mine = EngineSpec('engine_of_this_folder:start', 'mine', is_server=True)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])  # as a console script has it
+    main(["train", "--rollout.engine", "engine_of_this_folder:mine", "--rollout.urls", "http://127.0.0.1:1"])
+    assert trained[0].rollout.is_server
+
+
 def test_a_recipe_and_overrides_reach_the_loop(trained: list[TrainConfig]) -> None:
     main(["train", str(RECIPE), "--router-replay-mode", "R2", "--optim.lr", "1e-6"])
     (config,) = trained

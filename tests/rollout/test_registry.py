@@ -56,7 +56,7 @@ def test_a_spec_of_the_users_own_says_that_it_is_a_server() -> None:
 @pytest.mark.parametrize(
     ("engine", "text"),
     [
-        ("vlm", "unknown engine 'vlm'.*Did you mean 'vllm'"),
+        ("vlm", "unknown engine 'vlm'.*did you mean 'vllm'"),
         ("tests.rollout.test_registry:nothing", "cannot be loaded"),
         ("plain_vllm_server", "takes no weights; set one of vllm, transformers, vllm_server, sglang_server"),
     ],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -11,11 +13,18 @@ from hypothesis import strategies as st
 
 pytest.importorskip("pydantic", reason="the trainer's own dependency")
 
+from moe_replay.megatron.weights import WEIGHT_MAPS
+from moe_replay.rollout.registry import ENGINES, EngineSpec
+from moe_replay.train.advantages import ADVANTAGES
 from moe_replay.train.config.file import load_config, to_toml
 from moe_replay.train.config.keys import OTHER_NAMES, ConfigError, all_fields
 from moe_replay.train.config.line import help_text
+from moe_replay.train.config.plugin_names import PluginName
 from moe_replay.train.config.reference import reference
 from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.train.environments import ENVIRONMENTS
+from moe_replay.train.rewards import REWARDS
+from moe_replay.train.run.sinks.registry import SINKS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -184,7 +193,13 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"rollout": {"engine": "sglang_server"}}, "rollout.urls: sglang_server needs"),
         ({"rollout": {"urls": ["http://a"]}}, "rollout.urls: vllm runs in this process"),
         ({"rollout": SERVER | {"urls": ["a:8000"]}}, "write http://a:8000"),
-        ({"rollout": {"environment": "game"}}, "write module:function"),
+        ({"rollout": {"environment": "game"}}, "unknown environment 'game'; write module:name"),
+        ({"rollout": {"engine": "vlm"}}, "unknown engine 'vlm'; write vllm, "),
+        ({"rollout": {"engine": "plain_vllm_server"}}, "rollout.engine"),
+        ({"algorithm": {"baseline": "stdd"}}, "leave_one_out, module:name; did you mean 'std'?"),
+        ({"reward": {"functions": ["format", "acuracy"]}}, "reward.functions: unknown reward 'acuracy'"),
+        ({"reward": {"functions": ["exact"]}}, "write accuracy, format, module:name, verl:module:name"),
+        ({"log": {"sinks": ["tensorbord"]}}, "log.sinks: unknown metric sink 'tensorbord'"),
         ({"rollout": {"dtype": "bf16"}}, "dtype"),
         ({"model": {"dtype": "fp8"}}, "dtype"),
         ({"model": {"lora_rank": 8}, "backend": MEGATRON}, "model.lora_rank"),
@@ -201,7 +216,10 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"backend": {"context_parallel": 2}}, "backend.context_parallel: fsdp"),
         ({"backend": {"distributed_optimizer": True}}, "backend.distributed_optimizer: fsdp"),
         ({"backend": {"weight_family": "mixtral"}}, "backend.weight_family: fsdp"),
-        ({"backend": MEGATRON | {"weight_family": "gpt_oss"}}, "backend.weight_family: 'gpt_oss' is unknown; use one"),
+        (
+            {"backend": MEGATRON | {"weight_family": "gpt_oss"}},
+            "unknown weight family 'gpt_oss'; write deepseek_v3",
+        ),
         ({"backend": {"megatron": {"a": 1}}}, "backend.megatron: fsdp"),
         ({"backend": MEGATRON | {"tensor_parallel": 0}}, "tensor_parallel"),
         ({"backend": MEGATRON | {"virtual_pipeline": 2}}, "set backend.pipeline_parallel > 1"),
@@ -313,6 +331,39 @@ def test_the_help_has_every_key_and_its_default() -> None:
         assert f"--{name.replace('_', '-')} " in told
     assert "[off|r2|r3|auto, default auto]" in told
     assert max(map(len, told.splitlines())) <= 120
+
+
+PLUGGED: dict[str, tuple[Mapping[str, Any], Any]] = {
+    "backend.weight_family": (WEIGHT_MAPS, WEIGHT_MAPS["qwen3_moe"]),
+    "rollout.engine": (ENGINES, EngineSpec("somewhere:start", "an engine of the test")),
+    "rollout.environment": (ENVIRONMENTS, lambda episode: None),
+    "algorithm.baseline": (ADVANTAGES, lambda rewards: rewards),
+    "reward.functions": (REWARDS, lambda **columns: []),
+    "log.sinks": (SINKS, lambda context: None),
+}
+
+
+def test_every_key_that_names_an_implementation_is_in_the_table_above() -> None:
+    assert PLUGGED.keys() == {key for key, field in all_fields().items() if PluginName.of(field)}
+
+
+@pytest.mark.parametrize("key", PLUGGED)
+def test_a_new_entry_of_a_registry_is_accepted_and_listed(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, entry = PLUGGED[key]
+    words = [f"--{key}", "freshly_plugged_in", *(["--backend.kind", "megatron"] if key.startswith("backend.") else [])]
+    with pytest.raises(ConfigError, match=r"unknown .* 'freshly_plugged_in'"):
+        load_config(None, words)
+    assert "freshly_plugged_in" not in help_text(120) + reference()
+    monkeypatch.setitem(cast(dict, registry), "freshly_plugged_in", entry)
+    assert load_config(None, words)
+    assert "freshly_plugged_in|module:name" in re.sub(r"\s+", "", help_text(120))
+    assert "`freshly_plugged_in`, `module:name`" in reference()
+
+
+def test_what_is_built_in_is_explained() -> None:
+    found = re.findall(r"\| `(\S+)` \| `(\S+)` \| (.*) \|", reference().partition("## Built-in names")[2])
+    assert {"rollout.engine", "algorithm.baseline", "reward.functions", "log.sinks"} <= {key for key, _, _ in found}
+    assert [name for _, name, text in found if len(text.split()) < 2] == []
 
 
 def test_the_reference_is_up_to_date() -> None:

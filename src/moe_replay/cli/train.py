@@ -56,6 +56,9 @@ class TrainCommand:
             if is_first:
                 print(self._help())
             return
+        # A `module:name` in the configuration may be a file in the working directory, as with `python -m`.
+        if "" not in sys.path and os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
         config = self._config(is_first)
         if self.dry_run:
             from moe_replay.tools.dry_run import dry_run
@@ -67,9 +70,6 @@ class TrainCommand:
         from moe_replay.report.run_report import write_run_report
         from moe_replay.train.loop import train
 
-        # Rewards and environments are named "module:function", and live where the user is: as with `python -m`.
-        if "" not in sys.path and os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())
         train(config, write_report=write_run_report)
 
     def _config(self, is_first: bool) -> TrainConfig:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moe_replay.megatron.weights import WEIGHT_MAPS
 from moe_replay.rollout.registry import engine_spec, server_engines, trainable_engines
-from moe_replay.train.advantages import ADVANTAGES
-from moe_replay.train.config.sections import BackendConfig, ModelConfig, RewardConfig, RolloutConfig, Sections
-from moe_replay.train.environments import ENVIRONMENTS
+from moe_replay.train.config.plugin_names import PluginName
+from moe_replay.train.config.sections import BackendConfig, ModelConfig, RewardConfig, RolloutConfig, Section, Sections
 from moe_replay.utils.plugins import PluginError, is_path
 
 OURS_IN_MEGATRON = {
@@ -25,6 +23,7 @@ OURS_IN_MEGATRON = {
 
 def problems(config: Sections) -> Iterator[str]:
     """One line for each thing that cannot work: the keys, what is wrong with them, what to do."""
+    yield from _plugins(config)
     yield from _model(config.model, config.backend)
     yield from _backend(config.backend)
     yield from _data(config)
@@ -32,6 +31,15 @@ def problems(config: Sections) -> Iterator[str]:
     yield from _algorithm(config)
     yield from _optim(config)
     yield from _reward(config.reward)
+
+
+def _plugins(config: Sections) -> Iterator[str]:
+    for name, section in config:
+        for key, field in type(section).model_fields.items() if isinstance(section, Section) else ():
+            if (plugin := PluginName.of(field)) is not None:
+                value = getattr(section, key)
+                found = map(plugin.problem, [value] if isinstance(value, str) else value or ())
+                yield from (f"{name}.{key}: {problem}" for problem in found if problem)
 
 
 def _model(model: ModelConfig, backend: BackendConfig) -> Iterator[str]:
@@ -54,9 +62,6 @@ def _backend(backend: BackendConfig) -> Iterator[str]:
             yield f"backend.megatron.{name}: set {OURS_IN_MEGATRON[name]} in its place"
         if backend.megatron.get("moe_router_fusion"):
             yield "backend.megatron.moe_router_fusion: a fused router takes no replayed routes; leave it out"
-        family = backend.weight_family
-        if family is not None and family not in WEIGHT_MAPS and not is_path(family):
-            yield f"backend.weight_family: {family!r} is unknown; use one of {', '.join(WEIGHT_MAPS)}, or module:name"
         return
     megatron_only = {
         "tensor_parallel": backend.tensor_parallel > 1,
@@ -84,8 +89,9 @@ def _data(config: Sections) -> Iterator[str]:
 def _rollout(rollout: RolloutConfig) -> Iterator[str]:
     try:
         takes_weights = engine_spec(rollout.engine).takes_weights
-    except PluginError as unknown:
-        yield f"rollout.engine: {unknown}"
+    except PluginError as error:
+        if is_path(rollout.engine):
+            yield f"rollout.engine: {error}"
         return
     if not takes_weights:
         yield f"rollout.engine: {rollout.engine} takes no weights; set one of {', '.join(trainable_engines())}"
@@ -102,15 +108,9 @@ def _rollout(rollout: RolloutConfig) -> Iterator[str]:
             "rollout.sleep: an engine that samples while the trainer works cannot sleep; "
             "set rollout.max_staleness = 0 or rollout.sleep = false"
         )
-    environment = rollout.environment
-    if environment is not None and environment not in ENVIRONMENTS and not is_path(environment):
-        yield f"rollout.environment: {environment!r} names no function; write module:function"
 
 
 def _algorithm(config: Sections) -> Iterator[str]:
-    baseline = config.algorithm.baseline
-    if baseline not in ADVANTAGES and not is_path(baseline):
-        yield f"algorithm.baseline: {baseline!r} is unknown; take one of {', '.join(ADVANTAGES)}, or module:name"
     rollout, updates = config.rollout, config.algorithm.updates_per_rollout
     if rollout.sequences % updates:
         fitting = [number for number in range(1, rollout.sequences + 1) if rollout.sequences % number == 0]

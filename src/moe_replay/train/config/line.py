@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from moe_replay.train.config.keys import OTHER_NAMES, ConfigError, all_fields, fields_of, holder, sections, suggestion
+from moe_replay.train.config.plugin_names import PluginName
 
 
 def put_over(tables: dict[str, Any], words: Sequence[str]) -> None:
@@ -46,8 +47,10 @@ def help_text(width: int) -> str:
 
 
 def choices(field: FieldInfo) -> list[str]:
-    """The values that a key may have, where they are few."""
+    """Return the values that a key accepts, where they can be listed."""
     kind = field.annotation
+    if (plugin := PluginName.of(field)) is not None:
+        return ["|".join([*plugin.names(), *plugin.forms])]
     return ["|".join(map(str, get_args(kind)))] if get_origin(kind) is Literal else []
 
 

@@ -11,14 +11,15 @@ from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
 
 from moe_replay.train.config.file import toml_value
-from moe_replay.train.config.keys import OTHER_NAMES, fields_of, sections
+from moe_replay.train.config.keys import OTHER_NAMES, all_fields, fields_of, sections
+from moe_replay.train.config.plugin_names import PluginName
 from moe_replay.train.config.sections import Section
 from moe_replay.train.config.train_config import TrainConfig
 
 INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `python -m moe_replay.train.config.reference`. Change the docstrings in train/config.py, not this. -->
+<!-- Written by `python -m moe_replay.train.config.reference`. Edit train/config/sections.py, not this. -->
 
 Every key of `moe-replay train`. A section is a table of a TOML file, and each of its keys an option of the command
 line, which wins over the file:
@@ -30,6 +31,16 @@ moe-replay train recipe.toml --replay.mode r2 --optim.lr 1e-6 --rollout.urls htt
 
 A key that does not exist, or settings that cannot work together, are errors before anything is loaded.
 `--dry-run` shows what a configuration comes to.
+"""
+
+BUILT_IN = """\
+## Built-in names
+
+Keys that name an implementation take one of these, or `module:name`: a function or class of your own, importable where
+training runs.
+
+| key | name | |
+|---|---|---|
 """
 
 OTHER_SPELLINGS = """\
@@ -47,16 +58,23 @@ KINDS = {int: "whole number", float: "number", bool: "true, false", str: "text",
 def reference() -> str:
     """docs/config.md."""
     parts = [INTRODUCTION, *(_section(name, section) for name, section in sections())]
+    names = [
+        f"| `{key}` | `{name}` | {_in_table(summary)} |"
+        for key, field in all_fields().items()
+        if (plugin := PluginName.of(field)) is not None
+        for name, summary in plugin.summaries()
+    ]
     spellings = [f"| `{other}` | `{ours}` |" for other, ours in OTHER_NAMES.items()]
     spellings += ['| `"R2"`, `"R3"`, `"disabled"` | `"r2"`, `"r3"`, `"off"` |']
-    return "\n".join([*parts, OTHER_SPELLINGS + "\n".join(spellings) + "\n"])
+    return "\n".join([*parts, BUILT_IN + "\n".join(names) + "\n", OTHER_SPELLINGS + "\n".join(spellings) + "\n"])
 
 
 def _section(name: str, section: type[Section]) -> str:
     heading = f"## [{name}]" if name else "## The run"
     text = "Keys before the first section." if section is TrainConfig else section.__doc__
     rows = [
-        f"| `{key}` | {_kind(field)} | {_default(field)} | {_escaped(field)} |" for key, field in _keys(name, section)
+        f"| `{key}` | {_kind(field)} | {_default(field)} | {_in_table(str(field.description))} |"
+        for key, field in _keys(name, section)
     ]
     return "\n".join([heading, "", str(text), "", "| key | value | default | |", "|---|---|---|---|", *rows, ""])
 
@@ -66,6 +84,9 @@ def _keys(name: str, section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
 
 
 def _kind(field: FieldInfo) -> str:
+    if (plugin := PluginName.of(field)) is not None:
+        names = ", ".join(f"`{name}`" for name in [*plugin.names(), *plugin.forms])
+        return f"list of {names}" if get_origin(field.annotation) is tuple else names
     return ", ".join([_named(field.annotation), *_bounds(field)])
 
 
@@ -96,8 +117,10 @@ def _default(field: FieldInfo) -> str:
     return "" if field.default is None else f"`{toml_value(field.default)}`"
 
 
-def _escaped(field: FieldInfo) -> str:
-    return str(field.description).replace("|", "\\|").replace("<", "&lt;")
+def _in_table(text: str) -> str:
+    """Escape what Markdown would read as a column or as HTML; code in backticks is shown as it is."""
+    parts = text.replace("|", "\\|").split("`")
+    return "`".join(part if number % 2 else part.replace("<", "&lt;") for number, part in enumerate(parts))
 
 
 if __name__ == "__main__":

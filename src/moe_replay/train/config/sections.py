@@ -7,17 +7,30 @@ Fields say what they may be; what cannot work together is in `checks.py`; files 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from moe_replay.megatron.weights import WEIGHT_MAPS
-from moe_replay.rollout.registry import engine_spec, trainable_engines
+from moe_replay.rollout.registry import ENGINES, engine_spec, trainable_engines
+from moe_replay.train.advantages import ADVANTAGES
+from moe_replay.train.config.plugin_names import PluginName
+from moe_replay.train.environments import ENVIRONMENTS
 from moe_replay.train.losses import Aggregation, Correction, Level
+from moe_replay.train.rewards import REWARDS
+from moe_replay.train.run.sinks.registry import SINKS
 
 Setting = int | float | bool | str
 Dtype = Literal["float32", "bfloat16", "float16"]
 ReplayMode = Literal["off", "r2", "r3", "auto"]
+WeightFamilyChoice = Annotated[str | None, PluginName(lambda: WEIGHT_MAPS, "weight family")]
+EngineChoice = Annotated[str, PluginName(lambda: ENGINES, "engine", offered=trainable_engines)]
+EnvironmentChoice = Annotated[str | None, PluginName(lambda: ENVIRONMENTS, "environment")]
+AdvantageChoice = Annotated[str, PluginName(lambda: ADVANTAGES, "advantage estimator")]
+RewardChoices = Annotated[
+    tuple[str, ...], PluginName(lambda: REWARDS, "reward", forms=("module:name", "verl:module:name"))
+]
+SinkChoices = Annotated[tuple[str, ...], PluginName(lambda: SINKS, "metric sink")]
 
 
 def replay_mode_name(value: Any) -> Any:
@@ -74,11 +87,8 @@ class BackendConfig(Section):
     """Ranks that share a sequence (megatron)."""
     megatron: dict[str, Setting | list[str]] = {}
     """More of Megatron-Core's TransformerConfig, e.g. recompute_granularity = "selective"; lists are allowed."""
-    weight_family: str | None = Field(
-        None,
-        description=f'Weight map of the model: {", ".join(WEIGHT_MAPS)}, or "module:name"; left out: by model_type '
-        "(megatron).",
-    )
+    weight_family: WeightFamilyChoice = None
+    """How weights of Transformers map onto Megatron-Core; left out: by the model_type of the model (megatron)."""
     distributed_optimizer: bool = False
     """Spread the optimizer's state over data-parallel ranks (megatron)."""
 
@@ -104,7 +114,8 @@ class DataConfig(Section):
 class RolloutConfig(Section):
     """The engine that samples, and how much."""
 
-    engine: str = Field("vllm", description=f'What samples: {", ".join(trainable_engines())}, or "module:name".')
+    engine: EngineChoice = "vllm"
+    """The engine that samples, in the trainer's process or on servers."""
     urls: tuple[str, ...] = ()
     """Addresses of the servers, e.g. http://10.0.0.2:8000."""
     token: str | None = Field(None, repr=False)
@@ -125,8 +136,8 @@ class RolloutConfig(Section):
     """Give every request a seed, so that a run can be repeated; on large GPU batches sampling is faster without."""
     max_staleness: int = Field(0, ge=0)
     """Steps that samples may be behind the weights; more than 0: sampling and training overlap."""
-    environment: str | None = None
-    """Function that answers a completion, for rollouts of several turns: "module:function"."""
+    environment: EnvironmentChoice = None
+    """Function that answers a completion, for rollouts of several turns."""
     max_turns: int = Field(8, ge=1)
     """Completions of a sequence at most, where there is an environment."""
     sleep: bool = False
@@ -172,8 +183,8 @@ class AlgorithmConfig(Section):
 
     updates_per_rollout: int = Field(1, ge=1)
     """Optimizer steps on the samples of one rollout (also steps_per_generation)."""
-    baseline: str = "std"
-    """Advantage in a group: (r - mean) / std, r - mean (none), r - mean of others (leave_one_out); or "module:name"."""
+    baseline: AdvantageChoice = "std"
+    """Advantage estimator of the samples of one prompt."""
     level: Level = "token"
     """Importance ratio of each token (GRPO) or of each sequence (GSPO)."""
     clip_low: float = Field(0.2, ge=0, le=1)
@@ -231,8 +242,8 @@ class BatchConfig(Section):
 class RewardConfig(Section):
     """Rewards and their weights."""
 
-    functions: tuple[str, ...] = Field(("accuracy",), min_length=1)
-    """Each one of accuracy, format, "module:function", "verl:module:function"."""
+    functions: RewardChoices = Field(("accuracy",), min_length=1)
+    """Reward functions; the reward of a sample is their weighted sum."""
     weights: tuple[float, ...] | None = None
     """Weight of each in the sum; left out: 1."""
 
@@ -266,7 +277,7 @@ class LogConfig(Section):
     """Write TensorBoard files to the run's folder."""
     wandb: bool = False
     """Send metrics to Weights & Biases."""
-    sinks: tuple[str, ...] = ()
+    sinks: SinkChoices = ()
     """More destinations of metrics."""
     project: str = "moe-replay"
     """Project in Weights & Biases."""
