@@ -15,7 +15,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train docs test lint types unit test-transformers4 test-sglang test-megatron-versions format bench clean
+.PHONY: help train docs test lint types unit test-transformers4 test-transformers-between test-sglang test-megatron-versions format bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,7 +27,7 @@ train: .venv/.ready ## GRPO with routing replay on a tiny MoE, rollouts by vLLM 
 docs: .venv/.ready ## Write docs/config.md from the code
 	.venv/bin/python -m moe_replay.train.config.reference > docs/config.md
 
-test: lint types test-transformers4 unit ## Everything that must pass: lint, types, tests on transformers 4.57 and 5.x
+test: lint types test-transformers4 test-transformers-between unit ## Everything that must pass: lint, types, tests on transformers 4.57 and 5.x
 
 lint: .venv/.ready ## ruff: rules and formatting
 	@echo "==> lint"
@@ -46,6 +46,16 @@ unit: .venv/.ready ## Tests on transformers 5.x
 test-transformers4: .venv-tf4/.ready ## Tests of what depends on transformers, on 4.57
 	@echo "==> tests on transformers 4.57"
 	OMP_NUM_THREADS=1 .venv-tf4/bin/python -m pytest -n $(WORKERS) --dist loadgroup $(TRANSFORMERS4_TESTS)
+
+test-transformers-between: .venv/.ready .transformers/.ready ## Replay on a release of transformers between 5.0 and 5.18
+	@echo "==> tests on transformers $$(sed -n 's/^transformers==//p' requirements/transformers-between.txt)"
+	PYTHONPATH=.transformers OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n $(WORKERS) \
+	  tests/replay/adapters/test_transformers_versions.py
+
+.transformers/.ready: requirements/transformers-between.txt .venv/.pinned
+	@rm -rf .transformers
+	@.venv/bin/python -m pip --disable-pip-version-check -qq install --no-deps --target .transformers -r $<
+	@touch $@
 
 test-sglang: .venv-sglang/.ready ## The SGLang client against the real server on CPU; not part of `make test`
 	@echo "==> tests on SGLang"
@@ -69,7 +79,7 @@ bench: .venv/.ready ## Run every script in benchmarks/
 	@for script in benchmarks/*.py; do echo "==> $$script"; .venv/bin/python "$$script"; done
 
 clean: ## Remove environments, caches and build products
-	rm -rf .venv .venv-tf4 .venv-sglang .megatron build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-tf4 .venv-sglang .megatron .transformers build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -exec rm -rf {} +
 
 # ---- environments ----------------------------------------------------------------------------------------------------

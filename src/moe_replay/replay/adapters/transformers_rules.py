@@ -61,6 +61,23 @@ ROUTER_RULES = (
 
 # What the router classes of release 5 have in common.
 _RECORDED = RouterRule("", num_groups="num_group", groups_kept="topk_group")
+_BY_WEIGHT = RouterRule("", num_experts="weight.shape.0")  # ernie4_5_moe in the first releases of 5
+
+# Releases 5.0 to 5.17 compute the logits in a router class and make the choice in a method of the sparse block.
+_BLOCK_METHOD = "route_tokens_to_experts"
+_BLOCK_EXPERTS = (
+    "n_routed_experts",
+    "num_experts",
+    "config.num_experts",
+    "config.n_routed_experts",
+    "config.moe_num_experts",
+    "gate.out_features",
+)
+_BLOCK_TOP_K = ("top_k", "config.moe_topk")
+_BLOCK_GROUPS = ("n_group", "num_group")
+
+# Release 5.18 has router classes that no model names in `_can_record_outputs`.
+_ROUTER_SUFFIXES = ("TopkRouter", "TopKRouter", "TokenChoiceRouter", "MoEV1Gate")
 
 
 class RouterNumbers(NamedTuple):
@@ -79,10 +96,13 @@ def router_numbers(modules: Mapping[str, nn.Module], extra: Sequence[RouterRule]
     for name, module in modules.items():
         rule = _rule_for(module, ROUTER_RULES)
         numbers = _read(module, rule) if rule is not None else None
-        if numbers is None and isinstance(module, recorded):
-            numbers = _read(module, _RECORDED)
+        if numbers is None and (isinstance(module, recorded) or _is_named_router(module)):
+            numbers = _read(module, _RECORDED) or _read(module, _BY_WEIGHT)
         if numbers is not None:
             known[name] = numbers
+    blocks = _choosing_blocks(modules)
+    known = {name: numbers for name, numbers in known.items() if not any(is_inside(name, block) for block in blocks)}
+    known |= blocks
     innermost = {name for name in known if not any(is_inside(other, name) for other in known)}
     by_user = _from_user_rules(modules, extra)
     # A user's rule for a module also decides for the modules inside and around it.
@@ -90,6 +110,31 @@ def router_numbers(modules: Mapping[str, nn.Module], extra: Sequence[RouterRule]
         name for name in innermost if not any(is_inside(name, mine) or is_inside(mine, name) for mine in by_user)
     }
     return {name: numbers for name, numbers in known.items() if name in undecided} | by_user
+
+
+def _choosing_blocks(modules: Mapping[str, nn.Module]) -> dict[str, RouterNumbers]:
+    """Sparse blocks that choose the experts themselves, whatever router classes they contain."""
+    found: dict[str, RouterNumbers] = {}
+    for name, module in modules.items():
+        if callable(getattr(type(module), _BLOCK_METHOD, None)):
+            rule = RouterRule(
+                "",
+                num_experts=_first_number(module, _BLOCK_EXPERTS),
+                top_k=_first_number(module, _BLOCK_TOP_K),
+                num_groups=_first_number(module, _BLOCK_GROUPS),
+                groups_kept="topk_group",
+            )
+            if numbers := _read(module, rule):
+                found[name] = numbers
+    return found
+
+
+def _first_number(module: nn.Module, names: Sequence[str]) -> str:
+    return next((name for name in names if _number(module, name) is not None), names[0])
+
+
+def _is_named_router(module: nn.Module) -> bool:
+    return any(name.endswith(_ROUTER_SUFFIXES) for name in class_names(module))
 
 
 def _from_user_rules(modules: Mapping[str, nn.Module], extra: Sequence[RouterRule]) -> dict[str, RouterNumbers]:
@@ -139,7 +184,7 @@ def _number(module: nn.Module, where: str | int) -> int | None:
     if isinstance(where, str):
         value = module
         for part in where.split("."):
-            value = getattr(value, part, None)
+            value = value[int(part)] if part.isdigit() and value else getattr(value, part, None)
     return value if isinstance(value, int) else None
 
 
