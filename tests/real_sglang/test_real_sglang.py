@@ -101,7 +101,7 @@ def test_sleep_and_wake(engine: SglangServer) -> None:
     """On CPU nothing is freed; the server must still answer as before."""
     version = engine.weight_version
     engine.sleep()
-    with pytest.raises(EngineError, match="sleeps"):
+    with pytest.raises(EngineError, match="is asleep"):
         engine.generate([[1, 2, 3]], SamplingParams())
     engine.wake()
     ((sample,),) = engine.generate([LONG], SamplingParams(max_tokens=4))

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import pytest
 
 from moe_replay.errors import EngineError
-from moe_replay.rollout.loop import AsyncEngine
+from moe_replay.rollout.loop import AsyncSampler
 from moe_replay.rollout.types import Sample, SamplingParams
 
 
-class Engine(AsyncEngine):
+class Engine(AsyncSampler):
     """Answers in its own time; a prompt of [0] fails, one of [9] never ends."""
 
     def __init__(self) -> None:
@@ -95,5 +95,5 @@ def test_a_blocking_call_from_the_engines_own_loop_is_refused() -> None:
         async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
             return self.generate([[1]], params)[0]
 
-    with Blocking() as engine, pytest.raises(EngineError, match="wait for itself"):
+    with Blocking() as engine, pytest.raises(EngineError, match="deadlock"):
         engine.generate([[1]], SamplingParams())

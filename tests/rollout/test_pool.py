@@ -28,7 +28,7 @@ pytest.importorskip("tenacity", reason="the pool needs tenacity")
 pytest.importorskip("starlette", reason="the server's own dependencies come with vLLM")
 
 TOKEN = "open sesame"
-QUICK = {"rest": 0.2, "patience": 0.5}
+QUICK = {"cooldown_s": 0.2, "max_backoff_s": 0.5}
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def test_a_server_killed_in_mid_batch_loses_nothing(tmp_path: Path) -> None:
         prompts = [[1 + i, 2, 3] for i in range(40)]
         batch = threading.Thread(target=lambda: done.append(pool.generate(prompts, SamplingParams(n=2, max_tokens=24))))
         batch.start()
-        while batch.is_alive() and not pool._members[0].under_way:
+        while batch.is_alive() and not pool._members[0].active_requests:
             time.sleep(0.001)
         victim.kill()
         batch.join()
@@ -135,7 +135,7 @@ def test_weights_that_are_refused_are_an_error(urls) -> None:
 def test_an_engine_that_missed_an_update_is_left_out(engines, urls) -> None:
     """It answers again, but with older weights than the others."""
     with pool_of(*urls) as pool:
-        pool._members[0].down_until = 0.0  # it rested, and may be asked for its health
+        pool._members[0].down_until = 0.0  # its cooldown is over, and its health may be checked
         engines[1].update_weights(checkpoint_tensors(tiny_model("olmoe", seed=3)), 7)
         pool._version = 7
         groups = pool.generate([[i + 1] for i in range(8)], SamplingParams(max_tokens=2))
@@ -180,7 +180,7 @@ def test_logprobs_and_commands(engines, urls) -> None:
         assert pool.name.name.startswith("2 x ")
         assert pool.healthy()
         pool.sleep()
-        with pytest.raises(EngineError, match="sleeps"):
+        with pytest.raises(EngineError, match="is asleep"):
             pool.generate([[1]], SamplingParams())
         pool.wake()
         assert len(pool.generate([[1]], SamplingParams())) == 1

@@ -430,7 +430,7 @@ def test_sleep_frees_only_what_comes_back(backup: bool, tags: list[str]) -> None
         client.sleep()
         assert dict(server.asked)["/release_memory_occupation"] == {"tags": tags}
         assert server.paths.index("/pause_generation") < server.paths.index("/release_memory_occupation")
-        with pytest.raises(EngineError, match="sleeps"):
+        with pytest.raises(EngineError, match="is asleep"):
             client.generate([prompt], params)
         client.wake()
         assert server.asked[-1] == ("/resume_memory_occupation", {"tags": tags})

@@ -1,4 +1,4 @@
-"""What engines behind HTTP have in common: a bounded number of requests, time-outs, a token, and errors with names."""
+"""Base of the HTTP clients: bounded concurrency, timeouts, a bearer token, and typed errors."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 import httpx
 
 from moe_replay.errors import EngineError, EngineUnavailableError
-from moe_replay.rollout.loop import AsyncEngine
+from moe_replay.rollout.loop import AsyncSampler
 from moe_replay.rollout.types import Sample, SamplingParams
 
-_TRY_ANOTHER = (429, 502, 503, 504)
+_RETRYABLE = (429, 502, 503, 504)
 
 
-class HttpEngine(AsyncEngine):
-    """An engine that is reached over HTTP.
+class HttpClient(AsyncSampler):
+    """A client of a server that samples.
 
-    url              where it listens, e.g. http://127.0.0.1:8000
+    url              of the server, e.g. http://127.0.0.1:8000
     token            sent as bearer token
-    max_concurrent   requests under way at once; others wait here
+    max_concurrent   concurrent requests at most; others wait in the client
     timeout          seconds for one request, from the first byte sent to the last byte received
     """
 
@@ -34,20 +34,20 @@ class HttpEngine(AsyncEngine):
         options: dict[str, Any] = {"base_url": self.url, "headers": headers, "timeout": timeouts, "trust_env": False}
         self._async = httpx.AsyncClient(**options, limits=limits)
         self._sync = httpx.Client(**options)
-        self._slots = asyncio.Semaphore(max_concurrent)
+        self._semaphore = asyncio.Semaphore(max_concurrent)
         self._timeout = timeout
 
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
-        """`params.n` samples of one prompt; runs in the engine's own loop."""
-        async with self._slots:
+        """Return `params.n` samples of one prompt; runs in the client's own loop."""
+        async with self._semaphore:
             return await self._sample(prompt, params)
 
     @abstractmethod
     async def _sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
-        """One request to the server."""
+        """Send one request to the server."""
 
     async def _post(self, path: str, content: object) -> httpx.Response:
-        """A request in the engine's own loop."""
+        """Send a request in the client's own loop."""
         try:
             async with asyncio.timeout(self._timeout):
                 return self._checked(await self._async.post(path, json=content))
@@ -55,42 +55,44 @@ class HttpEngine(AsyncEngine):
             raise self._unavailable(failure) from failure
 
     def _call(self, method: str, path: str, *, json: object = None, body: Iterable[bytes] | None = None) -> Any:
-        """A request in the caller's thread; the JSON that comes back."""
+        """Send a request in the caller's thread and return the JSON of the response."""
         try:
             return self._checked(self._sync.request(method, path, json=json, content=body)).json()
         except httpx.TransportError as failure:
             raise self._unavailable(failure) from failure
 
     def healthy(self) -> bool:
-        """Whether the server answers, and its engine is alive."""
+        """Whether the server responds and its engine is alive."""
         try:
             return self._sync.get("/health", timeout=5.0).is_success
         except httpx.TransportError:
             return False
 
     def _unavailable(self, failure: Exception) -> EngineUnavailableError:
-        why = str(failure) or "no answer in time"
+        why = str(failure) or "timed out"
         return EngineUnavailableError(f"{self.url} cannot be reached: {type(failure).__name__}: {why}")
 
     def _checked(self, response: httpx.Response) -> httpx.Response:
         if response.is_success:
             return response
-        kind = EngineUnavailableError if response.status_code in _TRY_ANOTHER else EngineError
-        raise kind(f"{self.url} refused {response.request.url.path}: {_words(response)}", found=response.status_code)
+        kind = EngineUnavailableError if response.status_code in _RETRYABLE else EngineError
+        raise kind(
+            f"{self.url} refused {response.request.url.path}: {_error_message(response)}", found=response.status_code
+        )
 
     def close(self) -> None:
-        """Close the connections; the server goes on."""
+        """Close the connections; the server keeps running."""
         self._sync.close()
         if not self._loop.loop.is_closed():
             self._loop.run(self._async.aclose())
         super().close()
 
 
-def _words(response: httpx.Response) -> str:
-    """What a server says of an error, whichever of the usual forms it has."""
+def _error_message(response: httpx.Response) -> str:
+    """Return the message of an error response, in any of the usual JSON forms or as text."""
     try:
-        answer = response.json()
+        body = response.json()
     except ValueError:
         return response.text[:500]
-    error = answer.get("error", answer) if isinstance(answer, dict) else answer
+    error = body.get("error", body) if isinstance(body, dict) else body
     return str(error.get("message", error) if isinstance(error, dict) else error)[:2000]

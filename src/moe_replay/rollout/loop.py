@@ -1,4 +1,4 @@
-"""An event loop of its own for an engine, so that the same engine serves callers with and without a loop."""
+"""An event loop in a thread, so that one engine serves blocking and asyncio callers alike."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ class LoopThread:
         self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do it there and wait for it here."""
-        self._require_open(work)
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the thread's loop and block until it is done."""
+        self._require_open(coroutine)
         if threading.current_thread() is self._thread:
-            work.close()
+            coroutine.close()
             raise EngineError(
-                "a blocking call from the engine's own loop would wait for itself", remedy="Await generate_one instead"
+                "a blocking call from the engine's own event loop would deadlock", remedy="Await generate_one instead"
             )
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result()
         finally:
             future.cancel()  # only if the wait was interrupted is it not done already
 
-    async def along(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do it there and await it in the caller's loop; cancelled with the caller."""
-        self._require_open(work)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+    async def run_async(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the thread's loop and await it in the caller's; cancelled with the caller."""
+        self._require_open(coroutine)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self.loop))
 
-    def _require_open(self, work: Coroutine[Any, Any, Any]) -> None:
+    def _require_open(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         if self.loop.is_closed():
-            work.close()
+            coroutine.close()
             raise EngineError(f"the engine is closed ({self._thread.name})")
 
     def close(self) -> None:
-        """End the loop and its thread; what is still under way there is given up."""
+        """Stop the loop and its thread; tasks that are still running are cancelled."""
         if not self.loop.is_closed():
-            asyncio.run_coroutine_threadsafe(_give_up_all(), self.loop).result()
+            asyncio.run_coroutine_threadsafe(_cancel_all(), self.loop).result()
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
             self.loop.close()
 
 
-async def _give_up_all() -> None:
-    """Cancel every task of this loop but this one, and let each end."""
+async def _cancel_all() -> None:
+    """Cancel every other task of this loop and wait for them to end."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
@@ -64,8 +64,8 @@ async def _give_up_all() -> None:
         await asyncio.wait(others, timeout=5.0)
 
 
-class AsyncEngine(ABC):
-    """Both ways to sample, for an engine that says how to sample one prompt inside its own loop."""
+class AsyncSampler(ABC):
+    """Blocking and asyncio sampling for an engine that implements `sample`, which runs in the engine's own loop."""
 
     def __init__(self, name: str) -> None:
         self._loop = LoopThread(name)
@@ -77,26 +77,26 @@ class AsyncEngine(ABC):
         self.close()
 
     def close(self) -> None:
-        """Free everything."""
+        """Release all resources."""
         self._loop.close()
 
     @abstractmethod
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
-        """`params.n` samples of one prompt; runs in the engine's own loop."""
+        """Return `params.n` samples of one prompt; runs in the engine's own loop."""
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Sample]]:
-        """`params.n` samples for each prompt, in the order of the prompts."""
+        """Return `params.n` samples for each prompt, in the order of the prompts."""
         return self._loop.run(self._sample_all(prompts, params))
 
     async def generate_one(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
-        """The samples of one prompt, while others are under way; from any event loop."""
-        return await self._loop.along(self.sample(prompt, params))
+        """Return the samples of one prompt; may run concurrently with other calls, from any event loop."""
+        return await self._loop.run_async(self.sample(prompt, params))
 
     async def _sample_all(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Sample]]:
         tasks = [asyncio.ensure_future(self.sample(prompt, params)) for prompt in prompts]
         try:
             return await asyncio.gather(*tasks)
-        finally:  # where one failed, or the caller gave up, nothing is left running
+        finally:  # if one failed or the caller was cancelled, nothing is left running
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

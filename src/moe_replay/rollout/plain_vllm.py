@@ -17,7 +17,7 @@ from moe_replay.interop.capture import trace_from_capture
 from moe_replay.interop.encoding import from_base64, from_npy, most_bytes
 from moe_replay.interop.rows import PeerError
 from moe_replay.rollout.engine import Sampler, StartRequest
-from moe_replay.rollout.http import HttpEngine
+from moe_replay.rollout.http import HttpClient
 from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
 from moe_replay.routes.topology import MoeTopology
 
@@ -39,7 +39,7 @@ def start(request: StartRequest) -> Sampler:
     )
 
 
-class PlainVllmServer(HttpEngine):
+class PlainVllmServer(HttpClient):
     """vLLM's own OpenAI-compatible server.
 
     model                what the server calls the model

@@ -1,7 +1,7 @@
-"""Several engines used as one: requests go to the one with the least to do, and from a dead one to another.
+"""Several servers used as one engine: requests go to the least loaded one, and are retried on another if it fails.
 
-A request is answered once or fails: it is sent again only after the engine that had it is known not to answer, and what
-an engine that was given up might still say is not listened to.
+A request returns one result or fails: it is sent again only after the server that had it has failed, and a late
+response of that server is dropped.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch import Tensor
 
 from moe_replay.errors import EngineError, EngineName, EngineUnavailableError
 from moe_replay.rollout.engine import Engine, StartRequest
-from moe_replay.rollout.loop import AsyncEngine
+from moe_replay.rollout.loop import AsyncSampler
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.routes.topology import MoeTopology
 
 
 class ServedEngine(Engine, Protocol):
-    """An engine with an address."""
+    """An engine behind a URL."""
 
     url: str
 
@@ -41,33 +41,33 @@ def connect(client: Callable[..., ServedEngine], request: StartRequest) -> Engin
 
 
 class _Member:
-    """One engine of the pool: how much it has to do, and until when it is left alone."""
+    """One engine of the pool, its load, and when its health is checked again after a failure."""
 
     def __init__(self, engine: ServedEngine) -> None:
         self.engine = engine
-        self.under_way = 0
+        self.active_requests = 0
         self.down_until: float | None = None  # None: in use
 
     @contextmanager
-    def request(self, rest: float) -> Iterator[ServedEngine]:
-        """A request under way; an engine that turns out not to answer rests for a while."""
-        self.under_way += 1
+    def request(self, cooldown_s: float) -> Iterator[ServedEngine]:
+        """Run a request on this engine; if the engine is unavailable, take it out of rotation for `cooldown_s`."""
+        self.active_requests += 1
         try:
             yield self.engine
         except EngineUnavailableError:
-            self.down_until = time.monotonic() + rest
+            self.down_until = time.monotonic() + cooldown_s
             raise
         finally:
-            self.under_way -= 1
+            self.active_requests -= 1
 
 
-class EnginePool(AsyncEngine):
-    """Engines of one model behind one face.
+class EnginePool(AsyncSampler):
+    """Engines of one model used as one.
 
-    attempts   how often a request is tried, on whichever engine, before it fails
-    rest       seconds that an engine which did not answer is left alone, before its health is asked again
-    patience   longest wait in seconds between two tries of a request; waits grow up to it, at random
-    any_version  the engines may have different weights now: `update_weights` comes before the first request
+    attempts        tries of a request, on any engine, before it fails
+    cooldown_s      seconds that an unavailable engine is left out before its health is checked again
+    max_backoff_s   longest wait between two tries of a request; waits grow exponentially up to it, with jitter
+    any_version     the engines may have different weights now: `update_weights` comes before the first request
 
     Example:
         engine = EnginePool([VllmServer(url, token=token) for url in urls])
@@ -78,15 +78,15 @@ class EnginePool(AsyncEngine):
         engines: Sequence[ServedEngine],
         *,
         attempts: int = 8,
-        rest: float = 2.0,
-        patience: float = 10.0,
+        cooldown_s: float = 2.0,
+        max_backoff_s: float = 10.0,
         any_version: bool = False,
     ) -> None:
         if not engines:
             raise EngineError("a pool without engines", expected="at least one")
         super().__init__("pool")
         self._members = [_Member(engine) for engine in engines]
-        self._attempts, self._rest, self._patience = attempts, rest, patience
+        self._attempts, self._cooldown_s, self._max_backoff_s = attempts, cooldown_s, max_backoff_s
         versions = {engine.url: engine.weight_version for engine in engines}
         topologies = {engine.url: engine.topology for engine in engines}
         one_version = any_version or len(set(versions.values())) == 1
@@ -111,46 +111,46 @@ class EnginePool(AsyncEngine):
         return self._version
 
     def healthy(self) -> bool:
-        """Whether at least one engine answers."""
+        """Whether at least one engine is healthy."""
         return any(member.engine.healthy() for member in self._members)
 
     # ---- sampling -----------------------------------------------------------------------------------------------
 
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
-        """`params.n` samples of one prompt, from whichever engine answers; runs in the pool's own loop."""
+        """Return `params.n` samples of one prompt from the least loaded engine; runs in the pool's own loop."""
         tries = AsyncRetrying(
             retry=retry_if_exception_type(EngineUnavailableError),
             stop=stop_after_attempt(self._attempts),
-            wait=wait_random_exponential(multiplier=0.2, max=self._patience),
+            wait=wait_random_exponential(multiplier=0.2, max=self._max_backoff_s),
             reraise=True,
         )
         async for attempt in tries:
             with attempt:
-                member = await self._least_busy()
-                with member.request(self._rest) as engine:
+                member = await self._least_loaded()
+                with member.request(self._cooldown_s) as engine:
                     return await engine.generate_one(prompt, params)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _least_busy(self) -> _Member:
-        await asyncio.gather(*(self._revive(member) for member in self._members))
-        in_use = [member for member in self._members if member.down_until is None]
-        if not in_use:
+    async def _least_loaded(self) -> _Member:
+        await asyncio.gather(*(self._readmit(member) for member in self._members))
+        in_rotation = [member for member in self._members if member.down_until is None]
+        if not in_rotation:
             raise EngineUnavailableError(
-                "no engine of the pool answers",
+                "no engine of the pool is available",
                 found=", ".join(member.engine.url for member in self._members),
-                remedy="Start the servers again; a server that starts anew needs the current weights first",
+                remedy="Restart the servers; a restarted server needs the current weights before it is used",
             )
-        return min(in_use, key=lambda member: member.under_way)
+        return min(in_rotation, key=lambda member: member.active_requests)
 
-    async def _revive(self, member: _Member) -> None:
-        """Use an engine again that has rested, answers, and has the weights of the others."""
+    async def _readmit(self, member: _Member) -> None:
+        """Put an engine back into rotation after its cooldown, if it is healthy and has the current weights."""
         if member.down_until is None or time.monotonic() < member.down_until:
             return
-        member.down_until = time.monotonic() + self._rest  # nobody else asks meanwhile
-        if await asyncio.to_thread(self._may_serve, member.engine):
+        member.down_until = time.monotonic() + self._cooldown_s  # no other task checks meanwhile
+        if await asyncio.to_thread(self._is_current, member.engine):
             member.down_until = None
 
-    def _may_serve(self, engine: ServedEngine) -> bool:
+    def _is_current(self, engine: ServedEngine) -> bool:
         try:
             return engine.healthy() and engine.weight_version == self._version
         except EngineError:
@@ -158,103 +158,99 @@ class EnginePool(AsyncEngine):
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
         """(T - 1,) float32: log-probs of every token but the first, at temperature 1."""
-        member = self._loop.run(self._least_busy())
-        with member.request(self._rest) as engine:
+        member = self._loop.run(self._least_loaded())
+        with member.request(self._cooldown_s) as engine:
             return engine.prompt_logprobs(token_ids)
 
-    # ---- all at once --------------------------------------------------------------------------------------------
+    # ---- on all engines -----------------------------------------------------------------------------------------
 
     def update_weights(self, weights: Weights, version: int, probe: Probe | None = None) -> None:
-        """Send new weights to every engine, reading them once; one that cannot take them is left out from here on.
+        """Send new weights to every engine, reading them once; an unavailable engine is taken out of rotation.
 
-        Raises where none could take them, or where one refused them: then they are wrong.
+        Raises if no engine took them, or if one rejected them.
         """
         self._version = version
-        streams = _copies(weights, len(self._members))
+        queues = [_WeightQueue(weights) for _ in self._members]
         with ThreadPoolExecutor(len(self._members)) as threads:
             updates = [
-                threads.submit(stream.feed, member.engine, version, probe)
-                for stream, member in zip(streams, self._members, strict=True)
+                threads.submit(each.update, member.engine, version, probe)
+                for each, member in zip(queues, self._members, strict=True)
             ]
-            _distribute(weights, streams)
-        self._settle(updates)
+            _broadcast(weights, queues)
+        self._apply_outcomes(updates)
 
-    def _settle(self, updates: Sequence[Future[None]]) -> None:
-        failures = [update.exception() for update in updates]
+    def _apply_outcomes(self, calls: Sequence[Future[None]]) -> None:
+        """Take engines whose call failed out of rotation, put the others in; raise if one rejected it or all failed."""
+        failures = [call.exception() for call in calls]
         for member, failure in zip(self._members, failures, strict=True):
-            member.down_until = None if failure is None else time.monotonic() + self._rest
-        refused = next((f for f in failures if f is not None and not isinstance(f, EngineUnavailableError)), None)
-        if refused is not None:
-            raise refused
+            member.down_until = None if failure is None else time.monotonic() + self._cooldown_s
+        rejected = next((f for f in failures if f is not None and not isinstance(f, EngineUnavailableError)), None)
+        if rejected is not None:
+            raise rejected
         if all(failures):
-            raise EngineUnavailableError("no engine of the pool took the new weights") from failures[0]
+            raise EngineUnavailableError("no engine of the pool is available") from failures[0]
 
     def sleep(self) -> None:
-        self._everywhere("sleep")
+        self._on_all("sleep")
 
     def wake(self) -> None:
-        self._everywhere("wake")
+        self._on_all("wake")
 
     def abort(self) -> None:
-        """End what is being sampled, on every engine, for all of its clients."""
-        self._everywhere("abort")
+        """Abort running requests on every engine, for all of its clients."""
+        self._on_all("abort")
 
-    def _everywhere(self, command: str) -> None:
+    def _on_all(self, command: str) -> None:
         with ThreadPoolExecutor(len(self._members)) as threads:
-            self._settle([threads.submit(getattr(member.engine, command)) for member in self._members])
+            self._apply_outcomes([threads.submit(getattr(member.engine, command)) for member in self._members])
 
     def close(self) -> None:
-        """Close the connections; the servers go on."""
+        """Close the connections; the servers keep running."""
         super().close()
         for member in self._members:
             member.engine.close()
 
 
-# ---- one stream of weights for several engines ----------------------------------------------------------------------
+# ---- one iterator of weights for several engines --------------------------------------------------------------------
 
 
-class _Stream:
-    """The weights on their way to one engine; at most two tensors wait, so that a slow engine slows the sender."""
+class _WeightQueue:
+    """Weights on their way to one engine. At most two tensors are queued, so a slow engine slows the producer."""
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-        self._waiting: queue.Queue[tuple[str, Tensor] | None] = queue.Queue(maxsize=2)
-        self._given_up = threading.Event()
+    def __init__(self, weights: Weights) -> None:
+        self._folder = weights if isinstance(weights, Path) else None
+        self._tensors: queue.Queue[tuple[str, Tensor] | None] = queue.Queue(maxsize=2)
+        self._update_ended = threading.Event()
 
-    def feed(self, engine: Engine, version: int, probe: Probe | None) -> None:
-        """Give all weights to the engine; whatever happens, the sender is not left waiting."""
+    def update(self, engine: Engine, version: int, probe: Probe | None) -> None:
+        """Update the engine from the queue; the producer is unblocked whether that succeeds or fails."""
         try:
-            engine.update_weights(self._folder or self._arriving(), version, probe)
+            engine.update_weights(self._folder or self._dequeue(), version, probe)
         finally:
-            self._given_up.set()
+            self._update_ended.set()
 
     def put(self, item: tuple[str, Tensor] | None) -> None:
-        """Send one tensor, or the end; dropped where the engine takes no more."""
-        while not self._given_up.is_set():
+        """Queue one tensor, or None as the end; dropped once the engine's update has ended."""
+        while not self._update_ended.is_set():
             try:
-                self._waiting.put(item, timeout=0.1)
+                self._tensors.put(item, timeout=0.1)
             except queue.Full:
                 continue
             return
 
-    def _arriving(self) -> Iterator[tuple[str, Tensor]]:
-        while (item := self._waiting.get()) is not None:
+    def _dequeue(self) -> Iterator[tuple[str, Tensor]]:
+        while (item := self._tensors.get()) is not None:
             yield item
 
 
-def _copies(weights: Weights, count: int) -> list[_Stream]:
-    folder = weights if isinstance(weights, Path) else None
-    return [_Stream(folder) for _ in range(count)]
-
-
-def _distribute(weights: Weights, streams: Sequence[_Stream]) -> None:
+def _broadcast(weights: Weights, queues: Sequence[_WeightQueue]) -> None:
     """Read an iterator of weights once, in the caller's thread: reading it may be a collective operation."""
     if isinstance(weights, Path):
         return
     try:
         for item in weights:
-            for stream in streams:
-                stream.put(item)
+            for each in queues:
+                each.put(item)
     finally:
-        for stream in streams:
-            stream.put(None)
+        for each in queues:
+            each.put(None)

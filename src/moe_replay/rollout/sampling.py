@@ -1,4 +1,4 @@
-"""Sampling from logits, reproducible row by row: what a row draws depends on its own seed and on nothing beside it."""
+"""Sampling from logits; a seeded row is reproducible whatever else is in its batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_replay.rollout.types import SamplingParams
 
 
 def sampled_logprobs(logits: Tensor, params: SamplingParams) -> Tensor:
-    """(B, V) float32: log-probs of the distribution that is really sampled from; greedy ones are at temperature 1."""
+    """(B, V) float32: log-probs of the distribution sampled from; greedy ones are at temperature 1."""
     scaled = logits.float() / (params.temperature or 1.0)
     if params.temperature == 0:
         return scaled.log_softmax(-1)
@@ -30,7 +30,7 @@ def sampled_logprobs(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def draw(logprobs: Tensor, uniform: Tensor, params: SamplingParams) -> Tensor:
-    """(B,) token ids from log-probs (B, V), by where a uniform number (B,) falls in the cumulated probabilities."""
+    """(B,) token ids from log-probs (B, V), by inverse transform of uniform numbers (B,)."""
     if params.temperature == 0:
         return logprobs.argmax(-1)
     cumulated = logprobs.double().exp().cumsum(-1)
@@ -39,16 +39,19 @@ def draw(logprobs: Tensor, uniform: Tensor, params: SamplingParams) -> Tensor:
     return found.clamp(max=logprobs.shape[-1] - 1)
 
 
+def prompt_hash(prompt: Sequence[int]) -> int:
+    """Return a hash of a prompt to mix into a seed: one seed must not draw the same numbers for all prompts."""
+    return zlib.crc32(np.asarray(prompt, np.int32).tobytes())
+
+
 def uniforms(prompts: Sequence[Sequence[int]], steps: int, params: SamplingParams) -> Tensor:
-    """(prompts * n, steps) in [0, 1). A seeded row depends on seed, prompt and number of the sample alone."""
+    """(prompts * n, steps) in [0, 1). A seeded row depends only on the seed, its prompt and its sample index."""
     rows = []
     for prompt in prompts:
         if params.seed is None:
             rows.append(torch.rand(params.n, steps, dtype=torch.float64))
             continue
-        # The prompt is part of the seed, or else one seed would draw alike for all prompts.
-        prompt_hash = zlib.crc32(np.asarray(prompt, np.int32).tobytes())
         for sample in range(params.n):
-            random = np.random.default_rng([params.seed, prompt_hash, sample])
+            random = np.random.default_rng([params.seed, prompt_hash(prompt), sample])
             rows.append(torch.from_numpy(random.random((1, steps))))
     return torch.cat(rows)

@@ -18,7 +18,7 @@ import numpy as np
 
 from moe_replay.errors import EngineError, EngineName
 from moe_replay.rollout.engine import Engine, StartRequest
-from moe_replay.rollout.http import HttpEngine
+from moe_replay.rollout.http import HttpClient
 from moe_replay.rollout.pool import connect
 from moe_replay.rollout.sglang_wire import NO_PENALTIES, Answer, generate_request, request_seed
 from moe_replay.rollout.state import EngineState
@@ -34,7 +34,7 @@ def start(request: StartRequest) -> Engine:
     return connect(SglangServer, request)
 
 
-class SglangServer(HttpEngine):
+class SglangServer(HttpClient):
     """An SGLang server, reached over HTTP.
 
     model_path       folder or name of the model it serves; left out: the folder that the server names
@@ -130,10 +130,10 @@ class SglangServer(HttpEngine):
             )
 
         async def in_turn() -> list[Sample]:
-            async with self._slots:
+            async with self._semaphore:
                 return await self._sample_from(prompt, params, first_token)
 
-        return await self._loop.along(in_turn())
+        return await self._loop.run_async(in_turn())
 
     async def _sample_from(self, prompt: Sequence[int], params: SamplingParams, first_token: int) -> list[Sample]:
         await self._open.wait()

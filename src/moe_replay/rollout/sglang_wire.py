@@ -8,7 +8,6 @@ answer     meta_info.routed_experts: base64 of int32 (prompt + completion - 1 - 
 from __future__ import annotations
 
 import secrets
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from moe_replay.errors import EngineError, EngineName
 from moe_replay.interop.capture import trace_from_capture
 from moe_replay.interop.rows import PeerError
 from moe_replay.interop.sglang import int32_rows
+from moe_replay.rollout.sampling import prompt_hash
 from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
@@ -56,11 +56,12 @@ def generate_request(prompt: Sequence[int], params: SamplingParams, first_token:
 
 
 def request_seed(prompt: Sequence[int], seed: int | None, number: int) -> int:
-    """Of one sample. The prompt is part of it, or else one seed would draw alike for all prompts."""
+    """Return the seed of one sample of a prompt; a random one if none is given."""
     if seed is None:
         return secrets.randbits(63)
-    prompt_hash = zlib.crc32(np.asarray(prompt, np.int32).tobytes())
-    return int(np.random.SeedSequence([seed, prompt_hash, number]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    return int(
+        np.random.SeedSequence([seed, prompt_hash(prompt), number]).generate_state(1, np.uint64)[0] >> np.uint64(1)
+    )
 
 
 class Answer:

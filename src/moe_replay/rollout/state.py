@@ -1,4 +1,4 @@
-"""Whether an engine may sample: it is awake, and its weights are those of one version, whole."""
+"""Whether an engine may sample: it is awake, and all of its weights are of one version."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from moe_replay.errors import EngineError
 
 
 class EngineState:
-    """The weight version of an engine, and what keeps it from sampling."""
+    """The weight version of an engine, and whether it is ready to sample."""
 
     def __init__(self, engine: str, weight_version: int) -> None:
         self.engine = engine
         self.weight_version = weight_version
-        self.whole = True
+        self.weights_complete = True
         self.asleep = False
 
     def require_ready(self) -> None:
         """Raise unless the engine may sample."""
-        if not self.whole:
+        if not self.weights_complete:
             raise EngineError(
-                f"{self.engine} holds weights of an update that did not succeed",
-                expected=f"the weights of one version (the last was {self.weight_version})",
+                f"{self.engine} has weights of an update that did not succeed",
+                expected=f"weights of one version (the last was {self.weight_version})",
                 remedy="Repeat update_weights with all weights",
             )
         if self.asleep:
-            raise EngineError(f"{self.engine} sleeps", remedy="Call wake() before sampling")
+            raise EngineError(f"{self.engine} is asleep", remedy="Call wake() before sampling")
 
     @contextmanager
     def update_to(self, version: int) -> Iterator[None]:
-        """Weights are replaced inside; only if that ends well are they those of `version`."""
+        """Replace the weights in this block; they are those of `version` only if it succeeds."""
         self.begin_update()
         yield
         self.end_update(version)
 
     def begin_update(self) -> None:
-        """From here on the weights are of no version."""
-        self.whole = False
+        """Mark the weights as incomplete: they are of no version until `end_update`."""
+        self.weights_complete = False
 
     def end_update(self, version: int) -> None:
-        """All weights are those of `version`."""
-        self.weight_version, self.whole = version, True
+        """Mark all weights as those of `version`."""
+        self.weight_version, self.weights_complete = version, True

@@ -11,7 +11,7 @@ import numpy as np
 
 from moe_replay.errors import EngineName
 from moe_replay.rollout.engine import Engine, StartRequest
-from moe_replay.rollout.http import HttpEngine
+from moe_replay.rollout.http import HttpClient
 from moe_replay.rollout.pool import connect
 from moe_replay.rollout.sample_wire import decode_samples
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
@@ -24,7 +24,7 @@ def start(request: StartRequest) -> Engine:
     return connect(VllmServer, request)
 
 
-class VllmServer(HttpEngine):
+class VllmServer(HttpClient):
     """A rollout server, reached over HTTP.
 
     Example:

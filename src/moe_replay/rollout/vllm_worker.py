@@ -1,7 +1,7 @@
-"""What runs inside each of vLLM's worker processes: loading new weights in place, chunk by chunk.
+"""Extension of vLLM's worker processes: loads new weights in place, chunk by chunk.
 
-vLLM mixes this class into its worker (`worker_extension_cls`) and calls the methods by name. They answer with text
-rather than raise: what a worker raises arrives as a bare `Exception` without its kind.
+vLLM mixes this class into its worker (`worker_extension_cls`) and calls the methods by name. They return an error text
+instead of raising: an exception of a worker arrives as a bare `Exception` without its type.
 """
 
 from __future__ import annotations
@@ -11,66 +11,66 @@ from typing import Any
 
 import torch
 
-FINE = ""
+OK = ""
 
 
 class WeightUpdates:
-    """Replaces the weights of a running model by `begin`, any number of `load`, and `finish`."""
+    """Replaces the weights of a running model: `begin`, any number of `load`, `finish`."""
 
     model_runner: Any  # vLLM's
     vllm_config: Any
     replay_updating: bool = False
 
     def replay_allow_amx(self) -> str:
-        """Ask the kernel for the matrix registers, which vLLM's attention for bfloat16 uses without asking.
+        """Request permission for AMX tile registers, which vLLM's bfloat16 attention uses without requesting it.
 
-        Where no other kernel of the process has asked before, that is an illegal instruction, and the worker dies.
+        Unless something else in the process has requested it before, the worker dies of an illegal instruction.
         """
         torch.cpu._init_amx()
-        return FINE
+        return OK
 
     def replay_begin_update(self) -> str:
-        """The weights are taken apart; nothing can be sampled until `finish`."""
-        return _in_words(self._replay_begin_update)
+        """Start an update; nothing can be sampled until `finish`."""
+        return _error_text(self._replay_begin_update)
 
     def replay_load(self, file: str) -> str:
         """Load the tensors of one safetensors file, under their names in the checkpoint."""
-        return _in_words(lambda: self._replay_load(file))
+        return _error_text(lambda: self._replay_load(file))
 
     def replay_finish_update(self) -> str:
-        """Bring all weights into the layout of the kernels; text if some have not come."""
-        return _in_words(self._replay_finish_update)
+        """Convert all weights to the layout of the kernels; an error text if some are missing."""
+        return _error_text(self._replay_finish_update)
 
     def _replay_begin_update(self) -> str:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         if self.replay_updating:
-            self._replay_finish_update()  # of an update that broke off: what it left is written over now
+            self._replay_finish_update()  # of an interrupted update: its weights are overwritten now
         model = self.model_runner.get_model()
         _forget_packed_experts(model)
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
         self.replay_updating = True
-        return FINE
+        return OK
 
     def _replay_load(self, file: str) -> str:
         from safetensors.torch import load_file
         from vllm.config import set_current_vllm_config
 
         if not self.replay_updating:
-            return "no update has begun"
+            return "no update has been started"
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config), torch.device(self.model_runner.device):
             model.load_weights(iter(load_file(file).items()))
-        return FINE
+        return OK
 
     def _replay_finish_update(self) -> str:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         if not self.replay_updating:
-            return "no update has begun"
+            return "no update has been started"
         model = self.model_runner.get_model()
         missing, tied = _unloaded(model)
         with set_current_vllm_config(self.vllm_config), torch.device(self.model_runner.device):
@@ -79,25 +79,25 @@ class WeightUpdates:
                 module: Any = model.get_submodule(name)
                 module.quant_method.process_weights_after_loading(module)  # on CPU it computes with a packed copy
         self.replay_updating = False
-        return f"weights of {len(missing)} modules missing, among them {', '.join(missing[:3])}" if missing else FINE
+        return f"weights of {len(missing)} modules missing, among them {', '.join(missing[:3])}" if missing else OK
 
 
 def _unloaded(model: torch.nn.Module) -> tuple[list[str], list[str]]:
-    """Modules that have not got all of their weights, and those that got them through a module they are tied to.
+    """Return the modules that lack some of their weights, and those that got them through a module they are tied to.
 
-    vLLM would keep the old weights of the former, or leave holes in them, and go on.
+    vLLM itself would silently keep the old weights of the former, or part of them.
     """
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    incomplete: dict[str, set[int]] = {}  # module -> where its weights lie
+    incomplete: dict[str, set[int]] = {}  # module -> addresses of its weights
     complete: set[int] = set()
     for name, module in model.named_modules():
         info = get_layerwise_info(module)
         own = list(module.parameters(recurse=False))
         if is_deferred_attention_layer(module) or not own:  # scales that no checkpoint has; nothing to load
             continue
-        if info.kernel_tensors is None:  # whole already
+        if info.kernel_tensors is None:  # loaded completely
             complete |= {parameter.data_ptr() for parameter in own}
             continue
         wanted = sum(parameter.numel() for parameter in own)
@@ -113,9 +113,9 @@ def _unloaded(model: torch.nn.Module) -> tuple[list[str], list[str]]:
 
 
 def _forget_packed_experts(model: torch.nn.Module) -> None:
-    """Make vLLM pack the experts anew on CPU, where it does so only when it builds their kernel.
+    """Make vLLM repack the experts on CPU, where it does so only when it builds their kernel.
 
-    Left alone it copies unpacked weights into packed memory: the right shape, and garbage in every expert.
+    Otherwise it copies unpacked weights into packed memory: the right shape, and garbage in every expert.
     """
     from vllm.platforms import current_platform
 
@@ -126,12 +126,12 @@ def _forget_packed_experts(model: torch.nn.Module) -> None:
                 method.moe_kernel = None
 
 
-def _in_words(work: Callable[[], str]) -> str:
-    """What `work` answers; where it fails for a reason that lies in the weights or the model, that reason."""
+def _error_text(work: Callable[[], str]) -> str:
+    """Return what `work` returns, or the text of an exception that the weights or the model can cause."""
     from safetensors import SafetensorError
 
-    wrong = (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+    expected = (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
     try:
         return work()
-    except (*wrong, SafetensorError) as error:
+    except (*expected, SafetensorError) as error:
         return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Requests pass while the gate is open; whoever shuts it is alone."""
+"""Requests run while the barrier is open; whoever closes it has the engine to itself."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from moe_replay.rollout.gate import Gate
+from moe_replay.rollout.request_barrier import RequestBarrier
 
 
-def in_a_loop(test: Callable[[Gate], Awaitable[None]]) -> None:
+def in_a_loop(test: Callable[[RequestBarrier], Awaitable[None]]) -> None:
     async def run() -> None:
         async with asyncio.timeout(30):
-            await test(Gate(asyncio.get_running_loop()))
+            await test(RequestBarrier(asyncio.get_running_loop()))
 
     asyncio.run(run())
 
@@ -28,38 +28,38 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-def test_shutting_aborts_what_is_under_way_and_waits_for_it() -> None:
-    async def test(gate: Gate) -> None:
+def test_closing_aborts_running_requests_and_waits_for_them() -> None:
+    async def test(barrier: RequestBarrier) -> None:
         aborted = asyncio.Event()
         events: list[str] = []
 
         async def request() -> None:
-            async with gate.request():
+            async with barrier.request():
                 await aborted.wait()
                 events.append("request ended")
 
         async def abort() -> None:
-            assert len(gate.under_way) == 1
+            assert len(barrier.active) == 1
             aborted.set()
 
         task = asyncio.create_task(request())
         await turns()
-        await gate.shut(abort)
-        events.append("shut")
-        assert events == ["request ended", "shut"]
-        assert not gate.under_way
+        await barrier.close(abort)
+        events.append("closed")
+        assert events == ["request ended", "closed"]
+        assert not barrier.active
         await task
 
     in_a_loop(test)
 
 
 def test_a_request_that_an_abort_missed_is_aborted_again() -> None:
-    async def test(gate: Gate) -> None:
+    async def test(barrier: RequestBarrier) -> None:
         aborts = 0
         done = asyncio.Event()
 
         async def request() -> None:
-            async with gate.request():
+            async with barrier.request():
                 await done.wait()
 
         async def abort() -> None:
@@ -70,7 +70,7 @@ def test_a_request_that_an_abort_missed_is_aborted_again() -> None:
 
         task = asyncio.create_task(request())
         await turns()
-        await gate.shut(abort)
+        await barrier.close(abort)
         assert aborts == 2
         await task
 
@@ -78,64 +78,64 @@ def test_a_request_that_an_abort_missed_is_aborted_again() -> None:
 
 
 def test_requests_wait_until_it_is_open_again() -> None:
-    async def test(gate: Gate) -> None:
+    async def test(barrier: RequestBarrier) -> None:
         async def request() -> str:
-            async with gate.request() as name:
+            async with barrier.request() as name:
                 return name
 
-        await gate.shut(nothing)
+        await barrier.close(nothing)
         waiting = [asyncio.create_task(request()) for _ in range(3)]
         await turns()
         assert not any(task.done() for task in waiting)
-        gate.open()
+        barrier.open()
         assert len(set(await asyncio.gather(*waiting))) == 3
 
     in_a_loop(test)
 
 
-def test_two_that_shut_it_are_never_inside_together() -> None:
-    async def test(gate: Gate) -> None:
+def test_two_that_close_it_are_never_inside_together() -> None:
+    async def test(barrier: RequestBarrier) -> None:
         inside = 0
 
         async def change() -> None:
             nonlocal inside
-            await gate.shut(nothing)
+            await barrier.close(nothing)
             inside += 1
             await turns()
             assert inside == 1
             inside -= 1
-            gate.open()
+            barrier.open()
 
         await asyncio.gather(*(change() for _ in range(4)))
 
     in_a_loop(test)
 
 
-def test_a_step_that_fails_lets_in_who_waits() -> None:
-    async def test(gate: Gate) -> None:
+def test_a_step_that_fails_lets_waiting_requests_run() -> None:
+    async def test(barrier: RequestBarrier) -> None:
         async def request() -> None:
-            async with gate.request():
+            async with barrier.request():
                 pass
 
-        await gate.shut(nothing)
+        await barrier.close(nothing)
         waiting = asyncio.create_task(request())
-        with pytest.raises(ZeroDivisionError), gate.or_open():
+        with pytest.raises(ZeroDivisionError), barrier.open_on_error():
             raise ZeroDivisionError
         await waiting
-        with gate.or_open():
+        with barrier.open_on_error():
             pass
         await request()
 
     in_a_loop(test)
 
 
-def test_a_step_that_succeeds_leaves_it_shut() -> None:
-    async def test(gate: Gate) -> None:
-        await gate.shut(nothing)
-        with gate.or_open():
+def test_a_step_that_succeeds_leaves_it_closed() -> None:
+    async def test(barrier: RequestBarrier) -> None:
+        await barrier.close(nothing)
+        with barrier.open_on_error():
             pass
         await turns()
-        entered = asyncio.create_task(gate.request().__aenter__())
+        entered = asyncio.create_task(barrier.request().__aenter__())
         await turns()
         assert not entered.done()
         entered.cancel()
