@@ -2,7 +2,7 @@
 
 Engines report one slice for every decoder layer, zeros for dense ones, and no row for the last token. Their capture
 buffers have come back empty, shifted, half-written and with ids of physical expert copies, all in the right shape:
-nothing is believed here that can be checked.
+everything that can be checked is checked here.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ def trace_from_capture(
     captured: np.ndarray,
     token_ids: Sequence[int] | np.ndarray,
     topology: MoeTopology,
-    engine: EngineName,
+    engine: EngineName | str,
     *,
     weight_version: int | Sequence[VersionSpan] = 0,
     first_token: int = 0,
     sample: int | str | None = None,
 ) -> RouteTrace:
-    """The trace of all T tokens from rows (T - first_token [- 1], decoder layers, K) as an engine reports them.
+    """Return the trace of all T tokens from rows (T - first_token [- 1], decoder layers, K) as an engine reports them.
 
-    first_token   the engine was asked to leave out the rows before this token: they are uncovered
-    sample        which one it is, for errors
+    engine        name for errors
+    first_token   rows before this token were not requested: those tokens are uncovered
+    sample        index for errors
     """
     check = _Checks(captured, len(token_ids), first_token, topology, engine, sample)
     check.shape()
@@ -61,7 +62,7 @@ def trace_from_capture(
 
 
 class _Checks:
-    """What can be seen to be wrong in the capture of one sample."""
+    """Checks of the capture of one sample."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class _Checks:
         tokens: int,
         first_token: int,
         topology: MoeTopology,
-        engine: EngineName,
+        engine: EngineName | str,
         sample: int | str | None,
     ) -> None:
         self.captured = captured
@@ -85,7 +86,7 @@ class _Checks:
         return EngineError(f"{self.engine} {problem}", sample=self.sample, remedy=remedy, **facts)  # type: ignore[arg-type]
 
     def shape(self) -> None:
-        """Rows, layers and top-k are those of these tokens and this model."""
+        """Raise unless rows, layers and top-k are those of these tokens and this model."""
         shape, topology = self.captured.shape, self.topology
         if len(shape) != 3 or self.captured.dtype.kind not in "iu":
             raise self.error(
@@ -119,7 +120,7 @@ class _Checks:
             )
 
     def dense_layers(self) -> None:
-        """What was captured in layers that do not route is zero."""
+        """Raise unless the capture is zero in dense layers."""
         dense = [layer for layer in range(self.topology.num_layers) if layer not in self.layers]
         filled = np.argwhere(self.captured[:, dense].any(axis=-1))
         if len(filled):
@@ -135,7 +136,7 @@ class _Checks:
             )
 
     def unwritten(self) -> None:
-        """Raise if rows were never written, and say which: all of them, all of a layer, those of the prompt."""
+        """Raise if rows were never written, naming which: all, those of a layer, those of the prompt."""
         empty = np.logical_not(self.captured[:, self.layers].any(axis=-1))
         if not empty.any():
             return

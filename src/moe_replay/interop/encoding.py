@@ -1,4 +1,4 @@
-"""Arrays inside text, as peers send them: read without trust, and never larger than the tokens allow."""
+"""Arrays inside text, as other projects send them: validated, and never larger than the tokens allow."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from moe_replay.interop.rows import PeerError, to_array
 from moe_replay.routes.topology import MoeTopology
@@ -19,13 +20,13 @@ _WIDEST = 8  # bytes of an id
 _HEADER = 4096  # bytes before the ids at most, of a format that has any
 
 
-def most_bytes(tokens: int, topology: MoeTopology) -> int:
-    """What the routes of so many tokens take at most, in the widest dtype and with a header."""
+def max_bytes(tokens: int, topology: MoeTopology) -> int:
+    """Return the most bytes that routes of `tokens` tokens can take: the widest dtype, and a header."""
     return tokens * topology.num_layers * topology.top_k * _WIDEST + _HEADER
 
 
 def from_base64(text: Any, limit: int, peer: str, sample: int | None = None) -> bytes:
-    """The bytes in base64 text, of which there are at most `limit`: known before anything is decoded."""
+    """Decode base64 text of at most `limit` bytes, which is checked before decoding."""
     if not isinstance(text, str | bytes | bytearray | memoryview):
         raise PeerError(f"routes of {peer} must be base64", sample=sample, found=type(text).__name__)
     if len(text) > 4 * -(-limit // 3):
@@ -43,13 +44,13 @@ def from_base64(text: Any, limit: int, peer: str, sample: int | None = None) -> 
 
 
 def to_base64(array: np.ndarray) -> str:
-    """The bytes of an array, little-endian, as text."""
+    """Encode the bytes of an array, little-endian."""
     little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     return base64.b64encode(little.tobytes()).decode("ascii")
 
 
 def array_of(raw: bytes, dtype: Any, shape: Any, peer: str, sample: int | None = None) -> np.ndarray:
-    """The array of a dtype and a shape that somebody claims; the bytes must be exactly so many."""
+    """Return the array of a claimed dtype and shape; the number of bytes must match exactly."""
     if dtype not in INTEGERS:
         raise PeerError(f"routes of {peer} have an unknown dtype", sample=sample, expected=INTEGERS, found=repr(dtype))
     plausible = isinstance(shape, Sequence) and not isinstance(shape, str) and len(shape) <= 4
@@ -58,7 +59,7 @@ def array_of(raw: bytes, dtype: Any, shape: Any, peer: str, sample: int | None =
     kind = np.dtype(dtype).newbyteorder("<")
     if len(raw) != math.prod(shape) * kind.itemsize:
         raise PeerError(
-            f"routes of {peer} are cut off, or not of the shape they claim",
+            f"routes of {peer} are truncated, or not of the shape they claim",
             sample=sample,
             expected=f"{math.prod(shape) * kind.itemsize} bytes for {dtype} {tuple(shape)}",
             found=f"{len(raw)} bytes",
@@ -66,8 +67,8 @@ def array_of(raw: bytes, dtype: Any, shape: Any, peer: str, sample: int | None =
     return np.frombuffer(raw, kind).reshape(shape)
 
 
-def from_mapping(sent: Mapping[str, Any], limit: int, peer: str, sample: int | None = None) -> np.ndarray:
-    """The array in {"data": base64, "shape": ..., "dtype": ...}."""
+def _unpack(sent: Mapping[str, Any], limit: int, peer: str, sample: int | None) -> np.ndarray:
+    """Return the array in {"data": base64, "shape": ..., "dtype": ...}."""
     if not {"data", "shape", "dtype"} <= sent.keys():
         raise PeerError(
             f"routes of {peer} are no packed array", sample=sample, expected="data, shape and dtype", found=sorted(sent)
@@ -75,17 +76,26 @@ def from_mapping(sent: Mapping[str, Any], limit: int, peer: str, sample: int | N
     return array_of(from_base64(sent["data"], limit, peer, sample), sent["dtype"], sent["shape"], peer, sample)
 
 
-def sent_or_held(
-    routes: Mapping[str, Any] | Any, tokens: int, topology: MoeTopology, peer: str, sample: int | None = None
+PackedRoutes = Mapping[str, Any] | np.ndarray | Tensor
+"""Routes as they are sent, {"data": base64, "shape": ..., "dtype": ...}, or as the array that becomes of it."""
+
+
+def unpack_routes(
+    routes: PackedRoutes, tokens: int, topology: MoeTopology, peer: str, sample: int | None = None
 ) -> np.ndarray:
-    """Routes of so many tokens as a packed array on the wire, or as the array that it becomes."""
+    """Return the array of the routes of `tokens` tokens."""
     if isinstance(routes, Mapping):
-        return from_mapping(routes, most_bytes(tokens, topology), peer, sample)
+        return _unpack(routes, max_bytes(tokens, topology), peer, sample)
     return to_array(routes, peer, sample)
 
 
+def pack_routes(rows: np.ndarray) -> dict[str, Any]:
+    """Return an array in the form in which it is sent."""
+    return {"data": to_base64(rows), "shape": list(rows.shape), "dtype": rows.dtype.name}
+
+
 def from_npy(raw: bytes, peer: str, sample: int | None = None) -> np.ndarray:
-    """The integers in a .npy file. Its header is believed only as far as there are bytes for it."""
+    """Return the integers in a .npy file; the shape in its header must match the number of bytes."""
     file = io.BytesIO(raw)
     try:
         version = np.lib.format.read_magic(file)
@@ -106,7 +116,7 @@ def from_npy(raw: bytes, peer: str, sample: int | None = None) -> np.ndarray:
 
 
 def to_npy(array: np.ndarray) -> bytes:
-    """An array as a .npy file."""
+    """Return an array as a .npy file."""
     file = io.BytesIO()
     np.save(file, array, allow_pickle=False)
     return file.getvalue()

@@ -12,8 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from moe_replay.errors import EngineName
-from moe_replay.interop.encoding import array_of, from_base64, most_bytes, to_base64
+from moe_replay.interop.encoding import array_of, from_base64, max_bytes, to_base64
 from moe_replay.interop.rows import (
     PeerError,
     TokenIds,
@@ -31,7 +30,7 @@ from moe_replay.routes.trace import RouteTrace
 MAGIC = "nrlre1"
 MISSING = -1
 _DTYPES = ("int8", "int16", "int32")
-_SOURCE = EngineName("the engine", "behind NeMo-RL")
+_SOURCE = "the engine behind NeMo-RL"
 
 
 def from_nemo_rl(
@@ -42,9 +41,9 @@ def from_nemo_rl(
     weight_version: WeightVersion = 0,
     sample: int | None = None,
 ) -> RouteTrace:
-    """The trace of prompt and completion from an envelope. Rows of -1 and the last row are uncovered."""
+    """Return the trace of prompt and completion from an envelope; rows of -1 and the last row are uncovered."""
     tokens = len(to_ids(token_ids))
-    rows = _open(routed_experts, most_bytes(tokens, topology), sample)
+    rows = _open(routed_experts, max_bytes(tokens, topology), sample)
     check_rows(rows, (tokens,), "NeMo-RL", sample, "Give all token ids, prompt and completion")
     marked = rows == MISSING
     missing = marked.all(axis=(1, 2))
@@ -58,15 +57,15 @@ def from_nemo_rl(
             found=rows[partly[0]].tolist(),
         )
     missing[-1:] = True
-    places = np.flatnonzero(~missing)
-    routed = by_decoder_layer(rows[places], topology)
+    positions = np.flatnonzero(~missing)
+    routed = by_decoder_layer(rows[positions], topology)
     return trace_of_rows(
-        routed, token_ids, topology, _SOURCE, places=places, weight_version=weight_version, sample=sample
+        routed, token_ids, topology, _SOURCE, positions=positions, weight_version=weight_version, sample=sample
     )
 
 
 def to_nemo_rl(trace: RouteTrace, topology: MoeTopology, layers: Literal["decoder", "routing"] = "decoder") -> str:
-    """The envelope, over all decoder layers or over those that route. The route of the last token is lost."""
+    """Return the envelope, over all decoder layers or the MoE layers; the route of the last token is lost."""
     covered = covered_tokens(trace, topology, "NeMo-RL")
     dtype = np.int8 if topology.num_experts <= 128 else np.int16
     rows = decoder_rows(trace, topology).astype(dtype)

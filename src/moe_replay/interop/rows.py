@@ -1,7 +1,7 @@
-"""What the readers and writers of all peers share: rows of ids to a checked `RouteTrace`, and back.
+"""Shared by the readers and writers of all projects: rows of expert ids into a checked `RouteTrace`, and back.
 
-A peer's convention ends in its own file. What comes here is one row for each token that has a route, with a slice for
-every decoder layer, as engines report it; `rollout.capture` knows what can be wrong with that.
+The convention of a project is handled in its own file. The functions here take one row for each token that has a
+route, with a slice for every decoder layer, as engines report it; `interop.capture` checks those.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from moe_replay.errors import EngineError, EngineName, TraceError
+from moe_replay.errors import EngineError, TraceError
 from moe_replay.interop.capture import trace_from_capture
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
@@ -22,11 +22,11 @@ WeightVersion = int | Sequence[tuple[int, int]]
 
 
 class PeerError(TraceError):
-    """Routes that are not as the project named hands them out, or that it has no way to write down."""
+    """Routes that do not follow the convention of the project named, or that it cannot express."""
 
 
 def to_array(value: Any, peer: str, sample: int | None = None) -> np.ndarray:
-    """Integers in host memory, from an array, a tensor on any device or nested lists."""
+    """Return integers in host memory, from an array, a tensor on any device or nested lists."""
     array = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
     if array.dtype.kind not in "iu":
         raise PeerError(f"routes of {peer} must be integers", sample=sample, found=f"{array.dtype} {array.shape}")
@@ -34,12 +34,12 @@ def to_array(value: Any, peer: str, sample: int | None = None) -> np.ndarray:
 
 
 def to_ids(token_ids: TokenIds) -> np.ndarray:
-    """(T,) token ids in host memory; what they may be is for the trace to say."""
+    """(T,) token ids in host memory; the trace checks them."""
     return token_ids.detach().cpu().numpy() if isinstance(token_ids, Tensor) else np.asarray(token_ids)
 
 
 def check_rows(rows: np.ndarray, allowed: Sequence[int], peer: str, sample: int | None, remedy: str) -> None:
-    """Raise unless the rows are (n, layers, K) with one of the numbers of rows that the peer's convention knows."""
+    """Raise unless the rows are (n, layers, K), n being one of `allowed`."""
     if rows.ndim != 3 or len(rows) not in allowed:
         numbers = " or ".join(str(number) for number in sorted(set(allowed)))
         raise PeerError(
@@ -52,7 +52,7 @@ def check_rows(rows: np.ndarray, allowed: Sequence[int], peer: str, sample: int 
 
 
 def by_decoder_layer(rows: np.ndarray, topology: MoeTopology) -> np.ndarray:
-    """(n, layers, K) -> (n, decoder layers, K), where only layers that route were counted; else as it is."""
+    """(n, MoE layers, K) -> (n, decoder layers, K), zeros in dense ones; unchanged if it has all layers already."""
     routing = _captured_layers(topology)
     if rows.shape[1] == topology.num_layers or rows.shape[1] != len(routing):
         return rows
@@ -65,41 +65,43 @@ def trace_from_token(
     rows: np.ndarray,
     token_ids: TokenIds,
     topology: MoeTopology,
-    source: EngineName,
+    source: str,
     first_token: int,
     peer: str,
     *,
     weight_version: WeightVersion = 0,
     sample: int | None = None,
 ) -> RouteTrace:
-    """The trace of what an engine returned from `first_token` on: a row for each token, the last left out or not."""
+    """Return the trace of what an engine returned from `first_token` on: a row per token, with or without the last."""
     left = len(to_ids(token_ids)) - first_token
     check_rows(rows, (left - 1, left), peer, sample, "Give all token ids, and the first token that was asked for")
-    places = first_token + np.arange(len(rows))
-    return trace_of_rows(rows, token_ids, topology, source, places=places, weight_version=weight_version, sample=sample)
+    positions = first_token + np.arange(len(rows))
+    return trace_of_rows(
+        rows, token_ids, topology, source, positions=positions, weight_version=weight_version, sample=sample
+    )
 
 
 def trace_of_rows(
     rows: np.ndarray,
     token_ids: TokenIds,
     topology: MoeTopology,
-    source: EngineName,
+    source: str,
     *,
-    places: np.ndarray | None = None,
+    positions: np.ndarray | None = None,
     weight_version: WeightVersion = 0,
     sample: int | None = None,
 ) -> RouteTrace:
-    """The trace of all T tokens; those without a row are uncovered.
+    """Return the trace of all T tokens; those without a row are uncovered.
 
-    rows     (n, decoder layers, K), zeros in layers that do not route
-    places   (n,) which token each row belongs to; the first n where None
+    rows        (n, decoder layers, K), zeros in dense layers
+    positions   (n,) token that each row belongs to; None: the first n
     """
     ids = to_ids(token_ids)
-    where = np.arange(len(rows)) if places is None else places
+    rows_at = np.arange(len(rows)) if positions is None else positions
     try:
-        routed = trace_from_capture(rows, ids[where], topology, source, sample=sample)
-    except EngineError as wrong:  # its token is counted among those with a row
-        token = int(where[wrong.token]) if isinstance(wrong.token, int) else None
+        routed = trace_from_capture(rows, ids[rows_at], topology, source, sample=sample)
+    except EngineError as wrong:  # its token is an index into the rows
+        token = int(rows_at[wrong.token]) if isinstance(wrong.token, int) else None
         raise PeerError(
             wrong.problem,
             sample=sample,
@@ -111,12 +113,12 @@ def trace_of_rows(
         ) from wrong
     experts = np.zeros((len(ids), *routed.experts.shape[1:]), routed.experts.dtype)
     valid = np.zeros(experts.shape[:2], bool)
-    experts[where], valid[where] = routed.experts, routed.valid
+    experts[rows_at], valid[rows_at] = routed.experts, routed.valid
     return RouteTrace(ids, experts, routed.layers, valid, weight_version, num_experts=topology.num_experts)
 
 
 def covered_tokens(trace: RouteTrace, topology: MoeTopology, peer: str) -> np.ndarray:
-    """(T,) bool: tokens with a route in every layer. A token with routes in some of them is more than peers can say."""
+    """(T,) bool: tokens with a route in every layer; a token with routes in some of them cannot be expressed."""
     captured = trace.select_layers(_captured_layers(topology))
     valid = captured.valid
     covered = np.asarray(valid.all(axis=1))
@@ -134,7 +136,7 @@ def covered_tokens(trace: RouteTrace, topology: MoeTopology, peer: str) -> np.nd
 
 
 def covered_prefix(trace: RouteTrace, topology: MoeTopology, peer: str) -> int:
-    """How many tokens from the first on have routes; a hole is more than most peers can say."""
+    """Return how many leading tokens have routes; a gap cannot be expressed."""
     covered = covered_tokens(trace, topology, peer)
     count = int(np.count_nonzero(covered))
     if not covered[:count].all():
@@ -149,7 +151,7 @@ def covered_prefix(trace: RouteTrace, topology: MoeTopology, peer: str) -> int:
 
 
 def decoder_rows(trace: RouteTrace, topology: MoeTopology) -> np.ndarray:
-    """(T, decoder layers, K) as engines report it: zeros in layers that do not route, and for uncovered tokens."""
+    """(T, decoder layers, K) as engines report it: zeros in dense layers and for uncovered tokens."""
     layers = _captured_layers(topology)
     rows = np.zeros((len(trace), topology.num_layers, trace.top_k), trace.experts.dtype)
     rows[:, layers] = trace.select_layers(layers).experts
@@ -157,7 +159,7 @@ def decoder_rows(trace: RouteTrace, topology: MoeTopology) -> np.ndarray:
 
 
 def rows_but_the_last(trace: RouteTrace, topology: MoeTopology, peer: str) -> np.ndarray:
-    """(T-1, decoder layers, K): what engines return. All tokens but the last must have routes."""
+    """(T-1, decoder layers, K) as engines return it; all tokens but the last must have routes."""
     count, wanted = covered_prefix(trace, topology, peer), max(len(trace) - 1, 0)
     if count < wanted:
         raise PeerError(
@@ -171,5 +173,5 @@ def rows_but_the_last(trace: RouteTrace, topology: MoeTopology, peer: str) -> np
 
 
 def _captured_layers(topology: MoeTopology) -> list[int]:
-    """Layers of the decoder that route; routers inside the attention (jetmoe) are captured by nobody."""
+    """Return the decoder layers that route; no engine captures routers inside the attention (jetmoe)."""
     return [layer for layer in topology.layers if layer < topology.num_layers]

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_replay.errors import EngineName
-from moe_replay.interop.encoding import array_of, from_base64, most_bytes, to_base64
+from moe_replay.interop.encoding import array_of, from_base64, max_bytes, to_base64
 from moe_replay.interop.rows import (
     PeerError,
     TokenIds,
@@ -22,12 +21,12 @@ from moe_replay.interop.rows import (
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
 
-_SOURCE = EngineName("the", "SGLang engine")
+_SOURCE = "the SGLang engine"
 
 
 def int32_rows(encoded: str, tokens: int, topology: MoeTopology, peer: str, sample: int | None = None) -> np.ndarray:
-    """(rows, decoder layers, K) int32 from SGLang's text, for at most so many tokens."""
-    raw = from_base64(encoded, most_bytes(tokens, topology), peer, sample)
+    """(rows, decoder layers, K) int32 from SGLang's text, for at most `tokens` tokens."""
+    raw = from_base64(encoded, max_bytes(tokens, topology), peer, sample)
     row = 4 * topology.num_layers * topology.top_k
     if len(raw) % row:
         raise PeerError(
@@ -49,7 +48,7 @@ def from_sglang(
     weight_version: WeightVersion = 0,
     sample: int | None = None,
 ) -> RouteTrace:
-    """The trace of prompt and completion from what an SGLang server returned.
+    """Return the trace of prompt and completion from what an SGLang server returned.
 
     first_token   what was sent as routed_experts_start_len: tokens before it are uncovered
     """
@@ -61,6 +60,6 @@ def from_sglang(
 
 
 def to_sglang(trace: RouteTrace, topology: MoeTopology) -> str:
-    """What an SGLang server would have returned, T-1 rows. All tokens but the last must have routes."""
+    """Return what an SGLang server would return, T-1 rows; all tokens but the last must have routes."""
     rows = rows_but_the_last(trace, topology, "SGLang")
     return to_base64(rows.astype(np.int32))

@@ -8,14 +8,11 @@ missing  by the number of rows; its trainer masks the rest and fills it with 0, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from moe_replay.errors import EngineName
-from moe_replay.interop.encoding import sent_or_held, to_base64
+from moe_replay.interop.encoding import PackedRoutes, pack_routes, unpack_routes
 from moe_replay.interop.rows import (
     TokenIds,
     WeightVersion,
@@ -28,27 +25,25 @@ from moe_replay.interop.rows import (
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
 
-_SOURCE = EngineName("the engine", "behind SkyRL")
+_SOURCE = "the engine behind SkyRL"
 
 
 def from_skyrl(
-    routed_experts: Mapping[str, Any] | np.ndarray | Tensor,
+    routed_experts: PackedRoutes,
     token_ids: TokenIds,
     topology: MoeTopology,
     *,
     weight_version: WeightVersion = 0,
     sample: int | None = None,
 ) -> RouteTrace:
-    """The trace of a whole trajectory from the routes of the tokens that it begins with."""
+    """Return the trace of a whole trajectory from the routes of its first tokens."""
     tokens = len(to_ids(token_ids))
-    rows = sent_or_held(routed_experts, tokens, topology, "SkyRL", sample)
+    rows = unpack_routes(routed_experts, tokens, topology, "SkyRL", sample)
     check_rows(rows, range(tokens + 1), "SkyRL", sample, "Routes of several turns must be joined, not appended whole")
     return trace_of_rows(rows, token_ids, topology, _SOURCE, weight_version=weight_version, sample=sample)
 
 
 def to_skyrl(trace: RouteTrace, topology: MoeTopology) -> dict[str, Any]:
-    """What its generate endpoint would have sent: the rows of the tokens that have routes, which must come first."""
+    """Return what its generate endpoint would send: rows of the tokens with routes, which must come first."""
     rows = decoder_rows(trace, topology)[: covered_prefix(trace, topology, "SkyRL")]
-    dtype = np.uint8 if rows.max(initial=0) < 2**8 else np.int16
-    packed = rows.astype(dtype)
-    return {"data": to_base64(packed), "shape": list(packed.shape), "dtype": packed.dtype.name}
+    return pack_routes(rows.astype(np.uint8 if rows.max(initial=0) < 2**8 else np.int16))

@@ -3,7 +3,7 @@
 rows     exactly T-1
 layers   every decoder layer, zeros in dense ones
 dtype    int32, decoded from SGLang's base64
-missing  cannot be said
+missing  cannot be expressed
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from moe_replay.errors import EngineName
 from moe_replay.interop.rows import (
     TokenIds,
     WeightVersion,
@@ -25,7 +24,7 @@ from moe_replay.interop.sglang import int32_rows
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
 
-_SOURCE = EngineName("the engine", "behind slime")
+_SOURCE = "the engine behind slime"
 
 
 def from_slime(
@@ -36,7 +35,7 @@ def from_slime(
     weight_version: WeightVersion = 0,
     sample: int | None = None,
 ) -> RouteTrace:
-    """The trace of `Sample.tokens` from `Sample.rollout_routed_experts`, or from the text it was decoded from."""
+    """Return the trace of `Sample.tokens` from `Sample.rollout_routed_experts`, decoded or not."""
     length = len(to_ids(tokens))
     if isinstance(rollout_routed_experts, str):
         rows = int32_rows(rollout_routed_experts, length, topology, "slime", sample)

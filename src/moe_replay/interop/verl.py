@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_replay.errors import EngineName
 from moe_replay.interop.rows import (
     PeerError,
     TokenIds,
@@ -29,7 +28,7 @@ from moe_replay.interop.rows import (
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
 
-_SOURCE = EngineName("the engine", "behind verl")
+_SOURCE = "the engine behind verl"
 
 
 def from_verl(
@@ -40,7 +39,7 @@ def from_verl(
     topology: MoeTopology,
     weight_version: int = 0,
 ) -> list[RouteTrace]:
-    """One trace for each sample of a batch: padded with its `attention_mask`, jagged, or lists of samples.
+    """Return one trace per sample of a batch: padded with its `attention_mask`, jagged, or lists of samples.
 
     Zero rows at the end of a sample are uncovered: the last token, and a tool's output that no later turn has read.
     """
@@ -57,7 +56,7 @@ def from_verl(
 def to_verl(traces: Sequence[RouteTrace], topology: MoeTopology, attention_mask: Tensor | None = None) -> Tensor:
     """int16: jagged (B, T, L, K), or padded (B, W, L, K) with rows where `attention_mask` (B, W) has tokens.
 
-    Only tokens at the end of a sample may be without routes: verl has no way to say it of others.
+    Only tokens at the end of a sample may be without routes: verl cannot express it for others.
     """
     for trace in traces:
         covered_prefix(trace, topology, "verl")
@@ -77,7 +76,7 @@ def to_verl(traces: Sequence[RouteTrace], topology: MoeTopology, attention_mask:
 
 
 def _samples(batch: Tensor | Sequence[TokenIds], mask: Tensor | None) -> list:
-    """The samples of a batch without their padding."""
+    """Return the samples of a batch without their padding."""
     if not isinstance(batch, Tensor):
         return list(batch)
     if batch.is_nested:

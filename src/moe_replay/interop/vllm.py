@@ -10,8 +10,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from moe_replay.errors import EngineName
-from moe_replay.interop.encoding import from_base64, from_npy, most_bytes, to_base64, to_npy
+from moe_replay.interop.encoding import from_base64, from_npy, max_bytes, to_base64, to_npy
 from moe_replay.interop.rows import (
     TokenIds,
     WeightVersion,
@@ -23,7 +22,7 @@ from moe_replay.interop.rows import (
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
 
-_SOURCE = EngineName("the", "vLLM engine")
+_SOURCE = "the vLLM engine"
 
 
 def from_vllm(
@@ -35,13 +34,13 @@ def from_vllm(
     weight_version: WeightVersion = 0,
     sample: int | None = None,
 ) -> RouteTrace:
-    """The trace of prompt and completion from what vLLM returned, in process or over HTTP.
+    """Return the trace of prompt and completion from what vLLM returned, in process or over HTTP.
 
     first_token   what was sent as routed_experts_prompt_start: tokens before it are uncovered
     """
     tokens = len(to_ids(token_ids))
     if isinstance(routed_experts, str):
-        raw = from_base64(routed_experts, most_bytes(tokens, topology), "vLLM", sample)
+        raw = from_base64(routed_experts, max_bytes(tokens, topology), "vLLM", sample)
         rows = from_npy(raw, "vLLM", sample)
     else:
         rows = to_array(routed_experts, "vLLM", sample)
@@ -51,6 +50,6 @@ def from_vllm(
 
 
 def to_vllm(trace: RouteTrace, topology: MoeTopology) -> str:
-    """What a vLLM server would have returned: base64 of .npy, T-1 rows. All tokens but the last must have routes."""
+    """Return what a vLLM server would: base64 of .npy, T-1 rows; all tokens but the last must have routes."""
     rows = rows_but_the_last(trace, topology, "vLLM")
     return to_base64(np.frombuffer(to_npy(rows), np.uint8))

@@ -14,7 +14,7 @@ import numpy as np
 
 from moe_replay.errors import EngineError, EngineName
 from moe_replay.interop.capture import trace_from_capture
-from moe_replay.interop.encoding import from_base64, from_npy, most_bytes
+from moe_replay.interop.encoding import from_base64, from_npy, max_bytes
 from moe_replay.interop.rows import PeerError
 from moe_replay.rollout.engine import Sampler, StartRequest
 from moe_replay.rollout.http import HttpClient
@@ -135,6 +135,6 @@ class PlainVllmServer(HttpClient):
 def _npy(encoded: str, tokens: int, topology: MoeTopology, sample: int) -> np.ndarray:
     """The array in base64 of a .npy file, which is no larger than the routes of so many tokens can be."""
     try:
-        return from_npy(from_base64(encoded, most_bytes(tokens, topology), "vLLM", sample), "vLLM", sample)
+        return from_npy(from_base64(encoded, max_bytes(tokens, topology), "vLLM", sample), "vLLM", sample)
     except PeerError as wrong:
         raise EngineError(f"vLLM returned {wrong}", sample=sample) from wrong
