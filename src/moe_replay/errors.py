@@ -1,7 +1,7 @@
-"""Errors that say what is wrong, where, what was expected, what was found, and what to do about it.
+"""Errors that state the problem, where it is, what was expected, what was found, and the remedy.
 
-Every class is a `ValueError`, so code that knows nothing of this library still treats bad routes as bad input.
-The parts of a message are kept as attributes: a tool can group errors by layer without parsing text.
+Every class is a `ValueError`, so that code unaware of this library treats bad routes as bad input. The parts of a
+message are kept as attributes: a tool can group errors by layer without parsing text.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class MoeReplayError(ValueError):
 
 
 class TraceError(MoeReplayError):
-    """A route trace contradicts itself: shapes, ids out of range, an expert twice in one row."""
+    """An inconsistent route trace: wrong shapes, ids out of range, an expert twice in one row."""
 
 
 class TraceFormatError(TraceError):
@@ -67,7 +67,7 @@ class TraceFormatError(TraceError):
 
 
 class LayoutError(MoeReplayError):
-    """A token layout that cannot be: lengths, widths or parallel sizes do not fit each other."""
+    """An inconsistent token layout: lengths, widths or parallel sizes do not match."""
 
 
 class AlignmentError(MoeReplayError):
@@ -75,19 +75,19 @@ class AlignmentError(MoeReplayError):
 
 
 class UnsupportedRouterError(MoeReplayError):
-    """A router that replay cannot drive, or that nobody has told us how to drive."""
+    """A router that cannot be replayed, or that is unknown and not described."""
 
 
 class ReplayStateError(MoeReplayError):
-    """Record or replay used out of turn: nested, unconsumed, consumed twice, from a second thread."""
+    """Record or replay used out of order: nested, unused, used twice, from a second thread."""
 
 
 class MissingExtraError(MoeReplayError, ImportError):
-    """An optional dependency is not installed; the message names the extra that brings it."""
+    """An optional dependency is not installed; the message names the extra that installs it."""
 
 
 class EngineName(NamedTuple):
-    """Which engine, in which version: for the texts of errors."""
+    """Name and version of an engine, for error messages."""
 
     name: str
     version: str
@@ -97,8 +97,8 @@ class EngineName(NamedTuple):
 
 
 class EngineError(MoeReplayError):
-    """A rollout engine that cannot do what was asked, died, or returned routes that cannot be true."""
+    """A rollout engine that does not support a request, died, or returned impossible routes."""
 
 
 class EngineUnavailableError(EngineError):
-    """An engine that cannot be reached, is overloaded or does not answer in time: another one may serve the request."""
+    """An engine that is unreachable, overloaded or too slow to answer: another one may serve the request."""

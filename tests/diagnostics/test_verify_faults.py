@@ -136,7 +136,7 @@ def test_truncated_coverage_is_no_fault_but_is_named():
 
 
 def test_zeros_of_an_empty_capture_are_no_trace():  # bugs 16, 27
-    with pytest.raises(mr.errors.TraceError, match=r"an expert stands twice in one row.*unwritten capture buffer"):
+    with pytest.raises(mr.errors.TraceError, match=r"an expert occurs twice in one row.*unwritten capture buffer"):
         mr.RouteTrace([5, 6], np.zeros((2, 8, 4), int), range(1, 9), num_experts=32)
 
 

@@ -19,8 +19,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_replay.errors import UnsupportedRouterError
 from moe_replay.replay.site import RouterSite
-from moe_replay.routes.layer_rules import LAYER_RULES
 from moe_replay.routes.refused import REFUSALS
+from moe_replay.routes.router_families import ROUTER_FAMILIES
 from moe_replay.routes.topology import ATTENTION_ROUTER, MoeLayer, MoeTopology
 from tests.replay.adapters.families import FAMILIES, RELEASE, available_families, model_from_config, tiny_config
 
@@ -59,7 +59,7 @@ def test_every_rule_is_for_a_family_under_test() -> None:
         "Glm4vMoe_text",
         "qwen3_omni_moe_talker_text",
     }  # see replay/adapters/test_discovery.py
-    assert LAYER_RULES.keys() - other_names == FAMILIES.keys()
+    assert ROUTER_FAMILIES.keys() - other_names == FAMILIES.keys()
 
 
 def test_every_mixture_of_the_installed_release_is_known_or_refused() -> None:
@@ -67,7 +67,7 @@ def test_every_mixture_of_the_installed_release_is_known_or_refused() -> None:
     no_router = {"vitpose_backbone"}  # its experts are chosen by the name of a dataset
     found = mixtures_of_the_installed_release()
     assert len(found) >= FEWEST_FAMILIES[RELEASE]
-    assert found - LAYER_RULES.keys() - refused - no_router == set()
+    assert found - ROUTER_FAMILIES.keys() - refused - no_router == set()
 
 
 def test_the_documentation_names_every_family_and_every_refusal() -> None:

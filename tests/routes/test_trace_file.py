@@ -136,7 +136,7 @@ def test_nothing_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(FileExistsError, match="exists already"):
         TraceWriter(path)
     (tmp_path / "b.mrt.partial").write_bytes(b"somebody is writing")
-    with pytest.raises(FileExistsError, match="at work, or died"):
+    with pytest.raises(FileExistsError, match="running, or died"):
         TraceWriter(tmp_path / "b.mrt")
     with monkeypatch.context() as race, pytest.raises(FileExistsError):  # another writer began a moment ago
         race.setattr(Path, "exists", lambda self: False)

@@ -522,5 +522,5 @@ def test_a_part_names_tokens_by_their_place_in_the_whole() -> None:
 
 def test_rows_are_left_to_be_checked_later() -> None:
     read = decode_trace(encode_trace(made_of(PLAIN, np.ones((10, 2, 2), np.uint8), 4, PLAIN.layers)))
-    with pytest.raises(TraceError, match="an expert stands twice in one row"):
+    with pytest.raises(TraceError, match="an expert occurs twice in one row"):
         read.check_rows()

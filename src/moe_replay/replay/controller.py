@@ -26,16 +26,17 @@ from moe_replay.replay.recording import Recording, Replaying
 from moe_replay.replay.site import Chunk, RouterHookFactory, RouterSite, RowOrder
 from moe_replay.replay.topk import TopKHook
 from moe_replay.routes.batch import RouteBatch
+from moe_replay.routes.router_families import RouterFamily, RouterRule
 from moe_replay.routes.topology import MoeTopology
+from moe_replay.utils.plugins import resolve
 
 if TYPE_CHECKING:
     from moe_replay.replay.adapters.megatron import AuxLoss
-    from moe_replay.replay.adapters.transformers import RouterRule
 
 
 def attach(
     model: nn.Module | Sequence[nn.Module],
-    routers: Sequence[RouterRule] = (),
+    routers: Sequence[RouterRule] | RouterFamily | str = (),
     topology: MoeTopology | None = None,
     *,
     aux_loss: AuxLoss = "native",
@@ -43,7 +44,9 @@ def attach(
     """Find the routers of a model and return their controller. Outside its contexts the model computes as before.
 
     model     a Transformers model, a Megatron-Core model, or the list of Megatron-Core pipeline chunks of this rank
-    routers, topology  describe a model unknown to this release (docs/routers.md)
+    routers   describe a model unknown to this release: rules for its routers, a `RouterFamily`, or a "module:name"
+              that holds either (docs/routers.md)
+    topology  the layers that route, where the rules alone do not say
     aux_loss  Megatron-Core: which tokens per expert the load-balancing losses count under replay: those of the
               router's own choice, or the replayed ones (docs/megatron.md)
     """
@@ -59,8 +62,10 @@ def attach(
             expected="one model, or the list of this rank's Megatron-Core pipeline chunks",
             found=[type(one).__name__ for one in models],
         )
-    known = topology or transformers.topology_of(models[0])
-    sites = transformers.find_routers(models[0], routers, known)
+    family = _family(routers)
+    known = topology or transformers.topology_of(models[0], family if isinstance(family, RouterFamily) else None)
+    rules = family.routers if isinstance(family, RouterFamily) else family
+    sites = transformers.find_routers(models[0], rules, known)
     entry_modules = _entry_modules(models[0], sites)
     return RouterReplay([Chunk(tuple(entry_modules), tuple(sites))], known, TopKHook, RowOrder("batch"))
 
@@ -204,6 +209,20 @@ class RouterReplay:
     def _device(self) -> torch.device:
         modules = [*(site.module for site in self.sites.values()), *(chunk.entry_modules[0] for chunk in self._chunks)]
         return next((parameter.device for module in modules for parameter in module.parameters()), torch.device("cpu"))
+
+
+def _family(routers: Sequence[RouterRule] | RouterFamily | str) -> Sequence[RouterRule] | RouterFamily:
+    """Return the family or the rules that `attach` was given, by value or as "module:name"."""
+    found = resolve(routers, {}, kind="router family", key="routers") if isinstance(routers, str) else routers
+    rules = found.routers if isinstance(found, RouterFamily) else found
+    if not isinstance(rules, (list, tuple)) or not all(isinstance(rule, RouterRule) for rule in rules):
+        raise UnsupportedRouterError(
+            "the description of the routers has the wrong type",
+            expected="a RouterFamily or a list of RouterRule",
+            found=type(found).__name__,
+            remedy="See docs/routers.md for an example",
+        )
+    return found
 
 
 def _entry_modules(model: nn.Module, sites: Sequence[RouterSite]) -> list[nn.Module]:

@@ -1,7 +1,7 @@
 """`RouteBatch`: the routes of one micro-batch, row by row as the routers of this rank see them.
 
-Traces are token-major, because sequences grow by tokens. Routers want one layer at a time. The one transposition
-between the two happens here, together with the gather through the `TokenLayout`.
+Traces are token-major, because sequences grow by tokens. Routers need one layer at a time. The one transposition
+between the two is done here, together with the gather through the `TokenLayout`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe_replay.routes.trace import RouteTrace
 if TYPE_CHECKING:
     from moe_replay.routes.topology import MoeTopology
 
-TOKENS_PER_PIECE = 256  # of 48 layers, top 8: read and written within the first-level cache
+TOKENS_PER_RUN = 256  # of 48 layers, top 8: read and written within the first-level cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Coverage:
 
     @property
     def native(self) -> int:
-        """(layer, token row) pairs for which nobody recorded a route: the router chooses."""
+        """(layer, token row) pairs without a recorded route: the router chooses."""
         return self.token_rows * len(self.replayed_in_layer) - self.replayed
 
 
@@ -55,7 +55,7 @@ class RouteBatch:
 
     layers          decoder index of each of the L slices, increasing
     experts         (L, R, K) uint8, or int16 above 256 experts; zero where not valid
-    valid           (L, R) bool: False for padding and where nobody recorded a route; the router chooses there
+    valid           (L, R) bool: False for padding and where no route was recorded; the router chooses there
     all_valid       for each layer, whether every row is valid: known on the host, so that no device sync is needed
     source_layers   all layers of the model that the routes come from, also those of other pipeline stages
     num_experts     experts that the routes were chosen from, where known
@@ -80,13 +80,13 @@ class RouteBatch:
         shape, slices = self.experts.shape, len(self.layers)
         if len(shape) != 3 or self.valid.shape != shape[:2] or not slices == shape[0] == len(self.all_valid):
             raise AlignmentError(
-                "the parts of a batch do not fit each other",
+                "the parts of a batch have inconsistent shapes",
                 expected=f"experts ({slices}, rows, top_k), valid ({slices}, rows), all_valid of {slices}",
                 found=f"{tuple(shape)}, {tuple(self.valid.shape)}, {len(self.all_valid)}",
             )
         if self.experts.dtype not in (torch.uint8, torch.int16) or self.valid.dtype != torch.bool:
             raise AlignmentError(
-                "a batch holds narrow ids",
+                "a batch must hold narrow ids",
                 expected="experts uint8 or int16, valid bool",
                 found=f"{self.experts.dtype}, {self.valid.dtype}",
             )
@@ -97,23 +97,23 @@ class RouteBatch:
     def from_traces(
         cls, traces: Sequence[RouteTrace], layout: TokenLayout, layers: Iterable[int] | None = None
     ) -> RouteBatch:
-        """The routes of a micro-batch for this rank's `layers` (all of the traces where None), in host memory."""
+        """Return the routes of a micro-batch for this rank's `layers` (None: all of the traces'), in host memory."""
         fed_token_ids = layout.fed_token_ids([trace.token_ids for trace in traces])  # checks number and lengths too
         num_experts = _check_one_model(traces)
         for sample, trace in enumerate(traces):
             trace.check_rows(sample)
         wanted = traces[0].layers if layers is None else tuple(layers)
-        slots = _as_slice(traces[0].layer_slots(wanted))
-        pieces = _pieces(layout)
+        indices = _as_slice(traces[0].layer_indices(wanted))
+        runs = _runs(layout)
 
         dtype = np.result_type(*(trace.experts.dtype for trace in traces))
-        words = _layer_major([_as_words(t.experts.astype(dtype, copy=False)) for t in traces], layout, pieces, slots)
+        words = _layer_major([_as_words(t.experts.astype(dtype, copy=False)) for t in traces], layout, runs, indices)
         experts = _as_ids(words, dtype)
 
         # Most traces cover all layers of a token or none: then one row of flags serves all layers.
         masks = [trace.valid for trace in traces]
         shared = all(mask.strides[1] == 0 for mask in masks)
-        valid = _layer_major(masks, layout, pieces, slice(0, 1) if shared else slots)
+        valid = _layer_major(masks, layout, runs, slice(0, 1) if shared else indices)
         replayed = np.broadcast_to(np.count_nonzero(valid, axis=1), len(wanted)).tolist()
 
         return cls(
@@ -133,7 +133,7 @@ class RouteBatch:
     def recorded(
         cls, chosen: Mapping[int, Tensor], topology: MoeTopology, fed_token_ids: Tensor | None = None
     ) -> RouteBatch:
-        """What the routers of this rank chose: decoder layer -> (R, K), on the device. Nothing waits for it."""
+        """Return what the routers of this rank chose: decoder layer -> (R, K), on the device. No device sync."""
         layers = tuple(sorted(chosen))
         nothing = torch.zeros((0, 0, topology.top_k), dtype=torch.uint8)  # of a pipeline stage without routers
         experts = torch.stack([chosen[layer] for layer in layers]) if layers else nothing
@@ -148,7 +148,7 @@ class RouteBatch:
             fed_token_ids=None if fed_token_ids is None else fed_token_ids.to(torch.int32),
         )
 
-    # ---- parts and places ---------------------------------------------------------------------------------------
+    # ---- layers and devices -------------------------------------------------------------------------------------
 
     @property
     def num_rows(self) -> int:
@@ -161,33 +161,35 @@ class RouteBatch:
         return self.experts.shape[2]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor, bool]:
-        """experts (R, K), valid (R,) and whether all rows are valid, for one decoder layer."""
-        slot = self._slot(layer)
-        return self.experts[slot], self.valid[slot], self.all_valid[slot]
+        """Return experts (R, K), valid (R,) and whether all rows are valid, for one decoder layer."""
+        index = self._index(layer)
+        return self.experts[index], self.valid[index], self.all_valid[index]
 
     def select_layers(self, layers: Iterable[int]) -> RouteBatch:
-        """Only these decoder layers, e.g. of one pipeline chunk. Neighbouring layers are a view."""
+        """Return only these decoder layers, e.g. of one pipeline chunk; a view where they are adjacent."""
         wanted = tuple(layers)
-        slots = [self._slot(layer) for layer in wanted]
-        index = _as_slice(slots)
+        indices = [self._index(layer) for layer in wanted]
+        selected = _as_slice(indices)
         coverage = self.coverage
         if coverage is not None:
-            coverage = replace(coverage, replayed_in_layer=tuple(coverage.replayed_in_layer[slot] for slot in slots))
+            coverage = replace(
+                coverage, replayed_in_layer=tuple(coverage.replayed_in_layer[index] for index in indices)
+            )
         return replace(
             self,
             layers=wanted,
-            experts=self.experts[index],
-            valid=self.valid[:1].expand(len(wanted), -1) if self._shares_valid else self.valid[index],
-            all_valid=tuple(self.all_valid[slot] for slot in slots),
+            experts=self.experts[selected],
+            valid=self.valid[:1].expand(len(wanted), -1) if self._shares_valid else self.valid[selected],
+            all_valid=tuple(self.all_valid[index] for index in indices),
             coverage=coverage,
         )
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> RouteBatch:
-        """The same batch on a device."""
+        """Return the same batch on a device."""
         return self._moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> RouteBatch:
-        """The same batch in page-locked memory, so that `to(device, non_blocking=True)` runs beside the host."""
+        """Return the same batch in page-locked memory, so that `to(device, non_blocking=True)` is asynchronous."""
         return self._moved(lambda tensor: tensor.pin_memory())
 
     @property
@@ -199,23 +201,23 @@ class RouteBatch:
         fed = self.fed_token_ids
         return replace(self, experts=move(self.experts), valid=valid, fed_token_ids=None if fed is None else move(fed))
 
-    def _slot(self, layer: int) -> int:
+    def _index(self, layer: int) -> int:
         if layer not in self.layers:
             raise AlignmentError(
                 "the batch has no routes for a layer of the model",
                 layer=layer,
                 expected=f"layers with {layer} among them",
                 found=f"layers {list(self.layers)}",
-                remedy="Layers are decoder indices, dense ones counted: give RouteBatch.from_traces those of this rank",
+                remedy="Layers are decoder indices, dense ones counted: pass this rank's to RouteBatch.from_traces",
             )
         return self.layers.index(layer)
 
     # ---- checks before a forward --------------------------------------------------------------------------------
 
     def check(self, layers: Iterable[int], num_experts: int, top_k: int) -> None:
-        """Raise unless these routes can be routes of these layers' routers. Host knowledge only: nothing waits."""
+        """Raise unless these routes fit the routers of these layers. Uses host data only: no device sync."""
         for layer in layers:
-            slot = self._slot(layer)
+            index = self._index(layer)
             if self.top_k != top_k:
                 raise AlignmentError(
                     "the routes name another number of experts per token",
@@ -233,14 +235,14 @@ class RouteBatch:
                     remedy="Capture logical expert ids; redundant (load-balanced) copies have ids of their own",
                 )
             if self.max_expert is not None and self.max_expert >= num_experts:
-                largest = int(self.experts[slot].max()) if self.num_rows else 0
+                largest = int(self.experts[index].max()) if self.num_rows else 0
                 if largest >= num_experts:
                     raise AlignmentError(
                         "expert id out of range", layer=layer, expected=f"0 to {num_experts - 1}", found=largest
                     )
 
     def check_fed(self, fed_ids: Tensor) -> None:
-        """Raise unless the model is fed (B, W) the tokens that these routes belong to. Waits for the device once."""
+        """Raise unless the model is fed (B, W) the tokens that these routes belong to. One device sync."""
         expected = self.fed_token_ids
         if expected is None:
             raise AlignmentError(
@@ -253,12 +255,12 @@ class RouteBatch:
                 return
         compare_fed(expected.cpu().numpy(), fed_ids.cpu().numpy(), self.layout)
 
-    # ---- the way back -------------------------------------------------------------------------------------------
+    # ---- back to traces -----------------------------------------------------------------------------------------
 
     def to_traces(
         self, token_ids: Sequence[np.ndarray | Sequence[int]], layout: TokenLayout, weight_version: int = 0
     ) -> list[RouteTrace]:
-        """One trace for each sequence; tokens that no row of this rank holds are uncovered (see RouteTrace.merge)."""
+        """Return one trace for each sequence; tokens that no row of this rank holds are uncovered."""
         layout.check_sequences(token_ids)
         if layout.num_rows != self.num_rows:
             raise AlignmentError(
@@ -269,9 +271,9 @@ class RouteBatch:
             )
         experts = self.experts.cpu().numpy()
         dtype = np.dtype(np.uint16 if experts.dtype == np.int16 else np.uint8)
-        pieces = _pieces(layout)
-        words = _token_major(_as_words(experts.view(dtype)), layout, pieces)
-        valid = _token_major(self.valid.cpu().numpy(), layout, pieces)
+        runs = _runs(layout)
+        words = _token_major(_as_words(experts.view(dtype)), layout, runs)
+        valid = _token_major(self.valid.cpu().numpy(), layout, runs)
         return [
             RouteTrace(ids, _as_ids(chosen, dtype), self.layers, mask, weight_version, num_experts=self.num_experts)
             for ids, chosen, mask in zip(token_ids, words, valid, strict=True)
@@ -280,20 +282,20 @@ class RouteBatch:
 
 # ---- moving routes between token-major and layer-major --------------------------------------------------------------
 
-Slots = slice | list[int]
-Piece = tuple[int, slice, slice]
+LayerIndex = slice | list[int]
+Run = tuple[int, slice, slice]  # (sequence, its tokens, their rows)
 
 
-def _pieces(layout: TokenLayout) -> list[Piece]:
-    """(sequence, its tokens, their rows): runs of tokens at equal distance in the rows, short enough for the cache.
+def _runs(layout: TokenLayout) -> list[Run]:
+    """Return runs of tokens at equal distance in the rows, each short enough for the cache.
 
-    A few for each sequence, whatever the layout; in the order of the rows, so that memory is written in order.
+    A few for each sequence, whatever the layout, in row order, so that memory is written in order.
     """
     step = layout.fed.shape[0] if layout.order == "sequence" else 1
     held = np.flatnonzero(layout.rows != PADDING)
     row_of = np.full(layout.num_tokens, PADDING)
     row_of[layout.rows[held]] = held
-    block = row_of // (TOKENS_PER_PIECE * step)  # -1 for tokens of other ranks
+    block = row_of // (TOKENS_PER_RUN * step)  # -1 for tokens of other ranks
     begins = np.ones(layout.num_tokens, bool)
     begins[1:] = (np.diff(row_of) != step) | (np.diff(block) != 0)
     begins[layout.starts[:-1][np.array(layout.lengths) > 0]] = True
@@ -312,44 +314,44 @@ def _pieces(layout: TokenLayout) -> list[Piece]:
 
 
 def _layer_major(
-    sequences: Sequence[np.ndarray], layout: TokenLayout, pieces: Sequence[Piece], slots: Slots
+    sequences: Sequence[np.ndarray], layout: TokenLayout, runs: Sequence[Run], indices: LayerIndex
 ) -> np.ndarray:
-    """(T, layers) of each sequence -> (L, R); zero in rows that hold no token."""
-    layers = sequences[0][:0, slots].shape[1]
+    """Transpose (T, L) of each sequence to (L, R); zero in rows that hold no token."""
+    layers = sequences[0][:0, indices].shape[1]
     out = np.zeros((layers, layout.num_rows), sequences[0].dtype)
-    for sequence, tokens, rows in pieces:
-        out[:, rows] = sequences[sequence][tokens, slots].T
+    for sequence, tokens, rows in runs:
+        out[:, rows] = sequences[sequence][tokens, indices].T
     return out
 
 
-def _token_major(batch: np.ndarray, layout: TokenLayout, pieces: Sequence[Piece]) -> list[np.ndarray]:
-    """(L, R) -> (T, L) of each sequence; zero for tokens that no row holds."""
+def _token_major(batch: np.ndarray, layout: TokenLayout, runs: Sequence[Run]) -> list[np.ndarray]:
+    """Transpose (L, R) to (T, L) of each sequence; zero for tokens that no row holds."""
     out = [np.zeros((length, len(batch)), batch.dtype) for length in layout.lengths]
-    for sequence, tokens, rows in pieces:
+    for sequence, tokens, rows in runs:
         out[sequence][tokens] = batch[:, rows].T
     return out
 
 
 def _as_words(ids: np.ndarray) -> np.ndarray:
-    """(X, Y, K) ids -> (X, Y) words of K ids each, so that a row of ids moves as one."""
+    """View ids (X, Y, K) as words (X, Y) of K ids each, so that a row of ids moves as one."""
     size = ids.shape[2] * ids.itemsize
     word = np.dtype(f"u{size}") if size in (1, 2, 4, 8) else np.dtype((np.void, size))
     return np.ascontiguousarray(ids).view(word)[..., 0]
 
 
 def _as_ids(words: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """(X, Y) words -> (X, Y, K) ids."""
+    """View words (X, Y) as ids (X, Y, K)."""
     return words.view(dtype).reshape(*words.shape, words.itemsize // dtype.itemsize)
 
 
-def _as_slice(slots: list[int]) -> Slots:
-    """Neighbouring slots as a slice, which indexes without a copy."""
-    contiguous = slots == list(range(slots[0], slots[0] + len(slots))) if slots else False
-    return slice(slots[0], slots[-1] + 1) if contiguous else slots
+def _as_slice(indices: list[int]) -> LayerIndex:
+    """Return adjacent indices as a slice, which indexes without a copy."""
+    contiguous = indices == list(range(indices[0], indices[0] + len(indices))) if indices else False
+    return slice(indices[0], indices[-1] + 1) if contiguous else indices
 
 
 def _check_one_model(traces: Sequence[RouteTrace]) -> int | None:
-    """The number of experts of the one model that all traces come from, where known."""
+    """Return the number of experts of the one model that all traces come from, where known."""
     first = traces[0]
     num_experts = first.num_experts
     for sample, trace in enumerate(traces):

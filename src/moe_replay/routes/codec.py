@@ -1,4 +1,4 @@
-"""The parts of a trace as bytes, and back. The format is docs/trace-format.md; names here are the names there.
+"""Encode the parts of a trace as bytes, and decode them. The format, with the names used here, is docs/trace-format.md.
 
 Reading trusts nothing: sizes are compared with the bytes that exist before anything is allocated, every byte is under
 a checksum, and whatever the one canonical writer would not have written is a `TraceFormatError`.
@@ -32,7 +32,7 @@ _DIGEST_ROW = 512  # words
 
 @dataclass(frozen=True)
 class Limits:
-    """What is read or written at most, whatever a header claims."""
+    """Upper bounds on what is read or written, whatever a header claims."""
 
     tokens: int = 2**24
     layers: int = 4096
@@ -44,8 +44,8 @@ class Limits:
 DEFAULT_LIMITS = Limits()
 
 
-class Places(NamedTuple):
-    """Where the parts of a blob begin."""
+class Offsets(NamedTuple):
+    """Byte offsets of the parts of a blob."""
 
     spans: int
     digests: int
@@ -58,7 +58,7 @@ class Places(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes in a header, and where they put everything."""
+    """The sizes in a header, and the byte offsets that follow from them."""
 
     tokens: int
     layers: int
@@ -70,30 +70,30 @@ class Shape:
 
     @property
     def blocks(self) -> int:
-        """How many blocks of tokens there are."""
+        """Number of blocks of tokens."""
         return -(-self.tokens // BLOCK_TOKENS)
 
     @cached_property
-    def places(self) -> Places:
-        """Where the parts of the blob begin."""
+    def offsets(self) -> Offsets:
+        """Byte offsets of the parts."""
         bitmap = (0, -(-self.tokens // 8), self.tokens * -(-self.layers // 8))[self.coverage]
         sizes = (HEADER_BYTES, 16 * self.spans, 8 * self.blocks, 4 * self.layers, 4 * self.tokens, bitmap)
         *begins, end = accumulate(sizes)
-        return Places(*begins, padding=end, payload=-(-end // 64) * 64)
+        return Offsets(*begins, padding=end, payload=-(-end // 64) * 64)
 
     @property
     def blob_bytes(self) -> int:
-        """Size of the whole blob."""
+        """Size of the whole blob in bytes."""
         return self.block_at(self.blocks)
 
     def block_at(self, block: int) -> int:
-        """Where a block begins; for the number of blocks, where the last one ends."""
+        """Return the offset of a block; for the number of blocks, the end of the last one."""
         ids = min(block * BLOCK_TOKENS, self.tokens) * self.layers * self.top_k
-        return self.places.payload + -(-ids // ID_GROUP) * (ID_GROUP // 8) * self.id_bits
+        return self.offsets.payload + -(-ids // ID_GROUP) * (ID_GROUP // 8) * self.id_bits
 
 
 class BlobSource:
-    """Where a blob lies: in a read-only buffer, unless a subclass says otherwise."""
+    """The bytes of a blob: a read-only buffer here, a file in a subclass."""
 
     prefix: str = ""  # of an error's text
     start: int = 0  # of the blob in what holds it
@@ -106,13 +106,13 @@ class BlobSource:
         return len(self._view)
 
     def take(self, start: int, stop: int) -> memoryview:
-        """These bytes of the blob; no others are touched."""
+        """Return these bytes of the blob; no others are read."""
         return self._view[start:stop]
 
-    def refusal(
+    def error(
         self, field: str, at: int, problem: str, expected: object, found: object, token: int | None = None
     ) -> TraceFormatError:
-        """The error that says what is wrong in a field."""
+        """Return the error for a field."""
         text = f"{self.prefix}{field} at byte {self.start + at}: {problem}"
         return TraceFormatError(text, sample=self.sample, token=token, expected=expected, found=found)
 
@@ -128,29 +128,29 @@ def encode(trace: TraceParts, limits: Limits = DEFAULT_LIMITS) -> list[memoryvie
     shape = Shape(
         len(trace.token_ids), len(trace.layers), trace.experts.shape[2], experts, id_bits, mode, len(trace.versions)
     )
-    nowhere = BlobSource(memoryview(b""))
-    _check_shape(nowhere, shape, limits)
+    unwritten = BlobSource(memoryview(b""))
+    _check_shape(unwritten, shape, limits)
     if trace.layers[-1] >= 2**32:
-        raise nowhere.refusal("layer ids", shape.places.layers, "id out of range", "below 2**32", trace.layers[-1])
-    _check_uncovered(nowhere, shape, trace.experts, trace.coverage, 0)
+        raise unwritten.error("layer ids", shape.offsets.layers, "id out of range", "below 2**32", trace.layers[-1])
+    _check_uncovered(unwritten, shape, trace.experts, trace.coverage, 0)
     blocks, digests = [], []
-    packed = np.empty(0 if id_bits == 8 else shape.blob_bytes - shape.places.payload, np.uint8)
+    packed = np.empty(0 if id_bits == 8 else shape.blob_bytes - shape.offsets.payload, np.uint8)
     for block in range(shape.blocks):
         ids = trace.experts[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS].reshape(-1)
         limit = experts or MAX_EXPERTS
-        if limit <= np.iinfo(ids.dtype).max and (largest := int(ids.max())) >= limit:  # bits would be lost in silence
-            raise nowhere.refusal("payload", shape.places.payload, "id out of range", f"below {limit}", largest)
+        if limit <= np.iinfo(ids.dtype).max and (largest := int(ids.max())) >= limit:  # bits would be lost silently
+            raise unwritten.error("payload", shape.offsets.payload, "id out of range", f"below {limit}", largest)
         if len(ids) % ID_GROUP:
             ids = np.pad(ids, (0, -len(ids) % ID_GROUP))
         if id_bits == 8:
             blocks.append(ids.astype(np.uint8, copy=False))
         else:
-            at = shape.block_at(block) - shape.places.payload
+            at = shape.block_at(block) - shape.offsets.payload
             blocks.append(packed[at : at + len(ids) // 8 * id_bits])
             pack_ids(ids.astype(np.uint16, copy=False), id_bits, blocks[-1])
         digests.append(block_digest(blocks[-1]))  # while it is in cache
     numbers = ((trace.versions, "<u8"), (digests, "<u8"), (trace.layers, "<u4"), (trace.token_ids, "<u4"))
-    padding = bytes(shape.places.payload - shape.places.padding)
+    padding = bytes(shape.offsets.payload - shape.offsets.padding)
     sections = b"".join([*(np.asarray(values, dtype).tobytes() for values, dtype in numbers), bitmap, padding])
     fields = (MAGIC, VERSION, _CODEC_PLANES, id_bits, mode, 0, shape.top_k, shape.layers, experts)
     sizes = (shape.tokens, shape.spans, 0, shape.blob_bytes, 0, zlib.crc32(sections))
@@ -170,7 +170,7 @@ def block_digest(block: np.ndarray) -> int:
 
 
 def _coverage_bitmap(covered: np.ndarray) -> tuple[int, bytes]:
-    """The smallest mode that can say which (token, layer) are covered, and its bits."""
+    """Return the smallest mode that can encode which (token, layer) are covered, and its bits."""
     if covered.all():
         return _ALL, b""
     if (covered == covered[:, :1]).all():
@@ -182,7 +182,7 @@ def _coverage_bitmap(covered: np.ndarray) -> tuple[int, bytes]:
 
 
 def buffer_source(data: bytes | bytearray | memoryview) -> BlobSource:
-    """A blob in memory: a read-only, aligned buffer is viewed, any other copied."""
+    """Return the source of a blob in memory: a read-only, aligned buffer is viewed, any other copied."""
     view = memoryview(data).cast("B")
     if not view.readonly or np.frombuffer(view, np.uint8).ctypes.data % 8:  # only aligned words can be viewed
         view = memoryview(bytes(view))
@@ -192,12 +192,12 @@ def buffer_source(data: bytes | bytearray | memoryview) -> BlobSource:
 def decode(source: BlobSource, tokens: slice, limits: Limits) -> tuple[TraceParts, slice]:
     """Read the blocks of a blob that hold the chosen tokens; the second value selects the tokens among those read.
 
-    Every byte that is used is verified, except that no expert stands twice in a row.
+    Every byte that is used is verified, except that no expert occurs twice in a row.
     """
     shape, sections_crc = read_header(source, limits)
     if len(source) != shape.blob_bytes:
         problem = "the blob is cut off" if len(source) < shape.blob_bytes else "bytes after the end of the blob"
-        raise source.refusal("blob_bytes", 40, problem, f"{shape.blob_bytes} bytes", f"{len(source)} bytes")
+        raise source.error("blob_bytes", 40, problem, f"{shape.blob_bytes} bytes", f"{len(source)} bytes")
     sections = _read_sections(source, shape, sections_crc)
     start, stop, step = tokens.indices(shape.tokens)
     start, stop = max(start, 0), max(start, stop, 0)
@@ -214,16 +214,16 @@ def decode(source: BlobSource, tokens: slice, limits: Limits) -> tuple[TracePart
 
 
 def read_header(source: BlobSource, limits: Limits) -> tuple[Shape, int]:
-    """The sizes and the checksum of the sections; nothing is known yet of the bytes that should follow."""
+    """Return the sizes and the checksum of the sections; the bytes that should follow are not read yet."""
     raw = bytes(source.take(0, min(HEADER_BYTES, len(source))))
     if raw[:8] != MAGIC[: len(raw)]:
-        raise source.refusal("magic", 0, "not a route trace", MAGIC.hex(" "), raw[:8].hex(" "))
+        raise source.error("magic", 0, "not a route trace", MAGIC.hex(" "), raw[:8].hex(" "))
     if len(raw) < HEADER_BYTES:
-        raise source.refusal("header", 0, "the blob is cut off", f"{HEADER_BYTES} bytes", f"{len(raw)} bytes")
+        raise source.error("header", 0, "the blob is cut off", f"{HEADER_BYTES} bytes", f"{len(raw)} bytes")
     _, version, codec, id_bits, coverage, flags, top_k, num_layers, num_experts, *more = _HEADER.unpack(raw)
     num_tokens, num_spans, reserved, blob_bytes, reserved_too, sections_crc, header_crc = more
     if version != VERSION:
-        raise source.refusal("version", 8, "another format version", VERSION, version)
+        raise source.error("version", 8, "another format version", VERSION, version)
     _check_crc(source, "header_crc", 60, raw[:60], header_crc)
     shape = Shape(num_tokens, num_layers, top_k, num_experts, id_bits, coverage, num_spans)
     _check_shape(source, shape, limits)
@@ -235,7 +235,7 @@ def read_header(source: BlobSource, limits: Limits) -> tuple[Shape, int]:
         ("reserved", 48, 0, reserved_too),
     ):
         if found != expected:
-            raise source.refusal(field, at, "wrong value", expected, found)
+            raise source.error(field, at, "wrong value", expected, found)
     return shape, sections_crc
 
 
@@ -252,9 +252,9 @@ def _check_shape(source: BlobSource, shape: Shape, limits: Limits) -> None:
         ("num_spans", 32, 1, min(limits.spans, max(shape.tokens, 1)), shape.spans),
     ):
         if not least <= found <= most:
-            raise source.refusal(field, at, "out of range", f"{least} to {most}", found)
+            raise source.error(field, at, "out of range", f"{least} to {most}", found)
     if shape.blob_bytes > limits.blob_bytes:
-        raise source.refusal("blob_bytes", 40, "out of range", f"at most {limits.blob_bytes}", shape.blob_bytes)
+        raise source.error("blob_bytes", 40, "out of range", f"at most {limits.blob_bytes}", shape.blob_bytes)
 
 
 class _Sections(NamedTuple):
@@ -266,36 +266,36 @@ class _Sections(NamedTuple):
 
 
 def _read_sections(source: BlobSource, shape: Shape, crc: int) -> _Sections:
-    """All of a blob but its header and payload, checked."""
-    places = shape.places
-    raw = source.take(places.spans, places.payload)
+    """Read and check everything but header and payload."""
+    offsets = shape.offsets
+    raw = source.take(offsets.spans, offsets.payload)
     _check_crc(source, "sections_crc", 56, raw, crc)
 
     def array(dtype: str, start: int, stop: int) -> np.ndarray:
-        return np.frombuffer(raw[start - places.spans : stop - places.spans], dtype)
+        return np.frombuffer(raw[start - offsets.spans : stop - offsets.spans], dtype)
 
-    spans = array("<u8", places.spans, places.digests).reshape(-1, 2)
+    spans = array("<u8", offsets.spans, offsets.digests).reshape(-1, 2)
     starts, versions = spans.T
     starts_fit = starts[0] == 0 and (starts[1:] > starts[:-1]).all() and int(starts[-1]) < max(shape.tokens, 1)
     if not starts_fit or (versions[1:] == versions[:-1]).any() or int(versions.max()) >= 2**63:
         rule = f"starts 0, ... increasing, below {shape.tokens}; versions below 2**63, each unlike the one before"
-        raise source.refusal("version spans", places.spans, "wrong order or value", rule, spans[:8].tolist())
-    layers = array("<u4", places.layers, places.token_ids)
+        raise source.error("version spans", offsets.spans, "wrong order or value", rule, spans[:8].tolist())
+    layers = array("<u4", offsets.layers, offsets.token_ids)
     if (layers[1:] <= layers[:-1]).any():
-        raise source.refusal("layer ids", places.layers, "wrong order", "increasing", layers[:8].tolist())
-    token_ids = array("<i4", places.token_ids, places.bitmap)
+        raise source.error("layer ids", offsets.layers, "wrong order", "increasing", layers[:8].tolist())
+    token_ids = array("<i4", offsets.token_ids, offsets.bitmap)
     if token_ids.min(initial=0) < 0:
         token = int(np.argmax(token_ids < 0))
-        at, found = places.token_ids + 4 * token, int(token_ids[token]) + 2**32
-        raise source.refusal("token ids", at, "id out of range", "below 2**31", found, token)
-    if array("u1", places.padding, places.payload).any():
-        raise source.refusal("padding", places.padding, "not empty", "zero bytes", "others")
+        at, found = offsets.token_ids + 4 * token, int(token_ids[token]) + 2**32
+        raise source.error("token ids", at, "id out of range", "below 2**31", found, token)
+    if array("u1", offsets.padding, offsets.payload).any():
+        raise source.error("padding", offsets.padding, "not empty", "zero bytes", "others")
     return _Sections(
         tuple(VersionSpan(*span) for span in spans.tolist()),
-        array("<u8", places.digests, places.layers).tolist(),
+        array("<u8", offsets.digests, offsets.layers).tolist(),
         tuple(layers.tolist()),
         token_ids.astype(np.int32, copy=False),
-        _read_coverage(source, shape, array("u1", places.bitmap, places.padding)),
+        _read_coverage(source, shape, array("u1", offsets.bitmap, offsets.padding)),
     )
 
 
@@ -307,11 +307,11 @@ def _read_coverage(source: BlobSource, shape: Shape, bitmap: np.ndarray) -> np.n
     bits = np.unpackbits(bitmap.reshape(1 if per_token else shape.tokens, -1), axis=1, bitorder="little")
     used, unused = np.split(bits, [shape.tokens if per_token else shape.layers], axis=1)
     if unused.any():
-        raise source.refusal("coverage bitmap", shape.places.bitmap, "unused bits are set", "zero bits", "others")
+        raise source.error("coverage bitmap", shape.offsets.bitmap, "unused bits are set", "zero bits", "others")
     covered = used.reshape(shape.tokens, -1).view(bool)
     smallest, _ = _coverage_bitmap(covered)
     if smallest != shape.coverage:
-        raise source.refusal("coverage", 12, "a smaller mode says the same", smallest, shape.coverage)
+        raise source.error("coverage", 12, "a smaller mode says the same", smallest, shape.coverage)
     return covered
 
 
@@ -329,23 +329,23 @@ def _read_ids(source: BlobSource, shape: Shape, digests: list[int], blocks: rang
         digest = block_digest(raw)
         if digest != digests[block]:
             problem, expected = f"block {block} is corrupted", f"checksum {digests[block]:016x}"
-            raise source.refusal("payload", at, problem, expected, f"{digest:016x}", block * BLOCK_TOKENS)
+            raise source.error("payload", at, problem, expected, f"{digest:016x}", block * BLOCK_TOKENS)
         block_ids = ids[(block - blocks.start) * BLOCK_TOKENS * row_ids :][: len(raw) // shape.id_bits * 8]
         if shape.id_bits > 8:
             unpack_ids(raw, shape.id_bits, block_ids)
         largest = max(largest, int(block_ids.max())) if largest_matters else 0
         if largest >= limit:
             token = block * BLOCK_TOKENS + int(np.argmax(block_ids >= limit)) // row_ids
-            raise source.refusal("payload", at, "id out of range", f"below {limit}", largest, token)
+            raise source.error("payload", at, "id out of range", f"below {limit}", largest, token)
         if block_ids[(shape.tokens - block * BLOCK_TOKENS) * row_ids :].any():
-            raise source.refusal("payload", at, "ids after the last token", "zeros", "others")
+            raise source.error("payload", at, "ids after the last token", "zeros", "others")
     if not shape.experts and len(blocks) == shape.blocks and shape.id_bits != smallest_id_bits(largest + 1):
-        raise source.refusal("id_bits", 11, "fewer would do", smallest_id_bits(largest + 1), shape.id_bits)
+        raise source.error("id_bits", 11, "fewer would do", smallest_id_bits(largest + 1), shape.id_bits)
     return ids
 
 
 def _check_uncovered(source: BlobSource, shape: Shape, experts: np.ndarray, covered: np.ndarray, first: int) -> None:
-    """Raise unless the ids of what nobody recorded are zero."""
+    """Raise unless the ids of uncovered (token, layer) pairs are zero."""
     if covered.all():
         return
     rows = np.nonzero(~covered if covered.shape[1] > 1 else ~covered[:, 0])
@@ -354,9 +354,9 @@ def _check_uncovered(source: BlobSource, shape: Shape, experts: np.ndarray, cove
         row = tuple(axis[np.argmax(strays)] for axis in rows)
         token = first + int(row[0])
         at = shape.block_at(token // BLOCK_TOKENS)
-        raise source.refusal("payload", at, "ids where nothing is covered", "zeros", experts[row].tolist(), token)
+        raise source.error("payload", at, "ids where nothing is covered", "zeros", experts[row].tolist(), token)
 
 
 def _check_crc(source: BlobSource, field: str, at: int, raw: bytes | memoryview, expected: int) -> None:
     if (found := zlib.crc32(raw)) != expected:
-        raise source.refusal(field, at, "corrupted", f"checksum {expected:08x}", f"{found:08x}")
+        raise source.error(field, at, "corrupted", f"checksum {expected:08x}", f"{found:08x}")

@@ -1,13 +1,13 @@
 """`TokenLayout`: which token of the micro-batch sits in each row that this rank's routers see.
 
-A layout is built in the order in which a trainer treats its data, one small step at a time:
+A layout is built in the order in which a trainer processes its data, one step at a time:
 
     TokenLayout.packed([700, 300], pad_each_to_multiple_of=8)   # what the collator makes
         .context_parallel(rank=1, size=2)                       # what this rank feeds: `fed`
         .sequence_major().sequence_parallel(rank=0, size=2)     # what the model makes of it: `rows`
 
-Every step takes whole columns, so that no composition of them can drop, double or reorder a token unseen. Applied to
-the token ids, `fed` must give the ids that the rank really feeds: that equality (`check_fed`) is the alignment proof.
+Every step takes whole columns, so that no composition of steps can silently drop, duplicate or reorder a token. Applied
+to the token ids, `fed` must give the ids that the rank really feeds: that equality (`check_fed`) proves alignment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Shard = tuple[int, int]  # (rank, size)
 
 @dataclass(frozen=True, eq=False)
 class TokenLayout:
-    """Where the tokens of one micro-batch sit on one rank. B rows fed, W columns, R rows the routers see.
+    """The positions of the tokens of one micro-batch on one rank: B rows fed, W columns, R rows seen by the routers.
 
     fed             (B, W) int64: index into the concatenated tokens of the micro-batch, -1 for padding
     lengths         tokens of each sequence, whole: the same on every rank
@@ -46,7 +46,7 @@ class TokenLayout:
     sequence_shard: Shard | None = None
 
     def __post_init__(self) -> None:
-        fed = np.array(self.fed, np.int64)  # a copy, so that nobody can change it afterwards
+        fed = np.array(self.fed, np.int64)  # a copy, so that it cannot change afterwards
         fed.flags.writeable = False
         object.__setattr__(self, "fed", fed)
         if fed.ndim != 2 or sum(self.segments) != fed.shape[1]:
@@ -57,7 +57,7 @@ class TokenLayout:
     def padded(
         cls, lengths: Sequence[int], width: int | None = None, side: Literal["left", "right"] = "right"
     ) -> TokenLayout:
-        """One sequence a row, padded on one side to `width` (the longest where None)."""
+        """Return a layout of one sequence per row, padded on one side to `width` (the longest where None)."""
         counts = _checked_lengths(lengths)
         if side not in ("left", "right"):
             raise LayoutError("unknown padding side", expected="'left' or 'right'", found=repr(side))
@@ -79,7 +79,7 @@ class TokenLayout:
     def packed(
         cls, lengths: Sequence[int], pad_to_multiple_of: int = 1, pad_each_to_multiple_of: int = 1
     ) -> TokenLayout:
-        """All sequences in one row, each right-padded to a multiple, then the whole row to a multiple.
+        """Return a layout of all sequences in one row, each right-padded to a multiple, then the row to a multiple.
 
         Megatron (thd) pads each sequence to 2 * context parallel size * tensor parallel size.
         """
@@ -94,7 +94,7 @@ class TokenLayout:
     # ---- what is fed --------------------------------------------------------------------------------------------
 
     def pad_to(self, width: int | None = None, *, multiple_of: int = 1) -> TokenLayout:
-        """Alignment padding at the end of the sequence axis, e.g. for FP8.
+        """Add alignment padding at the end of the sequence axis, e.g. for FP8.
 
         In a packed row it belongs to the last sequence, as in the `cu_seqlens_padded` that trainers give Megatron.
         """
@@ -116,37 +116,37 @@ class TokenLayout:
         )
 
     def context_parallel(self, rank: int, size: int, style: Literal["zigzag", "contiguous"] = "zigzag") -> TokenLayout:
-        """This rank's share of the columns.
+        """Keep this rank's share of the columns.
 
-        zigzag: every segment is cut in 2 * size chunks, of which the rank holds `rank` and `2 * size - 1 - rank`.
-        contiguous: the whole width is cut in `size` pieces; also what Ulysses-style trainers feed.
+        zigzag: every segment is split into 2 * size chunks, of which the rank holds `rank` and `2 * size - 1 - rank`.
+        contiguous: the whole width is split into `size` chunks; also what Ulysses-style trainers feed.
         """
         self._require_outside_model("context_parallel")
         shard = _shard("context parallel", rank, size)
         if self.context_shard is not None:
             raise LayoutError("context_parallel applied twice", found=f"{self.context_shard}, then {shard}")
         if style == "zigzag":
-            whole, mine = np.array(self.segments), sorted({rank, 2 * size - 1 - rank}) if size > 1 else [0]
-            pieces = 2 * size if size > 1 else 1
+            whole, kept = np.array(self.segments), sorted({rank, 2 * size - 1 - rank}) if size > 1 else [0]
+            chunks = 2 * size if size > 1 else 1
         elif style == "contiguous":
-            whole, mine, pieces = np.array([self.fed.shape[1]]), [rank], size
+            whole, kept, chunks = np.array([self.fed.shape[1]]), [rank], size
         else:
             raise LayoutError("unknown style", expected="'zigzag' or 'contiguous'", found=repr(style))
-        self._require_divisible(whole, pieces, f"{style} context parallel of size {size}")
-        chunk = whole // pieces
-        starts = (np.cumsum(whole) - whole)[:, None] + np.outer(chunk, mine)
-        columns = _ranges(starts.ravel(), np.repeat(chunk, len(mine)))
-        segments = tuple((chunk * len(mine)).tolist())
+        self._require_divisible(whole, chunks, f"{style} context parallel of size {size}")
+        chunk = whole // chunks
+        starts = (np.cumsum(whole) - whole)[:, None] + np.outer(chunk, kept)
+        columns = _ranges(starts.ravel(), np.repeat(chunk, len(kept)))
+        segments = tuple((chunk * len(kept)).tolist())
         return replace(self, fed=self.fed[:, columns], segments=segments, context_shard=shard)
 
-    # ---- what the model makes of it -----------------------------------------------------------------------------
+    # ---- what the routers see -----------------------------------------------------------------------------------
 
     def sequence_major(self) -> TokenLayout:
-        """Rows in Megatron's order: all sequences' first tokens, then all second ones."""
+        """Order rows as Megatron does: all sequences' first tokens, then all second ones."""
         return replace(self, order="sequence")
 
     def sequence_parallel(self, rank: int, size: int) -> TokenLayout:
-        """The model scatters the sequence axis: its routers see chunk `rank` of `size`; what is fed stays whole."""
+        """Let the routers see chunk `rank` of `size` of the sequence axis; what is fed stays whole."""
         shard = _shard("sequence parallel", rank, size)
         if self.sequence_shard is not None:
             raise LayoutError("sequence_parallel applied twice", found=f"{self.sequence_shard}, then {shard}")
@@ -163,7 +163,7 @@ class TokenLayout:
         rows.flags.writeable = False
         return rows
 
-    # ---- what it says -------------------------------------------------------------------------------------------
+    # ---- properties ---------------------------------------------------------------------------------------------
 
     @property
     def num_tokens(self) -> int:
@@ -186,7 +186,7 @@ class TokenLayout:
         return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
 
     def locate(self, token: int) -> tuple[int, int]:
-        """(sequence, position in it) of an index into the concatenated tokens."""
+        """Return (sequence, position in it) of an index into the concatenated tokens."""
         if not 0 <= token < self.num_tokens:
             raise LayoutError("no such token", expected=f"0 to {self.num_tokens - 1}", found=token)
         sequence = int(np.searchsorted(self.starts, token, side="right")) - 1
@@ -200,10 +200,10 @@ class TokenLayout:
             f"{self.order}-major{shards}, {self.num_rows} rows, {self.num_padding} padding)"
         )
 
-    # ---- the proof ----------------------------------------------------------------------------------------------
+    # ---- fed token ids ------------------------------------------------------------------------------------------
 
     def fed_token_ids(self, token_ids: Sequence[np.ndarray | Sequence[int]], pad: int = PADDING) -> np.ndarray:
-        """(B, W) int32: what this rank must feed, from the token ids of each sequence, with `pad` as padding."""
+        """Return the ids (B, W) int32 that this rank must feed, with `pad` as padding."""
         self.check_sequences(token_ids)
         flat = np.concatenate([*(np.asarray(ids, np.int32) for ids in token_ids), np.array([pad], np.int32)])
         return flat[self.fed]  # padding is -1: the last entry
@@ -219,14 +219,14 @@ class TokenLayout:
                     sample=sample,
                     expected=f"{expected} tokens",
                     found=f"{len(sequence)} tokens",
-                    remedy="Where a response is truncated, truncate its trace alike (trace[:length]) before the layout",
+                    remedy="Where a response is truncated, truncate its trace too (trace[:length]) before the layout",
                 )
 
     def check_fed(self, token_ids: Sequence[np.ndarray | Sequence[int]], fed_ids: np.ndarray) -> None:
         """Raise unless `fed_ids` (B, W) holds every token where this layout says it is; padding may hold anything."""
         compare_fed(self.fed_token_ids(token_ids), np.asarray(fed_ids), self)
 
-    # ---- what cannot be -----------------------------------------------------------------------------------------
+    # ---- checks -------------------------------------------------------------------------------------------------
 
     def _require_outside_model(self, step: str) -> None:
         if self.sequence_shard is not None:
@@ -235,22 +235,22 @@ class TokenLayout:
                 remedy=f"Call {step} before sequence_parallel",
             )
 
-    def _require_divisible(self, widths: np.ndarray, pieces: int, purpose: str) -> None:
-        uneven = np.flatnonzero(widths % pieces)
+    def _require_divisible(self, widths: np.ndarray, chunks: int, purpose: str) -> None:
+        uneven = np.flatnonzero(widths % chunks)
         if uneven.size:
             of_sequence = len(widths) > 1
-            remedy = f"pad_each_to_multiple_of={pieces} in packed()" if of_sequence else f"pad_to(multiple_of={pieces})"
+            remedy = f"pad_each_to_multiple_of={chunks} in packed()" if of_sequence else f"pad_to(multiple_of={chunks})"
             raise LayoutError(
-                f"the sequence axis cannot be cut evenly for {purpose}",
+                f"the sequence axis cannot be split evenly for {purpose}",
                 sample=int(uneven[0]) if of_sequence else None,
-                expected=f"a multiple of {pieces} columns",
+                expected=f"a multiple of {chunks} columns",
                 found=int(widths[uneven[0]]),
-                remedy=f"Use {remedy}, and pad the fed tokens alike",
+                remedy=f"Use {remedy}, and pad the fed tokens in the same way",
             )
 
 
 def compare_fed(expected: np.ndarray, found: np.ndarray, layout: TokenLayout | None = None) -> None:
-    """Raise at the first place where two grids (B, W) of token ids differ, unless padding (-1) is expected there."""
+    """Raise at the first position where two grids (B, W) of token ids differ, unless padding (-1) is expected there."""
     if found.shape != expected.shape:
         raise AlignmentError(
             "the model is fed another shape than the routes belong to",
@@ -275,13 +275,13 @@ def compare_fed(expected: np.ndarray, found: np.ndarray, layout: TokenLayout | N
 
 
 def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Concatenation of `arange(start, start + count)`, without a loop."""
+    """Concatenate `arange(start, start + count)` of all pairs, without a loop."""
     ends = np.cumsum(counts)
     return np.repeat(starts - ends + counts, counts) + np.arange(int(ends[-1]) if len(ends) else 0)
 
 
 def _placed(counts: np.ndarray, starts: np.ndarray, size: int) -> np.ndarray:
-    """(size,) int64: the tokens 0, 1, 2, ... with `counts[i]` of them in a row from `starts[i]` on, else padding."""
+    """Return (size,) int64: the tokens 0, 1, 2, ..., `counts[i]` of them from `starts[i]` on, and padding elsewhere."""
     grid = np.full(size, PADDING, np.int64)
     grid[_ranges(starts, counts)] = np.arange(int(counts.sum()))
     return grid
@@ -297,7 +297,7 @@ def _check_each_token_once(fed: np.ndarray, tokens: int, *, whole: bool) -> None
             "every token must be fed exactly once",
             expected="once",
             found=f"token {wrong[0]} of {tokens}: {times[wrong[0]]} times",
-            remedy="A rank that holds part of the tokens says so with context_parallel",
+            remedy="A rank that holds part of the tokens needs context_parallel in its layout",
         )
 
 

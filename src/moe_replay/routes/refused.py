@@ -1,4 +1,4 @@
-"""Routers of Transformers that replay cannot drive, and why: refused by name, before any forward."""
+"""Routers of Transformers that cannot be replayed, and why: refused by name, before any forward."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ REFUSALS = (
 
 
 def refusal_by_type(model_type: str) -> Refusal | None:
-    """The refusal of a model type, if it is refused."""
+    """Return the refusal of a model type, if any."""
     return next((refusal for refusal in REFUSALS if model_type in refusal.model_types), None)
 
 
 def refusal_by_class(class_names: Iterable[str]) -> Refusal | None:
-    """The refusal of a module, by the names of its class and the class's bases."""
+    """Return the refusal of a module, if any, by the names of its class and the class's bases."""
     names = set(class_names)
     return next((refusal for refusal in REFUSALS if names.intersection(refusal.class_names)), None)

@@ -1,7 +1,7 @@
 """`MoeTopology`: which decoder layers of a model route, over how many experts, with what top-k.
 
-Read from a Transformers config, a Megatron-Core config or the routers of a live model. A model type that nobody has
-looked at is an error, not a guess; `layer_rules.py` says which have been.
+Read from a Transformers config, a Megatron-Core config or the routers of a live model. An unknown model type is an
+error, not a guess; `router_families.py` lists the known ones.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from moe_replay.errors import UnsupportedRouterError
-from moe_replay.routes.layer_rules import LAYER_RULES, STATE_IT, Config, decoder_depth, not_understood, setting
+from moe_replay.routes.layer_rules import STATE_IT, Config, decoder_depth, not_understood, setting
 from moe_replay.routes.refused import refusal_by_type
+from moe_replay.routes.router_families import ROUTER_FAMILIES, RouterFamily
 
 ATTENTION_ROUTER = 1 << 16
 """Added to the decoder index to name the router inside a layer's attention, where a layer routes twice (jetmoe)."""
@@ -85,7 +86,7 @@ class MoeTopology:
                     found=moe.top_k,
                 )
 
-    # ---- what it holds ------------------------------------------------------------------------------------------
+    # ---- properties ---------------------------------------------------------------------------------------------
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -102,22 +103,25 @@ class MoeTopology:
         """Experts per token in every layer; an error where the layers differ."""
         return self._uniform("top_k", {moe.layer: moe.top_k for moe in self.moe_layers})
 
-    # ---- where it comes from ------------------------------------------------------------------------------------
+    # ---- constructors ------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_config(cls, config: Config) -> MoeTopology:
-        """From a Transformers config (the text config inside a multimodal one) or a Megatron `TransformerConfig`."""
-        if setting(config, "moe_router_topk") is not None and setting(config, "model_type") is None:
+    def from_config(cls, config: Config, family: RouterFamily | None = None) -> MoeTopology:
+        """Read a Transformers config (the text config inside a multimodal one) or a Megatron `TransformerConfig`.
+
+        `family` describes a model type that `ROUTER_FAMILIES` does not have.
+        """
+        if family is None and setting(config, "moe_router_topk") is not None and setting(config, "model_type") is None:
             return _from_megatron(config)
-        return _from_transformers(text_config(config))
+        return _from_transformers(text_config(config), family)
 
     @classmethod
     def from_sites(cls, sites: Sequence[RoutedLayer], num_layers: int, model_type: str = "") -> MoeTopology:
-        """From the routers of a live model."""
+        """Return the topology of the routers of a live model."""
         moe_layers = sorted((MoeLayer(site.layer, site.num_experts, site.top_k) for site in sites), key=_by_layer)
         return cls(num_layers, tuple(moe_layers), model_type)
 
-    # ---- inside -------------------------------------------------------------------------------------------------
+    # ---- helpers ------------------------------------------------------------------------------------------------
 
     def _of_type(self) -> str:
         return f" ({self.model_type})" if self.model_type else ""
@@ -134,7 +138,7 @@ class MoeTopology:
 
 
 def text_config(config: Config) -> Config:
-    """The config of the language model inside a multimodal config; the config itself where it is one already."""
+    """Return the config of the language model inside a multimodal config, or the config itself."""
     inner = setting(config, "get_text_config")
     return inner() if inner is not None else config
 
@@ -147,7 +151,7 @@ def _by_layer(moe: MoeLayer) -> int:
 
 
 def _from_megatron(config: Config) -> MoeTopology:
-    """`moe_layer_freq` is a period or a pattern with one flag a layer. Layers of multi-token prediction come after."""
+    """Read `moe_layer_freq`, a period or one flag per layer; layers of multi-token prediction come after."""
     depth, frequency = config.num_layers, config.moe_layer_freq
     pattern = [i % frequency == 0 for i in range(depth)] if isinstance(frequency, int) else list(frequency)
     if len(pattern) != depth:
@@ -163,14 +167,15 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _TOP_K = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "ffn_config.moe_top_k")
 
 
-def _from_transformers(config: Config) -> MoeTopology:
+def _from_transformers(config: Config, own_family: RouterFamily | None) -> MoeTopology:
     model_type = setting(config, "model_type") or type(config).__name__
-    rule = LAYER_RULES.get(model_type)
-    if rule is None:
-        raise _no_rule(config, model_type)
-    experts = _by_any_name(config, _EXPERTS)
-    layers = rule(config) if experts else ()  # granitemoehybrid, qwen: without experts the model is dense
-    top_k = _by_any_name(config, _TOP_K) if layers else 0
+    family = own_family or ROUTER_FAMILIES.get(model_type)
+    if family is None:
+        raise _unknown_family(config, model_type)
+    experts = _by_any_name(config, (family.num_experts,) if family.num_experts else _EXPERTS)
+    # granitemoehybrid, qwen: without experts the model is dense
+    layers = family.sparse_layers(config) if experts else ()
+    top_k = _by_any_name(config, (family.top_k,) if family.top_k else _TOP_K) if layers else 0
     added = _experts_without_weights(config)
     in_mlp = [MoeLayer(i, _in_layer(i, experts, config) + added, _in_layer(i, top_k, config)) for i in layers]
     in_attention = [replace(moe, layer=moe.layer + ATTENTION_ROUTER) for moe in in_mlp if model_type == "jetmoe"]
@@ -178,7 +183,7 @@ def _from_transformers(config: Config) -> MoeTopology:
 
 
 def _in_layer(layer: int, number: int | Sequence[int], config: Config) -> int:
-    """Some families give a list with one number a layer (hunyuan_v1_moe)."""
+    """Return the number of one layer; some families have a list with one per layer (hunyuan_v1_moe)."""
     if isinstance(number, int):
         return number
     if len(number) != decoder_depth(config):
@@ -187,14 +192,14 @@ def _in_layer(layer: int, number: int | Sequence[int], config: Config) -> int:
 
 
 def _experts_without_weights(config: Config) -> int:
-    """Columns of the router beyond the real experts: zero-experts (longcat_flash), the skip expert (zaya)."""
+    """Return the router's columns beyond the real experts: zero-experts (longcat_flash), the skip expert (zaya)."""
     if config.model_type == "longcat_flash":
         return config.zero_expert_num or 0
     return int(config.model_type == "zaya")
 
 
 def _by_any_name(config: Config, names: tuple[str, ...]) -> int | Sequence[int]:
-    """The one number that the config has under any of these names."""
+    """Return the one number that the config has under any of these names."""
     values = {name: value for name in names if (value := setting(config, name)) is not None}
     found = list(values.values())
     if not found or any(value != found[0] for value in found):
@@ -205,8 +210,8 @@ def _by_any_name(config: Config, names: tuple[str, ...]) -> int | Sequence[int]:
 # ---- errors -----------------------------------------------------------------------------------------------------
 
 
-def _no_rule(config: Config, model_type: str) -> UnsupportedRouterError:
-    """Refused, dense, or a mixture that nobody has looked at."""
+def _unknown_family(config: Config, model_type: str) -> UnsupportedRouterError:
+    """Return the error for a model type that is refused, dense or unknown."""
     refusal = refusal_by_type(model_type)
     signs = {name: value for name, value in sorted(vars(config).items()) if _looks_like_moe(name, value)}
     if setting(config, "is_moe") is False:  # doge: dense unless told otherwise
@@ -217,7 +222,7 @@ def _no_rule(config: Config, model_type: str) -> UnsupportedRouterError:
         return UnsupportedRouterError(
             f"the model ({model_type}) has no routers",
             expected="a mixture-of-experts config",
-            found="no setting that speaks of experts",
+            found="no setting about experts",
             remedy="Routing replay is for mixture-of-experts models; train a dense model without it",
         )
     return UnsupportedRouterError(

@@ -3,8 +3,8 @@
 Letters used in shapes throughout the package:
 T tokens of a sequence, R rows a router sees, L MoE layers, K experts per token, E experts.
 
-Engines have their own conventions (T-1 rows, zeros for dense layers, base64 int32, ...). They end at the adapter
-that builds the trace. Slicing, appending a turn and resuming a partial rollout happen here and nowhere else.
+Engines have their own conventions (T-1 rows, zeros for dense layers, base64 int32, ...), which end at the adapter that
+builds the trace. Slicing, appending a turn and resuming a partial rollout are done here and nowhere else.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RouteTrace:
     token_ids       (T,) int32
     experts         (T, L, K) uint8 or uint16, in the order the engine chose them; zero where not valid
     layers          (L,) global decoder index of each slice, increasing; MoE layers only
-    valid           (T, L) bool: False where nobody recorded a route, so that the trainer routes natively
+    valid           (T, L) bool: False where no route was recorded, so that the trainer routes natively
     versions        the weight version each span of tokens was routed with
     num_experts     experts the router chooses from, where known: then every id is checked against it
 
@@ -99,13 +99,13 @@ class RouteTrace:
         *,
         num_experts: int | None = None,
     ) -> RouteTrace:
-        """Tokens that no engine routed: a tool's output, a prompt not yet prefilled."""
+        """Return a trace of tokens that no engine routed: a tool's output, a prompt not yet prefilled."""
         ids, layer_ids = checked_token_ids(token_ids), checked_layers(layers)
         dtype = narrowest_dtype(num_experts or 0)
         experts = np.zeros((len(ids), len(layer_ids), top_k), dtype)
         return cls(ids, experts, layer_ids, np.zeros(len(ids), bool), weight_version, num_experts=num_experts)
 
-    # ---- what it holds ------------------------------------------------------------------------------------------
+    # ---- properties ---------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -152,20 +152,20 @@ class RouteTrace:
         )
 
     def check_rows(self, sample: int | None = None) -> None:
-        """Raise if a valid row names an expert twice. Done once for each trace, whatever it was made from.
+        """Raise if a valid row names an expert twice. Runs once for each trace, whatever it was made from.
 
-        `sample` is this trace's number in a batch, for the message.
+        `sample` is the index of this trace in a batch, for the message.
         """
         if self._rows_distinct:
             return
         place = first_duplicate(self.experts, self.valid)
         if place is not None:
-            token, slot = place
-            row = self.experts[token, slot].tolist()
+            token, index = place
+            row = self.experts[token, index].tolist()
             raise TraceError(
-                "an expert stands twice in one row",
+                "an expert occurs twice in one row",
                 sample=sample,
-                layer=self.layers[slot],
+                layer=self.layers[index],
                 token=token,
                 expected=f"{self.top_k} distinct experts",
                 found=row,
@@ -177,7 +177,7 @@ class RouteTrace:
     # ---- parts --------------------------------------------------------------------------------------------------
 
     def __getitem__(self, tokens: slice) -> RouteTrace:
-        """A contiguous range of tokens, e.g. `trace[:100]` when a response is truncated."""
+        """Return a contiguous range of tokens, e.g. `trace[:100]` when a response is truncated."""
         if not isinstance(tokens, slice):
             raise TypeError("a RouteTrace is indexed by a slice of tokens, e.g. trace[:100]")
         start, stop, step = tokens.indices(len(self))
@@ -192,40 +192,40 @@ class RouteTrace:
         )
 
     def select_layers(self, layers: Iterable[int]) -> RouteTrace:
-        """Only these decoder layers, e.g. those of one pipeline stage."""
+        """Return only these decoder layers, e.g. those of one pipeline stage."""
         wanted = checked_layers(layers)
-        slots = self.layer_slots(wanted)
-        coverage = self._coverage if self._coverage.shape[1] == 1 else self._coverage[:, slots]
-        experts = np.take(self.experts, slots, axis=1)  # token-major in memory too, unlike experts[:, slots]
+        indices = self.layer_indices(wanted)
+        coverage = self._coverage if self._coverage.shape[1] == 1 else self._coverage[:, indices]
+        experts = np.take(self.experts, indices, axis=1)  # token-major in memory too, unlike experts[:, indices]
         return self._derived(self.token_ids, experts, coverage, self.versions, wanted)
 
     def with_uncaptured_layers(self, layers: Iterable[int]) -> RouteTrace:
-        """The same trace over more layers; the added ones are marked as not recorded and will route natively."""
+        """Return the same trace over more layers; the added ones are uncovered and will route natively."""
         wanted = checked_layers(set(layers) | set(self.layers))
-        slots = [wanted.index(layer) for layer in self.layers]
+        indices = [wanted.index(layer) for layer in self.layers]
         experts = np.zeros((len(self), len(wanted), self.top_k), self.experts.dtype)
         valid = np.zeros((len(self), len(wanted)), bool)
-        experts[:, slots], valid[:, slots] = self.experts, self.valid
+        experts[:, indices], valid[:, indices] = self.experts, self.valid
         return self._derived(self.token_ids, experts, valid, self.versions, wanted)
 
-    def layer_slots(self, layers: Sequence[int]) -> list[int]:
-        """Where each decoder layer stands on the layer axis."""
-        slot_of = {layer: slot for slot, layer in enumerate(self.layers)}
-        missing = [layer for layer in layers if layer not in slot_of]
+    def layer_indices(self, layers: Sequence[int]) -> list[int]:
+        """Return the position of each decoder layer on the layer axis."""
+        index_of = {layer: index for index, layer in enumerate(self.layers)}
+        missing = [layer for layer in layers if layer not in index_of]
         if missing:
             raise TraceError(
                 "the trace has no routes for a layer that needs them",
                 layer=missing[0],
                 expected=f"layers {_brief(layers)}",
                 found=f"layers {_brief(self.layers)}",
-                remedy="If the engine cannot capture this layer, say so with trace.with_uncaptured_layers([...])",
+                remedy="If the engine cannot capture this layer, declare it with trace.with_uncaptured_layers([...])",
             )
-        return [slot_of[layer] for layer in layers]
+        return [index_of[layer] for layer in layers]
 
     # ---- growing ------------------------------------------------------------------------------------------------
 
     def extend(self, other: RouteTrace) -> RouteTrace:
-        """This trace followed by the tokens of `other`: the next turn of a conversation."""
+        """Return this trace followed by the tokens of `other`: the next turn of a conversation."""
         self._require_same_routers(other)
         same_coverage = self._coverage.shape[1] == other._coverage.shape[1]
         parts = (self._coverage, other._coverage) if same_coverage else (self.valid, other.valid)
@@ -242,13 +242,13 @@ class RouteTrace:
         return joined
 
     def append_tokens(self, token_ids: Sequence[int] | np.ndarray, weight_version: int | None = None) -> RouteTrace:
-        """This trace followed by tokens that nobody has routed yet, such as a tool's output."""
+        """Return this trace followed by tokens that no engine has routed yet, such as a tool's output."""
         version = self.versions[-1].version if weight_version is None and self.versions else weight_version or 0
         tail = RouteTrace.uncovered(token_ids, self.layers, self.top_k, version, num_experts=self.num_experts)
         return self.extend(tail)
 
     def continued_by(self, later: RouteTrace, keep: Literal["as_sampled", "latest"] = "as_sampled") -> RouteTrace:
-        """Resume after an engine has seen the whole sequence again, prefix included.
+        """Return this trace resumed after an engine has processed the whole sequence again, prefix included.
 
         `later` begins with this trace's tokens. `as_sampled`: routes already recorded stay, with their weight
         version; the later pass only covers what was uncovered. `latest`: its routes replace the earlier ones
@@ -288,10 +288,10 @@ class RouteTrace:
 
     @classmethod
     def merge(cls, shards: Sequence[RouteTrace]) -> RouteTrace:
-        """One whole trace from the parts that ranks recorded of the same sequence.
+        """Return one whole trace from the parts that ranks recorded of the same sequence.
 
-        Ranks hold other layers (pipeline) or other tokens (context and sequence parallel). Where two shards cover
-        the same (token, layer) they must agree.
+        Ranks hold different layers (pipeline) or different tokens (context and sequence parallel). Where two shards
+        cover the same (token, layer) they must agree.
         """
         if not shards:
             raise TraceError("nothing to merge", expected="at least one trace", found="none")
@@ -313,20 +313,20 @@ class RouteTrace:
                     expected=first,
                     found=shard,
                 )
-            slots = [layers.index(layer) for layer in shard.layers]
-            both = valid[:, slots] & shard.valid
-            clash = np.argwhere((experts[:, slots] != shard.experts).any(-1) & both)
+            indices = [layers.index(layer) for layer in shard.layers]
+            both = valid[:, indices] & shard.valid
+            clash = np.argwhere((experts[:, indices] != shard.experts).any(-1) & both)
             if clash.size:
-                token, slot = clash[0].tolist()
+                token, index = clash[0].tolist()
                 raise TraceError(
                     "two shards hold different routes for one token",
-                    layer=shard.layers[slot],
+                    layer=shard.layers[index],
                     token=token,
-                    expected=experts[token, slots[slot]].tolist(),
-                    found=shard.experts[token, slot].tolist(),
+                    expected=experts[token, indices[index]].tolist(),
+                    found=shard.experts[token, index].tolist(),
                 )
-            experts[:, slots] = np.where(shard.valid[..., None], shard.experts, experts[:, slots])
-            valid[:, slots] |= shard.valid
+            experts[:, indices] = np.where(shard.valid[..., None], shard.experts, experts[:, indices])
+            valid[:, indices] |= shard.valid
         return cls(first.token_ids, experts, layers, valid, first.versions, num_experts=first.num_experts)
 
     def _require_same_routers(self, other: RouteTrace) -> None:
@@ -341,12 +341,12 @@ class RouteTrace:
     # ---- bytes --------------------------------------------------------------------------------------------------
 
     def to_bytes(self) -> bytes:
-        """The trace in the format of docs/trace-format.md."""
+        """Return the trace in the format of docs/trace-format.md."""
         return b"".join(encode(self.parts))
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> RouteTrace:
-        """Read a trace from bytes that may come from anywhere; anything but a whole, unharmed trace is an error."""
+        """Read a trace from untrusted bytes; anything but a whole, intact trace is an error."""
         parts, _ = decode(buffer_source(data), slice(None), DEFAULT_LIMITS)
         return cls.from_parts(parts)
 
@@ -357,7 +357,7 @@ class RouteTrace:
 
     @classmethod
     def from_parts(cls, parts: TraceParts) -> RouteTrace:
-        """For readers that have checked shapes, ranges and order already, and leave only `check_rows` to be done."""
+        """Make a trace from parts whose shapes, ranges and order are checked; only `check_rows` is left."""
         made = object.__new__(cls)
         _fill(made, *parts, rows_distinct=False)
         return made
@@ -370,7 +370,7 @@ class RouteTrace:
         versions: tuple[VersionSpan, ...],
         layers: tuple[int, ...] | None = None,
     ) -> RouteTrace:
-        """A trace made of parts of this one, so its rows need no second check."""
+        """Return a trace made of parts of this one, so that its rows need no second check."""
         made = object.__new__(RouteTrace)
         _fill(
             made,

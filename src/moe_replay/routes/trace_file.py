@@ -35,10 +35,10 @@ _PARTS_AT_ONCE = 512  # a kernel takes at most 1024
 
 
 class TraceWriter:
-    """Appends traces to `path.partial`, which becomes `path` when the writer is closed in peace.
+    """Appends traces to `path.partial`, which becomes `path` when the writer is closed without an error.
 
     If the `with` block raises, or the process dies, the partial file stays and `path` does not appear:
-    `recover_traces` saves what is whole in it.
+    `recover_traces` recovers the whole records in it.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS) -> None:
@@ -48,7 +48,7 @@ class TraceWriter:
             raise FileExistsError(f"{self.path} exists already; a file of traces is written once")
         if self.partial.exists():
             raise FileExistsError(
-                f"{self.partial} exists: its writer is at work, or died; recover_traces saves its records"
+                f"{self.partial} exists: its writer is running, or died; recover_traces recovers its records"
             )
         self._limits = limits
         self._offsets = [len(FILE_HEAD)]
@@ -64,7 +64,7 @@ class TraceWriter:
         return len(self._offsets) - 1
 
     def close(self) -> None:
-        """Finish the file and give it its name."""
+        """Finish the file and rename it to `path`."""
         if self._file.closed:
             return
         index = np.array(self._offsets, "<u8").tobytes()
@@ -91,7 +91,7 @@ class TraceWriter:
             self.abandon()
 
     def _write_at(self, offset: int, parts: Sequence[memoryview]) -> int:
-        """Write all parts from `offset` on; returns where they end."""
+        """Write all parts from `offset` on; return where they end."""
         left = list(parts)
         while left:
             written = os.pwritev(self._file.fileno(), left[:_PARTS_AT_ONCE], offset)
@@ -124,7 +124,7 @@ class TraceFile:
         return (self.read(index) for index in range(len(self)))
 
     def read(self, index: int, tokens: slice = slice(None), layers: Sequence[int] | None = None) -> RouteTrace:
-        """Some tokens and layers of one trace. Touches its header, its sections and the blocks of those tokens."""
+        """Return some tokens and layers of one trace; reads its header, its sections and the blocks of those tokens."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"{self.path} has {len(self)} traces, there is no number {index}")
         number = index % len(self)
@@ -132,7 +132,7 @@ class TraceFile:
         return read_blob(record, tokens, layers, self._limits)
 
     def close(self) -> None:
-        """Traces that were read stay as they are."""
+        """Close the file; traces read from it stay usable."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -145,7 +145,7 @@ class TraceFile:
 def recover_traces(
     damaged: str | os.PathLike[str], target: str | os.PathLike[str], *, limits: Limits = DEFAULT_LIMITS
 ) -> int:
-    """Write the whole records that an unfinished or damaged file begins with to a new file; returns how many."""
+    """Write the leading whole records of an unfinished or damaged file to a new file; return their number."""
     with open(damaged, "rb", buffering=0) as file:
         records = list(_walk(file, limits))
         with TraceWriter(target, limits=limits) as writer:
@@ -173,7 +173,7 @@ class _Record(BlobSource):
         while start < stop:  # one read gives 2 GiB at most
             pieces.append(os.pread(self._file.fileno(), stop - start, self.start + start))
             if not pieces[-1]:
-                raise self.refusal("file", start, "it has become shorter", f"{stop - start} more bytes", "its end")
+                raise self.error("file", start, "it has become shorter", f"{stop - start} more bytes", "its end")
             start += len(pieces[-1])
         return memoryview(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
@@ -182,12 +182,12 @@ def _whole_file(file: FileIO) -> _Record:
     whole = _Record(file, 0, os.fstat(file.fileno()).st_size)
     head = bytes(whole.take(0, min(len(FILE_HEAD), len(whole))))
     if head != FILE_HEAD:
-        raise whole.refusal("head", 0, "not a file of route traces", FILE_HEAD.hex(" "), head.hex(" "))
+        raise whole.error("head", 0, "not a file of route traces", FILE_HEAD.hex(" "), head.hex(" "))
     return whole
 
 
 def _read_index(file: FileIO, limits: Limits) -> list[int]:
-    """Offset of each record, and of the index after them."""
+    """Return the offset of each record, and of the index after them."""
     whole = _whole_file(file)
     tail_at = len(whole) - _TAIL.size
     tail = bytes(whole.take(max(tail_at, 0), len(whole)))
@@ -197,22 +197,22 @@ def _read_index(file: FileIO, limits: Limits) -> list[int]:
             f"{file.name}: the file was never finished, or it was cut off",
             expected=f"{TAIL_MAGIC.hex(' ')} at its end",
             found=f"{records} whole records and no index",
-            remedy="recover_traces(damaged, target) saves the whole records",
+            remedy="recover_traces(damaged, target) recovers the whole records",
         )
     count, crc, reserved, _ = _TAIL.unpack(tail)
     index_at = tail_at - 8 * (count + 1)
     if index_at < len(FILE_HEAD):
-        raise whole.refusal("number of records", tail_at, "too many", f"what fits {len(whole)} bytes", count)
+        raise whole.error("number of records", tail_at, "too many", f"what fits {len(whole)} bytes", count)
     index = whole.take(index_at, tail_at)
     found = _index_crc(index, count)
     if found != crc:
-        raise whole.refusal("index", index_at, "corrupted", f"checksum {crc:08x}", f"{found:08x}")
+        raise whole.error("index", index_at, "corrupted", f"checksum {crc:08x}", f"{found:08x}")
     if reserved:
-        raise whole.refusal("reserved", tail_at + 12, "wrong value", 0, reserved)
+        raise whole.error("reserved", tail_at + 12, "wrong value", 0, reserved)
     offsets = np.frombuffer(index, "<u8")
     if offsets[0] != len(FILE_HEAD) or offsets[-1] != index_at or (offsets[1:] <= offsets[:-1]).any():
         rule = f"increasing from {len(FILE_HEAD)} to {index_at}"
-        raise whole.refusal("index", index_at, "wrong offsets", rule, offsets[:8].tolist())
+        raise whole.error("index", index_at, "wrong offsets", rule, offsets[:8].tolist())
     return offsets.tolist()
 
 
@@ -221,7 +221,7 @@ def _index_crc(index: bytes | memoryview, count: int) -> int:
 
 
 def _walk(file: FileIO, limits: Limits) -> Iterator[_Record]:
-    """The records that a file begins with, as far as their headers tell."""
+    """Yield the leading records of a file, as far as their headers are valid."""
     whole = _whole_file(file)
     start, number = len(FILE_HEAD), 0
     while len(whole) - start >= HEADER_BYTES:

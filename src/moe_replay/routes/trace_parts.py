@@ -1,4 +1,4 @@
-"""What a `RouteTrace` is made of, checked: token ids, layers, coverage, expert ids, and spans of weight versions."""
+"""The checked parts of a `RouteTrace`: token ids, layers, coverage, expert ids, and spans of weight versions."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class TraceParts(NamedTuple):
 
 
 def narrowest_dtype(num_experts: int) -> np.dtype:
-    """The dtype that expert ids travel and rest in."""
+    """Return the dtype that expert ids are stored in."""
     return np.dtype(np.uint8) if num_experts <= 256 else np.dtype(np.uint16)
 
 
 def first_duplicate(experts: np.ndarray, valid: np.ndarray) -> tuple[int, int] | None:
-    """(token, layer slot) of the first valid row that names an expert twice, or None.
+    """Return (token, layer index) of the first valid row that names an expert twice, or None.
 
     Compares the K columns pairwise over blocks that stay in cache: about ten times faster than sorting the rows.
     """
@@ -73,7 +73,7 @@ def first_duplicate(experts: np.ndarray, valid: np.ndarray) -> tuple[int, int] |
 
 
 def checked_token_ids(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    """(T,) int32, a copy."""
+    """Return token ids (T,) int32, a copy."""
     ids = np.asarray(token_ids)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise TraceError("token_ids must be one-dimensional integers", found=f"{ids.dtype} {ids.shape}")
@@ -90,7 +90,7 @@ def checked_token_ids(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def checked_layers(layers: Iterable[int]) -> tuple[int, ...]:
-    """Increasing decoder indices; a set is sorted."""
+    """Return increasing decoder indices; a set is sorted."""
     ids = tuple(int(layer) for layer in (sorted(layers) if isinstance(layers, (set, frozenset)) else layers))
     if not ids or ids[0] < 0 or any(b <= a for a, b in pairwise(ids)):
         raise TraceError(
@@ -102,7 +102,7 @@ def checked_layers(layers: Iterable[int]) -> tuple[int, ...]:
 
 
 def checked_coverage(valid: Sequence | np.ndarray | None, tokens: int, layers: int) -> np.ndarray:
-    """(T, 1) where all layers share it, else (T, L)."""
+    """Return the coverage (T, 1) where all layers share it, else (T, L)."""
     if valid is None:
         return np.ones((tokens, 1), bool)
     mask = np.asarray(valid)
@@ -118,7 +118,7 @@ def checked_coverage(valid: Sequence | np.ndarray | None, tokens: int, layers: i
 def narrowed_ids(
     experts: np.ndarray, coverage: np.ndarray, layers: tuple[int, ...], num_experts: int | None
 ) -> np.ndarray:
-    """Ids checked for range, zero where nothing is recorded, in the narrowest dtype."""
+    """Return ids checked for range, zero where uncovered, in the narrowest dtype."""
     if experts.size and experts.dtype.kind not in "iu":
         raise TraceError("expert ids must be integers", found=experts.dtype)
     if num_experts is not None and not experts.shape[2] <= num_experts <= MAX_EXPERTS:
@@ -129,14 +129,14 @@ def narrowed_ids(
         experts = np.where(np.broadcast_to(coverage, experts.shape[:2])[..., None], experts, 0)
     limit = num_experts or MAX_EXPERTS
     if experts.size and (int(experts.max()) >= limit or int(experts.min()) < 0):
-        token, slot, _ = np.argwhere((experts < 0) | (experts >= limit))[0].tolist()
+        token, index, _ = np.argwhere((experts < 0) | (experts >= limit))[0].tolist()
         raise TraceError(
             "expert id out of range",
-            layer=layers[slot],
+            layer=layers[index],
             token=token,
             expected=f"0 to {limit - 1}",
-            found=experts[token, slot].tolist(),
-            remedy="Negative ids are markers: say what is missing with valid=False. Ids beyond the experts are "
+            found=experts[token, index].tolist(),
+            remedy="Negative ids are markers: mark what is missing with valid=False. Ids beyond the experts are "
             "often physical (load-balanced) ids; capture logical ones",
         )
     largest = num_experts if num_experts is not None else int(experts.max(initial=0)) + 1
@@ -144,7 +144,7 @@ def narrowed_ids(
 
 
 def checked_spans(weight_version: int | Sequence[tuple[int, int]], tokens: int) -> tuple[VersionSpan, ...]:
-    """Spans in canonical form, from one version or (start, version) pairs."""
+    """Return spans in canonical form, from one version or (start, version) pairs."""
     if isinstance(weight_version, (int, np.integer)):
         weight_version = [(0, int(weight_version))]
     spans = tuple(VersionSpan(int(start), int(version)) for start, version in weight_version)
@@ -160,7 +160,7 @@ def checked_spans(weight_version: int | Sequence[tuple[int, int]], tokens: int) 
 
 
 def merged_spans(spans: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
-    """Empty spans dropped and neighbours of one version joined, so that equal histories compare equal."""
+    """Drop empty spans and join neighbours of one version, so that equal histories compare equal."""
     last_at: dict[int, VersionSpan] = {span.start: span for span in spans}  # a later span at one start wins
     kept: list[VersionSpan] = []
     for span in last_at.values():
@@ -170,12 +170,12 @@ def merged_spans(spans: tuple[VersionSpan, ...]) -> tuple[VersionSpan, ...]:
 
 
 def spans_of(versions: np.ndarray) -> tuple[VersionSpan, ...]:
-    """Spans of the version of each of at least one token."""
+    """Return the spans of per-token versions (T,), T at least 1."""
     starts = np.concatenate([[0], np.flatnonzero(np.diff(versions)) + 1])
     return tuple(VersionSpan(*span) for span in zip(starts.tolist(), versions[starts].tolist(), strict=True))
 
 
 def cut_spans(spans: tuple[VersionSpan, ...], start: int, stop: int) -> tuple[VersionSpan, ...]:
-    """The spans of the tokens from start to stop, counted from start."""
+    """Return the spans of the tokens from start to stop, counted from start."""
     inside = [VersionSpan(max(span.start, start) - start, span.version) for span in spans if span.start < max(stop, 1)]
     return merged_spans(tuple(inside))

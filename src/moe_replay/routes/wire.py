@@ -1,4 +1,4 @@
-"""A `RouteTrace` as bytes, and back, whole or in part. `codec.py` has the format."""
+"""Encode a `RouteTrace` as bytes, and decode it whole or in part. The format is in `codec.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_replay.routes.trace import RouteTrace
 
 
 def encode_trace(trace: RouteTrace, *, limits: Limits = DEFAULT_LIMITS) -> bytes:
-    """The one encoding of a trace."""
+    """Return the canonical encoding of a trace."""
     return b"".join(encode(trace.parts, limits))
 
 
@@ -25,16 +25,16 @@ def decode_trace(
     *,
     limits: Limits = DEFAULT_LIMITS,
 ) -> RouteTrace:
-    """The trace in a blob, or only a range of its tokens and some of its layers.
+    """Return the trace in a blob, or only a range of its tokens and some of its layers.
 
-    Every byte that is used is verified; only `RouteTrace.check_rows` is left to whoever uses the routes. A read-only
+    Every byte that is used is verified; only `RouteTrace.check_rows` is left to the user of the routes. A read-only
     buffer is viewed, a writable one copied: `memoryview(buffer).toreadonly()` promises not to write any more.
     """
     return read_blob(buffer_source(data), tokens, layers, limits)
 
 
 def read_blob(source: BlobSource, tokens: slice, layers: Sequence[int] | None, limits: Limits) -> RouteTrace:
-    """The chosen tokens and layers of a blob, wherever it lies."""
+    """Return the chosen tokens and layers of a blob."""
     parts, chosen = decode(source, tokens, limits)
     trace = RouteTrace.from_parts(parts)[chosen]
     return trace if layers is None else trace.select_layers(layers)

@@ -1,4 +1,4 @@
-"""A model in evaluation mode for a while."""
+"""Evaluation mode as a context."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model without dropout and the like; afterwards each of its modules is as it was."""
+    """Put a model in evaluation mode; restore the mode of each module afterwards."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, also after a crash."""
+"""Files that are complete or absent, also after a crash."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write or replace a file; whoever reads it finds the old text or the new one."""
+    """Write or replace a file atomically: a reader finds the old text or the new one."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     flush(partial)
@@ -26,7 +26,7 @@ def flush(path: Path) -> None:
 
 
 def flush_tree(folder: Path) -> None:
-    """Wait until a folder and all that is in it is on the disk."""
+    """Wait until a folder and everything in it is on the disk."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             flush(Path(parent, name))
@@ -34,7 +34,7 @@ def flush_tree(folder: Path) -> None:
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Every file below a folder, by its path from there -> bytes."""
+    """Return the size in bytes of every file below a folder, by relative path."""
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in _files(folder)}
 
 

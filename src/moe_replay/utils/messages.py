@@ -1,4 +1,4 @@
-"""Completions of rewards: text, or messages of a conversation."""
+"""Completions as rewards receive them: text, or messages of a conversation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def text_of(completion: Any) -> str:
-    """A completion as text; conversational ones are lists of messages, of which the last assistant turn counts."""
+    """Return a completion as text: of a conversation, the last assistant message."""
     if isinstance(completion, str):
         return completion
     return next((m["content"] for m in reversed(completion) if m.get("role") == "assistant"), "")

@@ -41,7 +41,7 @@ def resolve(name: str, known: Mapping[str, Any], *, kind: str, key: str, forms: 
 
 
 def is_path(name: str) -> bool:
-    """Whether a name has the form `module:attribute`."""
+    """Return whether a name has the form `module:attribute`."""
     module, colon, attribute = name.partition(":")
     return bool(module and colon and attribute)
 

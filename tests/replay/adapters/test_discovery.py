@@ -20,8 +20,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import moe_replay as mr
 from moe_replay.errors import UnsupportedRouterError
-from moe_replay.replay.adapters.transformers import RouterRule, find_routers, topology_of
+from moe_replay.replay.adapters.transformers import RouterFamily, RouterRule, find_routers, topology_of
 from moe_replay.replay.site import RouterSite
 from moe_replay.routes.topology import ATTENTION_ROUTER, MoeLayer, MoeTopology
 from tests.replay.adapters.families import RELEASE, available_families, tiny_config, tiny_inputs, tiny_model
@@ -372,6 +373,36 @@ def test_the_recipe_of_the_documentation(rule: RouterRule) -> None:
     sites = find_routers(StrangeModel(), [rule], STRANGE)
     assert [(site.name, site.layer) for site in sites] == [("layers.1.mlp.gate", 1), ("layers.2.mlp.gate", 2)]
     assert numbers(sites) == [(1, 6, 2, 0, 0), (2, 6, 2, 0, 0)]
+
+
+STRANGE_FAMILY = RouterFamily(lambda config: range(1, config.num_hidden_layers), (STRANGE_RULE,))
+
+
+@pytest.mark.parametrize("family", [STRANGE_FAMILY, f"{__name__}:STRANGE_FAMILY"], ids=["object", "path"])
+def test_a_family_of_the_user(family: RouterFamily | str) -> None:
+    replay = mr.attach(StrangeModel(), family)
+    assert replay.topology.layers == STRANGE.layers
+    assert [site.name for site in replay.sites.values()] == ["layers.1.mlp.gate", "layers.2.mlp.gate"]
+
+
+def test_a_family_with_other_names_of_settings() -> None:
+    config = PretrainedConfig(num_hidden_layers=2, n_choices=6, n_picked=2)
+    config.model_type = "strange"
+    family = RouterFamily(lambda config: (1,), num_experts="n_choices", top_k="n_picked")
+    assert MoeTopology.from_config(config, family).moe_layers == (MoeLayer(1, 6, 2),)
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        (f"{__name__}:NO_SUCH_FAMILY", "NO_SUCH_FAMILY"),
+        ("no_such_family", "unknown router family"),
+        (f"{__name__}:STRANGE", r"expected a RouterFamily or a list of RouterRule, found MoeTopology"),
+    ],
+)
+def test_a_path_that_is_no_family(family: str, text: str) -> None:
+    with pytest.raises(mr.MoeReplayError, match=text):
+        mr.attach(StrangeModel(), family)
 
 
 @pytest.mark.parametrize("field", ["num_experts", "top_k", "num_groups", "groups_kept"])

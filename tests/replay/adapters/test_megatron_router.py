@@ -436,7 +436,7 @@ def test_sequence_shards_that_the_model_does_not_make_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("row", "text"), [([3, 3], "stands twice in one row"), ([-1, 2], "out of range"), ([8, 2], "out of range")]
+    ("row", "text"), [([3, 3], "occurs twice in one row"), ([-1, 2], "out of range"), ([8, 2], "out of range")]
 )
 def test_rows_that_no_router_can_have_chosen_are_refused(row, text):
     experts = np.tile([0, 1], (4, len(LAYERS), 1))

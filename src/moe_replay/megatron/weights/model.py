@@ -13,6 +13,7 @@ from moe_replay.errors import MissingExtraError
 from moe_replay.megatron import cpu as megatron_cpu
 from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.family import Family, rope_parameters
+from moe_replay.replay.adapters.megatron_settings import WRONG_EXPERT_GRADIENTS, has_wrong_expert_gradients
 
 _REPLAY = "moe_enable_routing_replay"  # Megatron-Core has it from 0.16 on
 
@@ -79,12 +80,10 @@ def recipe(hf_config: Any, family: Family, settings: dict[str, Any]) -> Megatron
             expected=f"vocab_size divisible by tensor_model_parallel_size {config.tensor_model_parallel_size}",
             found=hf_config.vocab_size,
         )
-    if (
-        config.expert_model_parallel_size == 1
-        and config.expert_tensor_parallel_size != config.tensor_model_parallel_size
-    ):
+    tensor_parallel, expert_parallel = config.tensor_model_parallel_size, config.expert_model_parallel_size
+    if has_wrong_expert_gradients(tensor_parallel, config.expert_tensor_parallel_size, expert_parallel):
         raise WeightMapError(
-            "Megatron-Core sums the gradients of experts over the wrong ranks, and says nothing",
+            WRONG_EXPERT_GRADIENTS,
             expected=f"expert_tensor_parallel_size {config.tensor_model_parallel_size}, as tensor_model_parallel_size",
             found=f"{config.expert_tensor_parallel_size} with expert_model_parallel_size 1",
             remedy="Set them equal, or use expert parallelism",

@@ -93,9 +93,20 @@ def _mixes_p2p_directions(config: Any) -> bool:
     return config.pipeline_model_parallel_size == 2 and interleaved and config.batch_p2p_comm
 
 
-def _cuts_experts_alone(config: Any) -> bool:
-    own = getattr(config, "expert_tensor_parallel_size", None) or config.tensor_model_parallel_size
-    return config.expert_model_parallel_size == 1 and own != config.tensor_model_parallel_size
+WRONG_EXPERT_GRADIENTS = (
+    "without expert parallelism, Megatron-Core sums the gradients of experts that are sharded otherwise than the other "
+    "weights over the wrong ranks, without any error"
+)
+
+
+def has_wrong_expert_gradients(tensor_parallel: int, expert_tensor_parallel: int | None, expert_parallel: int) -> bool:
+    """Return whether Megatron-Core gets the gradients of experts wrong at these sizes (`WRONG_EXPERT_GRADIENTS`)."""
+    return expert_parallel == 1 and expert_tensor_parallel not in (None, tensor_parallel)
+
+
+def _shards_experts_alone(config: Any) -> bool:
+    own = getattr(config, "expert_tensor_parallel_size", None)
+    return has_wrong_expert_gradients(config.tensor_model_parallel_size, own, config.expert_model_parallel_size)
 
 
 REFUSALS = (
@@ -162,9 +173,8 @@ REFUSALS = (
     ),
     Refusal(
         "expert_tensor_parallel_size",
-        _cuts_experts_alone,
-        "without expert parallelism, Megatron-Core sums the gradients of experts that are cut otherwise than the rest "
-        "over the wrong ranks, without any error",
+        _shards_experts_alone,
+        WRONG_EXPERT_GRADIENTS,
         "Set it to tensor_model_parallel_size, or use expert parallelism",
     ),
 )

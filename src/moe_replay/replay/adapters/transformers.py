@@ -14,16 +14,16 @@ from torch import nn
 from moe_replay.errors import UnsupportedRouterError
 from moe_replay.replay.adapters.transformers_rules import (
     RouterNumbers,
-    RouterRule,
     class_names,
     is_inside,
     router_numbers,
 )
 from moe_replay.replay.site import RouterSite
 from moe_replay.routes.refused import refusal_by_class
+from moe_replay.routes.router_families import RouterFamily, RouterRule
 from moe_replay.routes.topology import ATTENTION_ROUTER, MoeLayer, MoeTopology, text_config
 
-__all__ = ["RouterRule", "find_routers", "topology_of"]
+__all__ = ["RouterFamily", "RouterRule", "find_routers", "topology_of"]
 
 
 def find_routers(
@@ -45,7 +45,7 @@ def find_routers(
     return sites
 
 
-def topology_of(model: nn.Module) -> MoeTopology:
+def topology_of(model: nn.Module, family: RouterFamily | None = None) -> MoeTopology:
     """Return what the config of a model, wrapped or not, declares."""
     config = _config_of(model.modules())
     if config is None:
@@ -55,7 +55,7 @@ def topology_of(model: nn.Module) -> MoeTopology:
             found=type(model).__name__,
             remedy="State which layers route: pass topology=MoeTopology(num_layers, moe_layers)",
         )
-    return MoeTopology.from_config(config)
+    return MoeTopology.from_config(config, family)
 
 
 # ---- the decoder ------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def _check_topology(
             layer=surplus[0],
             expected=f"layers {list(expected)}",
             found=f"layers {list(found)}",
-            remedy="The config was changed after the model was built, or this family's rule in layer_rules.py is wrong",
+            remedy="The config was changed after the model was built, or its family in router_families.py is wrong",
         )
     different = next((layer for layer in expected if expected[layer] != found[layer]), None)
     if different is not None:

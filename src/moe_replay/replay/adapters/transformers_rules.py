@@ -2,65 +2,22 @@
 
 A router is the module in whose own forward the final top-k over the experts is made. Release 5 has a class for it in
 each family and names it in the model's `_can_record_outputs`; release 4 often makes the choice in the middle of the
-sparse block. What the model's classes declare is taken from there, the rest is `ROUTER_RULES`.
+sparse block. What the model's classes declare is taken from there, the rest is in `ROUTER_FAMILIES`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from moe_replay.errors import UnsupportedRouterError
-
-
-@dataclass(frozen=True, slots=True)
-class RouterRule:
-    """How to recognise a router by its class, and where its numbers are.
-
-    class_name   name of the class in whose forward the final top-k is made, or of one of its bases
-    num_experts  attribute of the module, dots allowed ("config.num_experts"), or the number itself
-    top_k        the same
-    num_groups   the same, for routers that choose groups of experts first; 0: they do not
-    groups_kept  the same
-    """
-
-    class_name: str
-    num_experts: str | int = "num_experts"
-    top_k: str | int = "top_k"
-    num_groups: str | int = 0
-    groups_kept: str | int = 0
-
-
-# Routers that the model's class does not name in `_can_record_outputs`, or whose numbers are under other names.
-ROUTER_RULES = (
-    RouterRule("DbrxFFN", num_experts="router.layer.out_features"),  # its router makes the logits, not the choice
-    RouterRule("Gemma4TextRouter", num_experts="config.num_experts", top_k="config.top_k_experts"),
-    RouterRule("LongcatFlashTopkRouter", num_experts="n_routed_experts"),  # zero-experts included
-    RouterRule("ZayaRouter", num_experts="num_router_classes"),  # the skip expert included
-    # Release 4. Where release 5 has the same class, the module it names inside is the router.
-    RouterRule("AriaTextMoELayer", num_experts="config.moe_num_experts", top_k="config.moe_topk"),
-    RouterRule("DbrxRouter", num_experts="moe_num_experts", top_k="moe_top_k"),
-    RouterRule("DeepseekV2MoEGate", num_groups="num_group", groups_kept="topk_group"),
-    RouterRule("DeepseekV3TopkRouter", "n_routed_experts", num_groups="n_group", groups_kept="topk_group"),
-    RouterRule("Dots1TopkRouter", "n_routed_experts", num_groups="n_group", groups_kept="topk_group"),
-    RouterRule("Glm4MoeTopkRouter", "n_routed_experts", num_groups="n_group", groups_kept="topk_group"),
-    RouterRule("Glm4vMoeTextTopkRouter", "n_routed_experts", num_groups="n_group", groups_kept="topk_group"),
-    RouterRule("GraniteMoeHybridTopKGating"),
-    RouterRule("GraniteMoeSharedTopKGating"),
-    RouterRule("GraniteMoeTopKGating"),
-    RouterRule("HunYuanMoEV1Moe"),
-    RouterRule("JambaSparseMoeBlock"),
-    RouterRule("JetMoeTopKGating"),
-    RouterRule("Llama4Router"),
-    RouterRule("OlmoeSparseMoeBlock"),
-    RouterRule("Qwen2MoeSparseMoeBlock"),
-)
+from moe_replay.routes.router_families import ROUTER_FAMILIES, RouterRule
 
 # What the router classes of release 5 have in common.
 _RECORDED = RouterRule("", num_groups="num_group", groups_kept="topk_group")
+_BUILT_IN = tuple(rule for family in ROUTER_FAMILIES.values() for rule in family.routers)
 _BY_WEIGHT = RouterRule("", num_experts="weight.shape.0")  # ernie4_5_moe in the first releases of 5
 
 # Releases 5.0 to 5.17 compute the logits in a router class and make the choice in a method of the sparse block.
@@ -94,7 +51,7 @@ def router_numbers(modules: Mapping[str, nn.Module], extra: Sequence[RouterRule]
     recorded = _recorded_classes(modules)
     known: dict[str, RouterNumbers] = {}
     for name, module in modules.items():
-        rule = _rule_for(module, ROUTER_RULES)
+        rule = _rule_for(module, _BUILT_IN)
         numbers = _read(module, rule) if rule is not None else None
         if numbers is None and (isinstance(module, recorded) or _is_named_router(module)):
             numbers = _read(module, _RECORDED) or _read(module, _BY_WEIGHT)

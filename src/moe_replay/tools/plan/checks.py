@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from moe_replay.errors import LayoutError
+from moe_replay.replay.adapters.megatron_settings import WRONG_EXPERT_GRADIENTS, has_wrong_expert_gradients
 from moe_replay.routes.layer_rules import setting
 from moe_replay.routes.topology import ATTENTION_ROUTER, MoeTopology, text_config
 from moe_replay.tools.plan.parallel import Parallel
@@ -134,9 +135,9 @@ def _experts(topology: MoeTopology, parallel: Parallel) -> Iterator[Problem]:
         yield from _divides("experts", number, "ep", parallel.ep)
     ranks, wanted = parallel.tp * parallel.cp * parallel.dp, parallel.ep * parallel.expert_tensor
     yield from _divides("the ranks of a stage, tp * cp * dp,", ranks, "ep * etp", wanted, "Change dp, ep or etp")
-    if parallel.ep == 1 and parallel.expert_tensor != parallel.tp:
+    if has_wrong_expert_gradients(parallel.tp, parallel.expert_tensor, parallel.ep):
         yield Problem(
-            "without expert parallelism, Megatron-Core sums gradients of experts over the wrong ranks",
+            WRONG_EXPERT_GRADIENTS,
             f"etp {parallel.tp}, as tp",
             f"etp {parallel.expert_tensor}",
             "Set them equal, or use ep above 1",
