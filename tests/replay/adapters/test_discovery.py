@@ -458,7 +458,7 @@ def test_another_number_of_experts_than_the_config_says() -> None:
 def test_layers_that_were_moved() -> None:
     model = tiny_model("mixtral")
     model.model.layers = nn.ModuleList(reversed(model.model.layers))
-    with pytest.raises(UnsupportedRouterError, match=r"at position 0 of the decoder but says it is layer 2"):
+    with pytest.raises(UnsupportedRouterError, match=r"at position 0 of the decoder but has layer index 2"):
         find_routers(model)
 
 
