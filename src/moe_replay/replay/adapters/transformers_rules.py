@@ -8,7 +8,7 @@ sparse block. What the model's classes declare is taken from there, the rest is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
@@ -139,7 +139,7 @@ def _read(module: nn.Module, rule: RouterRule) -> RouterNumbers | None:
 def _number(module: nn.Module, where: str | int) -> int | None:
     value: Any = where
     if isinstance(where, str):
-        value = module
+        value = cast(Any, module)
         for part in where.split("."):
             value = value[int(part)] if part.isdigit() and value else getattr(value, part, None)
     return value if isinstance(value, int) else None
