@@ -146,8 +146,11 @@ class _Layer(nn.Module):
 class _Model(nn.Module):
     def __init__(self, gate: Any) -> None:
         super().__init__()
+        sizes = {"num_hidden_layers": 4, "hidden_size": 16, "n_experts": 8, "n_experts_per_token": 2}
+        self.config = importlib.import_module("transformers").PretrainedConfig(**sizes)
+        self.config.model_type = "my_moe"
         self.embed = nn.Embedding(32, 16)
-        self.layers = nn.ModuleList(_Layer(gate(16, 8) if layer else None) for layer in range(4))
+        self.layers = nn.ModuleList(_Layer(gate(self.config) if layer else None) for layer in range(4))
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(input_ids)
@@ -157,15 +160,16 @@ class _Model(nn.Module):
 
 
 def test_a_router_family() -> None:
-    example = importlib.import_module("my_router")
     torch.manual_seed(0)
-    model = _Model(example.MyGate)
-    replay = mr.attach(model, routers=[example.RULE], topology=example.TOPOLOGY)
+    model = _Model(importlib.import_module("my_router").MyGate)
+    with pytest.raises(mr.errors.UnsupportedRouterError, match="my_moe"):
+        mr.attach(model)
+    replay = mr.attach(model, "my_router:FAMILY")
     assert replay.layers == (1, 2, 3)
     ids = torch.randint(32, (2, 9))
     with torch.no_grad(), replay.record() as recording:
         model(ids)
-        recorded = recording.batch()
+    recorded = recording.batch()
     with torch.no_grad():
         for site in replay.sites.values():
             site.module.weight.normal_()
