@@ -1,4 +1,4 @@
-"""`moe-replay plan`: from a config to a plan, and to status 1 where a layout cannot be."""
+"""`moe-replay plan`: from a config to a plan, and to status 1 for an impossible layout."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def test_uneven_stages(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
         ("--tp 3", "attention heads"),
         ("--ep 3 --dp 3 --sequences 3", "experts cannot"),
         ("--pp 5", "decoder layers"),
-        ("--world 10 --tp 4", "world cannot be shared out"),
-        ("--world 16 --tp 4 --dp 2", "world cannot be shared out"),
+        ("--world 10 --tp 4", "world size does not fit"),
+        ("--world 16 --tp 4 --dp 2", "world size does not fit"),
         ("--dp 3", "sequences of a step"),
         ("--micro-batch 0", "sequences of a step"),
         ("--rank 1", "no such rank"),
         ("--tp 4 --etp 1", "wrong ranks"),
-        ("--width 1000", "fed width"),
+        ("--width 1000", "input width"),
     ],
 )
 def test_what_cannot_be(folder: Path, words: str, reason: str) -> None:

@@ -167,7 +167,7 @@ def test_the_dry_run_of_qwen_on_fsdp(
 def test_the_dry_run_of_the_librarys_own_model(capsys: pytest.CaptureFixture[str]) -> None:
     told = dry_run(capsys, RECIPE)
     assert "replay   r3: asked for" in told
-    assert "the library's own tiny model" in told
+    assert "the embedded default model" in told
     assert f"top {FULL.top_k} of {FULL.num_experts}\n" in told
 
 
@@ -179,9 +179,9 @@ def test_the_dry_run_says_why_auto_chose(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--backend.pipeline-parallel", "5"], "decoder layers cannot be shared out"),
-        (["--backend.expert-parallel", "3"], "experts cannot be shared out"),
-        (["--backend.tensor-parallel", "3"], "attention heads cannot be shared out"),
+        (["--backend.pipeline-parallel", "5"], "decoder layers cannot be divided evenly"),
+        (["--backend.expert-parallel", "3"], "experts cannot be divided evenly"),
+        (["--backend.tensor-parallel", "3"], "attention heads cannot be divided evenly"),
         (["--rollout.max-tokens", "40000"], "longer than the model's context: expected at most 40960"),
     ],
 )

@@ -15,7 +15,7 @@ from moe_replay.tools.attribution.result import (
     NATIVE,
     R2,
     R3,
-    Alignment,
+    AlignmentSummary,
     Attribution,
     PassScores,
     RoutingScores,
@@ -128,7 +128,7 @@ def attribution(*, routes_only: bool = False) -> Attribution:
             by_position=((0.9, 0.9, 1.0, math.nan),) * 3,
             differing=(350, 40, 10, 0),
         ),
-        alignment=Alignment(
+        alignment=AlignmentSummary(
             status="aligned",
             cause="none",
             detail="",

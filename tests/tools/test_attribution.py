@@ -230,7 +230,7 @@ def test_what_is_not_a_number_fails(healthy: Attribution) -> None:
 def test_replay_that_does_not_hold_fails(healthy: Attribution) -> None:
     scores = replace(healthy.passes[R2], own=healthy.passes[R2].own | {"logprob_abs_diff/mean": 0.01})
     broken = replace(healthy, passes=healthy.passes | {R2: scores})
-    assert broken.failures() == ["replaying a record changes log-probs by 0.01 on average, more than 0.0001"]
+    assert broken.failures() == ["replaying a recording changes log-probs by 0.01 on average, more than 0.0001"]
 
 
 def test_nothing_to_compare_is_refused(model: nn.Module, samples: list[Sample]) -> None:

@@ -1,4 +1,4 @@
-"""`moe-replay inspect`: what is in a file of traces."""
+"""`moe-replay inspect`: the contents of a trace file."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _PLAIN_LEVELS = " .:-=+*#@"
 
 
 class InspectCommand:
-    """Show what is in a file of traces: tokens, layers, coverage, weight versions, load of the experts."""
+    """Show the contents of a trace file: tokens, layers, coverage, weight versions, expert load."""
 
     def __init__(self, file: Path, /, *, check: str | None = None, json: bool = False, width: int = 64) -> None:
-        """Show what is in a file of traces: tokens, layers, coverage, weight versions, load of the experts.
+        """Show the contents of a trace file: tokens, layers, coverage, weight versions, expert load.
 
         Args:
-            file: A file of traces, or the bytes of one.
-            check: Folder, config.json or name of a model. Status 1 unless these can be routes of it.
+            file: A trace file, or the bytes of one trace.
+            check: Folder, config.json or name of a model. Exit with 1 unless the traces fit it.
             json: Print everything as JSON.
-            width: Columns of the bar chart at most; more experts than that share them.
+            width: Maximum columns of the bar chart; more experts are binned.
         """
         self.file = file
         self.check = check
@@ -49,16 +49,16 @@ class InspectCommand:
 
 
 def summary_text(summary: TraceSummary, width: int = 64, levels: str = _LEVELS) -> str:
-    """The summary for a terminal, with a row of bars for each layer: one for each expert, or for a few together."""
+    """Format the summary for a terminal, with a bar chart of the expert load of each layer."""
     routers = ", ".join(f"top {k} of {e or '?'}" for k, e in sorted(summary.routers, key=str)) or "nothing"
     versions = ", ".join(f"{version} ({tokens:,} tokens)" for version, tokens in sorted(summary.versions.items()))
     lines = [
         f"{summary.traces} traces, {summary.tokens:,} tokens, the longest of {summary.longest:,}; "
         f"{len(summary.layers)} layers, {routers}",
-        f"covered: {summary.coverage:.2%} of (token, layer) places; weight versions: {versions or 'none'}",
+        f"covered: {summary.coverage:.2%} of (token, layer) pairs; weight versions: {versions or 'none'}",
     ]
     if summary.duplicates:
-        lines.append(f"BROKEN: {summary.duplicates:,} rows name an expert twice; no router chooses that")
+        lines.append(f"BROKEN: {summary.duplicates:,} rows name an expert twice, which no router does")
     if summary.repeated:
         lines.append(f"{summary.repeated} traces have exactly the tokens of an earlier one")
     lines += ["", "layer  covered  entropy  peak   unused  load, expert by expert"]
@@ -71,7 +71,7 @@ def summary_text(summary: TraceSummary, width: int = 64, levels: str = _LEVELS) 
 
 
 def bars(load: np.ndarray, width: int, levels: str = _LEVELS) -> str:
-    """One character for each expert, or for neighbours together; the fullest one is the highest."""
+    """Draw one character per expert, or per bin of neighbouring experts, scaled to the largest."""
     if not load.any():
         return ""
     edges = np.linspace(0, len(load), min(width, len(load)) + 1).astype(int)[:-1]

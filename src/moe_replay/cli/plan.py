@@ -1,4 +1,4 @@
-"""`moe-replay plan`: a parallel layout on paper."""
+"""`moe-replay plan`: check and cost a parallel layout before it runs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from moe_replay.tools.plan.text import plan_text
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand:
-    """Say which rank replays which layers and rows, and what routes cost. The status is 1 if the layout cannot be."""
+    """Show which rank replays which layers and rows, and what routes cost. Exits with 1 for an impossible layout."""
 
     model: str
-    """Folder, config.json or name of a model; no weights are read."""
+    """Folder, config.json or name of a model; weights are not read."""
     tp: int = 1
-    """Tensor parallel size; the sequence is cut as well."""
+    """Tensor parallel size, with sequence parallelism."""
     cp: int = 1
     """Context parallel size."""
     pp: int = 1
@@ -29,38 +29,38 @@ class PlanCommand:
     ep: int = 1
     """Expert parallel size."""
     etp: int | None = None
-    """Tensor parallel size inside an expert; as tp if not given."""
+    """Tensor parallel size inside an expert; default: tp."""
     dp: int | None = None
-    """Data parallel size; what is left of the world if not given."""
+    """Data parallel size; default: world / (tp * cp * pp)."""
     world: int | None = None
-    """Ranks in all."""
+    """Total number of ranks."""
     chunk_layers: tuple[int, ...] = ()
-    """Decoder layers of each of the pp * vpp chunks, in the order a token passes them; equal if not given."""
+    """Decoder layers of each of the pp * vpp chunks, in model order; default: equal."""
     sequences: int = 256
     """Sequences of one step."""
     length: int = 8192
     """Tokens of each sequence."""
     prompt: int = 0
-    """Those of them that are prompt."""
+    """Tokens of the prompt, shared by a group."""
     group: int = 1
-    """Sequences of one prompt: on the wire it travels once."""
+    """Sequences per prompt, whose tokens are sent once."""
     micro_batch: int = 1
     """Sequences of a micro-batch."""
     packed: bool = False
-    """Sequences of a micro-batch are packed into one row."""
+    """Pack the sequences of a micro-batch into one row."""
     width: int | None = None
-    """Columns that are fed; the least possible if not given."""
+    """Input columns; default: the fewest possible."""
     ranks_per_node: int = 8
-    """Ranks of a machine."""
+    """Ranks on each node."""
     gbit: float = 100.0
-    """What the network brings to each machine, in Gbit/s."""
+    """Network bandwidth of each node in Gbit/s."""
     rank: int | None = None
-    """Print the plan of this rank alone."""
+    """Print only the plan of this rank."""
     json: bool = False
     """Print everything as JSON."""
 
     def __call__(self) -> None:
-        """Read the config, plan, print."""
+        """Read the config, plan the layout and print the plan."""
         from moe_replay.tools.model_config import model_config
 
         config = model_config(self.model)
@@ -87,10 +87,10 @@ class PlanCommand:
             dp = 1 if self.world is None else max(self.world // max(model_ranks, 1), 1)
         if self.world is not None and self.world != model_ranks * dp:
             raise LayoutError(
-                "the world cannot be shared out",
+                "the world size does not fit the parallel sizes",
                 expected=f"tp * cp * pp * dp = {model_ranks} * {dp} = {model_ranks * dp} ranks",
                 found=self.world,
-                remedy="Give a world that is a multiple of tp * cp * pp, or leave it out",
+                remedy="Use a multiple of tp * cp * pp, or omit it",
             )
         return Parallel(
             tp=self.tp,
@@ -107,7 +107,7 @@ class PlanCommand:
         at_once = self.micro_batch * parallel.dp
         if at_once < 1 or self.sequences < 1 or self.sequences % at_once:
             raise LayoutError(
-                "the sequences of a step cannot be shared out",
+                "the sequences of a step cannot be divided evenly",
                 expected=f"a multiple of micro_batch * dp = {self.micro_batch} * {parallel.dp}",
                 found=self.sequences,
             )

@@ -16,7 +16,7 @@ from moe_replay.tools.attribution.result import (
     NATIVE,
     R2,
     R3,
-    Alignment,
+    AlignmentSummary,
     Attribution,
     PassScores,
     RoutingScores,
@@ -125,7 +125,7 @@ def position_map(routing: RoutingScores) -> RenderedFigure:
     )
 
 
-def shift_matrix(alignment: Alignment) -> RenderedFigure:
+def shift_matrix(alignment: AlignmentSummary) -> RenderedFigure:
     """Plot agreement above chance with the routes shifted by layers and tokens."""
     table = np.array(alignment.above_chance, float)
     names = [f"{shift:+d}" if shift else "0" for shift in alignment.shifts]

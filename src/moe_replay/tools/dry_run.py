@@ -1,4 +1,4 @@
-"""What a configuration comes to, in words: no weights are loaded, no engine is started, nothing is written."""
+"""What a training configuration amounts to: loads no weights, starts no engine, writes nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moe_replay.train.replay_mode import plan_replay
 
 
 def dry_run(config: TrainConfig, ranks: int | None = None) -> str:
-    """The report; a layout that cannot be is an error. Without a number of ranks, the fewest that there can be."""
+    """Return the report, or raise for an impossible layout. `ranks` None: the fewest ranks that the layout allows."""
     replay = plan_replay(config)
     parallel = parallel_of(config.backend, ranks)
     lines = [
@@ -42,16 +42,16 @@ def dry_run(config: TrainConfig, ranks: int | None = None) -> str:
             raise
         return "\n".join([*lines, "", f"The layout is not checked: {unsupported}"])
     plan = plan_layout(topology, parallel, work_of(config, parallel), dimensions=Dimensions.from_config(model))
-    return "\n".join([*lines, "", "If every sequence is as long as it may be:", plan_text(plan)])
+    return "\n".join([*lines, "", "If every sequence has its maximum length:", plan_text(plan)])
 
 
 def parallel_of(backend: BackendConfig, ranks: int | None) -> Parallel:
-    """The layout of a backend; on so many ranks, or on the fewest that it can have."""
+    """Return the parallel layout of a backend on `ranks` ranks, or on the fewest possible."""
     tensor_and_context = backend.tensor_parallel * backend.context_parallel
     experts = backend.expert_parallel * (backend.expert_tensor_parallel or backend.tensor_parallel)
     if ranks is not None and ranks % backend.model_parallel:
         raise ConfigError(
-            "the ranks cannot be shared out",
+            "the number of ranks does not fit the parallel sizes",
             expected=f"a multiple of {backend.model_parallel}, which is backend.tensor_parallel * pipeline_parallel * "
             "context_parallel",
             found=f"{ranks} ranks",
@@ -70,7 +70,7 @@ def parallel_of(backend: BackendConfig, ranks: int | None) -> Parallel:
 
 
 def work_of(config: TrainConfig, parallel: Parallel) -> Work:
-    """A step at its largest: all sequences as long as they may be."""
+    """Return the largest possible step: all sequences at their maximum length."""
     in_micro_batch = _longest_in_micro_batch(config)
     micro_batches = ceil(config.rollout.sequences / (parallel.dp * in_micro_batch))
     multiple = parallel.pp if parallel.vpp > 1 else 1
@@ -102,7 +102,7 @@ def _model(path: str) -> Any:
 def _policy(config: TrainConfig, parallel: Parallel, ranks: int | None) -> str:
     weights = f"LoRA of rank {config.model.lora_rank}" if config.model.lora_rank else "all weights"
     fewest = "" if ranks is not None else ", the fewest for this layout"
-    model = config.model.path or "the library's own tiny model"
+    model = config.model.path or "the embedded default model"
     on_ranks = f"{parallel.world} rank{'s' * (parallel.world > 1)}{fewest}"
     return f"{model}: {weights} in {config.model.dtype}, {config.backend.kind} on {on_ranks}"
 
@@ -125,13 +125,13 @@ def _step(config: TrainConfig) -> str:
 def _tokens(config: TrainConfig) -> str:
     budget, longest = config.batch.tokens_per_micro_batch, config.max_length
     fitting = _longest_in_micro_batch(config)
-    held = f"{fitting} of the longest" if budget >= longest else "a longer sequence has one for itself"
+    fits = f"{fitting} of the longest" if budget >= longest else "a longer sequence gets one of its own"
     kind = "packed" if config.batch.packed else "padded"
-    return f"at most {longest:,} a sequence and {budget:,} a micro-batch, {kind}: {held}"
+    return f"at most {longest:,} a sequence and {budget:,} a micro-batch, {kind}: {fits}"
 
 
 def _prompts(config: TrainConfig) -> str:
     path = config.data.path
     if not path:
-        return "sums that come with the library"
+        return "the embedded default data"
     return path if Path(path).exists() else f"{path}: not found here"

@@ -1,4 +1,4 @@
-"""What is in a file of traces: tokens, layers, coverage, weight versions, and how the load lies on the experts."""
+"""The contents of a trace file: tokens, layers, coverage, weight versions and expert load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_replay.routes.trace_file import TraceFile
 
 
 def read_traces(path: str | Path) -> Iterator[RouteTrace]:
-    """The traces of a file, one at a time: of a `TraceFile`, or the one of `RouteTrace.to_bytes`."""
+    """Yield the traces of a `TraceFile` one at a time, or the only trace of a `RouteTrace.to_bytes` file."""
     try:
         with open(path, "rb") as file:
             head = file.read(len(MAGIC))
@@ -35,11 +35,11 @@ def read_traces(path: str | Path) -> Iterator[RouteTrace]:
 
 @dataclass(slots=True)
 class LayerSummary:
-    """One decoder layer over all traces.
+    """Statistics of one decoder layer over all traces.
 
     tokens    tokens of the traces that have this layer
-    covered   those of them with a route in it
-    load      (E,) int64: how often each expert was chosen
+    covered   tokens with a route in this layer
+    load      (E,) int64, how often each expert was chosen
     """
 
     layer: int
@@ -48,7 +48,7 @@ class LayerSummary:
     load: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def add(self, load: np.ndarray, tokens: int, covered: int) -> None:
-        """Count the routes of one more trace."""
+        """Add the routes of one trace."""
         size = max(len(self.load), len(load))
         self.load = np.pad(self.load, (0, size - len(self.load))) + np.pad(load, (0, size - len(load)))
         self.tokens += tokens
@@ -56,7 +56,7 @@ class LayerSummary:
 
     @property
     def entropy(self) -> float:
-        """Of the load, as a share of its greatest: 1 where all experts are chosen alike, 0 where only one is."""
+        """Normalized entropy of the load: 1 if all experts are chosen equally often, 0 if only one is."""
         total = self.load.sum()
         if len(self.load) < 2 or not total:
             return 0.0
@@ -65,16 +65,16 @@ class LayerSummary:
 
     @property
     def peak(self) -> float:
-        """Load of the most loaded expert, in means."""
+        """Load of the busiest expert relative to the mean."""
         return float(self.load.max() / self.load.mean()) if self.load.any() else 0.0
 
     @property
     def unused(self) -> int:
-        """Experts that were never chosen."""
+        """Number of experts that were never chosen."""
         return int(np.count_nonzero(self.load == 0))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the summary as plain data for JSON."""
         return {
             "layer": self.layer,
             "tokens": self.tokens,
@@ -88,11 +88,13 @@ class LayerSummary:
 
 @dataclass(slots=True)
 class TraceSummary:
-    """All traces of a file.
+    """Statistics over all traces of a file.
 
-    routers      how many traces were routed with each (top_k, experts); experts is None where no trace says it
-    versions     tokens of each weight version
-    duplicates   (token, layer) rows that name an expert twice: no router chooses that
+    cells        (token, layer) pairs
+    covered      cells with a route
+    routers      number of traces for each (top_k, num_experts); num_experts is None if a trace does not say
+    versions     number of tokens for each weight version
+    duplicates   cells that name an expert twice, which no router does
     repeated     traces with exactly the tokens of an earlier one
     """
 
@@ -100,7 +102,7 @@ class TraceSummary:
     tokens: int = 0
     longest: int = 0
     covered: int = 0
-    places: int = 0
+    cells: int = 0
     routers: Counter[tuple[int, int | None]] = field(default_factory=Counter)
     versions: Counter[int] = field(default_factory=Counter)
     duplicates: int = 0
@@ -109,11 +111,11 @@ class TraceSummary:
 
     @property
     def coverage(self) -> float:
-        """Share of (token, layer) places with a route."""
-        return self.covered / self.places if self.places else 0.0
+        """Share of (token, layer) pairs with a route."""
+        return self.covered / self.cells if self.cells else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the summary as plain data for JSON."""
         routers = sorted(self.routers.items(), key=str)
         return {
             "traces": self.traces,
@@ -128,7 +130,7 @@ class TraceSummary:
         }
 
     def differences(self, topology: MoeTopology) -> list[str]:
-        """What in these traces cannot be routes of this model; empty where they can."""
+        """Return how these traces contradict a model; empty if they fit."""
         found = []
         if sorted(self.layers) != list(topology.layers):
             found.append(f"layers: the model routes in {list(topology.layers)}, the traces in {sorted(self.layers)}")
@@ -143,16 +145,16 @@ class TraceSummary:
         return found
 
     def check(self, topology: MoeTopology) -> None:
-        """Raise unless these can be routes of this model."""
+        """Raise unless these traces fit a model."""
         if differences := self.differences(topology):
             raise AlignmentError(
                 f"these are not routes of this model: {'; '.join(differences)}",
-                remedy="Compare the model, its top-k setting and the way the engine counts layers",
+                remedy="Compare the model, its top-k setting and the layer numbering of the engine",
             )
 
 
 def summarize(traces: Iterable[RouteTrace]) -> TraceSummary:
-    """Read all traces once; no more than one of them is held."""
+    """Summarize traces in one pass, with one of them in memory at a time."""
     summary, seen = TraceSummary(), set()
     for trace in traces:
         tokens, valid = len(trace), trace.valid
@@ -160,7 +162,7 @@ def summarize(traces: Iterable[RouteTrace]) -> TraceSummary:
         summary.tokens += tokens
         summary.longest = max(summary.longest, tokens)
         summary.covered += int(np.count_nonzero(valid))
-        summary.places += valid.size
+        summary.cells += valid.size
         summary.routers[trace.top_k, trace.num_experts] += 1
         for version, count in zip(*np.unique(trace.token_versions, return_counts=True), strict=True):
             summary.versions[int(version)] += int(count)
@@ -176,7 +178,7 @@ def summarize(traces: Iterable[RouteTrace]) -> TraceSummary:
 
 
 def _duplicates(trace: RouteTrace) -> int:
-    """Valid rows that name an expert twice; a trace that was read from bytes has not been checked for them."""
+    """Count valid cells that name an expert twice; reading a trace from bytes does not check for them."""
     ordered = np.sort(trace.experts, axis=2)
     twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=2)
     return int(np.count_nonzero(twice & trace.valid))

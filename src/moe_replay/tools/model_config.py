@@ -1,4 +1,4 @@
-"""The Transformers config of a model that a command is given: a folder, a config.json, or a name."""
+"""Reading the Transformers config of a model given as a folder, a config.json or a name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from moe_replay.megatron.weights.model import read_config
 
 
 class ModelConfigError(MoeReplayError):
-    """A model's config that cannot be found or read."""
+    """A model config that cannot be found or read."""
 
 
 def model_config(source: str | Path) -> Any:
-    """The config; nothing of the model itself is loaded, and none of its code is run."""
+    """Read a config without loading the model or running its code."""
     try:
         return read_config(source)
     except (OSError, ValueError, KeyError) as wrong:
@@ -22,7 +22,7 @@ def model_config(source: str | Path) -> Any:
             raise
         raise ModelConfigError(
             "the model's config cannot be read",
-            expected="a folder with config.json, such a file, or the name of a model",
+            expected="a folder with config.json, a config.json, or the name of a model",
             found=f"{source}: {_first_line(wrong)}",
         ) from wrong
 

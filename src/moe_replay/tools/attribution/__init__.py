@@ -1,1 +1,1 @@
-"""How much of the train/inference mismatch is routing."""
+"""Attribution of the train/inference mismatch to routing."""

@@ -1,4 +1,4 @@
-"""The passes of an attribution: what a trainer makes of the samples of an engine, natively and with replay."""
+"""The passes of an attribution: scoring the samples of an engine with a trainer, natively and with replay."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moe_replay.tools.attribution.result import (
     NATIVE,
     R2,
     R3,
-    Alignment,
+    AlignmentSummary,
     Attribution,
     AttributionError,
     PassScores,
@@ -41,8 +41,8 @@ from moe_replay.train.micro_batch import MicroBatch
 from moe_replay.train.types import Trajectory
 from moe_replay.utils.eval_mode import evaluating
 
-POSITIONS = 16  # ranges that positions are divided into
-POINTS = 2000  # of the scatter plot
+POSITIONS = 16  # bins of positions
+POINTS = 2000  # in the scatter plot
 
 
 def attribute(
@@ -57,10 +57,10 @@ def attribute(
 ) -> Attribution:
     """Score samples with a Transformers model natively, natively again, with R2 and with R3.
 
-    replay        the controller of the model, if it is attached already
-    temperature   that the samples were drawn with; top-p and top-k must have been off
-    packed        sequences one after the other in a row, as the trainer does; otherwise in rows, padded on the right
-    labels        what is compared, in words, for the head of the report
+    replay        controller of the model, if already attached
+    temperature   of sampling; top-p and top-k must have been off
+    packed        pack sequences into one row, as the trainer does; otherwise one per row, padded on the right
+    labels        what is compared, for the heading of the report
 
     Example:
         found = attribute(model, [sample for group in engine.generate(prompts, params) for sample in group])
@@ -89,7 +89,7 @@ def attribute_traces(
     packed: bool = True,
     labels: Mapping[str, str] | None = None,
 ) -> Attribution:
-    """Hold routes alone, without log-probs, against what a Transformers model chooses natively, in one pass."""
+    """Compare routes alone, without log-probs, with the native routes of a Transformers model, in one pass."""
     if not traces:
         raise AttributionError("no traces to compare")
     trajectories = [_unscored(trace, number) for number, trace in enumerate(traces)]
@@ -105,9 +105,9 @@ def attribute_traces(
 
 
 class _Part(NamedTuple):
-    """One micro-batch: log-probs (N,) of the rollout and of each pass, and the experts that routers chose in a pass.
+    """One micro-batch: log-probs (N,) of the rollout and of each pass, and native routes of a pass.
 
-    routes   for each pass, the trace of each sequence by its number; of R3, what they would have chosen
+    routes   for each pass, the trace of each sequence by its number; for R3, the routers' own choice
     """
 
     rollout: Tensor
@@ -117,7 +117,7 @@ class _Part(NamedTuple):
 
 @contextmanager
 def _prepared(model: nn.Module, replay: RouterReplay | None) -> Iterator[RouterReplay]:
-    """The controller of the model, which does not train meanwhile; afterwards all is as it was."""
+    """Attach to the model if necessary and put it in eval mode; restore both afterwards."""
     controller = attach(model) if replay is None else replay
     try:
         with evaluating(model), torch.no_grad():
@@ -166,7 +166,7 @@ def _native_pass(model: nn.Module, replay: RouterReplay, batch: MicroBatch) -> _
 
 
 def _pass(model: nn.Module, replay: RouterReplay, batch: MicroBatch, routing: Routing, temperature: float) -> Tensor:
-    """(N,) log-probs of the sampled tokens, in host memory."""
+    """Return log-probs of the sampled tokens, (N,), on the CPU."""
     with apply_routing(replay, batch, 0, routing):
         logits = scored_logits(model, batch, temperature)
     return sampled_logprobs(logits.log_softmax(-1), batch).cpu()
@@ -262,14 +262,14 @@ def _routing(given: Sequence[RouteTrace], routes: Mapping[str, list[RouteTrace]]
 
 
 def _rates(place: np.ndarray, agrees: np.ndarray, covered: np.ndarray, count: int) -> Iterator[float]:
-    """For each of `count` ranges, the share of covered tokens in it that agree; NaN without any."""
+    """Yield for each of `count` bins the share of covered tokens that agree; NaN for an empty bin."""
     hits, tokens = (np.bincount(place[mask], minlength=count).tolist() for mask in (agrees, covered))
     return (hit / all_ if all_ else float("nan") for hit, all_ in zip(hits, tokens, strict=True))
 
 
-def _alignment(report: VerifyReport) -> Alignment:
+def _alignment(report: VerifyReport) -> AlignmentSummary:
     verdict = report.verdict
-    return Alignment(
+    return AlignmentSummary(
         status=verdict.status,
         cause=verdict.cause.value,
         detail=verdict.detail,

@@ -1,6 +1,6 @@
-"""`Attribution`: how far trainer and rollout are apart on one batch, how much of it is routing, and whether it will do.
+"""`Attribution`: the mismatch of trainer and rollout on one batch, how much of it is routing, and its thresholds.
 
-What is measured is in `attribute.py`; here it is kept, written as JSON or as a table, and held against thresholds.
+`measure.py` computes it; this file stores it, formats it as JSON or as a table, and compares it with thresholds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HISTOGRAM_EDGES = (*(-edge for edge in reversed(_DECADES)), *_DECADES)
 
 
 class AttributionError(MoeReplayError):
-    """An attribution that cannot be made or read."""
+    """An attribution that cannot be computed or read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +83,12 @@ class RoutingScores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alignment:
+class AlignmentSummary:
     """The verdict of `verify` as plain data.
 
-    covered        share of (token, layer) pairs that have a route
-    shifts         by how much routes were moved
-    above_chance   [layer shift][token shift]: 1 is the same experts, 0 chance; aligned routes have the most unmoved
+    covered        share of (token, layer) pairs with a route
+    shifts         layer and token shifts that were tried
+    above_chance   [layer shift][token shift], agreement: 1 is the same experts, 0 chance; largest at 0 if aligned
     """
 
     status: str
@@ -106,13 +106,13 @@ class Alignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """What a stack must keep to. The defaults are generous: a stack beyond them will hardly train.
+    """Limits for an attribution. The defaults are generous: beyond them, training will hardly work.
 
     max_k3           k3 estimate of the divergence of the trainer, with R3, from the rollout
     max_beyond_two   share of tokens whose ratio, with R3, is above 2 or below 1/2
     min_agreement    of native routes with those of the rollout, over all tokens and layers
-    max_r2           mean difference of log-probs between a pass and the replay of its record; twice the noise of
-                     native passes is allowed in any case
+    max_r2           mean difference of log-probs between a pass and its own replay; twice the noise of native passes
+                     is always allowed
     """
 
     max_k3: float = 0.01
@@ -125,11 +125,11 @@ class Thresholds:
 class Attribution:
     """One batch, sampled by an engine and scored by a trainer: natively, natively again, with R2 and with R3.
 
-    labels    what was compared, in words
-    samples   sequences
+    labels    what was compared, for the heading
+    samples   number of sequences
     tokens    of all sequences
-    scored    of them, those whose log-probs are compared: the sampled ones
-    passes    by name, in the order of the table; empty where there are routes only
+    scored    sampled tokens, whose log-probs are compared
+    passes    by name, in the order of the table; empty if there are only routes
     scatter   for native and R3, of the same tokens: (log-prob of the rollout, log-prob of the trainer)
     """
 
@@ -138,20 +138,20 @@ class Attribution:
     scored: int
     passes: dict[str, PassScores]
     routing: RoutingScores
-    alignment: Alignment
+    alignment: AlignmentSummary
     scatter: dict[str, tuple[tuple[float, float], ...]]
     labels: dict[str, str] = field(default_factory=dict)
 
-    # ---- judging ------------------------------------------------------------------------------------------------
+    # ---- thresholds ---------------------------------------------------------------------------------------------
 
     def failures(self, thresholds: Thresholds | None = None) -> list[str]:
-        """What is wrong, in words, one line each; nothing where the batch passes."""
+        """Return one line for each exceeded limit; empty if the batch passes."""
         return list(self._failures(thresholds or Thresholds()))
 
     def _failures(self, limits: Thresholds) -> Iterator[str]:
         if self.alignment.status == "misaligned":
             yield f"misaligned: {self.alignment.detail}"
-        # Written so that what is not a number fails.
+        # Comparisons are written so that NaN fails.
         if not self.routing.overall >= limits.min_agreement:
             yield f"native agreement is {self.routing.overall:.4g}, less than {limits.min_agreement:g}"
         if R3 in self.passes:
@@ -164,27 +164,25 @@ class Attribution:
             noise, found = (self.passes[name].own["logprob_abs_diff/mean"] for name in (AGAIN, R2))
             limit = max(limits.max_r2, 2 * noise)
             if not found <= limit:
-                yield f"replaying a record changes log-probs by {found:.3g} on average, more than {limit:.3g}"
+                yield f"replaying a recording changes log-probs by {found:.3g} on average, more than {limit:.3g}"
 
     # ---- JSON ---------------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """As JSON; numbers that are not finite become null."""
+        """Encode as JSON; non-finite numbers become null."""
         told = {"format": FORMAT, "labels": self.labels, "histogram_edges": HISTOGRAM_EDGES, **asdict(self)}
         return json.dumps(_finite(told), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Attribution:
-        """What `to_json` wrote; null becomes NaN."""
+        """Decode the output of `to_json`; null becomes NaN."""
         try:
             told = json.loads(text)
         except json.JSONDecodeError as error:
-            raise AttributionError(f"no JSON: {error}") from error
+            raise AttributionError(f"not JSON: {error}") from error
         found = told.get("format") if isinstance(told, dict) else None
         if found != FORMAT:
-            raise AttributionError(
-                "no attribution that this release can read", expected=f"format {FORMAT}", found=found
-            )
+            raise AttributionError("not an attribution of this format", expected=f"format {FORMAT}", found=found)
         try:
             return cls(
                 samples=told["samples"],
@@ -197,7 +195,7 @@ class Attribution:
                 labels=told["labels"],
             )
         except (KeyError, TypeError, AttributeError) as error:
-            raise AttributionError(f"an attribution with other parts than expected: {error!r}") from error
+            raise AttributionError(f"an attribution with missing or unknown fields: {error!r}") from error
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -209,13 +207,13 @@ def _pass(told: dict[str, Any]) -> PassScores:
     return PassScores(extreme=extreme, histogram=tuple(told["histogram"]), **numbers)
 
 
-def _alignment(told: dict[str, Any]) -> Alignment:
+def _alignment(told: dict[str, Any]) -> AlignmentSummary:
     shifts = {name: told[name] for name in ("layer_shift", "token_shift")}  # null says that no shift explains it
-    return Alignment(**{key: _tuples(value) for key, value in told.items()} | shifts)
+    return AlignmentSummary(**{key: _tuples(value) for key, value in told.items()} | shifts)
 
 
 def _tuples(value: Any) -> Any:
-    """Lists as tuples and null as NaN, all the way down."""
+    """Convert lists to tuples and null to NaN, recursively."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else _number(value)
 
 
@@ -224,7 +222,7 @@ def _number(value: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """The same with None for numbers that JSON does not know."""
+    """Replace non-finite numbers by None, recursively."""
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -278,7 +276,7 @@ def _routing_lines(routing: RoutingScores) -> Iterator[str]:
         yield f"{layer:<5}  {_share(agreement):>9}  {_share(alone):>12}  {_share(noise):>17}"
 
 
-def _alignment_lines(alignment: Alignment) -> Iterator[str]:
+def _alignment_lines(alignment: AlignmentSummary) -> Iterator[str]:
     yield f"{alignment.status}: {alignment.detail}" if alignment.detail else alignment.status
     yield from alignment.notes
     yield f"{alignment.covered:.1%} of routes recorded; their agreement above chance, moved by"

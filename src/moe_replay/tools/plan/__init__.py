@@ -1,10 +1,10 @@
-"""A parallel layout on paper: which rank replays what, what it costs, and whether it can be at all.
+"""Planning a parallel layout: which rank replays what, what it costs, and whether it is possible.
 
     plan = plan_layout(topology, Parallel(tp=4, pp=8, dp=16, ep=32), Work(lengths=(8192,) * 2, micro_batches=16))
     print(plan)                 # or plan.to_json(), plan.rank(137), plan.table
 
-Closed forms for each class of ranks, so that ten thousand ranks take no longer than ten. No processes are started and
-nothing of a model is loaded.
+Closed forms for each class of ranks, so that ten thousand ranks take no longer than ten. Starts no processes and loads
+no weights.
 """
 
 from moe_replay.tools.plan.checks import Dimensions, ImpossibleLayoutError, Problem, find_problems

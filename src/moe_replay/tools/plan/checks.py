@@ -1,4 +1,4 @@
-"""Layouts that cannot be: every reason at once, each with what would do instead."""
+"""Impossible layouts: all problems at once, each with its remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_replay.tools.plan.work import Work
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """Sizes of a model that parallelism must divide; what is None is not checked."""
+    """Sizes of a model that parallel sizes must divide; None is not checked."""
 
     heads: int | None = None
     key_value_heads: int | None = None
@@ -25,7 +25,7 @@ class Dimensions:
 
     @classmethod
     def from_config(cls, config: Any) -> Dimensions:
-        """Of a Transformers config."""
+        """Read the sizes from a Transformers config."""
         text = text_config(config)
         width = setting(text, "moe_intermediate_size") or setting(text, "intermediate_size")
         return cls(
@@ -38,7 +38,7 @@ class Dimensions:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One reason why a layout cannot be."""
+    """One reason why a layout is impossible."""
 
     problem: str
     expected: str
@@ -52,17 +52,17 @@ class Problem:
 
 
 class ImpossibleLayoutError(LayoutError):
-    """A parallel layout that cannot be, with all reasons in `problems`."""
+    """An impossible parallel layout, with all reasons in `problems`."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
-        super().__init__("this layout cannot be" + "".join(f"\n  - {problem}" for problem in problems))
+        super().__init__("impossible layout" + "".join(f"\n  - {problem}" for problem in problems))
 
 
 def find_problems(
     topology: MoeTopology, parallel: Parallel, work: Work, dimensions: Dimensions | None = None
 ) -> list[Problem]:
-    """All reasons why this model cannot be trained in this layout; sizes below one hide the others."""
+    """Return all reasons why a model cannot be trained in a layout; sizes below one are reported alone."""
     return list(_sizes(parallel, work)) or [
         *_model(topology, parallel, dimensions or Dimensions()),
         *_pipeline(topology, parallel, work),
@@ -77,14 +77,14 @@ def _sizes(parallel: Parallel, work: Work) -> Iterator[Problem]:
     numbers |= {"micro_batches": work.micro_batches, "group": work.group, "sequences": len(work.lengths)}
     for name, size in numbers.items():
         if size < 1:
-            yield Problem(f"{name} is no size", "at least 1", str(size))
+            yield Problem(f"invalid size {name}", "at least 1", str(size))
     if min(work.lengths, default=1) < 1:
         yield Problem("a sequence without tokens", "at least 1 token", str(min(work.lengths)))
 
 
 def _divides(what: str, number: int | None, of: str, size: int, remedy: str = "") -> Iterator[Problem]:
     if number is not None and number % size:
-        yield Problem(f"{what} cannot be shared out", f"a multiple of {of} {size}", str(number), remedy)
+        yield Problem(f"{what} cannot be divided evenly", f"a multiple of {of} {size}", str(number), remedy)
 
 
 def _model(topology: MoeTopology, parallel: Parallel, model: Dimensions) -> Iterator[Problem]:
@@ -92,7 +92,7 @@ def _model(topology: MoeTopology, parallel: Parallel, model: Dimensions) -> Iter
     groups = model.key_value_heads
     if groups is not None and groups % parallel.tp and parallel.tp % groups:
         yield Problem(
-            "key-value heads cannot be shared out", f"a multiple or a divisor of tp {parallel.tp}", str(groups)
+            "key-value heads cannot be divided evenly", f"a multiple or a divisor of tp {parallel.tp}", str(groups)
         )
     yield from _divides(
         "the vocabulary", model.vocabulary, "tp", parallel.tp, "Padding it would change the log-probabilities"
@@ -100,8 +100,8 @@ def _model(topology: MoeTopology, parallel: Parallel, model: Dimensions) -> Iter
     yield from _divides("the hidden size of an expert", model.expert_width, "etp", parallel.expert_tensor)
     if parallel.tp > 1 and parallel.sequence_shards == 1:
         yield Problem(
-            "Megatron-Core trains no mixture of experts with tensor parallelism alone",
-            "sequence parallel with tp above 1",
+            "Megatron-Core does not train MoE models with tensor parallelism alone",
+            "sequence parallelism with tp above 1",
             f"tp {parallel.tp} without it",
             "Leave sp on",
         )
@@ -115,9 +115,7 @@ def _pipeline(topology: MoeTopology, parallel: Parallel, work: Work) -> Iterator
     if parallel.vpp > 1 and parallel.pp == 1:
         yield Problem("chunks without stages", "vpp above 1 only with pp above 1", f"vpp {parallel.vpp}, pp 1")
     if given is None:
-        yield from _divides(
-            "decoder layers", topology.num_layers, "pp * vpp", chunks, "Or say how many each chunk has: chunk_layers"
-        )
+        yield from _divides("decoder layers", topology.num_layers, "pp * vpp", chunks, "Or set chunk_layers")
     elif len(given) != chunks or sum(given) != topology.num_layers or min(given) < 0:
         yield Problem(
             "chunk_layers does not fit the model",
@@ -149,7 +147,7 @@ def _tokens(parallel: Parallel, work: Work) -> Iterator[Problem]:
     needed = replace(work, width=None).fed_shape(multiple)[1]
     if width is not None and (width % multiple or width < needed):
         yield Problem(
-            "the fed width cannot be shared out",
+            "the input width cannot be divided evenly",
             f"at least {needed} and a multiple of {multiple} (2 * cp with cp above 1, times tp)",
             str(width),
         )

@@ -1,4 +1,4 @@
-"""`plan_layout`: which rank replays which layers and rows, and what that costs, for any number of ranks, on paper."""
+"""`plan_layout`: which rank replays which layers and rows, and what that costs, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_replay.tools.plan.work import RouteBytes, Work
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The machines: ranks of each, and what the network brings to each, in Gbit/s."""
+    """The nodes: ranks on each, and network bandwidth of each in Gbit/s."""
 
     ranks_per_node: int = 8
     gbit: float = 100.0
@@ -25,14 +25,14 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """All ranks of one pipeline stage.
+    """The ranks of one pipeline stage.
 
     decoder_layers   of each chunk
-    routing_layers   of each chunk: those of them whose routers replay
-    in_flight        micro-batches of a chunk, at most, between a forward and its backward
-    batch_bytes      routes of one micro-batch, all chunks, on one rank's device
-    flight_bytes     routes on one rank's device at most, where each batch is sent when its forward begins (R3)
-    step_bytes       routes of all micro-batches of a step on one rank: what recording them keeps (R2)
+    routing_layers   of each chunk, those with routers
+    in_flight        maximum number of micro-batches of a chunk between forward and backward
+    batch_bytes      routes of one micro-batch, all chunks, on one device
+    flight_bytes     peak of routes on one device if each batch is copied when its forward begins (R3)
+    step_bytes       routes of all micro-batches of a step on one rank, which recording keeps (R2)
     """
 
     stage: int
@@ -46,7 +46,7 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One rank: its coordinates, its layers chunk by chunk, its rows of a micro-batch, its bytes."""
+    """One rank: coordinates, routing layers of each chunk, rows and bytes of a micro-batch."""
 
     rank: int
     coordinates: dict[str, int]
@@ -58,11 +58,11 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a layout means for routing replay. `print(plan)` shows it, `to_json` says all of it.
+    """What a layout means for routing replay. `print(plan)` shows the essentials, `to_json` everything.
 
     rows         rows that every rank's routers see in a micro-batch, padding included
-    token_rows   (cp, sequence shards): those that hold a token
-    fed_bytes    token ids of a micro-batch on each rank, for the alignment proof
+    token_rows   (cp, sequence shards), rows that hold a token
+    fed_bytes    token ids of a micro-batch on each rank, for the token check
     """
 
     topology: MoeTopology
@@ -77,7 +77,7 @@ class Plan:
     # ---- ranks --------------------------------------------------------------------------------------------------
 
     def rank(self, rank: int) -> RankPlan:
-        """The plan of one rank."""
+        """Return the plan of one rank."""
         if not 0 <= rank < self.parallel.world:
             raise IndexError(f"there are ranks 0 to {self.parallel.world - 1}, and no {rank}")
         here = {name: int(value[0]) for name, value in self.parallel.coordinates(np.array([rank])).items()}
@@ -102,14 +102,14 @@ class Plan:
         }
         return where | numbers
 
-    # ---- the wire -----------------------------------------------------------------------------------------------
+    # ---- network ------------------------------------------------------------------------------------------------
 
     @cached_property
     def wire_bytes(self) -> dict[str, int]:
-        """Bytes of a step's routes: from the engines once, into the fullest node, into all nodes; and as base64 int32.
+        """Bytes of a step's routes: from the engines once, into the busiest node, into all nodes; and as base64 int32.
 
-        A node takes whole traces of the data-parallel ranks that have a rank on it, once for all of its ranks: the
-        blocks of the format hold all layers.
+        A node reads the whole traces of the data-parallel ranks that it hosts a part of, once for all its ranks: the
+        blocks of the format contain all layers.
         """
         sizes = RouteBytes(self.topology)
         shard = sizes.sequences(self.work) * self.work.micro_batches
@@ -126,14 +126,14 @@ class Plan:
 
     @property
     def wire_seconds(self) -> float:
-        """How long the fullest node's network takes for the routes of a step, if it does nothing else."""
+        """Seconds to transfer the routes of a step into the busiest node at full bandwidth."""
         return self.wire_bytes["fullest_node"] * 8 / (self.cluster.gbit * 1e9)
 
-    # ---- words --------------------------------------------------------------------------------------------------
+    # ---- output -------------------------------------------------------------------------------------------------
 
     @property
     def notes(self) -> list[str]:
-        """What is possible, but should be known."""
+        """Remarks on a layout that is possible but noteworthy."""
         idle = [stage.stage for stage in self.stages if not any(stage.routing_layers)]
         found = []
         if idle:
@@ -146,7 +146,7 @@ class Plan:
         return found
 
     def to_json(self) -> str:
-        """Everything but the ranks one by one, as JSON."""
+        """Return everything but the table of ranks as JSON."""
         wire = self.wire_bytes | {"seconds": self.wire_seconds}
         content: dict[str, Any] = {
             "parallel": {**asdict(self.parallel), "world": self.parallel.world},
@@ -177,9 +177,9 @@ def plan_layout(
     dimensions: Dimensions | None = None,
     cluster: Cluster | None = None,
 ) -> Plan:
-    """The plan of a layout, or an `ImpossibleLayoutError` with every reason why it cannot be.
+    """Plan a layout, or raise an `ImpossibleLayoutError` with every reason.
 
-    dimensions   of the model, so that heads, vocabulary and experts are checked too
+    dimensions   of the model, to check heads, vocabulary and experts too
     """
     problems = find_problems(topology, parallel, work, dimensions)
     if problems:
@@ -200,7 +200,7 @@ def plan_layout(
 
 
 def in_flight(parallel: Parallel, stage: int, micro_batches: int) -> int:
-    """Forwards of one chunk whose backwards are still to come, at most: of 1F1B, or of its interleaved kind."""
+    """Return the maximum number of outstanding backwards of one chunk, for plain or interleaved 1F1B."""
     ahead = parallel.pp - stage - 1
     if parallel.vpp > 1:
         ahead = 2 * ahead + (parallel.vpp - 1) * parallel.pp

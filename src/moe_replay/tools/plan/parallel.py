@@ -1,4 +1,4 @@
-"""`Parallel`: the sizes of a parallel layout, and which coordinates each rank has in it. No processes, no Megatron."""
+"""`Parallel`: the sizes of a parallel layout and the coordinates of each rank, without processes or Megatron."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from moe_replay.replay.adapters.megatron_layout import column_multiple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
-    """Sizes, by the short names that Megatron-Core's groups have.
+    """Parallel sizes, by the short names of Megatron-Core's groups.
 
-    tp     tensor parallel; the routers see a share of the sequence each (sequence parallel) unless `sp` is False
+    tp     tensor parallel; routers see a shard of the sequence each (sequence parallel) unless `sp` is False
     cp     context parallel
     pp     pipeline stages
     vpp    model chunks of each stage
-    dp     data parallel, experts not regarded
+    dp     data parallel, of the dense layers
     ep     expert parallel: taken out of tp * cp * dp, not a factor of the world
-    etp    tensor parallel inside an expert; as tp where None
-    chunk_layers   decoder layers of each of the pp * vpp chunks, in the order a token passes them; equal where None
+    etp    tensor parallel inside an expert; None: tp
+    chunk_layers   decoder layers of each of the pp * vpp chunks, in model order; None: equal
     """
 
     tp: int = 1
@@ -37,12 +37,12 @@ class Parallel:
 
     @property
     def world(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property
     def expert_tensor(self) -> int:
-        """Ranks that one expert is cut over."""
+        """Ranks that one expert is sharded over."""
         return self.tp if self.etp is None else self.etp
 
     @property
@@ -52,7 +52,7 @@ class Parallel:
 
     @property
     def sequence_shards(self) -> int:
-        """In how many pieces the routers of a tensor-parallel group see the sequence."""
+        """Number of sequence shards that the routers of a tensor-parallel group see."""
         return self.tp if self.sp is not False else 1
 
     @property
@@ -61,7 +61,7 @@ class Parallel:
         return column_multiple(SimpleNamespace(**self.megatron_settings()))
 
     def megatron_settings(self) -> dict[str, Any]:
-        """The same as settings of a Megatron-Core `TransformerConfig`."""
+        """Return the sizes as settings of a Megatron-Core `TransformerConfig`."""
         return {
             "tensor_model_parallel_size": self.tp,
             "sequence_parallel": self.sequence_shards > 1,
@@ -73,7 +73,7 @@ class Parallel:
         }
 
     def coordinates(self, ranks: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """tp, cp, dp, pp, and etp, ep, edp of its experts, for each of these ranks, or all.
+        """Return tp, cp, dp, pp, and etp, ep, edp of the experts, for these ranks or all, (ranks,) each.
 
         The order is Megatron-Core's, "tp-cp-ep-dp-pp": tensor parallel ranks are neighbours, pipeline stages are
         farthest apart.
@@ -84,7 +84,7 @@ class Parallel:
         return dense | _unravel(chosen, experts)
 
     def stage_layers(self, num_layers: int) -> list[list[range]]:
-        """Decoder layers of each chunk of each pipeline stage: [stage][chunk]."""
+        """Return the decoder layers of each chunk of each pipeline stage, [stage][chunk]."""
         chunks = self.pp * self.vpp
         counts = np.array(self.chunk_layers or [num_layers // chunks] * chunks)
         ends = np.cumsum(counts)
@@ -93,6 +93,6 @@ class Parallel:
 
 
 def _unravel(ranks: np.ndarray, sizes: dict[str, int]) -> dict[str, np.ndarray]:
-    """Coordinates of ranks, the first name changing fastest."""
+    """Return coordinates of ranks, the first name varying fastest."""
     found = np.unravel_index(ranks, tuple(sizes.values()), order="F")
     return dict(zip(sizes, found, strict=True))

@@ -1,4 +1,4 @@
-"""A plan as text for a terminal."""
+"""Formatting a plan for a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST_STAGES = 24
 
 
 def plan_text(plan: Plan) -> str:
-    """What `print(plan)` shows."""
+    """Return the text that `print(plan)` shows."""
     parallel, work, wire = plan.parallel, plan.work, plan.wire_bytes
     model, shape = plan.topology, plan.token_rows
     nodes = -(-parallel.world // plan.cluster.ranks_per_node)
@@ -29,9 +29,9 @@ def plan_text(plan: Plan) -> str:
         "",
         *_stage_table(plan.stages),
         "",
-        f"token ids of a micro-batch, for the proof: {size(plan.fed_bytes)} on each rank",
+        f"token ids of a micro-batch, for the token check: {size(plan.fed_bytes)} on each rank",
         f"routes of a step on the wire: {size(wire['step'])} from the engines "
-        f"(as base64 int32 {size(wire['step_as_base64_int32'])}), {size(wire['fullest_node'])} into the fullest node, "
+        f"(as base64 int32 {size(wire['step_as_base64_int32'])}), {size(wire['fullest_node'])} into the busiest node, "
         f"{size(wire['all_nodes'])} into all",
         f"at {plan.cluster.gbit:g} Gbit/s a node: {plan.wire_seconds:.3g} s a step",
         *(f"note: {note}" for note in plan.notes),
@@ -40,7 +40,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def size(count: int | float) -> str:
-    """Bytes, for people."""
+    """Format a number of bytes."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -49,13 +49,13 @@ def size(count: int | float) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """`[1, 2, 3, 7]` as `1-3 7`."""
+    """Format `[1, 2, 3, 7]` as `1-3 7`."""
     runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
     return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines whose columns stand below each other; the last column is as long as it is."""
+    """Format rows of cells as lines with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     widths[-1] = 0
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,4 +1,4 @@
-"""`Work`: what one step trains on, and how many rows and bytes of routes that makes on each kind of rank."""
+"""`Work`: the micro-batches of one step, and the rows and bytes of routes they amount to on each rank."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from moe_replay.tools.plan.parallel import Parallel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """One step. All micro-batches are taken to be like the one that is described.
+    """The work of one step; all micro-batches are assumed to look like the one described.
 
     lengths         tokens of each sequence of a micro-batch
     micro_batches   of each data-parallel rank in a step
     packed          all sequences in one row (thd), else one a row, padded on the right (sbhd)
-    width           columns that are fed, on all context-parallel ranks together; the least possible where None
-    prompt          tokens that the sequences of a group begin with; on the wire they travel once
+    width           input columns over all context-parallel ranks; None: the fewest possible
+    prompt          tokens shared by the sequences of a group, sent once
     group           sequences of one prompt
     """
 
@@ -38,7 +38,7 @@ class Work:
         return sum(self.lengths)
 
     def segments(self, multiple: int) -> np.ndarray:
-        """(sequences,) columns of each sequence with its padding; together one row if packed, else a row each."""
+        """Return the columns of each sequence with padding, (sequences,); in one row if packed, else in a row each."""
         lengths = np.array(self.lengths, np.int64)
         if not self.packed:
             widest = -(-int(lengths.max()) // multiple) * multiple
@@ -48,20 +48,20 @@ class Work:
         return segments
 
     def fed_shape(self, multiple: int) -> tuple[int, int]:
-        """(B, W): rows and columns that are fed, on all context-parallel ranks together."""
+        """Return the input shape (B, W) over all context-parallel ranks."""
         segments = self.segments(multiple)
         return (1, int(segments.sum())) if self.packed else (len(segments), int(segments[0]))
 
     def rows(self, parallel: Parallel) -> int:
-        """Rows that the routers of every rank see in a micro-batch, padding included."""
+        """Return the rows that the routers of every rank see in a micro-batch, padding included."""
         batch, width = self.fed_shape(parallel.column_multiple)
         return batch * width // (parallel.cp * parallel.sequence_shards)
 
     def token_rows(self, parallel: Parallel) -> np.ndarray:
-        """(cp, sequence shards) int64: those of the rows that hold a token, on each kind of rank.
+        """Return the rows that hold a token on each rank, (cp, sequence shards) int64.
 
-        Zigzag: a sequence is cut in 2 * cp chunks, of which a rank holds two, one behind the other, each with its
-        tokens in front. What remains is how much of these two runs of columns lies in each sequence shard.
+        Zigzag: a sequence is split into 2 * cp chunks, of which a rank holds two in a row, each with its tokens first.
+        What remains is the overlap of these two runs of columns with each sequence shard.
         """
         segments = self.segments(parallel.column_multiple)
         pieces = 2 * parallel.cp if parallel.cp > 1 else 1
@@ -82,29 +82,29 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class RouteBytes:
-    """Sizes of the routes of a model in memory and on the wire."""
+    """Sizes of routes of a model in memory and on the wire."""
 
     topology: MoeTopology
 
     def batch(self, layers: int, rows: int) -> int:
-        """A `RouteBatch` of so many layers and rows: ids, and one flag a row; nothing where nothing routes."""
+        """Return the bytes of a `RouteBatch`: ids, and one flag per row; 0 without routing layers."""
         if not layers:
             return 0
         return rows + layers * rows * self.topology.top_k * narrowest_dtype(self.topology.num_experts).itemsize
 
     def trace(self, tokens: int, *, whole: bool = False) -> int:
-        """A trace in the format of docs/trace-format.md, of one weight version; `whole`: the last token has a route."""
+        """Return the encoded bytes of a trace of one weight version; `whole`: the last token has a route."""
         experts = self.topology.num_experts
         id_bits = smallest_id_bits(experts)
         layers = len(self.topology.layers)
         return Shape(tokens, layers, self.topology.top_k, experts, id_bits, int(not whole), 1).blob_bytes
 
     def base64_int32(self, tokens: int) -> int:
-        """The same as base64 of int32 over all decoder layers, which is how most projects send routes."""
+        """Return the bytes of base64-encoded int32 over all decoder layers, the encoding of most projects."""
         return 4 * -(-4 * max(tokens - 1, 0) * self.topology.num_layers * self.topology.top_k // 3)
 
     def sequences(self, work: Work) -> int:
-        """The sequences of one micro-batch on the wire, each prompt once for its group."""
+        """Return the bytes of the sequences of one micro-batch on the wire, with each prompt once per group."""
         if not work.prompt or work.group == 1:
             return sum(self.trace(length) for length in work.lengths)
         completions = sum(self.trace(length - work.prompt) for length in work.lengths)
