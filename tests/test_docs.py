@@ -71,6 +71,13 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
     assert [*dead_links(page, text), *dead_paths(page, text)] == []
 
 
+def test_classes_that_the_glossary_names_exist() -> None:
+    source = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    named = re.findall(r"`((?:[A-Z][a-z]+){2,})\b", (ROOT / "docs" / "glossary.md").read_text())
+    assert named
+    assert sorted({name for name in named if not re.search(rf"\bclass {name}\b", source)}) == []
+
+
 def test_dead_links_and_paths_are_found() -> None:
     text = "# A b\n[x](missing.md) [y](docs/api.md#nothing) [z](#a-b) [ok](docs/api.md#errors)"
     text += " `tests/no.py` `train/loop.py`"
