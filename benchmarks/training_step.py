@@ -26,7 +26,6 @@ from moe_replay.train import launch
 from moe_replay.train.backends.fsdp import FsdpBackend
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.learner import Learner
-from moe_replay.train.meters import Meters
 from moe_replay.train.types import Trajectory
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -148,11 +147,11 @@ def step(learner: Learner, trajectories: list[Trajectory], device: torch.device)
     """Seconds of old log-probs and one update, batches made anew as in training."""
     synchronise(device)
     began = time.perf_counter()
-    meters = Meters(learner.backend.topology)
+    metrics = learner.new_metrics()
     updates = learner.prepare(trajectories)
-    learner.score(updates, meters, step=1)
-    learner.update(updates, meters, step=1)
-    learner.summarize(meters)
+    learner.score(updates, metrics, step=1)
+    learner.update(updates, metrics, step=1)
+    learner.summarize(metrics)
     synchronise(device)
     return time.perf_counter() - began
 

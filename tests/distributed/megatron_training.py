@@ -17,7 +17,8 @@ from moe_replay.rollout.types import FinishReason
 from moe_replay.train.backends.base import Backend, Routing, Scores, UpdateResult
 from moe_replay.train.batches import mini_batches
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.losses import policy_loss
+from moe_replay.train.losses.clipped import clipped_surrogate
+from moe_replay.train.losses.types import LossInputs, LossSettings
 from moe_replay.train.micro_batch import MicroBatch
 from moe_replay.train.trajectory_wire import trajectories_from_bytes, trajectories_to_bytes
 from moe_replay.train.types import Trajectory
@@ -116,17 +117,16 @@ def loss_sum(total: list[float]) -> Callable[[MicroBatch, Tensor], Tensor]:
     """A policy loss that adds what it is to `total`."""
 
     def loss(batch: MicroBatch, logprobs: Tensor) -> Tensor:
-        found = policy_loss(
-            logprobs,
-            batch.rollout_logprobs,
-            batch.advantages,
-            batch.loss_weights,
-            batch.sequence,
-            len(batch.trajectories),
-            level="sequence",
-            clip_low=1.0,
-            clip_high=100.0,
-        ).loss
+        inputs = LossInputs(
+            logprobs=logprobs,
+            old_logprobs=batch.rollout_logprobs,
+            rollout_logprobs=batch.rollout_logprobs,
+            advantages=batch.advantages,
+            weights=batch.loss_weights,
+            sequence=batch.sequence,
+            num_sequences=batch.num_sequences,
+        )
+        found = clipped_surrogate(inputs, LossSettings(level="sequence", clip_low=1.0, clip_high=100.0)).loss
         total[-1] += found.item()
         return found
 

@@ -205,7 +205,7 @@ def test_adapters_with_the_same_routes_are_trl(tmp_path: Path) -> None:
 def test_what_is_logged(tmp_path: Path) -> None:
     logged, _ = trained(make(tmp_path, "r3", temperature=0.7, **TWICE))
     first, second = logged[:2]
-    assert {f"routing/agreement/layer_{layer}" for layer in (1, 2, 3)} <= first.keys()
+    assert {f"routing/agreement/layer_{layer:03d}" for layer in (1, 2, 3)} <= first.keys()
     assert first["routing/unrouted_fraction"] == pytest.approx(1 - first["routing/replayed_fraction"])
     assert first["mismatch/old_vs_train/k3_kl"] == 0.0
     assert first["mismatch/rollout_vs_old/logprob_abs_diff/max"] < 1e-5  # at the temperature that TRL scores with

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moe_replay as mr
-from moe_replay.integrations.trl_numbers import RunningNumbers
+from moe_replay.integrations.trl_metrics import ReplayMetrics
 from moe_replay.integrations.trl_passes import RoutedSample, batch_layout, rollout_logprobs
 
 LAYERS = (1, 3)
+TOPOLOGY = mr.MoeTopology(4, tuple(mr.routes.MoeLayer(layer, 4, 2) for layer in LAYERS))
 lengths = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=5)
 
 
@@ -43,52 +44,50 @@ def routes(seed: int, rows: int, valid: list[bool]) -> tuple[mr.RouteBatch, torc
     random = np.random.default_rng(seed)
     experts = np.stack([[random.permutation(4)[:2] for _ in LAYERS] for _ in range(rows)])
     trace = mr.RouteTrace(np.arange(rows), experts, LAYERS, valid, num_experts=4)
-    batch = mr.RouteBatch.from_traces([trace], mr.TokenLayout.padded([rows], rows + 2))
+    batch = mr.RouteBatch.from_traces([trace], layout_of(rows))
     return batch, torch.from_numpy(np.sort(experts, -1)).transpose(0, 1)
 
 
-def test_numbers_add_up_over_micro_batches_and_ranks() -> None:
-    of_ranks, agreeing, covered, tokens = [], np.zeros(2), 0, 0
-    differences = []
-    for rank in range(2):
-        numbers = RunningNumbers(LAYERS, torch.device("cpu"))
-        for step in range(3):
-            rows = 5 + step + rank
-            valid = [row % (2 + step) != 0 for row in range(rows)]
-            (recorded, ours), (native, theirs) = (routes(10 * rank + step + add, rows, valid) for add in (0, 100))
-            numbers.add_routes(recorded, native, replayed=True)
-            agreeing += ((ours == theirs).all(-1) & torch.tensor(valid)).sum(1).numpy()
-            covered += sum(valid)
-            tokens += rows
-            old, new = torch.randn(2, 2, 4, generator=torch.Generator().manual_seed(rows))
-            mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
-            numbers.add_logprobs("old_vs_train", old, new, mask)
-            numbers.add_logprobs("rollout_vs_old", None, old, mask)
-            differences.append((new - old)[mask.bool()])
-        of_ranks.append(numbers)
+def layout_of(rows: int) -> mr.TokenLayout:
+    return mr.TokenLayout.padded([rows], rows + 2)
 
-    sent: list[list[torch.Tensor]] = [[], []]
-    of_ranks[1].summary(lambda tensor: sent[0].append(tensor) or tensor)
-    found = of_ranks[0].summary(lambda tensor: torch.cat([tensor, sent[0].pop(0)]))
+
+def test_metrics_add_up_over_micro_batches() -> None:
+    agreeing, covered, tokens = np.zeros(2), 0, 0
+    differences = []
+    metrics = ReplayMetrics(TOPOLOGY, torch.device("cpu"))
+    for step in range(6):
+        rows = 5 + step
+        valid = [row % (2 + step) != 0 for row in range(rows)]
+        (recorded, ours), (native, theirs) = (routes(step + add, rows, valid) for add in (0, 100))
+        metrics.add_routes(recorded, native, layout_of(rows), replayed=True)
+        agreeing += ((ours == theirs).all(-1) & torch.tensor(valid)).sum(1).numpy()
+        covered += sum(valid)
+        tokens += rows
+        old, new = torch.randn(2, 2, 4, generator=torch.Generator().manual_seed(rows))
+        mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+        metrics.add_logprobs("old_vs_train", old, new, mask)
+        metrics.add_logprobs("rollout_vs_old", None, old, mask)
+        differences.append((new - old)[mask.bool()])
+
+    found = metrics.flush()
     assert found["routing/replayed_fraction"] == pytest.approx(covered / tokens)
     assert found["routing/unrouted_fraction"] == pytest.approx(1 - covered / tokens)
     assert found["routing/agreement"] == pytest.approx(agreeing.sum() / (2 * covered))
-    assert [found[f"routing/agreement/layer_{layer}"] for layer in LAYERS] == pytest.approx(agreeing / covered)
+    assert [found[f"routing/agreement/layer_{layer:03d}"] for layer in LAYERS] == pytest.approx(agreeing / covered)
     d = torch.cat(differences)
     assert found["mismatch/old_vs_train/k1_kl"] == pytest.approx(-d.mean().item(), rel=1e-5)
     assert found["mismatch/old_vs_train/ratio/max"] == pytest.approx(math.exp(d.max().item()), rel=1e-5)
     assert not any(name.startswith("mismatch/rollout") for name in found)
-
-    of_ranks[0].clear()
-    assert of_ranks[0].summary(lambda tensor: tensor) == {}
+    assert metrics.flush() == {}
 
 
 def test_what_is_compared_only_is_not_replayed() -> None:
-    numbers = RunningNumbers(LAYERS, torch.device("cpu"))
+    metrics = ReplayMetrics(TOPOLOGY, torch.device("cpu"))
     recorded, _ = routes(0, 4, [True, True, True, False])
-    numbers.add_routes(recorded, recorded, replayed=False)
-    numbers.add_unrouted(4)
-    found = numbers.summary(lambda tensor: tensor)
+    metrics.add_routes(recorded, recorded, layout_of(4), replayed=False)
+    metrics.add_uncovered(4)
+    found = metrics.flush()
     assert found["routing/replayed_fraction"] == 0.0
     assert found["routing/unrouted_fraction"] == pytest.approx(5 / 8)
     assert found["routing/agreement"] == 1.0
@@ -101,7 +100,7 @@ def test_log_probs_that_an_engine_does_not_know_count_nothing() -> None:
     torch.testing.assert_close(
         found, torch.tensor([[-1.0, torch.nan, torch.nan], [-3.0, torch.nan, torch.nan]]), equal_nan=True
     )
-    numbers = RunningNumbers(LAYERS, torch.device("cpu"))
-    numbers.add_logprobs("rollout_vs_train", found, torch.full((2, 3), -2.0), mask)
-    assert numbers.summary(lambda tensor: tensor)["mismatch/rollout_vs_train/logprob_abs_diff/mean"] == 1.0
+    metrics = ReplayMetrics(TOPOLOGY, torch.device("cpu"))
+    metrics.add_logprobs("rollout_vs_train", found, torch.full((2, 3), -2.0), mask)
+    assert metrics.flush()["mismatch/rollout_vs_train/logprob_abs_diff/mean"] == 1.0
     assert rollout_logprobs([RoutedSample((1, 2), 1)], mask) is None

@@ -23,7 +23,7 @@ COMPARED = (
     "grad_norm",
     "reward",
     "routing/agreement",
-    "routing/agreement/layer_3",
+    "routing/agreement/layer_003",
     "routing/replayed_fraction",
     "mismatch/rollout_vs_train/k3_kl",
     "mismatch/old_vs_train/logprob_abs_diff/max",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import moe_replay as mr
 from moe_replay.train.batches import divide, mini_batches
-from moe_replay.train.losses import token_weights
+from moe_replay.train.losses.aggregation import token_weights
 from moe_replay.train.micro_batch import MicroBatch
 from tests.train.trajectories import LAYERS, random_trajectory
 

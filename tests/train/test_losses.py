@@ -12,7 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_replay.train.losses import correction_weights, k3, policy_loss, token_weights
+from moe_replay.train.losses.aggregation import token_weights
+from moe_replay.train.losses.clipped import clipped_surrogate
+from moe_replay.train.losses.registry import LossError, load_loss, metric_names
+from moe_replay.train.losses.terms import correction_weights, importance_ratio, k3
+from moe_replay.train.losses.types import Correction, LossInputs, LossOutput, LossSettings
+from moe_replay.utils.plugins import PluginError
 
 MAX_TOKENS = 12
 
@@ -88,22 +93,20 @@ def trl_loss(batch: Batch, loss_type: str, level: str, beta: float, correction: 
 def our_loss(batch: Batch, aggregation, level, beta, correction, clip, tokens=slice(None)):
     weights = torch.from_numpy(token_weights(batch.lengths.numpy(), aggregation, MAX_TOKENS))
     new = batch.flat("new").clone().requires_grad_()
-    found = policy_loss(
-        new[tokens],
-        batch.flat("old")[tokens],
-        batch.advantages[batch.sequence][tokens],
-        weights[batch.sequence][tokens],
-        batch.sequence[tokens],
-        len(batch.lengths),
-        rollout=batch.flat("rollout")[tokens],
-        reference=batch.flat("reference")[tokens],
-        level=level,
-        clip_low=clip[0],
-        clip_high=clip[1],
-        beta=beta,
-        correction=correction,
-        correction_low=0.5,
+    inputs = LossInputs(
+        logprobs=new[tokens],
+        old_logprobs=batch.flat("old")[tokens],
+        rollout_logprobs=batch.flat("rollout")[tokens],
+        ref_logprobs=batch.flat("reference")[tokens],
+        advantages=batch.advantages[batch.sequence][tokens],
+        weights=weights[batch.sequence][tokens],
+        sequence=batch.sequence[tokens],
+        num_sequences=len(batch.lengths),
     )
+    settings = LossSettings(
+        level=level, clip_low=clip[0], clip_high=clip[1], beta=beta, correction=correction, correction_low=0.5
+    )
+    found = clipped_surrogate(inputs, settings)
     (gradient,) = torch.autograd.grad(found.loss, new)
     return found.loss.detach(), gradient
 
@@ -141,27 +144,44 @@ def test_micro_batches_add_up(seed, aggregation, level, cuts):
     torch.testing.assert_close(sum(gradient for _, gradient in parts), expected_gradient, rtol=1e-10, atol=1e-12)
 
 
-def test_on_policy_ratio_is_exactly_one():
+def by_hand(old: torch.Tensor, rollout: torch.Tensor, sequence: torch.Tensor, advantages: torch.Tensor) -> LossInputs:
+    """Tokens of which the policy says what the old policy said."""
+    return LossInputs(
+        logprobs=old.clone().requires_grad_(),
+        old_logprobs=old,
+        rollout_logprobs=rollout,
+        advantages=advantages,
+        weights=torch.ones_like(old),
+        sequence=sequence,
+        num_sequences=int(sequence.max()) + 1,
+    )
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_on_policy_ratio_is_exactly_one(level) -> None:
     batch = Batch(0)
-    new = batch.flat("new").clone().requires_grad_()
-    weights = torch.ones_like(new)
-    found = policy_loss(new, new.detach(), batch.advantages[batch.sequence], weights, batch.sequence, 6)
-    assert torch.equal(found.ratio, torch.ones_like(found.ratio))
-    assert not found.clipped_low.any()
-    assert not found.clipped_high.any()
+    inputs = by_hand(batch.flat("new"), batch.flat("new"), batch.sequence, batch.advantages[batch.sequence])
+    settings = LossSettings(level=level)
+    assert torch.equal(importance_ratio(inputs, settings), torch.ones_like(inputs.logprobs))
+    found = clipped_surrogate(inputs, settings)
+    assert found.token_metrics.keys() == {"clip_low", "clip_high", "correction"}
+    assert not found.token_metrics["clip_low"].any()
+    assert not found.token_metrics["clip_high"].any()
 
 
 def test_correction_weights_by_hand():
-    old = torch.tensor([0.0, 0.0, 0.0, 0.0])
     rollout = torch.log(torch.tensor([0.5, 0.9, 4.0, 1.0]))  # ratios 2, 1.11, 0.25, 1
-    sequence = torch.tensor([0, 0, 1, 1])
+    inputs = by_hand(torch.zeros(4), rollout, torch.tensor([0, 0, 1, 1]), torch.ones(4))
+
+    def weights(correction: Correction, low: float, high: float) -> torch.Tensor:
+        settings = LossSettings(correction=correction, correction_low=low, correction_high=high)
+        return correction_weights(inputs, settings)
+
     close = torch.testing.assert_close
-    close(
-        correction_weights(old, rollout, sequence, 2, "token_truncate", 0.0, 1.5), torch.tensor([1.5, 1 / 0.9, 0.25, 1])
-    )
-    close(correction_weights(old, rollout, sequence, 2, "token_mask", 0.5, 1.5), torch.tensor([0, 1 / 0.9, 0, 1]))
-    close(correction_weights(old, rollout, sequence, 2, "sequence_mask", 0.1, 2.0), torch.tensor([0, 0, 0.25, 0.25]))
-    close(correction_weights(old, rollout, sequence, 2, "off", 0.0, 0.0), torch.ones(4))
+    close(weights("token_truncate", 0.0, 1.5), torch.tensor([1.5, 1 / 0.9, 0.25, 1]))
+    close(weights("token_mask", 0.5, 1.5), torch.tensor([0, 1 / 0.9, 0, 1]))
+    close(weights("sequence_mask", 0.1, 2.0), torch.tensor([0, 0, 0.25, 0.25]))
+    close(weights("off", 0.0, 0.0), torch.ones(4))
 
 
 def test_k3_is_zero_only_where_equal():
@@ -169,3 +189,58 @@ def test_k3_is_zero_only_where_equal():
     assert torch.equal(k3(one, one), torch.zeros(3))
     assert (k3(one, one + 0.1) > 0).all()
     assert (k3(one, one - 0.1) > 0).all()
+
+
+# ---- losses of the user's own ---------------------------------------------------------------------------------------
+
+
+def reinforce(inputs: LossInputs, settings: LossSettings) -> LossOutput:
+    """REINFORCE, with the log-prob of each token as a metric."""
+    return LossOutput(
+        -(inputs.logprobs * inputs.advantages * inputs.weights).sum(), {"logprob": inputs.logprobs.detach()}
+    )
+
+
+def unsummed(inputs: LossInputs, settings: LossSettings) -> LossOutput:
+    return LossOutput(inputs.logprobs * inputs.weights, {})
+
+
+def one_number(inputs: LossInputs, settings: LossSettings) -> LossOutput:
+    return LossOutput(inputs.logprobs.sum(), {"spread": inputs.logprobs.std()})
+
+
+def shadowing(inputs: LossInputs, settings: LossSettings) -> LossOutput:
+    return LossOutput(inputs.logprobs.sum(), {"entropy": inputs.logprobs.detach()})
+
+
+def broken(inputs: LossInputs, settings: LossSettings) -> LossOutput:
+    raise KeyError("temperature")
+
+
+def test_every_rank_knows_the_metrics_of_a_loss_without_tokens() -> None:
+    device = torch.device("cpu")
+    assert metric_names(load_loss("clipped"), LossSettings(), device) == ("clip_low", "clip_high", "correction")
+    with_reference = metric_names(load_loss("clipped"), LossSettings(beta=0.1), device)
+    assert with_reference == ("clip_low", "clip_high", "correction", "reference_kl")
+    assert metric_names(load_loss("tests.train.test_losses:reinforce"), LossSettings(), device) == ("logprob",)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("unsummed", r"scalar loss.*found a loss of shape \(4,\)"),
+        ("one_number", r"one value per token.*spread of shape \(4,\).*found shape \(\)"),
+        ("shadowing", "name that the trainer uses itself.*found entropy"),
+        ("broken", "raised KeyError: 'temperature'"),
+    ],
+)
+def test_a_loss_that_returns_something_else_is_named(name: str, message: str) -> None:
+    inputs = by_hand(torch.zeros(4), torch.zeros(4), torch.tensor([0, 0, 1, 1]), torch.ones(4))
+    with pytest.raises(LossError, match=message) as caught:
+        load_loss(f"tests.train.test_losses:{name}")(inputs, LossSettings())
+    assert f"test_losses:{name}" in str(caught.value)
+
+
+def test_an_unknown_loss_is_refused() -> None:
+    with pytest.raises(PluginError, match=r"unknown policy loss 'cliped'.*algorithm.policy_loss: clipped.*'clipped'"):
+        load_loss("cliped")

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 from moe_replay.report.run_report import write_run_report
 from moe_replay.train.loop import train
+from moe_replay.train.losses.types import LossInputs, LossOutput, LossSettings
 from tests.train.runs import train_on_rank
 
 Config = Callable[..., Any]
@@ -68,6 +69,23 @@ def test_recomputation_and_sleep_change_nothing(demo_files: Any, tmp_path: Path,
     settings = {"model": {"gradient_checkpointing": True}, "rollout": {"sleep": True}}
     arguments = (str(demo_files.model), str(demo_files.train), str(tmp_path / "run"), in_bfloat16(settings))
     assert losses(train_on_rank(*arguments)) == usual
+
+
+def tempered(inputs: LossInputs, settings: LossSettings) -> LossOutput:
+    """A loss of the user's own, with a metric of its own."""
+    ratio = (inputs.logprobs - inputs.old_logprobs).exp()
+    loss = -(ratio.tanh() * inputs.advantages * inputs.weights).sum()
+    return LossOutput(loss, {"ratio": ratio.detach()})
+
+
+def test_a_loss_of_ones_own_is_trained_with_and_its_metrics_are_logged(
+    config: Config, metrics_of: Metrics, usual: list[float]
+) -> None:
+    algorithm = {"policy_loss": "tests.train.test_settings:tempered", "updates_per_rollout": 1}
+    lines = metrics_of(train(config(steps=2, algorithm=algorithm, rollout={"dtype": "bfloat16"})))
+    assert [line["loss/ratio"] for line in lines] == [1.0, 1.0]  # on-policy, with replay
+    assert "loss/clip_low" not in lines[0]
+    assert losses(lines) != usual
 
 
 def in_order(completions: list[str], **_: Any) -> list[float]:

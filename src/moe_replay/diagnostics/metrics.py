@@ -1,4 +1,4 @@
-"""Numbers about routes: pure functions on tensors."""
+"""Agreement of routes: pure functions on tensors."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from moe_replay.routes.batch import RouteBatch
 
 
 def shared_experts(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """(...) float32: the share of the experts of `one` (..., K) that `other` (..., K) names too, in whatever order.
+    """Return (...) float32: the share of the experts of `one` (..., K) that are also in `other` (..., K), in any order.
 
-    An expert that `other` names twice counts once: a buffer full of zeros agrees with nobody on more than expert 0.
+    An expert that `other` names twice counts once: a buffer full of zeros agrees on expert 0 at most.
     """
     return (one.unsqueeze(-1) == other.unsqueeze(-2)).any(-1).float().mean(-1)
 
 
 def same_experts(one: RouteBatch, other: RouteBatch) -> torch.Tensor:
-    """(L, R) bool: the two batches send the row to the same set of experts, in whatever order."""
+    """Return (L, R) bool: whether both batches send the row to the same set of experts, in any order."""
     if one.layers != other.layers or one.experts.shape != other.experts.shape:
         raise AlignmentError(
             "only routes of the same layers and rows can be compared",
@@ -28,9 +28,9 @@ def same_experts(one: RouteBatch, other: RouteBatch) -> torch.Tensor:
 
 
 def route_agreement(one: RouteBatch, other: RouteBatch) -> torch.Tensor:
-    """(L,) float64: for each layer, the share of rows that go to the same experts, of those both batches cover.
+    """Return (L,) float64: the share of rows in each layer that go to the same experts, of those that both cover.
 
-    A layer in which no row is covered by both has no agreement: NaN.
+    NaN for a layer in which no row is covered by both.
     """
     covered = one.valid & other.valid
     agreeing = (same_experts(one, other) & covered).sum(1, dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""How far two sets of log-probs of the same sampled tokens are apart.
+"""Mismatch between the log-probs of the same sampled tokens from two passes.
 
-Everything is kept as sums and maxima over tokens, so that numbers of micro-batches and ranks combine exactly: a mean is
-only ever taken at the end, over all tokens, and never over means.
+Everything is kept as sums and maxima over tokens, so that micro-batches and ranks combine exactly: a mean is taken
+once, at the end, over all tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 _SUMS = ("tokens", "k1", "k3", "abs", "ratio", "ratio_squared", "beyond_two")
 _MAXIMA = ("abs", "ratio")
+NUM_SUMS, NUM_MAXIMA = len(_SUMS), len(_MAXIMA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +25,10 @@ class Mismatch:
 
     @classmethod
     def between(cls, sampled: Tensor, scored: Tensor, mask: Tensor | None = None) -> Mismatch:
-        """Of tokens sampled with log-probs `sampled` and scored by another pass as `scored`, both (N,).
+        """Compare tokens sampled with log-probs `sampled` with their scores `scored` in another pass, both (N,).
 
-        With d = scored - sampled and r = exp(d): k1 = -d and k3 = r - 1 - d estimate KL(sampled || scored), unbiased
-        because the tokens come from `sampled`; `beyond_two` counts max(r, 1/r) > 2.
+        With d = scored - sampled and r = exp(d): k1 = -d and k3 = r - 1 - d are unbiased estimates of
+        KL(sampled || scored), since the tokens were drawn from `sampled`; `beyond_two` counts max(r, 1/r) > 2.
         """
         difference = (scored.detach() - sampled.detach()).double()
         if mask is not None:
@@ -52,7 +53,7 @@ class Mismatch:
         return Mismatch(self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
 
     def summary(self) -> dict[str, float]:
-        """Means over all tokens, maxima, and the effective share of the samples (ESS); empty without tokens."""
+        """Return means over all tokens, maxima, and the effective sample size as a share; empty without tokens."""
         values = dict(zip(_SUMS, self.sums.tolist(), strict=True))
         largest = dict(zip(_MAXIMA, self.maxima.tolist(), strict=True))
         tokens = values["tokens"]

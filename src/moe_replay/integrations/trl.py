@@ -8,7 +8,7 @@
 
     Trainer(model=..., reward_funcs=..., args=..., train_dataset=..., replay="r3").train()
 
-It rests on private methods of TRL, so it runs with the versions it was tested with and refuses others.
+It uses private methods of TRL, so it accepts only the versions it was tested with.
 docs/trl.md says where routes come from and what is logged.
 """
 
@@ -25,7 +25,7 @@ from torch import nn
 
 from moe_replay.errors import MoeReplayError
 from moe_replay.integrations.trl_generation import EngineGeneration, GenerationWatch
-from moe_replay.integrations.trl_numbers import RunningNumbers
+from moe_replay.integrations.trl_metrics import ReplayMetrics
 from moe_replay.integrations.trl_passes import (
     ComparingPass,
     RecordingPass,
@@ -54,13 +54,13 @@ class TrlError(MoeReplayError):
 
 
 class RouterReplayMixin(_Trainer):
-    """Put before `GRPOTrainer` among the bases of a class; two more arguments, the others are TRL's.
+    """Mixin that comes before `GRPOTrainer` among the bases of a class. It adds two arguments to TRL's own.
 
-    replay   off: TRL as it is, nothing is attached
-             observe: routes of the rollout are compared with those of training, and nothing is changed
-             r2: updates take the routes of the old-log-prob pass
-             r3: the old-log-prob pass and updates take the routes of the rollout
-    engine   samples instead of TRL's own generation; sees the weights after every step (see rollout/base.py)
+    replay   off: TRL unchanged, nothing is attached
+             observe: routes of the rollout are compared with those of training, nothing is replayed
+             r2: updates replay the routes of the old-log-prob pass
+             r3: the old-log-prob pass and the updates replay the routes of the rollout
+    engine   samples in place of TRL's own generation; its weights are updated after every step (rollout/engine.py)
     """
 
     TESTED_TRL: ClassVar[tuple[str, ...]] = ("1.16.0",)
@@ -78,35 +78,35 @@ class RouterReplayMixin(_Trainer):
     def __init__(self, *args: Any, replay: ReplayMode = "r3", engine: Engine | None = None, **kwargs: Any) -> None:
         if version("trl") not in self.TESTED_TRL:
             raise TrlError(
-                "this version of TRL is not known here, and replay rests on its private methods",
+                "this version of TRL was not tested, and replay uses private methods of TRL",
                 expected=f"trl {' or '.join(self.TESTED_TRL)}",
                 found=version("trl"),
                 remedy="Run this library's tests/integrations with it; then name it in TESTED_TRL of your class",
             )
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
-        _check_settings(given, replay, engine)  # before TRL starts a vLLM that is of no use
+        _check_settings(given, replay, engine)  # before TRL starts a vLLM that would not be used
         super().__init__(*args, **kwargs)
         self.replay_mode = replay
-        self._samples: list[RoutedSample] | None = None  # of the batch that TRL scores now; None: no replay
+        self._samples: list[RoutedSample] | None = None  # of the batch that TRL is scoring; None: no replay
         self._updating = False  # whether it scores for an update
-        self._logps: torch.Tensor | None = None  # what it scored
+        self._logps: torch.Tensor | None = None  # log-probs of the update
         self._engine: EngineGeneration | None = None
         if engine is not None:
             self._generate_with(engine)
         if replay != "off":
             self.router_replay = attach(self._language_model)
-            self._numbers = RunningNumbers(self.router_replay.layers, self.accelerator.device)
+            self._replay_metrics = ReplayMetrics(self.router_replay.topology, self.accelerator.device)
             self._adapters = self._adapter_status()
 
     def _generate_with(self, engine: Engine) -> None:
-        """From here on TRL takes the engine for its vLLM: it syncs weights, and corrects for its log-probs."""
+        """Put the engine in the place of TRL's vLLM: TRL then syncs weights and applies its importance correction."""
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise TrlError(
-                "weights that are sharded over ranks cannot be sent to an engine from here",
+                "weights that are sharded over ranks cannot be sent to an engine",
                 remedy="Sample in a rollout_func that keeps its engine up to date",
             )
         if self.max_completion_length is None:
-            raise TrlError("an engine must know when to stop", remedy="Set max_completion_length")
+            raise TrlError("an engine needs a limit on completions", remedy="Set max_completion_length")
         params = SamplingParams(
             max_tokens=self.max_completion_length,
             temperature=self.temperature,
@@ -130,14 +130,14 @@ class RouterReplayMixin(_Trainer):
 
     @property
     def _language_model(self) -> nn.Module:
-        """The policy without wrappers of any kind: what `generate` calls."""
+        """The policy without any wrapper: the model that `generate` runs."""
         from accelerate.utils import is_peft_model
 
         model: Any = self._unwrapped
         return model.get_base_model() if is_peft_model(model) else model
 
     def _adapter_status(self) -> tuple[Any, Any] | None:
-        """Which adapters are active, and whether they are on: with PEFT the reference is the policy without them."""
+        """Which adapters are active and enabled: with PEFT the reference is the policy with its adapters disabled."""
         from accelerate.utils import is_peft_model
 
         model: Any = self._unwrapped
@@ -152,7 +152,7 @@ class RouterReplayMixin(_Trainer):
     # ---- rollout ------------------------------------------------------------------------------------------------
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        if self.replay_mode == "off" or not self._unwrapped.training:  # an evaluation routes as it likes
+        if self.replay_mode == "off" or not self._unwrapped.training:  # evaluation routes natively
             return super()._generate_and_score_completions(inputs)
         self._samples = []
         try:
@@ -167,9 +167,9 @@ class RouterReplayMixin(_Trainer):
             return result
         prompt_ids, completion_ids, _, _, logprobs, extra_fields, *_ = result
         if self.rollout_func is not None:
-            traces = extra_fields.pop(ROUTES, None)  # or TRL would hand them to the reward functions
+            traces = extra_fields.pop(ROUTES, None)  # TRL passes extra fields to the reward functions
             self._samples = self._from_rollout_func(prompt_ids, completion_ids, logprobs, traces)
-        elif not self._samples:  # neither an engine nor TRL's own generate has filled them
+        elif not self._samples:  # neither an engine nor TRL's own generate filled them
             self._samples = _plain_samples(prompt_ids, completion_ids, logprobs)
         return result
 
@@ -227,18 +227,18 @@ class RouterReplayMixin(_Trainer):
         return result
 
     def _routed(self, model: Any, prompt_width: int) -> RoutedPass | Any:
-        """What TRL calls in place of the policy, in the old-log-prob pass or in an update."""
+        """Return what TRL calls in place of the policy, in the old-log-prob pass or in an update."""
         assert self._samples is not None
         around = (model, self.router_replay, self._samples, prompt_width)
         if not self._updating:
             if self.replay_mode == "r2":
                 return RecordingPass(*around)
             return ReplayingPass(*around) if self.replay_mode == "r3" else model
-        if any(sample.trace is None for sample in self._samples):  # r2 where TRL makes no old-log-prob pass
-            self._numbers.add_unrouted(sum(len(sample.token_ids) for sample in self._samples))
+        if any(sample.trace is None for sample in self._samples):  # r2, and TRL makes no old-log-prob pass
+            self._replay_metrics.add_uncovered(sum(len(sample.token_ids) for sample in self._samples))
             return model
         kind = ComparingPass if self.replay_mode == "observe" else ReplayingPass
-        return kind(*around, numbers=self._numbers)
+        return kind(*around, metrics=self._replay_metrics)
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
         if SAMPLES not in inputs:
@@ -255,20 +255,19 @@ class RouterReplayMixin(_Trainer):
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         old, train = inputs.get("old_per_token_logps"), self._logps
         rollout = rollout_logprobs(samples, mask)
-        self._numbers.add_logprobs("rollout_vs_old", rollout, old, mask)
-        self._numbers.add_logprobs("rollout_vs_train", rollout, train, mask)
-        self._numbers.add_logprobs("old_vs_train", old, train, mask)
+        self._replay_metrics.add_logprobs("rollout_vs_old", rollout, old, mask)
+        self._replay_metrics.add_logprobs("rollout_vs_train", rollout, train, mask)
+        self._replay_metrics.add_logprobs("old_vs_train", old, train, mask)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.replay_mode != "off" and self._unwrapped.training:
-            for name, value in self._numbers.summary(self.accelerator.gather).items():
+            for name, value in self._replay_metrics.flush().items():
                 self._metrics["train"][name] = [value]
-            self._numbers.clear()
         super().log(logs, start_time)
 
 
 def _check_settings(given: Mapping[str, Any], replay: str, engine: Engine | None) -> None:
-    """Raise where TRL's arguments and ours do not go together."""
+    """Raise where TRL's arguments and ours are incompatible."""
     settings = given.get("args")
     own_rollout = given.get("rollout_func") is not None
     tools = bool(given.get("tools")) or given.get("environment_factory") is not None

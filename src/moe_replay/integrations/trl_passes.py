@@ -1,4 +1,4 @@
-"""Samples on their way through TRL's batches, and the forward passes in which they meet the model's routers."""
+"""Samples in TRL's batches, and forward passes of the model that record, replay or compare their routes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_replay.errors import LayoutError
-from moe_replay.integrations.trl_numbers import RunningNumbers
+from moe_replay.integrations.trl_metrics import ReplayMetrics
 from moe_replay.replay.controller import RouterReplay
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import PADDING, TokenLayout
@@ -25,8 +25,8 @@ class RoutedSample:
 
     token_ids       (T,)
     prompt_length   P
-    trace           where its tokens went; None while nobody has recorded it
-    logprobs        (C,) of the rollout, where it says them
+    trace           routes of its tokens; None until recorded
+    logprobs        (C,) as the rollout reported them; None where it did not
     """
 
     token_ids: tuple[int, ...]
@@ -36,7 +36,7 @@ class RoutedSample:
 
 
 def batch_layout(samples: Sequence[RoutedSample], prompt_width: int, width: int) -> TokenLayout:
-    """Prompts padded on the left, completions on the right: each sample is one run of columns across the seam."""
+    """Return the layout of a TRL batch: prompts padded on the left, completions on the right."""
     fed = np.full((len(samples), width), PADDING, np.int64)
     first = 0
     for row, sample in enumerate(samples):
@@ -54,7 +54,7 @@ def batch_layout(samples: Sequence[RoutedSample], prompt_width: int, width: int)
 
 
 class RoutedPass(ABC):
-    """Stands in for the model while TRL scores a batch: TRL calls it once for each slice of the batch, in order."""
+    """Stand-in for the model while TRL scores a batch: TRL calls it once for each slice of the batch, in order."""
 
     def __init__(
         self, model: Callable[..., Any], replay: RouterReplay, samples: Sequence[RoutedSample], prompt_width: int
@@ -73,11 +73,11 @@ class RoutedPass(ABC):
 
     @abstractmethod
     def forward(self, samples: Sequence[RoutedSample], layout: TokenLayout, inputs: dict[str, Any]) -> Any:
-        """The model's answer for one slice."""
+        """Run the model on one slice."""
 
 
 class RecordingPass(RoutedPass):
-    """The model routes as it likes; `recorded` has the samples with the routes that it took."""
+    """Pass with native routing; `recorded` has the samples with the routes that were taken."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -92,43 +92,43 @@ class RecordingPass(RoutedPass):
 
 
 class ReplayingPass(RoutedPass):
-    """The model takes the routes of the samples; with `numbers`, what it would have taken is compared with them."""
+    """Pass that replays the routes of the samples; with `metrics` they are compared with the native choice."""
 
-    def __init__(self, *args: Any, numbers: RunningNumbers | None = None) -> None:
+    def __init__(self, *args: Any, metrics: ReplayMetrics | None = None) -> None:
         super().__init__(*args)
-        self.numbers = numbers
+        self.metrics = metrics
 
     def forward(self, samples: Sequence[RoutedSample], layout: TokenLayout, inputs: dict[str, Any]) -> Any:
         batch = routes_of(samples, layout, inputs["input_ids"].device)
-        with self.replay.replay(batch, observe=self.numbers is not None) as replaying:
+        with self.replay.replay(batch, observe=self.metrics is not None) as replaying:
             output = self.model(**inputs)
-        if self.numbers is not None:
-            self.numbers.add_routes(batch, replaying.native(), replayed=True)
+        if self.metrics is not None:
+            self.metrics.add_routes(batch, replaying.native(), layout, replayed=True)
         return output
 
 
 class ComparingPass(RoutedPass):
-    """The model routes as it likes, and that is compared with the routes of the samples."""
+    """Pass with native routing, which is compared with the routes of the samples."""
 
-    def __init__(self, *args: Any, numbers: RunningNumbers) -> None:
+    def __init__(self, *args: Any, metrics: ReplayMetrics) -> None:
         super().__init__(*args)
-        self.numbers = numbers
+        self.metrics = metrics
 
     def forward(self, samples: Sequence[RoutedSample], layout: TokenLayout, inputs: dict[str, Any]) -> Any:
         batch = routes_of(samples, layout, inputs["input_ids"].device)
         with self.replay.record() as recording:
             output = self.model(**inputs)
-        self.numbers.add_routes(batch, recording.batch(), replayed=False)
+        self.metrics.add_routes(batch, recording.batch(), layout, replayed=False)
         return output
 
 
 def routes_of(samples: Sequence[RoutedSample], layout: TokenLayout, device: torch.device) -> RouteBatch:
-    """The routes of samples that all have them."""
+    """Return the routes of samples, all of which have a trace."""
     return RouteBatch.from_traces([s.trace for s in samples if s.trace is not None], layout).to(device)
 
 
 def rollout_logprobs(samples: Sequence[RoutedSample], like: Tensor) -> Tensor | None:
-    """(B, C) log-probs that the rollout reported, NaN where it did not; None where it reported none at all."""
+    """Return (B, C) log-probs as the rollout reported them, NaN where it did not; None where it reported none."""
     if all(sample.logprobs is None for sample in samples):
         return None
     padded = torch.full(like.shape, torch.nan)

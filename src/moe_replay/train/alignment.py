@@ -1,4 +1,4 @@
-"""The shift test in every step: do the rollout's routes belong to the tokens and layers they are used for?"""
+"""The shift test of every step: whether the rollout's routes belong to the tokens and layers they are used for."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from moe_replay.routes.layout import TokenLayout
 from moe_replay.train.backends.base import Backend
 
 Routes = Mapping[int, RouteBatch]
-"""By chunk of the policy on this rank."""
+"""Chunk of the policy on this rank -> routes of its layers; a chunk without routers has routes of no layer."""
 
 
 class Alignment:
-    """Looks at the first micro-batch of each rank, and judges what all ranks have seen together."""
+    """Samples the first micro-batch of each rank, and judges the samples of all ranks together."""
 
     def __init__(self, backend: Backend, step: int, watch: AlignmentWatch | None = None) -> None:
         topology = backend.topology
@@ -29,15 +29,15 @@ class Alignment:
         self._seen: tuple[Routes, Routes, TokenLayout] | None = None
 
     def look_at(self, native: Routes, rollout: Routes, layout: TokenLayout) -> None:
-        """What the trainer's routers choose, and what the rollout recorded, for the rows of one micro-batch."""
+        """Sample what the trainer's routers choose and what the rollout recorded, for the rows of one micro-batch."""
         if self._seen is not None:
             return
         self._seen = native, rollout, layout
-        for chunk, given in rollout.items():
+        for chunk, given in _with_routers(rollout):
             self._table += self._watch.measure(native[chunk], given, layout, self._step)
 
     def checked(self) -> float:
-        """1: aligned, NaN: too little to tell. Raises on every rank alike where they are not. All ranks call it."""
+        """Return 1 if aligned, NaN with too few tokens to tell; raise on every rank if not. All ranks call it."""
         sums = self._table.vector()
         dist.all_reduce(sums)
         verdict = judge(self._table.with_vector(sums))
@@ -50,9 +50,13 @@ class Alignment:
         return verdict.metric
 
     def _named(self) -> str:
-        """What the whole of this rank's first micro-batch says of the cause."""
+        """Name the cause, from the whole first micro-batch of this rank."""
         if self._seen is None:
             return ""
         native, rollout, layout = self._seen
-        found = [self._watch.explain(native[chunk], given, layout).verdict for chunk, given in rollout.items()]
+        found = [self._watch.explain(native[chunk], given, layout).verdict for chunk, given in _with_routers(rollout)]
         return "".join(f"; {one.detail}" for one in found if one.status == "misaligned")
+
+
+def _with_routers(routes: Routes) -> list[tuple[int, RouteBatch]]:
+    return [(chunk, batch) for chunk, batch in routes.items() if batch.layers]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moe_replay.train.backends.base import Backend
-from moe_replay.train.losses import Aggregation, token_weights
+from moe_replay.train.losses.aggregation import Aggregation, token_weights
 from moe_replay.train.micro_batch import MicroBatch
 from moe_replay.train.types import Trajectory
 

@@ -9,21 +9,26 @@ reference           native      native                      native
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from torch import Tensor
 
+from moe_replay.diagnostics.accumulator import MetricAccumulator
 from moe_replay.errors import ReplayStateError
 from moe_replay.train.alignment import Alignment
 from moe_replay.train.backends.base import Backend, LossFunction, Routing, Scores
 from moe_replay.train.batches import mini_batches
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.losses import policy_loss
-from moe_replay.train.meters import Meters
+from moe_replay.train.losses.registry import LossError, load_loss, metric_names
+from moe_replay.train.losses.types import LossInputs, LossOutput, LossSettings
 from moe_replay.train.micro_batch import MicroBatch
 from moe_replay.train.replay_mode import plan_replay
 from moe_replay.train.schedule import learning_rate
 from moe_replay.train.types import Trajectory
 from moe_replay.utils.progress import ProgressCallback
+
+PAIRS = ("rollout_vs_old", "rollout_vs_native", "rollout_vs_train", "old_vs_train")
+FIRST_UPDATE = "largest log-prob difference of the first update"
 
 
 class Learner:
@@ -34,6 +39,32 @@ class Learner:
         self.plan = plan_replay(config)
         self.skipped_in_a_row = 0
         self._config = config
+        self._policy_loss = load_loss(config.algorithm.policy_loss)
+        self._loss_settings = LossSettings(
+            level=config.algorithm.level,
+            clip_low=config.algorithm.clip_low,
+            clip_high=config.algorithm.clip_high,
+            beta=config.algorithm.beta,
+            correction=self.plan.correction,
+            correction_low=config.algorithm.correction_low,
+            correction_high=config.algorithm.correction_high,
+        )
+
+    @cached_property
+    def _loss_metrics(self) -> tuple[str, ...]:
+        """Names of the token metrics of the loss, the same on every rank."""
+        return metric_names(self._policy_loss, self._loss_settings, self.backend.device)
+
+    def new_metrics(self) -> MetricAccumulator:
+        """Return an empty accumulator of the metrics of one step, with the same layout on every rank."""
+        return MetricAccumulator(
+            self.backend.topology,
+            self.backend.device,
+            means=["loss/entropy", *(f"loss/{name}" for name in self._loss_metrics)],
+            totals=["loss/total"],
+            pairs=PAIRS,
+            maxima=[FIRST_UPDATE],
+        )
 
     def prepare(self, trajectories: Sequence[Trajectory]) -> list[list[MicroBatch]]:
         """Return the micro-batches of this rank for each update; all passes of the step use the same ones."""
@@ -52,60 +83,69 @@ class Learner:
     # ---- before the updates -------------------------------------------------------------------------------------
 
     def score(
-        self, updates: Sequence[Sequence[MicroBatch]], meters: Meters, step: int, *, compare: bool = False
-    ) -> None:
-        """Add old and reference log-probs to the micro-batches; `compare` also scores without replay."""
+        self, updates: Sequence[Sequence[MicroBatch]], metrics: MetricAccumulator, step: int, *, compare: bool = False
+    ) -> dict[str, float]:
+        """Add old and reference log-probs to the micro-batches; return the metrics that are the same on all ranks.
+
+        compare   also score without replay, for mismatch/rollout_vs_native
+        """
         batches = [batch for batches in updates for batch in batches]
         if self.plan.mode == "r3":
             for batch in batches:
                 batch.add_rollout_routes(self.backend.chunk_layers)
         for batch, scores in zip(batches, self.backend.score(batches, self.plan.scoring), strict=True):
-            self._add_old_logprobs(batch, scores, meters)
-        if self.plan.observe:
-            self._compare_routes(batches, meters, step)
+            self._add_old_logprobs(batch, scores, metrics)
+        found = self._compare_routes(batches, metrics, step) if self.plan.observe else {}
         if compare:
-            self._score_natively(batches, meters)
+            self._score_natively(batches, metrics)
         if self._config.algorithm.beta:
             for batch, reference in zip(batches, self.backend.score_reference(batches), strict=True):
                 batch.ref_logprobs = reference
+        return found
 
-    def _add_old_logprobs(self, batch: MicroBatch, scores: Scores | None, meters: Meters) -> None:
+    def _add_old_logprobs(self, batch: MicroBatch, scores: Scores | None, metrics: MetricAccumulator) -> None:
         if scores is None:  # not on the last pipeline stage
             return
         batch.old_logprobs = scores.logprobs
         if not batch.is_dummy:
-            meters.mismatch("rollout_vs_old", batch.rollout_logprobs, scores.logprobs)
-            meters.mean("loss/entropy", scores.entropy)
+            metrics.add_logprobs("rollout_vs_old", batch.rollout_logprobs, scores.logprobs)
+            metrics.add_mean("loss/entropy", scores.entropy)
 
-    def _compare_routes(self, batches: Sequence[MicroBatch], meters: Meters, step: int) -> None:
+    def _compare_routes(self, batches: Sequence[MicroBatch], metrics: MetricAccumulator, step: int) -> dict[str, float]:
         """Compare the trainer's own choice under the old weights with the rollout's routes, in every mode."""
         alignment = Alignment(self.backend, step)
         for batch in batches:
-            if batch.is_dummy:
-                continue
-            if self.plan.mode != "r3":
-                batch.add_rollout_routes(self.backend.chunk_layers)
-            for chunk, routes in batch.rollout_routes.items():
-                meters.agreement(routes, batch.native_routes[chunk])
-            alignment.look_at(batch.native_routes, batch.rollout_routes, batch.layout)
-            used = batch.rollout_routes if self.plan.mode == "r3" else batch.native_routes
-            meters.routes(used.values(), batch.layout, replayed=self.plan.mode != "off")
+            if not batch.is_dummy:
+                self._add_routes(batch, metrics, alignment)
             batch.native_routes = {}
-            if self.plan.mode != "r3":
-                batch.rollout_routes = {}
-        meters.same("routing/aligned", alignment.checked())
+        return {"routing/aligned": alignment.checked()}
 
-    def _score_natively(self, batches: Sequence[MicroBatch], meters: Meters) -> None:
+    def _add_routes(self, batch: MicroBatch, metrics: MetricAccumulator, alignment: Alignment) -> None:
+        mode = self.plan.mode
+        if mode != "r3":
+            batch.add_rollout_routes(self.backend.chunk_layers)
+        for chunk, routes in batch.rollout_routes.items():
+            metrics.add_agreement(routes, batch.native_routes[chunk])
+        alignment.look_at(batch.native_routes, batch.rollout_routes, batch.layout)
+        used = batch.rollout_routes if mode == "r3" else batch.native_routes
+        for routes in used.values():
+            metrics.add_load(routes, batch.layout)
+            if mode != "off":
+                metrics.add_coverage(routes, batch.layout, replayed=True)
+        if mode != "r3":
+            batch.rollout_routes = {}
+
+    def _score_natively(self, batches: Sequence[MicroBatch], metrics: MetricAccumulator) -> None:
         for batch, scores in zip(batches, self.backend.score(batches, Routing("native")), strict=True):
             if scores is not None and not batch.is_dummy:
-                meters.mismatch("rollout_vs_native", batch.rollout_logprobs, scores.logprobs)
+                metrics.add_logprobs("rollout_vs_native", batch.rollout_logprobs, scores.logprobs)
 
     # ---- updates ------------------------------------------------------------------------------------------------
 
     def update(
         self,
         updates: Sequence[Sequence[MicroBatch]],
-        meters: Meters,
+        metrics: MetricAccumulator,
         step: int,
         progress: ProgressCallback | None = None,
     ) -> dict[str, float]:
@@ -115,7 +155,7 @@ class Learner:
         for number, batches in enumerate(updates):
             if not batches:  # no sequence of it is trained on
                 continue
-            loss = self._loss(meters, 1 / len(updates), first=not norms)
+            loss = self._loss(metrics, 1 / len(updates), first=not norms)
             result = self.backend.update(batches, loss, self.plan.updating, lr)
             norms.append(result.grad_norm)
             skipped += not result.applied
@@ -132,51 +172,50 @@ class Learner:
         """Whether too many updates in a row had a gradient that is not finite."""
         return self.skipped_in_a_row > self._config.optim.max_bad_steps
 
-    def _loss(self, meters: Meters, share: float, *, first: bool) -> LossFunction:
+    def _loss(self, metrics: MetricAccumulator, share: float, *, first: bool) -> LossFunction:
         """Return the loss of a micro-batch of one update, `share` of the step's updates; it adds to the metrics."""
-        algorithm = self._config.algorithm
 
         def loss(batch: MicroBatch, logprobs: Tensor) -> Tensor:
             assert batch.old_logprobs is not None
-            found = policy_loss(
-                logprobs,
-                batch.old_logprobs,
-                batch.advantages,
-                batch.loss_weights,
-                batch.sequence,
-                batch.num_sequences,
-                rollout=batch.rollout_logprobs,
-                reference=batch.ref_logprobs,
-                level=algorithm.level,
-                clip_low=algorithm.clip_low,
-                clip_high=algorithm.clip_high,
-                beta=algorithm.beta,
-                correction=self.plan.correction,
-                correction_low=algorithm.correction_low,
-                correction_high=algorithm.correction_high,
+            inputs = LossInputs(
+                logprobs=logprobs,
+                old_logprobs=batch.old_logprobs,
+                rollout_logprobs=batch.rollout_logprobs,
+                ref_logprobs=batch.ref_logprobs,
+                advantages=batch.advantages,
+                weights=batch.loss_weights,
+                sequence=batch.sequence,
+                num_sequences=batch.num_sequences,
             )
+            output = self._policy_loss(inputs, self._loss_settings)
             if not batch.is_dummy:
-                meters.sum("loss/total", found.loss * share)
-                meters.mean("loss/clip_low", found.clipped_low)
-                meters.mean("loss/clip_high", found.clipped_high)
-                meters.mean("loss/correction", found.correction)
-                if found.reference_kl is not None:
-                    meters.mean("loss/reference_kl", found.reference_kl)
-                meters.mismatch("rollout_vs_train", batch.rollout_logprobs, logprobs)
-                meters.mismatch("old_vs_train", batch.old_logprobs, logprobs)
+                self._add_loss_metrics(output, metrics, share)
+                metrics.add_logprobs("rollout_vs_train", batch.rollout_logprobs, logprobs)
+                metrics.add_logprobs("old_vs_train", batch.old_logprobs, logprobs)
                 if first:
-                    meters.first_update(batch.old_logprobs, logprobs)
-            return found.loss
+                    metrics.add_maximum(FIRST_UPDATE, (logprobs.detach() - batch.old_logprobs).abs())
+            return output.loss
 
         return loss
 
+    def _add_loss_metrics(self, output: LossOutput, metrics: MetricAccumulator, share: float) -> None:
+        if output.token_metrics.keys() != set(self._loss_metrics):
+            raise LossError(
+                f"policy loss {self._config.algorithm.policy_loss!r} must return the same metrics each time",
+                expected=", ".join(sorted(self._loss_metrics)) or "none",
+                found=", ".join(sorted(output.token_metrics)) or "none",
+            )
+        metrics.add_total("loss/total", output.loss * share)
+        for name, values in output.token_metrics.items():
+            metrics.add_mean(f"loss/{name}", values)
+
     # ---- the end of the step ------------------------------------------------------------------------------------
 
-    def summarize(self, meters: Meters) -> dict[str, float]:
+    def summarize(self, metrics: MetricAccumulator) -> dict[str, float]:
         """Return the metrics of the step over all ranks; raise where the first update shows that replay failed."""
-        summary = meters.combined(reports=self.backend.reports_metrics)
-        self.check_first_update(summary.first_update_diff)
-        return summary.metrics
+        reduced = metrics.reduce(report_tokens=self.backend.reports_metrics)
+        self.check_first_update(reduced.maxima[FIRST_UPDATE])
+        return reduced.metrics
 
     def check_first_update(self, largest: float) -> None:
         """Raise unless log-probs of old-log-prob pass and first update are within the tolerance of each other.

@@ -8,7 +8,6 @@ from moe_replay.rollout.engine import Engine
 from moe_replay.train.clock import Clock
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.job import Job, ReportWriter
-from moe_replay.train.meters import Meters
 
 
 def train(config: TrainConfig, engine: Engine | None = None, write_report: ReportWriter | None = None) -> Path:
@@ -19,23 +18,23 @@ def train(config: TrainConfig, engine: Engine | None = None, write_report: Repor
     """
     with Job.open(config, engine, write_report) as job:
         for step in range(job.completed_steps + 1, config.steps + 1):
-            meters, clock = Meters(job.backend.topology), Clock()
+            metrics, clock = job.learner.new_metrics(), Clock()
 
             with clock("rollout"):
                 batch = job.rollout()
             with clock("score"):
                 updates = job.learner.prepare(batch.trajectories)
-                job.learner.score(updates, meters, step, compare=job.should_compare(step))
+                scored = job.learner.score(updates, metrics, step, compare=job.should_compare(step))
             with clock("train"):
-                learned = job.learner.update(updates, meters, step, job.report_updates)
-                measured = job.learner.summarize(meters)
+                learned = job.learner.update(updates, metrics, step, job.report_updates)
+                measured = job.learner.summarize(metrics)
             with clock("sync"):
                 job.sync_weights(version=step)
             with clock("eval"):
                 evaluated = job.evaluate(step)
 
             timed = clock.metrics(batch.num_tokens)
-            job.log(step, {**batch.metrics, **learned, **measured, **evaluated, **timed})
+            job.log(step, {**batch.metrics, **scored, **learned, **measured, **evaluated, **timed})
             job.save_traces(step, batch.trajectories)
             if job.should_save(step):
                 job.save(step)

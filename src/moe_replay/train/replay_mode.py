@@ -7,7 +7,7 @@ from typing import Literal
 
 from moe_replay.train.backends.base import Routing
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.losses import Correction
+from moe_replay.train.losses.types import Correction
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,9 @@ from moe_replay.rollout.registry import ENGINES, engine_spec, trainable_engines
 from moe_replay.train.advantages import ADVANTAGES
 from moe_replay.train.config.plugin_names import PluginName
 from moe_replay.train.environments import ENVIRONMENTS
-from moe_replay.train.losses import Aggregation, Correction, Level
+from moe_replay.train.losses.aggregation import Aggregation
+from moe_replay.train.losses.registry import LOSSES
+from moe_replay.train.losses.types import Correction, Level
 from moe_replay.train.rewards import REWARDS
 from moe_replay.train.run.sinks.registry import SINKS
 
@@ -27,6 +29,7 @@ WeightFamilyChoice = Annotated[str | None, PluginName(lambda: WEIGHT_MAPS, "weig
 EngineChoice = Annotated[str, PluginName(lambda: ENGINES, "engine", offered=trainable_engines)]
 EnvironmentChoice = Annotated[str | None, PluginName(lambda: ENVIRONMENTS, "environment")]
 AdvantageChoice = Annotated[str, PluginName(lambda: ADVANTAGES, "advantage estimator")]
+LossChoice = Annotated[str, PluginName(lambda: LOSSES, "policy loss")]
 RewardChoices = Annotated[
     tuple[str, ...], PluginName(lambda: REWARDS, "reward", forms=("module:name", "verl:module:name"))
 ]
@@ -191,6 +194,8 @@ class AlgorithmConfig(Section):
     """The ratio is clipped below 1 - clip_low."""
     clip_high: float = Field(0.2, ge=0)
     """The ratio is clipped above 1 + clip_high."""
+    policy_loss: LossChoice = "clipped"
+    """Policy loss."""
     loss: Aggregation = "dapo"
     """Mean over sequences (grpo), over all tokens (dapo), or sum over a constant (dr_grpo)."""
     beta: float = Field(0.0, ge=0)

@@ -1,0 +1,1 @@
+"""Policy losses: one file for each, `registry.py` names them."""
