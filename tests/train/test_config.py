@@ -23,6 +23,7 @@ from moe_replay.train.config.plugin_names import PluginName
 from moe_replay.train.config.reference import reference
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.environments import ENVIRONMENTS
+from moe_replay.train.losses.registry import LOSSES
 from moe_replay.train.rewards import REWARDS
 from moe_replay.train.run.sinks.registry import SINKS
 
@@ -338,6 +339,7 @@ PLUGGED: dict[str, tuple[Mapping[str, Any], Any]] = {
     "rollout.engine": (ENGINES, EngineSpec("somewhere:start", "an engine of the test")),
     "rollout.environment": (ENVIRONMENTS, lambda episode: None),
     "algorithm.baseline": (ADVANTAGES, lambda rewards: rewards),
+    "algorithm.policy_loss": (LOSSES, lambda inputs, settings: None),
     "reward.functions": (REWARDS, lambda **columns: []),
     "log.sinks": (SINKS, lambda context: None),
 }

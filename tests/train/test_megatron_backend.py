@@ -64,7 +64,7 @@ def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         return [*made, *torch.autograd.grad(made[0].square().sum(), logits)]
 
     at_once = scores()
-    monkeypatch.setattr(megatron_logprobs, "ROWS_PER_PIECE", 3)
+    monkeypatch.setattr(megatron_logprobs, "ROWS_PER_SLICE", 3)
     assert all(map(torch.equal, scores(), at_once))
 
 

@@ -1,4 +1,4 @@
-"""Where the routes of TRL's rollouts come from: TRL's own `generate`, watched, or an engine in place of its vLLM."""
+"""Routes of TRL's rollouts: recorded during TRL's own `generate`, or from an engine in place of TRL's vLLM."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROBE_TOKENS = 64
 
 
 class GenerationWatch:
-    """Looks on while Transformers generates: which tokens were fed, where they went, how likely those drawn were.
+    """Records token ids, routes and log-probs while Transformers generates.
 
     model        the language model whose `generate` runs, without wrappers
     replay       its controller, where routes are wanted
@@ -45,7 +45,7 @@ class GenerationWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """One call of `generate` runs inside."""
+        """Record the one call of `generate` inside this context."""
         recording: AbstractContextManager[Recording | None] = (
             nullcontext() if self.replay is None else self.replay.record(every_pass=True)
         )
@@ -73,7 +73,7 @@ class GenerationWatch:
         self._logits = output.logits[:, -1].detach()
 
     def _of(self, tokens: Tensor) -> Tensor:
-        """(B,) log-probs of tokens after the last pass."""
+        """Return (B,) log-probs of tokens after the last pass."""
         assert self._logits is not None
         every = (self._logits.float() / self.temperature).log_softmax(-1)
         return every.gather(-1, tokens[:, None])[:, 0]
@@ -81,7 +81,7 @@ class GenerationWatch:
     def samples(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
     ) -> list[RoutedSample]:
-        """What was generated, with log-probs and, where asked for, routes; the last token was drawn but never fed."""
+        """Return the samples with log-probs and, if recorded, routes; the last token of each was never fed."""
         fed = torch.cat(self._fed, dim=1)
         width = self._fed[0].shape[1]
         drawn = max(map(len, completions))
@@ -116,7 +116,7 @@ class GenerationWatch:
         return [trace.append_tokens(s.token_ids[-1:]) for trace, s in zip(traces, samples, strict=True)]
 
     def _columns(self, passes: Sequence[RouteBatch], layer: int) -> Tensor:
-        """(B * columns, K): of each pass the columns that were new in it."""
+        """Return (B * columns, K): of each pass the columns that were new in it."""
         by_pass = [
             routes.layer(layer)[0].unflatten(0, (fed.shape[0], -1))[:, -fed.shape[1] :]
             for routes, fed in zip(passes, self._fed, strict=True)
@@ -125,9 +125,9 @@ class GenerationWatch:
 
 
 class EngineGeneration:
-    """What TRL asks of its vLLM (`sync_weights`, `generate`), answered by an engine that says where tokens went.
+    """The interface of TRL's vLLM (`sync_weights`, `generate`) on top of an engine that returns routes.
 
-    An engine in this process belongs to this rank. Any other serves all ranks: the first one sends the weights.
+    An engine in this process belongs to this rank. Any other serves all ranks: rank 0 sends the weights.
     """
 
     def __init__(
@@ -142,15 +142,15 @@ class EngineGeneration:
         self._stale = True
 
     def sync_weights(self) -> None:
-        """The next `generate` brings the engine the trainer's weights; it has prompts to prove them on."""
+        """Mark the engine's weights as stale: the next `generate` updates them, and has a prompt to check them with."""
         self._stale = True
 
     def generate(
         self, prompts: Sequence[Sequence[int]], images: Any, num_generations: int, profiler: AbstractContextManager
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
-        """Prompt ids, completion ids and log-probs (in TRL's nested form), one of each for each prompt."""
+        """Return prompt ids, completion ids and log-probs (nested as in TRL), one of each per prompt."""
         if images is not None:
-            raise EngineError("engines with routes are given token ids alone", found="images")
+            raise EngineError("engines with routes take token ids only", found="images")
         if self._stale:
             self._update(prompts[0])
             self._stale = False
@@ -164,7 +164,7 @@ class EngineGeneration:
         return [s.prompt_ids.tolist() for s in drawn], [s.completion_ids.tolist() for s in drawn], logprobs, None
 
     def _sample(self, prompts: Sequence[Sequence[int]]) -> list[Sample]:
-        """One sample a prompt. TRL repeats each prompt; an engine reads it once and draws as often."""
+        """Sample once per prompt. TRL repeats each prompt; the engine gets it once, with n samples."""
         wanted = Counter(map(tuple, prompts))
         drawn: dict[tuple[int, ...], list[Sample]] = {}
         for n in sorted(set(wanted.values())):
@@ -196,7 +196,7 @@ class EngineGeneration:
 
 @contextmanager
 def merged_weights(model: nn.Module) -> Iterator[Iterator[tuple[str, Tensor]]]:
-    """The weights of a model as in its checkpoint; PEFT's adapters are part of them inside this context."""
+    """Yield the weights of a model as in its checkpoint, with PEFT's adapters merged inside this context."""
     from accelerate.utils import is_peft_model
 
     if not is_peft_model(model):
@@ -212,7 +212,7 @@ def merged_weights(model: nn.Module) -> Iterator[Iterator[tuple[str, Tensor]]]:
 
 
 def _without_adapters(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Weights named as before PEFT wrapped their layers."""
+    """Yield the weights under their names without PEFT."""
     for name, tensor in state.items():
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), tensor
@@ -221,6 +221,6 @@ def _without_adapters(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 def _whole(sample: Sample) -> Sample:
     if sample.finish_reason is FinishReason.ABORT:
         raise EngineError(
-            "a sample was aborted", remedy="Somebody else aborts or updates this engine; give each run one of its own"
+            "a sample was aborted", remedy="Another process aborts or updates this engine; give each run its own"
         )
     return sample

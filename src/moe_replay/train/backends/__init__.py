@@ -1,1 +1,1 @@
-"""What trains the policy: one interface, one file for each way to spread a model over ranks."""
+"""Training backends: one interface (`base.py`), one file for FSDP2 and one for Megatron-Core."""

@@ -1,4 +1,4 @@
-"""A Transformers model under FSDP2: every rank holds a share of each parameter and trains sequences of its own."""
+"""FSDP2 backend: a Transformers model sharded over all ranks, each of which trains its own sequences."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from moe_replay.train.micro_batch import MicroBatch
 
 
 class FsdpBackend(Backend):
-    """The policy on this rank, with float32 weights that are computed with in `model.dtype`."""
+    """The policy on this rank: float32 weights, computation in `model.dtype`."""
 
     def __init__(self, config: TrainConfig, folder: str, device: torch.device) -> None:
         super().__init__(device)
@@ -52,7 +52,7 @@ class FsdpBackend(Backend):
         self._state = FsdpState(self.model, self._optimizer)
 
     def _reference_model(self, config: TrainConfig, folder: str) -> nn.Module | None:
-        """None where there is no use for one, or where the policy without its adapters is the reference."""
+        """Return the reference model; None if beta is 0, or if the policy without its adapters is the reference."""
         own = config.model.reference is None and self._lora_scale is not None
         if config.algorithm.beta == 0 or own:
             return None
@@ -61,18 +61,18 @@ class FsdpBackend(Backend):
     # ---- passes -------------------------------------------------------------------------------------------------
 
     def layout(self, lengths: Sequence[int]) -> TokenLayout:
-        """All in one row, or one a row with padding on the right."""
+        """Return a packed layout (one row), or one sequence a row with padding on the right."""
         return TokenLayout.packed(lengths) if self._packed else TokenLayout.padded(lengths)
 
     @property
     def chunk_layers(self) -> tuple[tuple[int, ...], ...]:
-        """The whole model is one chunk."""
+        """Layers with a router; the whole model is one chunk."""
         return (self.replay.layers,)
 
     def score(
         self, batches: Sequence[MicroBatch], routing: Routing, temperature: float | None = None
     ) -> list[Scores | None]:
-        """Log-probs and entropies, micro-batch by micro-batch."""
+        """Return log-probs and entropies, micro-batch by micro-batch."""
         scores: list[Scores | None] = []
         self.model.eval()
         with torch.no_grad():
@@ -85,7 +85,7 @@ class FsdpBackend(Backend):
         return scores
 
     def score_reference(self, batches: Sequence[MicroBatch]) -> list[Tensor | None]:
-        """Log-probs of the reference model: another one, or the policy without its adapters."""
+        """Return log-probs of the reference model, or of the policy without its adapters."""
         own = self._reference is None
         model = self.model if own else cast(nn.Module, self._reference)
         model.eval()
@@ -94,14 +94,14 @@ class FsdpBackend(Backend):
             return [sampled_logprobs(logits.log_softmax(-1), batch) for batch, logits in scored]
 
     def update(self, batches: Sequence[MicroBatch], loss: LossFunction, routing: Routing, lr: float) -> UpdateResult:
-        """Forward and backward of one micro-batch after the other, then one step of AdamW."""
+        """Run forward and backward of each micro-batch in turn, then one AdamW step."""
         self.model.train()
         self._optimizer.zero_grad()
         for batch in batches:
             with apply_routing(self.replay, batch, 0, routing):
                 logits = scored_logits(self.model, batch, self._temperature)
             logprobs = sampled_logprobs(logits.log_softmax(-1), batch)
-            # FSDP averages gradients over ranks, and the loss is a sum over them
+            # FSDP averages gradients over ranks, but the loss is a sum over ranks
             (loss(batch, logprobs) * self.data_size).backward()
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm = _whole(nn.utils.get_total_norm(gradients))
@@ -117,7 +117,7 @@ class FsdpBackend(Backend):
     # ---- weights and state --------------------------------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """One parameter at a time, gathered from all ranks in the dtype of the model; of tied ones the first alone."""
+        """Iterate over the weights in the model's dtype, gathering one at a time; tied ones come once."""
         every = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         tied = every - {name for name, _ in self.model.named_parameters()}
         held = ((name, tensor) for name, tensor in self.model.state_dict().items() if name not in tied)
@@ -134,7 +134,7 @@ class FsdpBackend(Backend):
         self._state.load(folder)
 
     def state_bytes(self) -> int:
-        """Weights and two moments in float32 of what is trained."""
+        """Return the size of trained weights and their two moments, in float32."""
         return sum(12 * p.numel() for p in self._parameters)
 
     def close(self) -> None:

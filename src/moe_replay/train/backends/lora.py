@@ -1,4 +1,4 @@
-"""LoRA adapters (peft) in a Transformers model: put in, switched off for the reference, merged for the engine."""
+"""LoRA adapters (peft) in a Transformers model: added, disabled for the reference, merged for the engine."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _ADAPTER = "default"
 
 
 class LoraError(MoeReplayError):
-    """Adapters that cannot be put where the config wants them."""
+    """Adapters that cannot be added where the config asks for them."""
 
 
 def add_adapters(model: Any, config: ModelConfig) -> None:
-    """Freeze the model and put trainable adapters into its linear layers, in place."""
+    """Freeze the model and add trainable adapters to its linear layers, in place."""
     try:
         from peft import LoraConfig
     except ImportError as missing:
         raise MissingExtraError("LoRA needs peft", remedy="pip install 'moe-replay[lora]'") from missing
 
     try:
-        # Without dropout: the pass that is scored and the pass that is trained must be the same function.
+        # No dropout: scoring and training must compute the same function.
         model.add_adapter(
             LoraConfig(
                 r=config.lora_rank,
@@ -41,13 +41,13 @@ def add_adapters(model: Any, config: ModelConfig) -> None:
             "LoRA adapters cannot be added",
             expected=f"linear layers named {', '.join(config.lora_targets)}",
             found=refusal,
-            remedy="Set model.lora_targets to names of linear layers of this model; routers and fused experts are none",
+            remedy="Set model.lora_targets to linear layers of this model, which routers and fused experts are not",
         ) from refusal
 
 
 @contextmanager
 def adapters_off(model: Any) -> Iterator[None]:
-    """The model without its adapters, which is the one that training started from."""
+    """Disable the adapters inside this context: the model that training started from."""
     model.disable_adapters()
     try:
         yield
@@ -56,7 +56,7 @@ def adapters_off(model: Any) -> Iterator[None]:
 
 
 def merged(tensors: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights as if there had never been adapters: base + scale * up @ down.
+    """Merge adapters into their base weights: base + scale * up @ down, under the names without adapters.
 
     Tensors come in the order of the model's state, where a layer's base weight stands before its adapters.
     """

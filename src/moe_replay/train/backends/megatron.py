@@ -1,6 +1,6 @@
-"""Megatron-Core: tensor, expert, pipeline and context parallel ranks share a policy, data-parallel ones the sequences.
+"""Megatron-Core backend: tensor, expert, pipeline, context and data parallel.
 
-Every pass goes through Megatron's own schedules, so that a pipeline is one whether it is scored or trained.
+Every pass, scoring included, goes through Megatron's own pipeline schedules.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from moe_replay.train.micro_batch import MicroBatch
 Forward = Callable[[MicroBatch, int, nn.Module], Tensor]
 """(micro-batch, chunk, model) -> output of the chunk."""
 Finish = Callable[[int, Tensor], Tensor]
-"""(number of the micro-batch, logits) -> scalar, on the last stage."""
+"""(index of the micro-batch, logits) -> scalar, on the last stage."""
 
 
 class MegatronBackend(Backend):
-    """This rank's chunks of the policy and its optimizer, and of the reference model where there is one."""
+    """The chunks of the policy on this rank, its optimizer, and the chunks of the reference model if there is one."""
 
     def __init__(self, config: TrainConfig, folder: str, device: torch.device) -> None:
         build.start_parallel(config, device)
@@ -76,30 +76,30 @@ class MegatronBackend(Backend):
     # ---- passes -------------------------------------------------------------------------------------------------
 
     def layout(self, lengths: Sequence[int]) -> TokenLayout:
-        """Packed (thd), or one a row with padding on the right; sequence-major, this rank's share of the columns."""
+        """Return a packed (thd) or right-padded layout; sequence-major, this context-parallel rank's columns."""
         return layout_for(self._config, lengths, packed=self._packed)
 
     @property
     def chunk_layers(self) -> tuple[tuple[int, ...], ...]:
-        """Several chunks where pipelines are interleaved."""
+        """Layers with a router in each chunk; several chunks in interleaved pipelines."""
         return tuple(self.replay.layers_of(model) for model in self.models)
 
     def score(
         self, batches: Sequence[MicroBatch], routing: Routing, temperature: float | None = None
     ) -> list[Scores | None]:
-        """Log-probs and entropies on the last stage, None on the others."""
+        """Return log-probs and entropies on the last pipeline stage, None on the others."""
         return self._scored(self.models, batches, self._policy_forward(routing), temperature or self._temperature)
 
     def score_reference(self, batches: Sequence[MicroBatch]) -> list[Tensor | None]:
-        """Log-probs on the last stage, None on the others."""
+        """Return log-probs on the last pipeline stage, None on the others."""
         if self._reference is None:
             raise ValueError("there is a reference model only where algorithm.beta > 0")
         scores = self._scored(self._reference, batches, self._native_forward, self._temperature)
         return [None if one is None else one.logprobs for one in scores]
 
     def update(self, batches: Sequence[MicroBatch], loss: LossFunction, routing: Routing, lr: float) -> UpdateResult:
-        """One schedule of forwards and backwards, then one step of AdamW."""
-        # Megatron divides a loss by the number of micro-batches, and a gradient by the number of data-parallel ranks.
+        """Run one schedule of forwards and backwards, then one AdamW step."""
+        # Megatron divides the loss by the number of micro-batches and gradients by the number of data-parallel ranks.
         scale = len(batches) * self.data_size
 
         def scaled_loss(number: int, logits: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class MegatronBackend(Backend):
         self._optimizer.zero_grad()
 
     def _on_all_ranks(self, flag: bool) -> bool:
-        """Ranks must never disagree about a step: then they would hold different weights."""
+        """Whether the flag is set on every rank: ranks that disagree about a step would hold different weights."""
         everywhere = torch.tensor([int(flag)], device=self.device)
         dist.all_reduce(everywhere, dist.ReduceOp.MIN)
         return bool(everywhere)
@@ -152,11 +152,11 @@ class MegatronBackend(Backend):
             position_ids=batch.position_ids,
             attention_mask=None,  # causal, and padding comes last
             packed_seq_params=self._packed_params(batch.layout) if self._packed else None,
-            **({"fp32_output": False} if half else {}),  # log-probs read the logits in float32 piece by piece
+            **({"fp32_output": False} if half else {}),  # log-probs convert the logits to float32 slice by slice
         )
 
     def _packed_params(self, layout: TokenLayout) -> Any:
-        """Where packed sequences begin on all context-parallel ranks together, each with the padding after it."""
+        """Return the boundaries of packed sequences, padding included, over all context-parallel ranks."""
         from megatron.core.packed_seq_params import PackedSeqParams
 
         widths = torch.tensor([0, *layout.segments], dtype=torch.int32) * self._config.context_parallel_size
@@ -218,19 +218,19 @@ class MegatronBackend(Backend):
     # ---- weights and state --------------------------------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """One tensor at a time, gathered from the ranks that share it."""
+        """Iterate over the weights, gathering one tensor at a time from the ranks that hold it."""
         return weights.hf_tensors(self.models, like=self._folder, family=self._family)
 
     def save(self, folder: Path) -> None:
-        """One file for each rank."""
+        """Save one file per rank."""
         self._state.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Each rank its own file; a state of other parallel sizes is refused."""
+        """Load the file of this rank; a checkpoint with other parallel sizes is refused."""
         self._state.load(folder)
 
     def state_bytes(self) -> int:
-        """Weights, moments and float32 copies, on every rank that holds them."""
+        """Return the size of weights, moments and float32 copies on all ranks."""
         return self._state_bytes
 
     def close(self) -> None:

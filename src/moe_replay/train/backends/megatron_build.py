@@ -1,4 +1,4 @@
-"""A Megatron-Core model as it is trained: process groups, chunks with the weights of a folder, wrappers, optimizer."""
+"""Builds a Megatron-Core model for training: process groups, chunks with the weights of a folder, DDP, optimizer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from moe_replay.train.config.train_config import TrainConfig
 
 _HALF = {"bfloat16": {"bf16": True}, "float16": {"fp16": True}, "float32": {}}
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-# Between two interleaved stages, batched messages of two chunks can be mixed up.
+# Between two interleaved stages, batched messages of two chunks can be swapped.
 _UNBATCHED = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
 FIRST_LOSS_SCALE = 2.0**16  # of float16; Megatron's own would skip the first sixteen updates
 
 
 def parallel_sizes(backend: BackendConfig) -> dict[str, Any]:
-    """How the model is spread, in Megatron-Core's words."""
+    """Return the parallel sizes under Megatron-Core's names."""
     return {
         "tensor_model_parallel_size": backend.tensor_parallel,
         "pipeline_model_parallel_size": backend.pipeline_parallel,
@@ -33,7 +33,7 @@ def parallel_sizes(backend: BackendConfig) -> dict[str, Any]:
 
 
 def start_parallel(config: TrainConfig, device: torch.device) -> None:
-    """Megatron-Core's process groups out of the default one, and its random state."""
+    """Initialize Megatron-Core's process groups and random state."""
     if device.type == "cpu":
         megatron_cpu.enable()
     try:
@@ -45,7 +45,7 @@ def start_parallel(config: TrainConfig, device: torch.device) -> None:
         ) from missing
     if parallel_state.model_parallel_is_initialized():
         raise ReplayStateError(
-            "Megatron-Core has process groups already, and there is one set of them in a process",
+            "Megatron-Core's process groups are initialized already, and a process has one set of them",
             remedy="Close the other backend first, or call parallel_state.destroy_model_parallel()",
         )
     parallel_state.initialize_model_parallel(**parallel_sizes(config.backend), create_gloo_process_groups=False)
@@ -53,7 +53,7 @@ def start_parallel(config: TrainConfig, device: torch.device) -> None:
 
 
 def recipe_for(config: TrainConfig, folder: str) -> weights.MegatronRecipe:
-    """How to build the model in a folder on this rank. `backend.megatron` has the last word."""
+    """Return how to build the model of a folder on this rank; `backend.megatron` overrides everything else."""
     backend = config.backend
     own_recompute = any(name.startswith("recompute_") for name in backend.megatron)
     settings: dict[str, Any] = {
@@ -90,7 +90,7 @@ def _check(config: TrainConfig, recipe: weights.MegatronRecipe) -> None:
 
 
 def load_chunks(recipe: weights.MegatronRecipe, folder: str, device: torch.device, *, packed: bool) -> list[nn.Module]:
-    """The pipeline chunks of this rank, on the device, in the dtype they compute in, with the weights of the folder."""
+    """Return the pipeline chunks of this rank with the weights of the folder, on the device, in their compute dtype."""
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -106,7 +106,7 @@ def load_chunks(recipe: weights.MegatronRecipe, folder: str, device: torch.devic
 
 
 def distributed(chunks: list[nn.Module], config: TrainConfig) -> list[Any]:
-    """The chunks with gradients that are reduced, in float32, over the ranks that train other sequences."""
+    """Wrap the chunks so that gradients are reduced in float32 over data-parallel ranks."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.utils import get_model_config
 
@@ -122,7 +122,7 @@ def distributed(chunks: list[nn.Module], config: TrainConfig) -> list[Any]:
 
 
 def make_optimizer(models: list[Any], optim: OptimConfig, *, sharded: bool) -> Any:
-    """AdamW on all parameters alike, with float32 copies of weights in half precision."""
+    """Return AdamW over all parameters, with float32 copies of half-precision weights."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.utils import get_model_config
 

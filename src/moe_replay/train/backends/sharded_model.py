@@ -1,4 +1,4 @@
-"""A Transformers checkpoint as a model sharded by FSDP2: only the first rank ever holds it whole."""
+"""Loads a Transformers checkpoint into a model sharded by FSDP2: only rank 0 ever holds the full model."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from moe_replay.errors import MissingExtraError, MoeReplayError
 from moe_replay.train.backends import lora
 from moe_replay.train.config.sections import ModelConfig
 
-# A pass that is scored and a pass that is trained must be the same function of the weights.
+# Scoring and training must compute the same function of the weights.
 _RANDOM_IN_TRAINING = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
 
 
 class ModelError(MoeReplayError):
-    """A model folder that cannot be read, or a model that cannot be spread over ranks."""
+    """A model folder that cannot be read, or a model that cannot be sharded."""
 
 
 def sharded_model(folder: str, config: ModelConfig, device: torch.device, *, trained: bool) -> Any:
-    """The model in a folder, with float32 weights spread over all ranks; trainable, or frozen and for scoring only."""
+    """Return the model of a folder with float32 weights sharded over all ranks; trainable, or frozen for scoring."""
     settings = _read_config(folder)
     settings.update({name: 0.0 for name in _RANDOM_IN_TRAINING if getattr(settings, name, 0.0)})
     whole = _prepared(_loaded(folder, settings, config), config, trained) if dist.get_rank() == 0 else None
@@ -73,7 +73,7 @@ def _loaded(folder: str, settings: Any, config: ModelConfig) -> Any:
 
 
 def _empty(settings: Any, config: ModelConfig) -> Any:
-    """The model without memory for its weights."""
+    """Return the model on the meta device."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
