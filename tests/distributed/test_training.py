@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed.harness import PRELOADED, run_ranks
 from tests.train.conftest import demo_files  # noqa: F401  a fixture
@@ -23,6 +26,9 @@ COMPARED = (
     "mismatch/old_vs_train/k3_kl",
     "routing/agreement",
 )
+
+
+CHUNKS = {"pipeline_parallel": 2, "virtual_pipeline": 2}
 
 
 def curve(size: int, files: Any, output: Path, **overrides: Any) -> list[dict[str, float]]:
@@ -52,3 +58,34 @@ def test_one_two_and_four_processes_give_the_same_curve(
     for size in (2, 4):
         for one, several in zip(curves[1], curves[size], strict=True):
             assert several == pytest.approx(one, rel=2e-4, abs=1e-7), f"{size} processes"
+
+
+def save_model(folder: Path, like: Path, dense_layers: tuple[int, ...]) -> Path:
+    """A model of four layers with random weights, some of them dense, and the tokenizer of another one."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(like, folder)
+    config = AutoConfig.from_pretrained(like)
+    config.update({"num_hidden_layers": 4, "mlp_only_layers": list(dense_layers), "layer_types": None})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("mode", "dense_layers"), [("off", (0,)), ("r2", (0, 3))])
+def test_pipeline_chunks_without_routers_change_nothing(
+    demo_files: Any,  # noqa: F811
+    tmp_path: Path,
+    mode: str,
+    dense_layers: tuple[int, ...],
+) -> None:
+    """Each of the four chunks has one layer; those of dense layers have no router."""
+    pytest.importorskip("megatron.core")
+    model = save_model(tmp_path / "model", demo_files.model, dense_layers)
+    files = replace(demo_files, model=model)
+    optim = {"lr": 1e-2, "eps": 1e-2}  # a small eps would amplify rounding where gradients are tiny
+    overrides = {"replay": {"mode": mode}, "rollout": {"dtype": "bfloat16"}, "optim": optim, "steps": 2}
+    one = curve(1, files, tmp_path / "one", backend={"kind": "megatron"}, **overrides)
+    chunks = curve(2, files, tmp_path / "chunks", backend={"kind": "megatron", **CHUNKS}, **overrides)
+    for expected, found in zip(one, chunks, strict=True):
+        assert found == pytest.approx(expected, rel=2e-3, abs=1e-6)
