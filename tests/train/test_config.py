@@ -16,9 +16,9 @@ pytest.importorskip("pydantic", reason="the trainer's own dependency")
 from moe_replay.megatron.weights import WEIGHT_MAPS
 from moe_replay.rollout.registry import ENGINES, EngineSpec
 from moe_replay.train.advantages import ADVANTAGES
+from moe_replay.train.config.command_line import help_text
 from moe_replay.train.config.file import load_config, to_toml
-from moe_replay.train.config.keys import OTHER_NAMES, ConfigError, all_fields
-from moe_replay.train.config.line import help_text
+from moe_replay.train.config.keys import ALIASES, ConfigError, all_fields
 from moe_replay.train.config.plugin_names import PluginName
 from moe_replay.train.config.reference import reference
 from moe_replay.train.config.train_config import TrainConfig
@@ -99,15 +99,13 @@ def test_the_command_line_adds_to_the_options_of_an_engine(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("spelled", "mode"), [("R2", "r2"), ("R3", "r3"), ("disabled", "off"), ("auto", "auto")])
-@pytest.mark.parametrize(
-    "name", [name for name, ours in OTHER_NAMES.items() if ours == "replay.mode"] + ["replay.mode"]
-)
+@pytest.mark.parametrize("name", [name for name, ours in ALIASES.items() if ours == "replay.mode"] + ["replay.mode"])
 def test_modes_as_others_spell_them(name: str, spelled: str, mode: str, tmp_path: Path) -> None:
     assert load_config(written(tmp_path, f'{name} = "{spelled}"')).replay.mode == mode
     assert load_config(None, [f"--{name.replace('_', '-')}", spelled]).replay.mode == mode
 
 
-@pytest.mark.parametrize("name", [name for name, ours in OTHER_NAMES.items() if "updates" in ours])
+@pytest.mark.parametrize("name", [name for name, ours in ALIASES.items() if "updates" in ours])
 def test_steps_per_generation(name: str, tmp_path: Path) -> None:
     assert load_config(written(tmp_path, f"{name} = 4")).algorithm.updates_per_rollout == 4
     assert load_config(None, [f"--{name}", "4"]).algorithm.updates_per_rollout == 4
@@ -150,7 +148,7 @@ def test_a_wrong_key_in_a_file_is_refused_with_a_suggestion(text: str, told: str
         (["--steps", "1", "2"], "--steps takes one value: found 1 2"),
         (["--steps"], "--steps takes one value: found none"),
         (["--rollout.options", "seed"], "--rollout.options takes pairs"),
-        (["r3"], "'r3' stands alone"),
+        (["r3"], "'r3' belongs to no option"),
         (["--replay.mode", "r4"], "replay.mode: should be 'off', 'r2', 'r3' or 'auto', found 'r4'"),
         (["--steps", "many"], "steps: should be a valid integer"),
     ],
@@ -170,7 +168,7 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_toml_is_refused_with_its_line(tmp_path: Path) -> None:
     told = refused("steps = 1\n[optim\nlr = 1\n", tmp_path)
-    assert f"{tmp_path / 'recipe.toml'} is no TOML" in told
+    assert f"{tmp_path / 'recipe.toml'} is not valid TOML" in told
     assert "line 2" in told
 
 
@@ -189,7 +187,7 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
     [
         ({"rollout": {"num_generations": 1}}, "num_generations"),
         ({"rollout": {"temperature": 0.0}}, "temperature"),
-        ({"rollout": {"prompts_per_step": 3, "num_generations": 2}, "algorithm": {"updates_per_rollout": 4}}, "take 3"),
+        ({"rollout": {"prompts_per_step": 3, "num_generations": 2}, "algorithm": {"updates_per_rollout": 4}}, "use 3"),
         ({"rollout": {"sleep": True, "max_staleness": 1}}, "rollout.sleep"),
         ({"rollout": {"engine": "sglang_server"}}, "rollout.urls: sglang_server needs"),
         ({"rollout": {"urls": ["http://a"]}}, "rollout.urls: vllm runs in this process"),
@@ -205,7 +203,7 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"model": {"dtype": "fp8"}}, "dtype"),
         ({"model": {"lora_rank": 8}, "backend": MEGATRON}, "model.lora_rank"),
         ({"model": {"lora_rank": 8, "lora_targets": []}}, "model.lora_targets"),
-        ({"model": {"attention": "flash_attention_2", "dtype": "float32"}}, "has no float32"),
+        ({"model": {"attention": "flash_attention_2", "dtype": "float32"}}, "does not support float32"),
         ({"model": {"attention": "flash_attention_2"}, "backend": {"device": "cpu"}}, "needs a GPU"),
         ({"model": {"path": "somewhere"}}, "data.path"),
         (PROMPTS | {"eval": {"every": 5}}, "data.eval_path"),
@@ -226,7 +224,7 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"backend": MEGATRON | {"virtual_pipeline": 2}}, "set backend.pipeline_parallel > 1"),
         (
             {"backend": MEGATRON | {"megatron": {"context_parallel_size": 2}}},
-            "set backend.context_parallel in its place",
+            "set backend.context_parallel instead",
         ),
         ({"backend": MEGATRON | {"megatron": {"moe_router_fusion": True}}}, "fused router"),
         ({"algorithm": {"beta": -0.1}}, "beta"),
@@ -239,7 +237,7 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"optim": {"warmup_steps": 11}, "steps": 10}, "at most steps = 10"),
         ({"reward": {"functions": []}}, "functions"),
         ({"reward": {"functions": ["accuracy", "format"], "weights": [1.0]}}, "1 weights for 2 functions"),
-        ({"reward": {"functions": ["format", "format"]}}, "'format' is there twice"),
+        ({"reward": {"functions": ["format", "format"]}}, "'format' is listed twice"),
         ({"checkpoint": {"keep": 0}}, "keep"),
         ({"name": "a/b"}, "name"),
     ],

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from moe_replay.train.run.interruption import Interruption
+from moe_replay.train.run.interruption import InterruptHandler
 from tests.distributed.harness import run_ranks
 
 CPU = torch.device("cpu")
@@ -16,18 +16,18 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_is_noted_and_the_second_interrupts(number: signal.Signals) -> None:
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
-    with pytest.raises(KeyboardInterrupt), Interruption() as interruption:
-        assert not interruption.asked(CPU)
+    with pytest.raises(KeyboardInterrupt), InterruptHandler() as interruption:
+        assert not interruption.stop_requested(CPU)
         os.kill(os.getpid(), number)
-        assert interruption.asked(CPU)
-        assert interruption.asked(CPU)
+        assert interruption.stop_requested(CPU)
+        assert interruption.stop_requested(CPU)
         os.kill(os.getpid(), signal.SIGINT)
         pytest.fail("the second signal was only noted")
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_afterwards_a_signal_is_what_it_was() -> None:
-    with Interruption():
+    with InterruptHandler():
         pass
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
@@ -38,8 +38,8 @@ def test_in_another_thread_it_does_nothing() -> None:
     asked = []
 
     def work() -> None:
-        with Interruption() as interruption:
-            asked.append(interruption.asked(CPU))
+        with InterruptHandler() as interruption:
+            asked.append(interruption.stop_requested(CPU))
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -48,11 +48,11 @@ def test_in_another_thread_it_does_nothing() -> None:
 
 
 def one_rank_is_interrupted() -> list[bool]:
-    with Interruption() as interruption:
-        before = interruption.asked(CPU)
+    with InterruptHandler() as interruption:
+        before = interruption.stop_requested(CPU)
         if torch.distributed.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return [before, interruption.asked(CPU)]
+        return [before, interruption.stop_requested(CPU)]
 
 
 @pytest.mark.distributed

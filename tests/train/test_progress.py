@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moe_replay.train.run.progress import Progress, step_line
+from moe_replay.train.run.progress import ConsoleProgress, step_line
 from tests.distributed.harness import run_ranks
 
 METRICS = {
@@ -48,10 +48,10 @@ def test_a_skipped_update_is_seen() -> None:
 
 def test_into_a_file_go_plain_lines() -> None:
     file = io.StringIO()
-    with Progress(100, file) as progress:
+    with ConsoleProgress(100, file) as progress:
         progress.phase("rollout", 3, 64)
         progress.step(7, METRICS)
-        progress.say("saved")
+        progress.message("saved")
     assert file.getvalue() == LINE + "\nsaved\n"
 
 
@@ -63,7 +63,7 @@ def in_terminal(monkeypatch: pytest.MonkeyPatch) -> str:
     sent: list[bytes] = []
     reader = threading.Thread(target=lambda: sent.extend(until_closed(ours)))
     reader.start()
-    with os.fdopen(theirs, "w") as file, Progress(100, file) as progress:
+    with os.fdopen(theirs, "w") as file, ConsoleProgress(100, file) as progress:
         progress.resume(6)
         progress.phase("rollout", 13, 64)
         progress.phase("train", 2, 5)
@@ -98,7 +98,7 @@ def test_a_terminal_shows_the_phase_while_it_runs(monkeypatch: pytest.MonkeyPatc
 
 def said_on_rank() -> str:
     file = io.StringIO()
-    with Progress(100, file) as progress:
+    with ConsoleProgress(100, file) as progress:
         progress.step(7, METRICS)
     return file.getvalue()
 

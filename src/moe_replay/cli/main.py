@@ -1,4 +1,4 @@
-"""The entry of the command `moe-replay`."""
+"""Entry point of the command `moe-replay`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COMMANDS: dict[str, Callable[..., Callable[[], None]]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one subcommand; an error that is the caller's to mend ends with its text alone."""
+    """Run one subcommand; errors that the user can fix are printed without a traceback."""
     try:
         _parsed(list(sys.argv[1:] if arguments is None else arguments))()
     except MoeReplayError as error:

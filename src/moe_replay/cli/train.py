@@ -1,4 +1,4 @@
-"""`moe-replay train`: train a model as a recipe and the command line say, or only tell what would happen."""
+"""`moe-replay train`: train a model by a recipe and the command line, or show what would happen."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Train a mixture-of-experts model with GRPO and routing replay. A recipe is a TOM
 command line says wins over it. Without either, a tiny model that comes with the library is trained.
 On several GPUs: torchrun --nproc-per-node 8 -m moe_replay.cli.main train RECIPE.toml
 
-  --dry-run                          Say what would happen, and whether it can, without loading weights.
-  --help                             This text.
+  --dry-run                          Show what would happen, and check whether it can, without loading weights.
+  --help                             Show this text.
 """
 
 
@@ -34,13 +34,13 @@ class TrainCommand:
     recipe: Path | None = None
     """TOML file with the configuration."""
     overrides: tuple[str, ...] = ()
-    """Settings that win over the recipe: --section.key value."""
+    """Settings that override the recipe: --section.key value."""
     dry_run: bool = False
-    """Say what would happen, without loading weights."""
+    """Show what would happen, without loading weights."""
 
     @classmethod
     def from_arguments(cls, arguments: Sequence[str]) -> TrainCommand:
-        """Not left to tyro: the options are the keys of the configuration, and their defaults those of the recipe."""
+        """Parse without tyro: the options are the keys of the configuration, their defaults those of the recipe."""
         words = [word for word in arguments if word not in ("--dry-run", "--dry_run")]
         has_recipe = bool(words) and not words[0].startswith("-")
         return cls(
@@ -50,21 +50,21 @@ class TrainCommand:
         )
 
     def __call__(self) -> None:
-        """Only the first rank speaks: the others would say the same."""
-        is_first = os.environ.get("RANK", "0") == "0"
+        """Train, or print the help text or the dry run; only rank 0 prints."""
+        is_rank_0 = os.environ.get("RANK", "0") == "0"
         if {"-h", "--help"} & set(self.overrides):
-            if is_first:
+            if is_rank_0:
                 print(self._help())
             return
         # A `module:name` in the configuration may be a file in the working directory, as with `python -m`.
         if "" not in sys.path and os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
-        config = self._config(is_first)
+        config = self._config(is_rank_0)
         if self.dry_run:
             from moe_replay.tools.dry_run import dry_run
 
             report = dry_run(config, int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
-            if is_first:
+            if is_rank_0:
                 print(report)
             return
         from moe_replay.report.run_report import write_run_report
@@ -72,7 +72,7 @@ class TrainCommand:
 
         train(config, write_report=write_run_report)
 
-    def _config(self, is_first: bool) -> TrainConfig:
+    def _config(self, is_rank_0: bool) -> TrainConfig:
         try:
             from moe_replay.train.config.file import ConfigError, load_config
         except ImportError as missing:
@@ -85,13 +85,13 @@ class TrainCommand:
                 return load_config(RECIPE, self.overrides)  # what the embedded default learns with
             return config
         except ConfigError:
-            if is_first:
+            if is_rank_0:
                 raise
             sys.exit(1)
 
     def _help(self) -> str:
         try:
-            from moe_replay.train.config.line import help_text
+            from moe_replay.train.config.command_line import help_text
         except ImportError as missing:
             raise _missing(missing) from missing
         return f"{INTRODUCTION}\n{help_text(shutil.get_terminal_size().columns)}"

@@ -23,8 +23,8 @@ from moe_replay.train.rewards import load_reward
 from moe_replay.train.rollouts import Rollouts
 from moe_replay.train.run.checkpoint import Checkpoints, TrainerState
 from moe_replay.train.run.folder import Run, fixed_settings
-from moe_replay.train.run.interruption import Interruption
-from moe_replay.train.run.progress import Progress
+from moe_replay.train.run.interruption import InterruptHandler
+from moe_replay.train.run.progress import ConsoleProgress
 from moe_replay.train.sources import Sources, find_sources, load_tokenizer
 from moe_replay.train.trajectory_wire import trajectories_from_bytes, trajectories_to_bytes
 from moe_replay.train.types import RolloutBatch, Trajectory
@@ -48,8 +48,8 @@ class Job:
         config: TrainConfig,
         run: Run,
         backend: Backend,
-        progress: Progress,
-        interruption: Interruption,
+        progress: ConsoleProgress,
+        interruption: InterruptHandler,
         base: str,
         write_report: ReportWriter | None = None,
     ) -> None:
@@ -81,8 +81,8 @@ class Job:
             device = launch.choose_device(config)
             stack.enter_context(launch.process_group(device))
             run = stack.enter_context(Run.open(config))
-            progress = stack.enter_context(Progress(config.steps))
-            interruption = stack.enter_context(Interruption())
+            progress = stack.enter_context(ConsoleProgress(config.steps))
+            interruption = stack.enter_context(InterruptHandler())
             sources = _sources_on_all_ranks(config, progress)
             backend = launch.open_backend(config, sources.model, device)
             stack.callback(backend.close)
@@ -104,7 +104,7 @@ class Job:
         rows = read_rows(sources.data)
         prompts = load_prompts(rows, tokenizer, max_prompt)
         if len(prompts) < len(rows):
-            self._progress.say(
+            self._progress.message(
                 f"{len(rows) - len(prompts)} of {len(rows)} prompts are left out: longer than {max_prompt} tokens"
             )
         if config.eval.every and sources.eval:
@@ -112,7 +112,7 @@ class Job:
         weights = config.reward.weights or (1.0,) * len(config.reward.functions)
         rewards = [load_reward(*named) for named in zip(config.reward.functions, weights, strict=True)]
         if engine is None:
-            self._progress.say(f"starting the rollout engine: {config.rollout.engine}")
+            self._progress.message(f"starting the rollout engine: {config.rollout.engine}")
             engine = open_engine(config, sources.model)
             stack.callback(engine.close)
         stream = PromptStream(prompts, seed=config.seed, shuffle=config.data.shuffle)
@@ -128,19 +128,19 @@ class Job:
             if self._rollouts is not None:
                 self._rollouts.restore(state.data)
             self._progress.resume(self.completed_steps)
-            self._progress.say(f"resuming after step {self.completed_steps}")
+            self._progress.message(f"resuming after step {self.completed_steps}")
         self._run.begin(after=self.completed_steps)
         plan = self.learner.plan
-        self._progress.say(f"routing replay: {plan.mode} ({plan.reason}); correction: {plan.correction}")
+        self._progress.message(f"routing replay: {plan.mode} ({plan.reason}); correction: {plan.correction}")
         self.sync_weights(version=self.completed_steps)  # shows at once whether the engine accepts them
 
     def finish(self) -> Path:
         """Save, write the report, and return the folder of the run."""
         self.save(self.completed_steps)
         if rank() == 0:
-            self._progress.say(f"run: {self._run.folder}")
+            self._progress.message(f"run: {self._run.folder}")
             if self._write_report is not None:
-                self._progress.say(f"report: {self._report(self._write_report)}")
+                self._progress.message(f"report: {self._report(self._write_report)}")
         return self._run.folder
 
     def _report(self, write: ReportWriter) -> str:
@@ -242,8 +242,8 @@ class Job:
                 found=f"weights of the last finite update, saved after step {step} in {self._run.checkpoints}",
                 remedy="Look at mismatch/* and loss/* of the last steps; lower optim.lr, or set algorithm.correction",
             )
-        if self._interruption.asked(self.backend.device):
-            self._progress.say("interrupted: saving")
+        if self._interruption.stop_requested(self.backend.device):
+            self._progress.message("interrupted: saving")
             return True
         return False
 
@@ -252,10 +252,10 @@ class Job:
         return self._base if self.config.checkpoint.export else None
 
 
-def _sources_on_all_ranks(config: TrainConfig, progress: Progress) -> Sources:
+def _sources_on_all_ranks(config: TrainConfig, progress: ConsoleProgress) -> Sources:
     """Find model and data on every rank; rank 0 first, which downloads or makes what is missing."""
     found: Sources | None = None
     with raise_on_all_ranks("looking for model and data"):
         if rank() == 0:
-            found = find_sources(config, progress.say)
-    return found if found is not None else find_sources(config, progress.say)
+            found = find_sources(config, progress.message)
+    return found if found is not None else find_sources(config, progress.message)

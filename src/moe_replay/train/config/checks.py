@@ -1,4 +1,4 @@
-"""Settings that are fine one by one and cannot work together; each is told with what to do about it."""
+"""Checks across settings that are valid one by one; each problem comes with what to change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_replay.train.config.plugin_names import PluginName
 from moe_replay.train.config.sections import BackendConfig, ModelConfig, RewardConfig, RolloutConfig, Section, Sections
 from moe_replay.utils.plugins import PluginError, is_path
 
-OURS_IN_MEGATRON = {
+KEYS_OF_MEGATRON_SETTINGS = {
     "tensor_model_parallel_size": "backend.tensor_parallel",
     "expert_model_parallel_size": "backend.expert_parallel",
     "expert_tensor_parallel_size": "backend.expert_tensor_parallel",
@@ -18,11 +18,11 @@ OURS_IN_MEGATRON = {
     "context_parallel_size": "backend.context_parallel",
     "moe_enable_routing_replay": "replay.mode",
 }
-"""Settings of Megatron-Core that have a name of their own here."""
+"""Settings of Megatron-Core that have a key of their own here."""
 
 
 def problems(config: Sections) -> Iterator[str]:
-    """One line for each thing that cannot work: the keys, what is wrong with them, what to do."""
+    """Yield one line per problem: the key, what is wrong, what to change."""
     yield from _plugins(config)
     yield from _model(config.model, config.backend)
     yield from _backend(config.backend)
@@ -46,10 +46,10 @@ def _model(model: ModelConfig, backend: BackendConfig) -> Iterator[str]:
     if model.lora_rank and backend.kind == "megatron":
         yield "model.lora_rank: LoRA needs backend.kind = fsdp; with megatron set lora_rank = 0"
     if model.lora_rank and not model.lora_targets:
-        yield "model.lora_targets: no layers for the adapters; name some, or set model.lora_rank = 0"
+        yield "model.lora_targets: no layers to adapt; name some, or set model.lora_rank = 0"
     if model.attention.startswith("flash_attention"):
         if model.dtype == "float32":
-            yield f"model.attention: {model.attention} has no float32; set model.dtype = bfloat16 or use sdpa"
+            yield f"model.attention: {model.attention} does not support float32; set model.dtype = bfloat16 or use sdpa"
         if backend.device == "cpu":
             yield f"model.attention: {model.attention} needs a GPU; with backend.device = cpu use sdpa"
 
@@ -57,11 +57,11 @@ def _model(model: ModelConfig, backend: BackendConfig) -> Iterator[str]:
 def _backend(backend: BackendConfig) -> Iterator[str]:
     if backend.kind == "megatron":
         if backend.virtual_pipeline and backend.pipeline_parallel == 1:
-            yield "backend.virtual_pipeline: only a pipeline is interleaved; set backend.pipeline_parallel > 1 too"
-        for name in backend.megatron.keys() & OURS_IN_MEGATRON.keys():
-            yield f"backend.megatron.{name}: set {OURS_IN_MEGATRON[name]} in its place"
+            yield "backend.virtual_pipeline: interleaving needs a pipeline; set backend.pipeline_parallel > 1 too"
+        for name in backend.megatron.keys() & KEYS_OF_MEGATRON_SETTINGS.keys():
+            yield f"backend.megatron.{name}: set {KEYS_OF_MEGATRON_SETTINGS[name]} instead"
         if backend.megatron.get("moe_router_fusion"):
-            yield "backend.megatron.moe_router_fusion: a fused router takes no replayed routes; leave it out"
+            yield "backend.megatron.moe_router_fusion: a fused router cannot replay routes; remove it"
         return
     megatron_only = {
         "tensor_parallel": backend.tensor_parallel > 1,
@@ -76,14 +76,14 @@ def _backend(backend: BackendConfig) -> Iterator[str]:
     }
     for name, given in megatron_only.items():
         if given:
-            yield f"backend.{name}: fsdp spreads data over all ranks and nothing else; set backend.kind = megatron"
+            yield f"backend.{name}: fsdp only shards data-parallel; set backend.kind = megatron"
 
 
 def _data(config: Sections) -> Iterator[str]:
     if config.model.path and not config.data.path:
-        yield "data.path: the prompts are missing; name a .jsonl or .parquet file or a datasets folder"
+        yield "data.path: no prompts; name a .jsonl or .parquet file or a datasets folder"
     if config.eval.every and config.data.path and not config.data.eval_path:
-        yield "eval.every: there is nothing to evaluate on; set data.eval_path, or eval.every = 0"
+        yield "eval.every: no evaluation prompts; set data.eval_path, or eval.every = 0"
 
 
 def _rollout(rollout: RolloutConfig) -> Iterator[str]:
@@ -102,7 +102,7 @@ def _rollout(rollout: RolloutConfig) -> Iterator[str]:
         yield f"rollout.urls: {rollout.engine} runs in this process; set rollout.engine = {servers}"
     for url in rollout.urls:
         if not url.startswith(("http://", "https://")):
-            yield f"rollout.urls: {url!r} is no address; write http://{url}"
+            yield f"rollout.urls: {url!r} is not a URL; write http://{url}"
     if rollout.sleep and rollout.max_staleness:
         yield (
             "rollout.sleep: an engine that samples while the trainer works cannot sleep; "
@@ -116,8 +116,8 @@ def _algorithm(config: Sections) -> Iterator[str]:
         fitting = [number for number in range(1, rollout.sequences + 1) if rollout.sequences % number == 0]
         yield (
             f"algorithm.updates_per_rollout: {rollout.prompts_per_step} prompts x {rollout.num_generations} "
-            f"generations = {rollout.sequences} sequences cannot be dealt to {updates} updates; "
-            f"take {min(fitting, key=lambda number: abs(number - updates))}, or change rollout.prompts_per_step"
+            f"generations = {rollout.sequences} sequences cannot be split evenly into {updates} updates; "
+            f"use {min(fitting, key=lambda number: abs(number - updates))}, or change rollout.prompts_per_step"
         )
 
 
@@ -135,7 +135,7 @@ def _reward(reward: RewardConfig) -> Iterator[str]:
     if reward.weights is not None and len(reward.weights) != len(reward.functions):
         yield (
             f"reward.weights: {len(reward.weights)} weights for {len(reward.functions)} functions; "
-            "give one for each of reward.functions, or leave the weights out"
+            "give one per reward function, or omit the weights"
         )
     for name in sorted({name for name in reward.functions if reward.functions.count(name) > 1}):
-        yield f"reward.functions: {name!r} is there twice; give it once, with a weight"
+        yield f"reward.functions: {name!r} is listed twice; list it once, with a weight"

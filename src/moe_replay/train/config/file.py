@@ -1,6 +1,6 @@
 """A configuration from a TOML file and a command line, and back to TOML.
 
-Defaults, then the file, then the command line: what comes later wins, and only the outcome has to make sense.
+Defaults, then the file, then the command line: later values win, and only the result has to be valid.
 """
 
 from __future__ import annotations
@@ -14,35 +14,43 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from moe_replay.train.config.keys import OTHER_NAMES, ConfigError, all_fields, fields_of, holder, sections, suggestion
-from moe_replay.train.config.line import put_over
+from moe_replay.train.config.command_line import apply_overrides
+from moe_replay.train.config.keys import (
+    ALIASES,
+    ConfigError,
+    all_fields,
+    enclosing_table,
+    fields_of,
+    sections,
+    suggestion,
+)
 from moe_replay.train.config.sections import Section
 from moe_replay.train.config.train_config import TrainConfig
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The configuration of a run: defaults <- TOML file <- command line (`--replay.mode r2 --optim.lr 1e-6`)."""
+    """Load the configuration of a run: defaults <- TOML file <- command line (`--replay.mode r2 --optim.lr 1e-6`)."""
     tables = {} if path is None else _read(path)
-    put_over(tables, overrides)
+    apply_overrides(tables, overrides)
     try:
         return TrainConfig.model_validate(tables)
     except ValidationError as error:
         where = "the configuration" if path is None else str(path)
-        raise ConfigError("\n  ".join([f"{where} cannot work", *_told(error)])) from error
+        raise ConfigError("\n  ".join([f"{where} is invalid", *_problems(error)])) from error
 
 
 def to_toml(config: TrainConfig) -> str:
-    """The whole configuration as TOML, without the token of the servers; what is None is left out."""
+    """Return the whole configuration as TOML, without the servers' token; None values are left out."""
     parts = []
     for name, section in sections():
         values: Section = getattr(config, name) if name else config
         keys = [key.removeprefix(f"{name}.") for key, _ in fields_of(name, section)]
-        lines = [f"{key} = {toml_value(value)}" for key, value in _written(values, keys)]
+        lines = [f"{key} = {toml_value(value)}" for key, value in _items(values, keys)]
         parts.append("\n".join([f"[{name}]", *lines] if name else lines))
     return "\n\n".join(parts) + "\n"
 
 
-def _written(section: Section, keys: list[str]) -> Iterator[tuple[str, Any]]:
+def _items(section: Section, keys: list[str]) -> Iterator[tuple[str, Any]]:
     for key in keys:
         value = getattr(section, key)
         if value is not None and key != "token":
@@ -50,7 +58,7 @@ def _written(section: Section, keys: list[str]) -> Iterator[tuple[str, Any]]:
 
 
 def toml_value(value: Any) -> str:
-    """A value as TOML writes it."""
+    """Return a value in TOML syntax."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):
@@ -72,19 +80,19 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", remedy="Name a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from error
-    for other, ours in OTHER_NAMES.items():
-        table, key = holder(tables, other)
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    for other, ours in ALIASES.items():
+        table, key = enclosing_table(tables, other)
         if key in table:
-            target, name = holder(tables, ours)
+            target, name = enclosing_table(tables, ours)
             if name in target:
-                raise ConfigError(f"{path}: {other} and {ours} are the same setting", remedy="Give one of them")
+                raise ConfigError(f"{path}: {other} and {ours} are the same setting", remedy="Use only one of them")
             target[name] = table.pop(key)
     return tables
 
 
-def _told(error: ValidationError) -> list[str]:
-    """One line for each thing that is wrong."""
+def _problems(error: ValidationError) -> list[str]:
+    """Return one line per problem."""
     fields, lines = all_fields(), dict[str, None]()
     for problem in error.errors():
         key = ".".join(map(str, problem["loc"]))

@@ -1,4 +1,4 @@
-"""The reference of the configuration, made from its fields: `python -m moe_replay.train.config.reference`."""
+"""The reference of the configuration, generated from its fields: `python -m moe_replay.train.config.reference`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
 
 from moe_replay.train.config.file import toml_value
-from moe_replay.train.config.keys import OTHER_NAMES, all_fields, fields_of, sections
+from moe_replay.train.config.keys import ALIASES, all_fields, fields_of, sections
 from moe_replay.train.config.plugin_names import PluginName
 from moe_replay.train.config.sections import Section
 from moe_replay.train.config.train_config import TrainConfig
@@ -29,8 +29,8 @@ moe-replay train recipe.toml --replay.mode r2 --optim.lr 1e-6 --rollout.urls htt
     --rollout.options tensor_parallel_size 2 enforce_eager true --no-resume
 ```
 
-A key that does not exist, or settings that cannot work together, are errors before anything is loaded.
-`--dry-run` shows what a configuration comes to.
+An unknown key and settings that contradict each other are errors before anything is loaded. `--dry-run` shows what a
+configuration amounts to.
 """
 
 BUILT_IN = """\
@@ -46,7 +46,7 @@ training runs.
 OTHER_SPELLINGS = """\
 ## Other spellings
 
-For those who come from another trainer; in a file and on the command line.
+Names that other trainers use; accepted in a file and on the command line.
 
 | written | means |
 |---|---|
@@ -56,7 +56,7 @@ KINDS = {int: "whole number", float: "number", bool: "true, false", str: "text",
 
 
 def reference() -> str:
-    """docs/config.md."""
+    """Return the text of docs/config.md."""
     parts = [INTRODUCTION, *(_section(name, section) for name, section in sections())]
     names = [
         f"| `{key}` | `{name}` | {_in_table(summary)} |"
@@ -64,7 +64,7 @@ def reference() -> str:
         if (plugin := PluginName.of(field)) is not None
         for name, summary in plugin.summaries()
     ]
-    spellings = [f"| `{other}` | `{ours}` |" for other, ours in OTHER_NAMES.items()]
+    spellings = [f"| `{other}` | `{ours}` |" for other, ours in ALIASES.items()]
     spellings += ['| `"R2"`, `"R3"`, `"disabled"` | `"r2"`, `"r3"`, `"off"` |']
     return "\n".join([*parts, BUILT_IN + "\n".join(names) + "\n", OTHER_SPELLINGS + "\n".join(spellings) + "\n"])
 

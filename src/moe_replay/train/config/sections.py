@@ -1,7 +1,6 @@
-"""Everything that a training run is told, by section; the docstring of a field is its help text everywhere.
+"""All settings of a training run, by section; the docstring of a field is its help text everywhere.
 
-Fields say what they may be; what cannot work together is in `checks.py`; files and command lines are read by
-`file.py`.
+Types and bounds stand with the fields, checks across fields in `checks.py`; `file.py` reads files and command lines.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ SinkChoices = Annotated[tuple[str, ...], PluginName(lambda: SINKS, "metric sink"
 
 
 def replay_mode_name(value: Any) -> Any:
-    """Our name of a replay mode that is spelled as in ms-swift (R2, R3, disabled)."""
+    """Return our name of a replay mode that is spelled as in ms-swift (R2, R3, disabled)."""
     name = value.lower() if isinstance(value, str) else value
     return "off" if name == "disabled" else name
 
 
 class Section(BaseModel):
-    """A table of the configuration: it never changes, and knows all of its keys."""
+    """A table of the configuration: immutable, and unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
 

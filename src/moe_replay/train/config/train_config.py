@@ -12,7 +12,7 @@ class TrainConfig(Sections):
     """A training run: rollouts, rewards and policy updates, with the routes of the rollout replayed in the trainer."""
 
     @model_validator(mode="after")
-    def _can_work(self) -> TrainConfig:
+    def _check(self) -> TrainConfig:
         if found := list(problems(self)):
             raise ValueError("\n".join(found))
         return self

@@ -1,15 +1,15 @@
-"""Checkpoints of a run: complete or not there, and enough to go on bit for bit.
+"""Checkpoints of a run: each is complete or absent, and sufficient to resume bit for bit.
 
     checkpoints/
       step-00000050/
         policy/                    what `Backend.save` writes: weights and optimizer
         rng/rank-00000.safetensors states of the random generators of each rank
         hf/                        optional: the weights as a folder that Transformers and vLLM load
-        trainer.json               step, weight version, place in the data, and what must be the same to go on
+        trainer.json               step, weight version, position in the data, and what must be equal to resume
 
-A checkpoint is written under a hidden name, flushed to the disk and renamed, so a folder with a plain name is complete.
-Old ones are renamed to a hidden name before they are deleted. What a killed run leaves hidden is deleted by the next.
-All ranks call every method; the folder must be one that all ranks see.
+A checkpoint is written under a hidden name, flushed to disk and renamed, so a folder with a plain name is complete.
+Old ones are renamed to a hidden name before they are deleted. What a killed run leaves hidden, the next one deletes.
+All ranks call every method; the folder must be on a file system that all ranks share.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointError(MoeReplayError):
-    """A checkpoint that cannot be written, or that this run cannot go on from."""
+    """A checkpoint that cannot be written, or that this run cannot resume from."""
 
 
 class Policy(Protocol):
-    """The part of a `Backend` that is kept."""
+    """The part of a `Backend` that checkpoints need."""
 
     topology: MoeTopology
 
@@ -63,13 +63,13 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """Where the loop stands.
+    """The state of the training loop.
 
-    step       steps that are done
-    version    weight version that the engine has, or is about to get
+    step       last completed step
+    version    weight version of the engine, once it has been synced
     data       `PromptStream.state`
-    counters   what else the loop counts over steps
-    seconds    of training, over all starts of the run
+    counters   other counts that the loop keeps across steps
+    seconds    of training, over all sessions of the run
     """
 
     step: int
@@ -80,84 +80,84 @@ class TrainerState:
 
 
 class Checkpoints:
-    """The checkpoints of one run, of which the newest `keep` stay.
+    """The checkpoints of one run; the newest `keep` are retained.
 
-    settings   of the run, by name: a checkpoint that was made with others is refused
+    settings   of the run, by name; a checkpoint that was written with other values is refused
     """
 
     def __init__(self, folder: Path, *, keep: int = 2, settings: Mapping[str, Any] | None = None) -> None:
         if keep < 1:
-            raise CheckpointError("no checkpoint would stay", expected="keep >= 1", found=keep)
+            raise CheckpointError("no checkpoint would be retained", expected="keep >= 1", found=keep)
         self.folder = folder
         self._keep = keep
-        self._settings = json.loads(json.dumps(dict(settings or {})))  # as it will be read
-        self._held: int | None = None  # the step whose state is both here and in memory
-        from_rank_0(self._prepare, "preparing the folder of checkpoints")
-        with raise_on_all_ranks("looking for the folder of checkpoints"):
+        self._settings = json.loads(json.dumps(dict(settings or {})))  # as it will be read back
+        self._current: int | None = None  # the step whose state is both on disk and in memory
+        from_rank_0(self._prepare, "preparing the checkpoint folder")
+        with raise_on_all_ranks("looking for the checkpoint folder"):
             if not folder.is_dir():
                 raise CheckpointError(
-                    f"rank {rank()} does not see {folder}", remedy="Put the run on a file system that all ranks share"
+                    f"rank {rank()} cannot see {folder}", remedy="Put the run on a file system that all ranks share"
                 )
 
-    # ---- what is there ----------------------------------------------------------------------------------------------
+    # ---- listing ---------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, oldest first."""
+        """Return the steps of the complete checkpoints, oldest first."""
         named = (re.fullmatch(r"step-(\d{8,})", path.name) for path in self.folder.iterdir())
         return sorted(int(match[1]) for match in named if match and (self.folder / match[0] / "trainer.json").is_file())
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
+        """Return the folder of the checkpoint of a step, which need not exist."""
         return self.folder / f"step-{step:08d}"
 
     def check_room(self, policy: Policy, export_like: Path | None = None) -> None:
-        """Raise unless there is room for all checkpoints that will be there at once; call it before training."""
+        """Raise unless all checkpoints that will exist at once fit on the disk; call it before training."""
         each = policy.state_bytes()
         if export_like is not None:
             each += sum(file.stat().st_size for file in export_like.glob("*.safetensors"))
-        from_rank_0(lambda: self._check_room(each), "looking for room for checkpoints")
+        from_rank_0(lambda: self._check_room(each), "checking the disk space for checkpoints")
 
     def _check_room(self, each: int) -> str:
         try:
             write_whole(self.folder / ".writable", "")
             (self.folder / ".writable").unlink()
         except OSError as error:
-            raise CheckpointError(f"no checkpoint can be written to {self.folder}: {error}") from error
+            raise CheckpointError(f"checkpoints cannot be written to {self.folder}: {error}") from error
         needed = (self._keep + 1) * each - sum(sizes(self.folder).values())
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise CheckpointError(
-                f"no room for checkpoints in {self.folder}",
+                f"not enough disk space for checkpoints in {self.folder}",
                 expected=f"{needed / 1e9:.2f} GB for {self._keep} checkpoints and the one being written",
-                found=f"{free / 1e9:.2f} GB",
-                remedy="Free some, keep fewer (checkpoint.keep), or leave out the export (checkpoint.export)",
+                found=f"{free / 1e9:.2f} GB free",
+                remedy="Free some space, keep fewer (checkpoint.keep), or disable the export (checkpoint.export)",
             )
         return ""
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
     def save(self, policy: Policy, state: TrainerState, export_like: Path | None = None) -> Path:
-        """Write a checkpoint, with an export for Transformers where a folder to be like is given.
+        """Write a checkpoint, with an export for Transformers if there is a model folder whose config it can copy.
 
-        The old ones are deleted when the new one is complete, and stay when it fails.
+        Old checkpoints are deleted once the new one is complete, and retained if it fails.
         """
         target = self.path(state.step)
-        if state.step == self._held:
-            return target  # nothing has happened since
+        if state.step == self._current:
+            return target  # no step since it was written
         began = time.monotonic()
         with _Staged(self, state.step) as staged:
-            from_rank_0(lambda: _begin(staged, target), "beginning a checkpoint")
+            from_rank_0(lambda: _begin(staged, target), "creating a checkpoint")
             with raise_on_all_ranks("writing a checkpoint"):
-                policy.save(_made(staged / "policy"))
-                rng.save(_made(staged / "rng"), policy.device)
+                policy.save(_created(staged / "policy"))
+                rng.save(_created(staged / "rng"), policy.device)
                 if export_like is not None:
                     write_folder(policy.weights(), staged / "hf", export_like)
             from_rank_0(lambda: self._write_record(policy, state, staged), "writing trainer.json")
-            with raise_on_all_ranks("flushing a checkpoint to the disk"):
-                if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once on each machine
+            with raise_on_all_ranks("flushing a checkpoint to disk"):
+                if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once per machine
                     flush_tree(staged)
             from_rank_0(lambda: _publish(staged, target), "renaming a checkpoint")
-        self._held = state.step
+        self._current = state.step
         from_rank_0(self._remove_old, "deleting old checkpoints")
         logger.info("saved %s in %.1f s", target, time.monotonic() - began)
         return target
@@ -168,67 +168,67 @@ class Checkpoints:
         record = {
             "format": FORMAT,
             "state": asdict(state),
-            "same": self._must_be_same(policy),
+            "same": self._invariants(policy),
             "versions": {"moe_replay": __version__, "torch": torch.__version__},
             "files": {name: size for name, size in sizes(staged).items() if not name.startswith("hf/")},
         }
         write_whole(staged / "trainer.json", json.dumps(record, indent=1) + "\n")
         return ""
 
-    def _must_be_same(self, policy: Policy) -> dict[str, Any]:
+    def _invariants(self, policy: Policy) -> dict[str, Any]:
         return {
             "world_size": world_size(),
             "device": policy.device.type,
-            "routers": _in_words(policy.topology),
+            "routers": _describe_routers(policy.topology),
             **self._settings,
         }
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
     def restore(self, policy: Policy) -> TrainerState | None:
-        """Go on from the newest checkpoint, random generators included; None where there is none."""
+        """Load the newest checkpoint, random generators included; return None if there is none."""
         newest = from_rank_0(lambda: "".join(map(str, self.steps()[-1:])), "looking for checkpoints")
         if not newest:
             return None
         folder = self.path(int(newest))
         with raise_on_all_ranks("reading a checkpoint"):
-            state = self._checked(folder, policy)
+            state = self._read_state(folder, policy)
         with raise_on_all_ranks("loading a checkpoint"):
             policy.load(folder / "policy")
             rng.load(folder / "rng", policy.device)
-        self._held = state.step
-        logger.info("going on from %s", folder)
+        self._current = state.step
+        logger.info("resumed from %s", folder)
         return state
 
-    def _checked(self, folder: Path, policy: Policy) -> TrainerState:
+    def _read_state(self, folder: Path, policy: Policy) -> TrainerState:
         record = json.loads((folder / "trainer.json").read_text())
         if record.get("format") != FORMAT:
-            raise CheckpointError(f"{folder} is of another format", expected=FORMAT, found=record.get("format"))
-        now, then = self._must_be_same(policy), record["same"]
+            raise CheckpointError(f"{folder} has another format", expected=FORMAT, found=record.get("format"))
+        now, then = self._invariants(policy), record["same"]
         if different := sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name)):
             raise CheckpointError(
-                f"{folder} was made by another kind of run",
+                f"{folder} was written by a run with other settings",
                 expected=", ".join(f"{name} {now.get(name)}" for name in different),
                 found=", ".join(f"{name} {then.get(name)}" for name in different),
-                remedy="Set it back to go on, or begin a new run (another output) whose model.path is an hf folder",
+                remedy="Restore the setting to resume, or start a new run in another output from the hf folder",
             )
         present = sizes(folder)
         if damaged := sorted(name for name, size in record["files"].items() if present.get(name) != size):
             raise CheckpointError(
-                f"{folder} is damaged: {len(damaged)} files are missing or of another size, the first is {damaged[0]}",
+                f"{folder} is damaged: {len(damaged)} files are missing or have another size, first {damaged[0]}",
                 expected=f"{record['files'][damaged[0]]} bytes",
                 found=present.get(damaged[0]),
-                remedy="Delete that folder to go on from the checkpoint before it",
+                remedy="Delete that folder to resume from the previous checkpoint",
             )
         return TrainerState(**record["state"])
 
-    # ---- what is deleted --------------------------------------------------------------------------------------------
+    # ---- deleting ------------------------------------------------------------------------------------------------
 
     def _prepare(self) -> str:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(f"no folder can be made for checkpoints: {error}") from error
+            raise CheckpointError(f"the checkpoint folder cannot be created: {error}") from error
         self._sweep()
         return ""
 
@@ -240,16 +240,16 @@ class Checkpoints:
         return ""
 
     def _sweep(self) -> None:
-        """Delete what is hidden; what is still in use (on network file systems) is tried again next time."""
+        """Delete hidden folders; those still in use (on network file systems) are tried again next time."""
         for path in self.folder.glob(".step-*"):
             try:
                 shutil.rmtree(path)
             except OSError as error:
-                logger.warning("%s cannot be deleted yet: %s", path, error)
+                logger.warning("%s could not be deleted yet: %s", path, error)
 
 
 class _Staged:
-    """The hidden folder in which a checkpoint is written; if that fails it is deleted, and the error says so."""
+    """The hidden folder that a checkpoint is written to; deleted if writing fails, which the error reports."""
 
     def __init__(self, checkpoints: Checkpoints, step: int) -> None:
         self._checkpoints = checkpoints
@@ -269,27 +269,27 @@ class _Staged:
             raise CheckpointError(
                 f"the checkpoint of step {self._step} could not be written: {type(error).__name__}: {error}",
                 found=f"{shutil.disk_usage(self._checkpoints.folder).free / 1e9:.2f} GB free",
-                remedy=f"What was written of it is deleted; the checkpoint of step {kept[-1]} is kept"
+                remedy=f"The partial checkpoint is deleted; the checkpoint of step {kept[-1]} is kept"
                 if kept
-                else "What was written of it is deleted; there is no other checkpoint",
+                else "The partial checkpoint is deleted; there is no other checkpoint",
             ) from error
 
 
-# ---- parts ----------------------------------------------------------------------------------------------------------
+# ---- helpers -------------------------------------------------------------------------------------------------------
 
 
 def _hidden(path: Path, why: str) -> Path:
     return path.with_name(f".{path.name}.{why}")
 
 
-def _made(folder: Path) -> Path:
+def _created(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     return folder
 
 
 def _begin(staged: Path, target: Path) -> str:
     if target.exists():
-        raise CheckpointError(f"{target} is there already", remedy="Go on from it with restore, or delete it")
+        raise CheckpointError(f"{target} already exists", remedy="Resume from it with restore, or delete it")
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir()
     return ""
@@ -301,7 +301,7 @@ def _publish(staged: Path, target: Path) -> str:
     return ""
 
 
-def _in_words(topology: MoeTopology) -> str:
+def _describe_routers(topology: MoeTopology) -> str:
     kinds = sorted({f"top {moe.top_k} of {moe.num_experts}" for moe in topology.moe_layers})
     routers = f"{len(topology.layers)} in {topology.num_layers} layers, {' and '.join(kinds)}"
     return f"{topology.model_type} {routers}".strip()

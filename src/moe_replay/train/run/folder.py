@@ -1,14 +1,14 @@
-"""The folder of a run: who may write to it, what lies where, and where its metrics go.
+"""The folder of a run: which process may write to it, what it contains, and where its metrics go.
 
     runs/20260131-120000-name/
-      config.toml      every setting, those left out included
-      metrics.jsonl    one JSON object a step
+      config.toml      every setting, defaults included
+      metrics.jsonl    one JSON object per step
       log.txt          what the library logs
       checkpoints/     see checkpoint.py
       traces/          routes of some samples, where log.traces asks for them
       report.html
 
-All ranks open it and get the same folder; the first one writes.
+All ranks open it and get the same folder; rank 0 writes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 
-# A checkpoint holds a place in the data and shards of the model: these say of which data and which shards.
+# A checkpoint holds a position in the data and shards of the model: these settings identify the data and the shards.
 FIXED: dict[str, Sequence[str]] = {
     "model": ("path", "dtype", "lora_rank", "lora_alpha", "lora_targets"),
     "backend": (
@@ -53,18 +53,18 @@ FIXED: dict[str, Sequence[str]] = {
 
 
 class RunError(MoeReplayError):
-    """A folder that a run cannot have."""
+    """A folder that a run cannot use."""
 
 
 def fixed_settings(config: TrainConfig) -> dict[str, Any]:
-    """The settings that may not change when a run goes on, by their names; all others may."""
+    """Return the settings that must not change when a run resumes, by name; all others may."""
     settings = config.model_dump(mode="json")
     named = {f"{section}.{name}": settings[section][name] for section, names in FIXED.items() for name in names}
     return {"seed": settings["seed"], **named}
 
 
 class Run:
-    """An open run. `begin` comes before the first `log`."""
+    """An open run. Call `begin` before the first `log`."""
 
     def __init__(self, config: TrainConfig, folder: Path, resources: ExitStack) -> None:
         self.folder = folder
@@ -74,9 +74,9 @@ class Run:
 
     @classmethod
     def open(cls, config: TrainConfig) -> Run:
-        """Make the folder or find it, lock it, and write the configuration. All ranks call it."""
+        """Create or find the folder, lock it, and write the configuration. All ranks call it."""
         resources = ExitStack()
-        folder = Path(from_rank_0(lambda: str(_claim(config, resources)), "opening the folder of the run"))
+        folder = Path(from_rank_0(lambda: str(_claim(config, resources)), "opening the run folder"))
         return cls(config, folder, resources)
 
     @property
@@ -86,12 +86,12 @@ class Run:
 
     @property
     def traces(self) -> Path:
-        """Folder of the traces that are kept."""
+        """Folder of the saved traces."""
         return self.folder / "traces"
 
     def begin(self, after: int) -> None:
-        """Take metrics from step `after` + 1 on; those of later steps, from before a restart, are cut."""
-        from_rank_0(lambda: self._open_sinks(after), "opening the metrics of the run")
+        """Open the metric sinks for step `after` + 1; what a run before its resume logged of later steps is removed."""
+        from_rank_0(lambda: self._open_sinks(after), "opening the metric sinks")
 
     def _open_sinks(self, after: int) -> str:
         log = self._config.log
@@ -100,15 +100,15 @@ class Run:
         return ""
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """The metrics of one step, to every sink; other ranks than the first may call it in vain."""
+        """Log the metrics of one step to every sink; does nothing on ranks other than 0."""
         if rank() != 0:
             return
         if self._sinks is None:
-            raise RunError("metrics before the run has begun", remedy="Call begin(after=step of the checkpoint or 0)")
+            raise RunError("metrics were logged before begin()", remedy="Call begin(after=step of the checkpoint or 0)")
         self._sinks.log(step, metrics)
 
     def close(self) -> None:
-        """Close the sinks and give the folder free."""
+        """Close the sinks and release the folder."""
         self._resources.close()
 
     def __enter__(self) -> Run:
@@ -118,7 +118,7 @@ class Run:
         self.close()
 
 
-# ---- what the first rank does ---------------------------------------------------------------------------------------
+# ---- on rank 0 ---------------------------------------------------------------------------------------------------
 
 
 def _claim(config: TrainConfig, resources: ExitStack) -> Path:
@@ -129,13 +129,13 @@ def _claim(config: TrainConfig, resources: ExitStack) -> Path:
     try:
         folder = _folder(config)
         resources.enter_context(_locked(folder))
-        _check_may_go_on(folder, config.resume)
-        # with the folder in it, so that training from this file goes on with this run
+        _check_resumable(folder, config.resume)
+        # with the folder in it, so that training from this file resumes this run
         write_whole(folder / "config.toml", to_toml(config.model_copy(update={"output": folder})))
         _log_to(folder / "log.txt", resources)
     except OSError as error:
         resources.close()
-        raise RunError(f"the folder of the run cannot be written: {error}", remedy="Give another `output`") from error
+        raise RunError(f"the run folder cannot be written: {error}", remedy="Choose another `output`") from error
     except RunError:
         resources.close()
         raise
@@ -143,7 +143,7 @@ def _claim(config: TrainConfig, resources: ExitStack) -> Path:
 
 
 def _folder(config: TrainConfig) -> Path:
-    """The folder that was asked for, or a new one; absolute, so that a change of directory does not matter."""
+    """Return `output`, or a new folder; absolute, so that a change of directory does not matter."""
     if config.output is not None:
         folder = config.output.absolute()
         folder.mkdir(parents=True, exist_ok=True)
@@ -155,13 +155,13 @@ def _folder(config: TrainConfig) -> Path:
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
-            number += 1  # another run began in the same second
+            number += 1  # another run started in the same second
         else:
             return folder
 
 
 def _locked(folder: Path) -> IO[str]:
-    """A file that is locked while it is open; the lock goes with the process, however that ends."""
+    """Open a file that stays locked while it is open; the lock ends with the process, however it ends."""
     file = (folder / ".lock").open("a+", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -170,7 +170,7 @@ def _locked(folder: Path) -> IO[str]:
         owner = file.read().strip()
         file.close()
         raise RunError(
-            f"another run writes to {folder}", found=owner or None, remedy="Wait for it, or give another `output`"
+            f"another run is writing to {folder}", found=owner or None, remedy="Wait for it, or choose another `output`"
         ) from error
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -178,19 +178,19 @@ def _locked(folder: Path) -> IO[str]:
     return file
 
 
-def _check_may_go_on(folder: Path, resume: bool) -> None:
+def _check_resumable(folder: Path, resume: bool) -> None:
     checkpoints = folder / "checkpoints"
     used = (folder / "metrics.jsonl").exists() or (checkpoints.is_dir() and any(checkpoints.glob("step-*")))
     if used and not resume:
         raise RunError(
-            f"there is a run in {folder} already",
-            expected="an empty folder, as resume = false",
-            remedy="Set resume = true to go on with it, or give another `output`",
+            f"{folder} already contains a run",
+            expected="an empty folder, because resume = false",
+            remedy="Set resume = true to resume it, or choose another `output`",
         )
 
 
 def _log_to(path: Path, resources: ExitStack) -> None:
-    """Everything that the library logs from now on goes to this file too."""
+    """Also write to this file what the library logs from now on."""
     logger = logging.getLogger("moe_replay")
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

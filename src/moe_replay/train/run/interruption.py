@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the step is finished and saved first."""
+"""Ctrl-C and SIGTERM: finish and save the current step first."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ import torch.distributed as dist
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Interruption:
-    """While open, the first signal is only noted, for the loop to ask after each step; the second one interrupts.
+class InterruptHandler:
+    """While open, the first signal only sets a flag that the loop checks after each step; the second one interrupts.
 
-    with Interruption() as interruption:
+    with InterruptHandler() as interrupts:
         for step in ...:
             ...
-            if interruption.asked(device):      # alike on all ranks
+            if interrupts.stop_requested(device):      # the same on all ranks
                 break
     """
 
     def __init__(self) -> None:
-        self._noted = False
-        self._before: dict[signal.Signals, Any] = {}
+        self._received = False
+        self._previous: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> Interruption:
-        if threading.current_thread() is threading.main_thread():  # Python lets no other thread do this
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+    def __enter__(self) -> InterruptHandler:
+        if threading.current_thread() is threading.main_thread():  # Python allows it in no other thread
+            self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._noted:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._received:
             raise KeyboardInterrupt
-        self._noted = True
+        self._received = True
 
-    def asked(self, device: torch.device) -> bool:
-        """Whether any rank got a signal. All ranks call it."""
+    def stop_requested(self, device: torch.device) -> bool:
+        """Return whether any rank has received a signal. All ranks call it."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return self._noted
-        noted = torch.tensor([int(self._noted)], device=device)
-        dist.all_reduce(noted, dist.ReduceOp.MAX)
-        return bool(noted)
+            return self._received
+        received = torch.tensor([int(self._received)], device=device)
+        dist.all_reduce(received, dist.ReduceOp.MAX)
+        return bool(received)

@@ -1,4 +1,4 @@
-"""What a run tells on the console: a line for each finished step and, in a terminal, one that lives while it runs."""
+"""Console output of a run: one line per completed step and, in a terminal, a live line for the current phase."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from moe_replay.distributed.ranks import rank
 from moe_replay.errors import MissingExtraError
 from moe_replay.train.run.sinks.types import Metrics
 
-PARTS = ("rollout", "score", "train", "sync")  # time/<part> of a step
+PHASES = ("rollout", "score", "train", "sync")  # time/<phase> of a step
 
 
-class Progress:
-    """Shows how a run of `steps` steps goes; on other ranks than the first it is silent.
+class ConsoleProgress:
+    """Shows the progress of a run of `steps` steps; prints on rank 0 only.
 
-        with Progress(steps=100) as progress:
-            progress.phase("rollout", done=12, total=64)    # as often as there is news
+        with ConsoleProgress(steps=100) as progress:
+            progress.phase("rollout", done=12, total=64)    # as often as it changes
             progress.step(3, metrics)                       # one line
 
-    Into a file or a pipe go the lines of the steps alone.
+    A file or a pipe receives the lines of completed steps only.
     """
 
     def __init__(self, steps: int, file: IO[str] | None = None) -> None:
         self._steps = steps
         self._file = file or sys.stdout
-        self._shown = rank() == 0
+        self._is_shown = rank() == 0
         self._open = ExitStack()
         self._live: _LiveLine | None = None
         self._current = 0
 
-    def __enter__(self) -> Progress:
-        if self._shown and self._file.isatty():
+    def __enter__(self) -> ConsoleProgress:
+        if self._is_shown and self._file.isatty():
             self._live = self._open.enter_context(_LiveLine(self._file))
         return self
 
@@ -43,29 +43,29 @@ class Progress:
         self._open.close()
 
     def resume(self, step: int) -> None:
-        """Steps up to this one were done before."""
+        """Count on from this step, the last completed one."""
         self._current = step
 
     def phase(self, name: str, done: int, total: int) -> None:
-        """How far a part of the current step is: samples of a rollout, micro-batches of a pass."""
+        """Show how far a phase of the current step is: samples of a rollout, updates of a step."""
         if self._live is not None:
             self._live.show(f"step {self._current + 1}/{self._steps}  {name}", done, total)
 
     def step(self, step: int, metrics: Metrics) -> None:
-        """One line for a finished step."""
+        """Print the line of a completed step."""
         self._current = step
-        self.say(step_line(step, self._steps, metrics))
+        self.message(step_line(step, self._steps, metrics))
 
-    def say(self, text: str) -> None:
-        """One line of any text."""
+    def message(self, text: str) -> None:
+        """Print one line of text."""
         if self._live is not None:
-            self._live.say(text)
-        elif self._shown:
+            self._live.message(text)
+        elif self._is_shown:
             print(text, file=self._file, flush=True)
 
 
 class _LiveLine:
-    """The line that is drawn again and again at the foot of a terminal."""
+    """The line that is redrawn at the bottom of a terminal."""
 
     def __init__(self, file: IO[str]) -> None:
         try:
@@ -89,21 +89,21 @@ class _LiveLine:
 
     def show(self, text: str, done: int, total: int) -> None:
         if text == self._text:
-            self._rich.update(self._task, completed=done, total=total)  # drawn some times a second
+            self._rich.update(self._task, completed=done, total=total)  # redrawn a few times a second
             return
         self._text = text
         self._rich.reset(self._task, description=text, completed=done, total=total, visible=True)
         self._rich.refresh()
 
-    def say(self, text: str) -> None:
+    def message(self, text: str) -> None:
         self._rich.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-# ---- the line of a step ---------------------------------------------------------------------------------------------
+# ---- line of one step -----------------------------------------------------------------------------------------------
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
-    """What matters most of a step; what was not measured is left out."""
+    """Return the key metrics of a step in one line; what was not measured is left out."""
     return "  ".join([f"step {step:>{len(str(steps))}}/{steps}", *_parts(metrics)])
 
 
@@ -119,9 +119,11 @@ def _parts(metrics: Mapping[str, float]) -> Iterator[str]:
     }
     yield from (show(metrics[name]) for name, show in shown.items() if name in metrics)
     if metrics.get("time/step"):
-        shares = {part: metrics[f"time/{part}"] / metrics["time/step"] for part in PARTS if f"time/{part}" in metrics}
+        shares = {
+            phase: metrics[f"time/{phase}"] / metrics["time/step"] for phase in PHASES if f"time/{phase}" in metrics
+        }
         if shares:
-            yield "(" + " ".join(f"{part} {share:.0%}" for part, share in shares.items()) + ")"
+            yield "(" + " ".join(f"{phase} {share:.0%}" for phase, share in shares.items()) + ")"
     if metrics.get("loss/skipped"):
         yield "UPDATE SKIPPED: its gradient was not finite"
 

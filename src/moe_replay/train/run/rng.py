@@ -1,4 +1,4 @@
-"""The random generators of a rank, in a file: the one of the CPU, and the one of its GPU where it has one."""
+"""The random generator states of a rank in a file: CPU and, if it has one, GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_replay.distributed.ranks import rank
 
 
 def save(folder: Path, device: torch.device) -> None:
-    """Write the states of this rank's generators to a file of its own."""
+    """Write the generator states of this rank to its own file."""
     from safetensors.torch import save_file
 
     states = {"cpu": torch.get_rng_state()}
@@ -20,7 +20,7 @@ def save(folder: Path, device: torch.device) -> None:
 
 
 def load(folder: Path, device: torch.device) -> None:
-    """Set this rank's generators to what `save` wrote."""
+    """Restore the generator states that `save` wrote."""
     from safetensors.torch import load_file
 
     states = load_file(_file(folder))

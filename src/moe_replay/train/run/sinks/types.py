@@ -1,4 +1,4 @@
-"""What a metric sink is, and what it is told about its run."""
+"""The interface of metric sinks, and what they know about their run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The command line of a configuration: `--section.key value`, for every key that there is, and its help.
+"""The command line of a configuration: `--section.key value` for every key, and the help text.
 
-Words become values by the same rules as in a file: pydantic reads them. All that has to be known here is how many
-words an option has.
+Arguments become values by the same rules as in a file: pydantic parses them. All that has to be known here is how many
+arguments an option takes.
 """
 
 from __future__ import annotations
@@ -14,34 +14,42 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from moe_replay.train.config.keys import OTHER_NAMES, ConfigError, all_fields, fields_of, holder, sections, suggestion
+from moe_replay.train.config.keys import (
+    ALIASES,
+    ConfigError,
+    all_fields,
+    enclosing_table,
+    fields_of,
+    sections,
+    suggestion,
+)
 from moe_replay.train.config.plugin_names import PluginName
 
 
-def put_over(tables: dict[str, Any], words: Sequence[str]) -> None:
-    """Put what the command line says into the tables of a file; of a table inside a section only the keys it names."""
+def apply_overrides(tables: dict[str, Any], words: Sequence[str]) -> None:
+    """Apply the options of a command line to the tables of a file; tables inside a section are merged key by key."""
     fields = all_fields()
     for option, values in _options(words):
         name = option.removeprefix("--").replace("-", "_")
-        name = OTHER_NAMES.get(name, name)
-        if name not in fields and (switch := _switched_off(name)) in fields and fields[switch].annotation is bool:
+        name = ALIASES.get(name, name)
+        if name not in fields and (switch := _without_no(name)) in fields and fields[switch].annotation is bool:
             name, values = switch, [*values, "false"]
         if name not in fields:
             raise ConfigError(f"{option}: no such option{suggestion(name, '--')}")
-        table, key = holder(tables, name)
+        table, key = enclosing_table(tables, name)
         value = _value(option, values, fields[name].annotation)
         table[key] = table.get(key, {}) | value if isinstance(value, dict) else value
 
 
 def help_text(width: int) -> str:
-    """Every option with its choices, its default and what it is for, by section."""
+    """Return every option with its choices, its default and its description, by section."""
     blocks = []
     for name, section in sections():
         lines = [f"{name}: {section.__doc__}" if name else "run:"]
         for key, field in fields_of(name, section):
             left = f"  --{key.replace('_', '-')}"
-            told = f"{field.description} [{', '.join([*choices(field), f'default {default_text(field)}'])}]"
-            lines += textwrap.wrap(told, width, initial_indent=f"{left:<36} ", subsequent_indent=" " * 37)
+            text = f"{field.description} [{', '.join([*choices(field), f'default {default_text(field)}'])}]"
+            lines += textwrap.wrap(text, width, initial_indent=f"{left:<36} ", subsequent_indent=" " * 37)
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
@@ -55,7 +63,7 @@ def choices(field: FieldInfo) -> list[str]:
 
 
 def default_text(field: FieldInfo) -> str:
-    """The default as one would write it on a command line."""
+    """Return the default as one would write it on a command line."""
     value = field.default
     if isinstance(value, bool):
         return str(value).lower()
@@ -74,18 +82,18 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         elif options:
             options[-1][1].append(word)
         else:
-            raise ConfigError(f"{word!r} stands alone on the command line", expected="--section.key value")
+            raise ConfigError(f"{word!r} belongs to no option", expected="--section.key value")
     yield from options
 
 
-def _switched_off(name: str) -> str:
+def _without_no(name: str) -> str:
     """`replay.no_observe` -> `replay.observe`."""
     section, dot, key = name.rpartition(".")
     return f"{section}{dot}{key.removeprefix('no_')}"
 
 
 def _value(option: str, words: list[str], kind: Any) -> Any:
-    """The words of an option as what a file would hold."""
+    """Convert the arguments of an option to what a file would hold."""
     kinds = (kind, *get_args(kind))
     if any(get_origin(part) is tuple for part in kinds):
         return None if NoneType in kinds and _is_none(words) else words
@@ -97,7 +105,7 @@ def _value(option: str, words: list[str], kind: Any) -> Any:
         return True
     if len(words) != 1:
         raise ConfigError(
-            f"{option} takes one value", found=" ".join(words) or "none", remedy="A recipe comes before all options"
+            f"{option} takes one value", found=" ".join(words) or "none", remedy="Put the recipe before all options"
         )
     return None if NoneType in kinds and _is_none(words) else words[0]
 
@@ -107,7 +115,7 @@ def _is_none(words: list[str]) -> bool:
 
 
 def _scalar(word: str) -> Any:
-    """A word where no type is known: a number, true, false or a list as TOML has them, otherwise text."""
+    """Convert an argument of unknown type: a number, true, false or a list as in TOML, otherwise text."""
     try:
         value = tomllib.loads(f"value = {word.lower() if word in ('True', 'False') else word}")["value"]
     except tomllib.TOMLDecodeError:
