@@ -261,7 +261,7 @@ def test_lost_groups_of_rows():
     gained = torch.tensor([36.0] * 20 + [0.5] * 20 + [0.0] * 2, dtype=torch.float64)
     scores = RowScores(gained, torch.full((42,), 40.0, dtype=torch.float64), top_k=4)
     groups = torch.tensor([0] * 20 + [1] * 20 + [2] * 2)
-    judged, lost = scores.lost(groups, 3)
+    judged, lost = scores.at_chance(groups, 3)
     assert judged.tolist() == [True, True, False]
     assert lost.tolist() == [False, True, False]
 

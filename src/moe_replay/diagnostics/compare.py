@@ -9,7 +9,7 @@ import numpy as np
 
 from moe_replay.diagnostics.causes import explain
 from moe_replay.diagnostics.evidence import Evidence
-from moe_replay.diagnostics.row_scores import RowScores, lost_rows, row_scores
+from moe_replay.diagnostics.row_scores import RowScores, misrouted_rows, row_scores
 from moe_replay.diagnostics.shift import HERE, ShiftTable, shift_table
 from moe_replay.diagnostics.verdict import FLOOR, Cause, Verdict, judge, listed
 from moe_replay.errors import AlignmentError
@@ -76,7 +76,7 @@ def compare(native: Sequence[RouteTrace], given: Sequence[RouteTrace], *, width:
         verdict = Verdict(status="misaligned", cause=Cause.NOTHING_RECORDED, detail=detail)
     else:
         scores = row_scores(ours, theirs, table.chance_on_device()[:, HERE])
-        lost = np.flatnonzero(lost_rows(ours, theirs, scores, layout.starts))
+        lost = np.flatnonzero(misrouted_rows(ours, theirs, scores, layout.starts))
         if verdict.status == "misaligned" or len(lost):
             wrong = verdict.layers or ours.layers
             in_all_layers = len(wrong) == len(ours.layers)
@@ -100,7 +100,7 @@ def _only_these(lost: np.ndarray, scores: RowScores, covered: np.ndarray) -> boo
     rest = np.setdiff1d(covered, lost)
     if not len(lost) or len(lost) > WHOLE * len(covered):
         return False
-    return float(scores.gained.numpy()[rest].sum()) > FLOOR * float(scores.possible.numpy()[rest].sum())
+    return float(scores.agreement.numpy()[rest].sum()) > FLOOR * float(scores.max_agreement.numpy()[rest].sum())
 
 
 def _better(shown: Verdict, explained: Verdict) -> Verdict:

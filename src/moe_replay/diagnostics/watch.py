@@ -55,7 +55,7 @@ class AlignmentWatch:
             table.chance_on_device()[places, HERE],
             torch.from_numpy(rows).to(device),
         )
-        judged, lost = scores.lost(torch.from_numpy(group).to(device), int(group.max()) + 1)
+        judged, lost = scores.at_chance(torch.from_numpy(group).to(device), int(group.max()) + 1)
         return replace(table, sequences=torch.stack([judged.sum(), lost.sum()]).double())
 
     def explain(self, native: RouteBatch, given: RouteBatch, layout: TokenLayout) -> VerifyReport:

@@ -2,15 +2,14 @@
 
     from moe_replay.megatron import cpu as megatron_cpu
 
-    megatron_cpu.enable()           # or `with megatron_cpu.enabled():`, which takes everything back
+    megatron_cpu.enable()           # or `with megatron_cpu.enabled():`, which undoes it at the end
     config = TransformerConfig(**megatron_cpu.SETTINGS, num_layers=4, ...)
 
-Megatron-Core asks for CUDA in some dozens of places that need none. `patches.py` lists what has to be replaced, why,
-and when each entry can go. Nothing happens before it is asked for, and where CUDA is available it is refused: a run
-that could be real must not be made of stand-ins.
+Megatron-Core requires CUDA in dozens of places that do not need it. `patches.py` lists what is replaced, why, and when
+each patch can be removed. Nothing is patched on import, and enabling is refused where CUDA is available.
 
-Context parallelism, packed sequences and multi-latent attention need a core attention that Megatron-Core has only
-for Transformer Engine: `attention.py` has a plain one, put into a layer spec by `use_plain_attention`.
+Context parallelism, packed sequences and multi-latent attention need a core attention that Megatron-Core provides only
+through Transformer Engine: `attention.py` has one in plain torch, put into a layer spec by `use_plain_attention`.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ __all__ = ["PATCHES", "SETTINGS", "Patch", "PlainCoreAttention", "enable", "enab
 
 @functools.cache
 def enable() -> None:
-    """Let Megatron-Core run on the CPU of this process, from now on."""
+    """Patch Megatron-Core to run on the CPU in this process."""
     _apply(ExitStack())
 
 
 @contextmanager
 def enabled() -> Iterator[None]:
-    """Let Megatron-Core run on the CPU inside this context."""
+    """Patch Megatron-Core to run on the CPU inside this context."""
     with ExitStack() as undo:
         _apply(undo)
         yield
@@ -45,9 +44,9 @@ def enabled() -> Iterator[None]:
 def _apply(undo: ExitStack) -> None:
     if torch.cuda.is_available():
         raise ReplayStateError(
-            "Megatron-Core is not run on the CPU where CUDA is available",
+            "Megatron-Core is not patched for the CPU where CUDA is available",
             found=f"{torch.cuda.device_count()} devices",
-            remedy="Hide them with CUDA_VISIBLE_DEVICES= if that is what you want",
+            remedy="Hide the devices with CUDA_VISIBLE_DEVICES=",
         )
     for patch in PATCHES:
         try:

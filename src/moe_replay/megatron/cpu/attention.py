@@ -1,7 +1,7 @@
 """A core attention in plain torch: causal, padded or packed (thd), with zigzag context parallelism.
 
-Megatron-Core's own `DotProductAttention` refuses context parallelism and packed sequences; only Transformer Engine's
-has them, and that needs CUDA.
+Megatron-Core's own `DotProductAttention` does not support context parallelism or packed sequences; Transformer Engine's
+does, but needs CUDA.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe_replay.errors import UnsupportedRouterError
 
 
 class PlainCoreAttention(nn.Module):
-    """Takes the place of `core_attention` in a layer spec. It is exact and slow: scores of all pairs of tokens."""
+    """Replaces `core_attention` in a layer spec. Exact but slow: computes the scores of all pairs of tokens."""
 
     def __init__(
         self,
@@ -48,17 +48,16 @@ class PlainCoreAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """(s, b, heads, dim) of each, or (t, heads, dim) where packed -> (s, b, heads * dim) or (t, heads * dim).
+        """Return (s, b, heads * dim) from (s, b, heads, dim), or (t, heads * dim) from packed (t, heads, dim).
 
-        Every token sees itself and the earlier ones of its sequence; `attention_mask` is for padding at the end, which
-        no token sees anyway.
+        Attention is causal within each sequence; `attention_mask` is ignored, since it only masks padding at the end.
         """
         packed = query.dim() == 3
         if packed:
             query, key, value = (part.unsqueeze(1) for part in (query, key, value))
         rank, size = (0, 1) if self.context_group is None else (self.context_group.rank(), self.context_group.size())
         lengths = _segment_lengths(packed_seq_params) if packed else [len(query) * size]
-        shards = [_places(lengths, shard, size) for shard in range(size)]
+        shards = [_token_positions(lengths, shard, size) for shard in range(size)]
         if self.context_group is not None:
             key, value = self._gathered(key), self._gathered(value)
         repeats = query.shape[2] // key.shape[2]  # grouped queries
@@ -78,7 +77,7 @@ class PlainCoreAttention(nn.Module):
 
 
 def use_plain_attention(spec: Any) -> Any:
-    """The layer or block spec, with this core attention in every layer."""
+    """Put `PlainCoreAttention` into every layer of a layer or block spec."""
     for layer in getattr(spec, "layer_specs", [spec]):
         layer.submodules.self_attention.submodules.core_attention = PlainCoreAttention
     return spec
@@ -92,19 +91,19 @@ def _context_group(pg_collection: Any) -> Any:
 
 
 def _segment_lengths(packed_seq_params: Any) -> list[int]:
-    """Widths of the packed sequences, padding included."""
+    """Return the widths of the packed sequences, padding included."""
     padded = packed_seq_params.cu_seqlens_q_padded
     bounds = packed_seq_params.cu_seqlens_q if padded is None else padded
     return (bounds[1:] - bounds[:-1]).tolist()
 
 
-def _places(lengths: list[int], rank: int, size: int) -> Tensor:
-    """(tokens of this rank, 2): sequence and position of each, in Megatron's zigzag order."""
-    places = []
+def _token_positions(lengths: list[int], rank: int, size: int) -> Tensor:
+    """Return sequence and position of each token of a rank in Megatron's zigzag order, (tokens, 2)."""
+    found = []
     for sequence, length in enumerate(lengths):
         positions = torch.arange(length)
         if size > 1:
             pieces = positions.view(2 * size, -1)
             positions = torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
-        places.append(torch.stack([torch.full_like(positions, sequence), positions], dim=1))
-    return torch.cat(places)
+        found.append(torch.stack([torch.full_like(positions, sequence), positions], dim=1))
+    return torch.cat(found)

@@ -1,6 +1,6 @@
-"""What has to be replaced for Megatron-Core to run without CUDA, why, and until when.
+"""Patches for Megatron-Core to run without CUDA, with their reasons and when each can be removed.
 
-Lines are those of megatron-core 0.16.1; 0.12.1 to 0.15.3 run with the same patches.
+Line numbers are those of megatron-core 0.16.1; 0.12.1 to 0.15.3 run with the same patches.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SETTINGS: dict[str, Any] = {
 
 
 class Patch(NamedTuple):
-    """One replacement.
+    """One patch.
 
-    name      what it is about
-    upstream  the file and line that needs it
-    until     when it can go
-    apply     puts it in place, and leaves with the stack how to take it back
+    name      what it replaces
+    upstream  file and line that need it
+    until     when it can be removed
+    apply     applies the patch and registers how to undo it
     """
 
     name: str
@@ -54,7 +54,7 @@ def _replace(undo: ExitStack, owner: ModuleType | type, name: str, value: object
 def _no_compiler(undo: ExitStack) -> None:
     import torch._dynamo.config
 
-    undo.enter_context(torch._dynamo.config.patch(disable=True))  # a setting that is deleted is gone for good
+    undo.enter_context(torch._dynamo.config.patch(disable=True))  # deleting a setting could not be undone
 
 
 def _current_device(undo: ExitStack) -> None:
@@ -71,8 +71,8 @@ def _factories(undo: ExitStack) -> None:
 
         return made
 
-    # `with torch.device(...)` knows the factories by identity and lists them when it is first used: it must list the
-    # real ones, or tensors that belong elsewhere (a model being loaded on "meta") are made on the CPU, in silence.
+    # `with torch.device(...)` identifies the factories by identity and lists them on first use. It must list the
+    # originals, or tensors meant for another device (a model being loaded on "meta") silently end up on the CPU.
     _device_constructors()
     for name in ("zeros", "ones", "tensor"):
         _replace(undo, torch, name, on_cpu(getattr(torch, name)))
@@ -102,7 +102,7 @@ def _synchronize(undo: ExitStack) -> None:
 
 
 class _Stream:
-    """What runs at once has no stream to wait for. A class, since others name it in annotations."""
+    """A no-op stream for synchronous execution. A class, since other modules use it in annotations."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
@@ -267,7 +267,7 @@ PATCHES = (
     Patch(
         "latent attention without Transformer Engine",
         "multi_latent_attention.py:62 sets HAVE_TE although its classes are None",
-        "when HAVE_TE says what it means",
+        "when HAVE_TE is False without its classes",
         _latent_attention_without_te,
     ),
 )
