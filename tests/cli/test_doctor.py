@@ -136,6 +136,8 @@ def test_engines_and_families_come_from_the_registries(monkeypatch: pytest.Monke
     monkeypatch.setitem(ENGINES, "my_engine", own)
     assert "my_engine" not in finding(GOOD, "engines").text
     assert "my_engine" in finding(changed(my_engine="1.0"), "engines").text
+    monkeypatch.setattr(doctor, "ROUTER_FAMILIES", dict.fromkeys(("my_moe", "your_moe")))
+    assert "on 2 model types" in finding(GOOD, "transformers").text
     monkeypatch.setattr(doctor, "WEIGHT_MAPS", {"my_moe": "my_package:MY_MOE"})
     assert "weight maps of my_moe;" in finding(GOOD, "megatron-core").text
 

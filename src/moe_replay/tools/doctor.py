@@ -13,6 +13,7 @@ from moe_replay.megatron.weights import WEIGHT_MAPS
 from moe_replay.megatron.weights.family import ADD_A_FAMILY
 from moe_replay.rollout.registry import ENGINES
 from moe_replay.routes.layer_rules import setting
+from moe_replay.routes.router_families import ROUTER_FAMILIES
 from moe_replay.routes.topology import MoeTopology, text_config
 from moe_replay.tools.system_info import SystemInfo
 
@@ -122,7 +123,7 @@ def _transformers(system: SystemInfo) -> Finding:
     if not (4, 57) <= numbers(version) < (6,):
         text = "routers are supported from 4.57 to 5.x"
         return Finding("transformers", Status.BROKEN, version, text, install)
-    text = "record and replay on the model types of docs/routers.md"
+    text = f"record and replay on {len(ROUTER_FAMILIES)} model types (docs/routers.md)"
     return Finding("transformers", Status.OK, version, text)
 
 
