@@ -26,6 +26,8 @@ from moe_replay.rollout.registry import start_engine, start_sampler
 from moe_replay.rollout.types import SamplingParams
 from moe_replay.train.advantages import load_advantages
 from moe_replay.train.loop import train
+from moe_replay.train.losses.registry import load_loss
+from moe_replay.train.losses.types import LossInputs, LossSettings
 from tests.train.conftest import demo_files  # noqa: F401  a fixture
 from tests.train.runs import tiny_config
 
@@ -111,6 +113,27 @@ def test_an_engine(run: Run, demo_files: Any) -> None:  # noqa: F811
     engine = start_engine("my_engine:GenerateEngine", StartRequest(model=str(demo_files.model)))
     engine.update_weights(iter(engine.model.state_dict().items()), version=3)
     assert engine.weight_version == 3
+
+
+def test_a_policy_loss(run: Run) -> None:
+    lines = run(algorithm={"policy_loss": "my_loss:cispo", "updates_per_rollout": 2})
+    assert all("loss/capped" in line and line["loss/ratio"] > 0 for line in lines)
+    assert all(line["loss/grad_norm"] > 0 for line in lines)
+    assert all("loss/clip_low" not in line for line in lines)  # a metric of the built-in loss
+    old = torch.tensor([-1.0, -1.0])
+    inputs = LossInputs(
+        logprobs=torch.tensor([-0.5, -1.0], requires_grad=True),
+        old_logprobs=old,
+        rollout_logprobs=old,
+        advantages=torch.tensor([1.0, -1.0]),
+        weights=torch.tensor([0.5, 0.5]),
+        sequence=torch.tensor([0, 1]),
+        num_sequences=2,
+    )
+    output = load_loss("my_loss:cispo")(inputs, LossSettings(clip_high=0.2))
+    output.loss.backward()
+    torch.testing.assert_close(inputs.logprobs.grad, torch.tensor([-0.6, 0.5]))  # -weight * capped ratio * advantage
+    assert output.token_metrics["capped"].tolist() == [True, False]
 
 
 def test_a_metric_sink(run: Run, tmp_path: Path) -> None:
