@@ -10,7 +10,7 @@ import pytest
 
 from moe_replay import MoeTopology, interop
 from moe_replay.errors import EngineName
-from moe_replay.rollout.sglang_wire import Answer
+from moe_replay.rollout.sglang_wire import GenerateResponse
 from tests.real_sglang.models import sglang_model
 
 pytest.importorskip("transformers")
@@ -36,7 +36,9 @@ def test_as_the_client_reads_them(name: str) -> None:
     assert len(answers) > 3
     for prompt, first, content in answers:
         ids = np.array(prompt, np.int32)
-        sample = Answer(content, EngineName("SGLang", "0.5.23"), 0).to_sample(ids, topology, lambda _: 0, first)
+        sample = GenerateResponse(content, EngineName("SGLang", "0.5.23"), 0).to_sample(
+            ids, topology, lambda _: 0, first
+        )
         encoded, tokens = content["meta_info"]["routed_experts"], prompt + content["output_ids"]
         trace = interop.from_sglang(encoded, tokens, topology, first_token=first)
         assert trace == sample.trace

@@ -113,7 +113,7 @@ def test_an_update_without_its_end_is_no_update(client: VllmServer, url: str) ->
     headers = {"authorization": f"Bearer {TOKEN}"}
     answer = httpx.post(f"{url}/weights", content=body[:-8], headers=headers, timeout=60)
     assert answer.status_code == 400
-    assert "before its end" in answer.json()["error"]
+    assert "is truncated" in answer.json()["error"]
     with pytest.raises(EngineError, match="did not succeed"):
         client.generate([[1]], SamplingParams())
     assert httpx.post(f"{url}/weights", content=b"\xff" * 40, headers=headers, timeout=60).status_code == 409
@@ -174,7 +174,7 @@ def test_an_abort_brings_back_what_there_is(client: VllmServer, engine: Transfor
 def test_a_request_takes_no_longer_than_its_time(url: str, engine: TransformersEngine) -> None:
     with (
         VllmServer(url, token=TOKEN, timeout=0.3) as client,
-        engine._one_at_a_time,
+        engine._lock,
         pytest.raises(EngineUnavailableError, match="cannot be reached"),
     ):
         client.generate([[1]], SamplingParams())

@@ -164,7 +164,7 @@ def test_routes_of_another_model_are_refused(engine: TransformersEngine) -> None
 
 
 def test_a_session_is_one_trajectory(engine: TransformersEngine) -> None:
-    with pytest.raises(EngineError, match="one trajectory"):
+    with pytest.raises(EngineError, match="one sequence"):
         turn(Session(PROMPT), engine, SamplingParams(n=2))
 
 

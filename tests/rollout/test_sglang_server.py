@@ -261,10 +261,10 @@ def with_route(layer: int, experts: list[int]) -> Callable[[np.ndarray], np.ndar
         (lambda meta: {"output_token_logprobs": meta["output_token_logprobs"][1:]}, "other tokens than it sampled"),
         (
             lambda meta: {"output_token_logprobs": [[None, *rest] for _, *rest in meta["output_token_logprobs"]]},
-            "no numbers",
+            "not finite",
         ),
         (lambda meta: {"finish_reason": {"type": "tired"}}, "unknown reason"),
-        (lambda meta: {"weight_version": "newest"}, "no number"),
+        (lambda meta: {"weight_version": "newest"}, "not a number"),
         (lambda meta: {"weight_versions": [{"version": "1"}, {"version": "2"}]}, "several weight versions"),
     ],
 )
@@ -445,7 +445,7 @@ def test_abort() -> None:
 
 def test_the_topology_comes_from_the_model(tmp_path: Path) -> None:
     model("glm4_moe").save_pretrained(tmp_path)
-    with Stub("glm4_moe").client(None) as client, pytest.raises(EngineError, match="cannot be read from here"):
+    with Stub("glm4_moe").client(None) as client, pytest.raises(EngineError, match="cannot be read on this machine"):
         client.topology  # noqa: B018
     with Stub("glm4_moe", model_path=str(tmp_path)).client(None) as client:
         assert client.topology.layers == (1, 2)

@@ -1,7 +1,7 @@
-"""The client of a plain `vllm serve --enable-return-routed-experts`: read what it returns, nothing more.
+"""Client of a plain `vllm serve --enable-return-routed-experts`, which can only sample.
 
-Such a server cannot be given new weights; it is for evaluation, for weights that something else keeps up to date, and
-for a first try. `moe-replay rollout` is the server made for training.
+It takes no weights: use it for evaluation, for weights that something else updates, and for a first try. The server
+for training is `moe-replay rollout`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from moe_replay.errors import EngineError, EngineName
-from moe_replay.interop.capture import trace_from_capture
 from moe_replay.interop.encoding import from_base64, from_npy, max_bytes
 from moe_replay.interop.rows import PeerError
+from moe_replay.rollout.captured_sample import captured_sample, parse_finish_reason
 from moe_replay.rollout.engine import Sampler, StartRequest
 from moe_replay.rollout.http import HttpClient
-from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
+from moe_replay.rollout.types import Sample, SamplingParams
 from moe_replay.routes.topology import MoeTopology
 
 
@@ -42,10 +42,10 @@ def start(request: StartRequest) -> Sampler:
 class PlainVllmServer(HttpClient):
     """vLLM's own OpenAI-compatible server.
 
-    model                what the server calls the model
+    model                name of the model on the server
     topology             of that model: MoeTopology.from_config(AutoConfig.from_pretrained(...))
-    processed_logprobs   the server was started with `--logprobs-mode processed_logprobs`; it cannot be asked, and
-                         without it log-probs are right at temperature 1, top_p 1 and top_k 0 only
+    processed_logprobs   whether the server was started with `--logprobs-mode processed_logprobs`, which cannot be
+                         queried; without it log-probs are right only at temperature 1, top_p 1 and top_k 0
     """
 
     def __init__(
@@ -71,15 +71,15 @@ class PlainVllmServer(HttpClient):
         return EngineName("vLLM", self._call("GET", "/version")["version"])
 
     async def _sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
-        plain = (params.temperature, params.top_p, params.top_k) in ((1.0, 1.0, 0), (0.0, 1.0, 0))
-        if not plain and not self.processed_logprobs:
+        untruncated = (params.temperature, params.top_p, params.top_k) in ((1.0, 1.0, 0), (0.0, 1.0, 0))
+        if not untruncated and not self.processed_logprobs:
             raise EngineError(
                 "a plain vLLM server reports log-probs of another distribution than it samples from",
                 expected="temperature 1, top_p 1, top_k 0",
                 found=f"temperature {params.temperature}, top_p {params.top_p}, top_k {params.top_k}",
-                remedy="Start it with --logprobs-mode processed_logprobs and say processed_logprobs=True here",
+                remedy="Start it with --logprobs-mode processed_logprobs and set processed_logprobs=True here",
             )
-        asked = {
+        request = {
             "model": self.model,
             "prompt": [int(token) for token in prompt],
             "n": params.draws,
@@ -93,8 +93,8 @@ class PlainVllmServer(HttpClient):
             "logprobs": 0,
             "return_token_ids": True,
         }
-        answer = (await self._post("/v1/completions", asked)).json()
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        response = (await self._post("/v1/completions", request)).json()
+        choices = sorted(response["choices"], key=lambda choice: choice["index"])
         if len(choices) != params.draws:
             raise EngineError("vLLM lost samples", expected=params.draws, found=len(choices))
         ids = np.asarray(prompt, np.int32)
@@ -113,27 +113,22 @@ class PlainVllmServer(HttpClient):
                 remedy="Start it with --enable-return-routed-experts; a gateway in between must pass the fields on",
             )
         completion = np.asarray(choice["token_ids"], np.int32)
-        tokens = np.concatenate([prompt, completion])
-        trace = trace_from_capture(
-            _npy(choice["routed_experts"], len(tokens), self.topology, index),
-            tokens,
-            self.topology,
-            EngineName("vLLM", f"at {self.url}"),
+        engine = EngineName("vLLM", f"at {self.url}")
+        return captured_sample(
+            prompt,
+            completion,
+            lambda: np.asarray(choice["logprobs"]["token_logprobs"], np.float32),
+            _npy(choice["routed_experts"], len(prompt) + len(completion), self.topology, index),
+            finish_reason=parse_finish_reason(choice["finish_reason"], engine, index),
+            topology=self.topology,
+            engine=engine,
             weight_version=self.weight_version,
             sample=index,
-        )
-        return Sample(
-            prompt_ids=prompt,
-            completion_ids=completion,
-            logprobs=np.asarray(choice["logprobs"]["token_logprobs"], np.float32),
-            finish_reason=FinishReason(choice["finish_reason"]),
-            trace=trace,
-            weight_version=self.weight_version,
         )
 
 
 def _npy(encoded: str, tokens: int, topology: MoeTopology, sample: int) -> np.ndarray:
-    """The array in base64 of a .npy file, which is no larger than the routes of so many tokens can be."""
+    """Return the array in base64 of a .npy file, which is at most as large as the routes of `tokens` tokens."""
     try:
         return from_npy(from_base64(encoded, max_bytes(tokens, topology), "vLLM", sample), "vLLM", sample)
     except PeerError as wrong:

@@ -1,9 +1,9 @@
-"""The samples of one prompt as bytes: routes of the prompt once for all of them, dense layers never.
+"""The samples of one prompt as bytes: routes of the prompt once for all of them, no dense layers.
 
-    u32 length of the head | head, JSON | trace of each distinct prompt | for each sample: trace of its completion,
+    u32 length of the header | header, JSON | trace of each distinct prompt | for each sample: trace of its completion,
     log-probs (float32)
 
-All numbers are little-endian; traces are in the format of docs/trace-format.md. Reading trusts nothing.
+All numbers are little-endian; traces are in the format of docs/trace-format.md. The reader validates everything.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from moe_replay.routes.trace import RouteTrace
 
 MEDIA_TYPE = "application/vnd.moe-replay.samples"
 _LENGTH = struct.Struct("<I")
-_MOST_HEAD_BYTES = 2**24
+_MAX_HEADER_BYTES = 2**24
 
 Bytes = bytes | bytearray | memoryview
 
 
-class _SampleHead(BaseModel):
+class _SampleHeader(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    prompt: int = Field(ge=0)  # which of the prompts' traces
+    prompt: int = Field(ge=0)  # index of the trace of its prompt
     trace_bytes: int = Field(ge=0)
     tokens: int = Field(ge=0)
     finish_reason: str
@@ -37,18 +37,18 @@ class _SampleHead(BaseModel):
     info: dict[str, str] = {}
 
 
-class _Head(BaseModel):
+class _Header(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     prompt_bytes: list[int]
-    samples: list[_SampleHead]
+    samples: list[_SampleHeader]
     logprobs_crc: int
 
 
 def encode_samples(samples: Sequence[Sample]) -> bytes:
-    """The samples of one prompt. Where a sample's prompt was routed unlike the others', it brings routes of its own."""
+    """Encode the samples of one prompt. A sample whose prompt was routed differently has prompt routes of its own."""
     prompts: list[RouteTrace] = []
-    heads, bodies, crc = [], [], 0
+    headers, bodies, crc = [], [], 0
     for sample in samples:
         cut = len(sample.prompt_ids)
         prompt, completion = sample.trace[:cut], sample.trace[cut:]
@@ -58,8 +58,8 @@ def encode_samples(samples: Sequence[Sample]) -> bytes:
         trace, logprobs = completion.to_bytes(), sample.logprobs.astype("<f4").tobytes()
         crc = zlib.crc32(logprobs, crc)
         bodies += [trace, logprobs]
-        heads.append(
-            _SampleHead(
+        headers.append(
+            _SampleHeader(
                 prompt=number,
                 trace_bytes=len(trace),
                 tokens=len(sample.completion_ids),
@@ -69,29 +69,31 @@ def encode_samples(samples: Sequence[Sample]) -> bytes:
             )
         )
     blobs = [prompt.to_bytes() for prompt in prompts]
-    head = _Head(prompt_bytes=[len(blob) for blob in blobs], samples=heads, logprobs_crc=crc)
-    text = head.model_dump_json().encode()
+    header = _Header(prompt_bytes=[len(blob) for blob in blobs], samples=headers, logprobs_crc=crc)
+    text = header.model_dump_json().encode()
     return b"".join([_LENGTH.pack(len(text)), text, *blobs, *bodies])
 
 
 def decode_samples(data: Bytes) -> list[Sample]:
-    """The samples in these bytes; anything but whole, unharmed samples is an error."""
+    """Decode samples; truncated or corrupted bytes are an error."""
     body = _Cursor(data)
-    (length,) = _LENGTH.unpack(body.take(_LENGTH.size, "length of the head"))
-    if length > _MOST_HEAD_BYTES:
-        raise TraceFormatError("samples with an impossible head", expected=f"at most {_MOST_HEAD_BYTES}", found=length)
+    (length,) = _LENGTH.unpack(body.take(_LENGTH.size, "length of the header"))
+    if length > _MAX_HEADER_BYTES:
+        raise TraceFormatError(
+            "samples with an impossible header", expected=f"at most {_MAX_HEADER_BYTES}", found=length
+        )
     try:
-        head = _Head.model_validate_json(bytes(body.take(length, "head")))
+        header = _Header.model_validate_json(bytes(body.take(length, "header")))
     except ValidationError as wrong:
-        raise TraceFormatError(f"samples with an unreadable head: {wrong}") from wrong
-    prompts = [_trace(body.take(size, f"prompt {i}")) for i, size in enumerate(head.prompt_bytes)]
+        raise TraceFormatError(f"samples with an unreadable header: {wrong}") from wrong
+    prompts = [_trace(body.take(size, f"prompt {i}")) for i, size in enumerate(header.prompt_bytes)]
     samples, crc = [], 0
-    for number, described in enumerate(head.samples):
+    for number, described in enumerate(header.samples):
         completion = _trace(body.take(described.trace_bytes, f"trace of sample {number}"), number)
         logprobs = body.take(4 * described.tokens, f"log-probs of sample {number}")
         crc = zlib.crc32(logprobs, crc)
         if described.prompt >= len(prompts) or described.finish_reason not in tuple(FinishReason):
-            raise TraceFormatError("a sample with an impossible head", sample=number, found=described)
+            raise TraceFormatError("a sample with an impossible header", sample=number, found=described)
         prompt = prompts[described.prompt]
         samples.append(
             Sample(
@@ -105,8 +107,8 @@ def decode_samples(data: Bytes) -> list[Sample]:
             )
         )
     body.check_end()
-    if crc != head.logprobs_crc:
-        raise TraceFormatError("log-probs were changed on the way", expected=head.logprobs_crc, found=crc)
+    if crc != header.logprobs_crc:
+        raise TraceFormatError("log-probs were corrupted in transit", expected=header.logprobs_crc, found=crc)
     return samples
 
 
@@ -117,7 +119,7 @@ def _trace(blob: memoryview, sample: int | None = None) -> RouteTrace:
 
 
 class _Cursor:
-    """Reads bytes from front to back."""
+    """Sequential reader of bytes."""
 
     def __init__(self, data: Bytes) -> None:
         self.view = memoryview(data)
@@ -126,7 +128,7 @@ class _Cursor:
     def take(self, size: int, what: str) -> memoryview:
         if size < 0 or self.at + size > len(self.view):
             raise TraceFormatError(
-                f"samples are cut off in the {what}",
+                f"samples are truncated in the {what}",
                 expected=f"{size} bytes from byte {self.at} on",
                 found=f"{len(self.view)} bytes in all",
             )

@@ -1,11 +1,11 @@
-"""An engine behind HTTP: what `moe-replay rollout` serves, and `VllmServer` talks to.
+"""An engine behind HTTP: the application that `moe-replay rollout` serves and `VllmServer` is the client of.
 
 POST /generate   {"prompt_ids": [...], "params": {...}} -> samples in the format of `sample_wire`
 POST /weights    the body of `weight_stream`
 POST /prompt_logprobs {"token_ids": [...]} -> {"logprobs": [...]}
 POST /sleep, /wake, /abort
 GET  /info       engine, topology, weight version
-GET  /health     the only one that asks for no token
+GET  /health     the only one without a token
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from moe_replay.errors import EngineUnavailableError, MoeReplayError
 from moe_replay.rollout.engine import Engine
 from moe_replay.rollout.sample_wire import MEDIA_TYPE, encode_samples
 from moe_replay.rollout.types import SamplingParams
-from moe_replay.rollout.weight_stream import read_order, read_tensors
+from moe_replay.rollout.weight_stream import read_header, read_tensors
 
-MOST_JSON_BYTES = 2**26
+MAX_JSON_BYTES = 2**26
 T = TypeVar("T")
 
 
@@ -49,7 +49,7 @@ class _TokenIds(BaseModel):
 
 
 def build_app(engine: Engine, token: str, max_requests: int = 256) -> Starlette:
-    """The application. At most `max_requests` prompts are under way; beyond that a client is sent elsewhere (503)."""
+    """Return the application. At most `max_requests` prompts are sampled at once; further requests get a 503."""
 
     service = _Service(engine, token, max_requests)
     posts = {
@@ -66,8 +66,8 @@ def build_app(engine: Engine, token: str, max_requests: int = 256) -> Starlette:
     return Starlette(routes=routes)
 
 
-class _RefusalError(Exception):
-    """An answer that is not the one asked for."""
+class _ResponseError(Exception):
+    """An error response."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -75,23 +75,23 @@ class _RefusalError(Exception):
 
 
 class _Service:
-    """The handlers of one engine."""
+    """Request handlers of one engine."""
 
     def __init__(self, engine: Engine, token: str, max_requests: int) -> None:
         self.engine = engine
         self.max_requests = max_requests
         self._token = token.encode()
-        self._under_way = 0
+        self._active = 0
 
     def guarded(self, work: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """Only with the token; what is wrong comes back as text."""
+        """Wrap a handler: it requires the token, and errors become responses with their text."""
 
         async def handler(request: Request) -> Response:
             try:
                 self._check_token(request.headers.get("authorization", ""))
                 return await work(request)
-            except _RefusalError as refusal:
-                return JSONResponse({"error": str(refusal)}, refusal.status)
+            except _ResponseError as error:
+                return JSONResponse({"error": str(error)}, error.status)
             except ValidationError as wrong:
                 return JSONResponse({"error": str(wrong)}, 422)
             except EngineUnavailableError as dead:
@@ -104,7 +104,7 @@ class _Service:
     def _check_token(self, header: str) -> None:
         scheme, _, given = header.partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), self._token):
-            raise _RefusalError(401, "a bearer token is needed, the one that the server was started with")
+            raise _ResponseError(401, "a bearer token is needed, the one that the server was started with")
 
     async def health(self, request: Request) -> Response:
         """Whether the engine is alive, ready to sample or not."""
@@ -112,7 +112,7 @@ class _Service:
         return JSONResponse({"alive": alive}, 200 if alive else 503)
 
     async def info(self, request: Request) -> Response:
-        """What this server is."""
+        """Engine, weight version and topology."""
         topology = self.engine.topology
         return JSONResponse(
             {
@@ -125,36 +125,36 @@ class _Service:
         )
 
     async def generate(self, request: Request) -> Response:
-        """Samples of one prompt; given up when the client is gone."""
+        """Sample one prompt; cancelled when the client disconnects."""
         asked = _Generate.model_validate_json(await _limited_body(request))
-        if self._under_way >= self.max_requests:
-            raise _RefusalError(503, f"{self._under_way} requests are under way already")
-        self._under_way += 1
+        if self._active >= self.max_requests:
+            raise _ResponseError(503, f"{self._active} requests are running already")
+        self._active += 1
         try:
             samples = await _while_connected(request, self.engine.generate_one(asked.prompt_ids, asked.params))
         finally:
-            self._under_way -= 1
+            self._active -= 1
         return Response(await anyio.to_thread.run_sync(encode_samples, samples), media_type=MEDIA_TYPE)
 
     async def prompt_logprobs(self, request: Request) -> Response:
-        """Log-probs of a given sequence."""
+        """Score a given sequence."""
         asked = _TokenIds.model_validate_json(await _limited_body(request))
         found = await anyio.to_thread.run_sync(self.engine.prompt_logprobs, asked.token_ids)
         return JSONResponse({"logprobs": found.tolist()})
 
     async def weights(self, request: Request) -> Response:
-        """New weights, read from the request while the engine loads them."""
+        """Update the weights, read from the request while the engine loads them."""
         body = _BodyReader(request)
         await anyio.to_thread.run_sync(self._update, body.read)
         return await self.info(request)
 
     def _update(self, read: Callable[[int], bytes]) -> None:
-        order = read_order(read)
-        weights = read_tensors(read) if order.folder is None else Path(order.folder)
-        self.engine.update_weights(weights, order.version, order.to_probe())
+        header = read_header(read)
+        weights = read_tensors(read) if header.folder is None else Path(header.folder)
+        self.engine.update_weights(weights, header.version, header.to_probe())
 
     async def command(self, work: Callable[[], None], request: Request) -> Response:
-        """Something to do that has no parameters."""
+        """Run a command without parameters."""
         await anyio.to_thread.run_sync(work)
         return await self.info(request)
 
@@ -164,48 +164,48 @@ class _BodyReader:
 
     def __init__(self, request: Request) -> None:
         self._stream = request.stream()
-        self._waiting = bytearray()
+        self._buffer = bytearray()
 
     def read(self, size: int) -> bytes:
-        """Exactly so many bytes; an error where the body ends before."""
+        """Return exactly `size` bytes; raise if the body ends before."""
         return anyio.from_thread.run(self._read, size)
 
     async def _read(self, size: int) -> bytes:
         try:
-            while len(self._waiting) < size:
-                piece = await anext(self._stream, None)
-                if piece is None:
-                    raise _RefusalError(400, "the update ended before its end")
-                self._waiting += piece
+            while len(self._buffer) < size:
+                chunk = await anext(self._stream, None)
+                if chunk is None:
+                    raise _ResponseError(400, "the body of the update is truncated")
+                self._buffer += chunk
         except ClientDisconnect as gone:
-            raise _RefusalError(400, "the client left in the middle of an update") from gone
-        taken = bytes(self._waiting[:size])
-        del self._waiting[:size]
+            raise _ResponseError(400, "the client disconnected during an update") from gone
+        taken = bytes(self._buffer[:size])
+        del self._buffer[:size]
         return taken
 
 
 async def _limited_body(request: Request) -> bytes:
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MOST_JSON_BYTES:
-            raise _RefusalError(413, f"a request has at most {MOST_JSON_BYTES} bytes")
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_JSON_BYTES:
+            raise _ResponseError(413, f"a request has at most {MAX_JSON_BYTES} bytes")
     return bytes(body)
 
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away."""
+    """Return the result of `work`, which is cancelled when the client disconnects."""
     task: asyncio.Future[Any] = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
+    disconnect = asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise _RefusalError(499, "the client is gone")
+            raise _ResponseError(499, "the client disconnected")
         return task.result()
     finally:
-        for future in (task, gone):
+        for future in (task, disconnect):
             future.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
 async def _disconnected(request: Request) -> None:

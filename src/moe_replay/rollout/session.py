@@ -1,14 +1,14 @@
-"""`Session`: one trajectory that grows turn by turn, with tools in between, aborts and new weights at any time.
+"""`Session`: one sequence that grows turn by turn, across tool calls, aborts and weight updates.
 
     session = Session(prompt_ids)
     while await session.generate(engine, params) is FinishReason.ABORT:
-        ...                                             # new weights came: the next call resumes the turn
+        ...                                             # weights were updated: the next call resumes the turn
     session.observe(tool_output_ids)
     await session.generate(engine, params)
     sequence = session.finish()                         # what the trainer trains on
 
-Engines are sent token ids, never text, and see the whole sequence again in every turn. What they say of tokens that
-are routed already is kept or replaced as `keep` says; what nobody routed stays marked as uncovered.
+Engines are sent token ids, never text, and get the whole sequence again in every turn. Whether a token that has a route
+keeps it or takes that of a later turn is decided by `keep`; a token that no engine has routed is uncovered.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from moe_replay.routes.trace import RouteTrace
 
 
 class Session:
-    """The tokens of one trajectory, and where each of them comes from. T tokens so far.
+    """The tokens of one sequence, T so far, and the origin of each.
 
-    keep                as_sampled: a token keeps the route that it was given first; latest: the last pass over it
-                        decides
+    keep                as_sampled: a token keeps its first route; latest: it takes that of the last pass over it
     token_ids           (T,) int32
-    logprobs            (T,) float32: of the tokens that were sampled, under the weights that sampled them; else 0
+    logprobs            (T,) float32: of the sampled tokens, under the weights that sampled them; 0 elsewhere
     sampled_versions    (T,) int64: weight version that sampled the token, -1 for prompt and observations
     trace               routes of the tokens, with the weight version that routed each; None before the first turn
     """
@@ -57,12 +56,12 @@ class Session:
     # ---- growing ------------------------------------------------------------------------------------------------
 
     def observe(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that the model did not sample: a prompt, a tool's output."""
+        """Append tokens that the model did not sample: a prompt, the output of a tool."""
         if self.finish_reason is FinishReason.ABORT:
             raise EngineError(
                 "an observation in the middle of a turn",
                 token=len(self),
-                remedy="The turn was aborted: call generate again to resume it, then append what answers it",
+                remedy="The turn was aborted: call generate again to resume it, then append the observation",
             )
         ids = np.asarray(token_ids, np.int32)
         self._append(ids, np.zeros(len(ids), np.float32), NOT_SAMPLED)
@@ -71,9 +70,9 @@ class Session:
         self.turn_starts_at = len(self)
 
     def observe_conversation(self, token_ids: Sequence[int]) -> None:
-        """Append what a whole conversation, tokenised anew, has beyond the tokens so far.
+        """Append the new tokens of a conversation that was tokenised as a whole again.
 
-        Text does not always give the tokens back that it was made from: where it does not, this is an error.
+        Raises if tokenising it again changed tokens that the session has already.
         """
         ids = np.asarray(token_ids, np.int32)
         common = min(len(ids), len(self))
@@ -91,13 +90,13 @@ class Session:
         self.observe(ids[len(self) :].tolist())
 
     async def generate(self, engine: Sampler, params: SamplingParams) -> FinishReason:
-        """Sample one turn; after an abort, the rest of the turn, with the weights that the engine has by now."""
-        asked = self._remaining(params)
-        (sample,) = await engine.generate_one(self.token_ids.tolist(), asked)
+        """Sample one turn, or after an abort the rest of the turn, with the engine's current weights."""
+        remaining = self._remaining(params)
+        (sample,) = await engine.generate_one(self.token_ids.tolist(), remaining)
         return self.absorb(sample)
 
     def absorb(self, sample: Sample) -> FinishReason:
-        """Take in what an engine made of the tokens so far."""
+        """Append the completion and the routes of a sample whose prompt is the sequence so far."""
         if not np.array_equal(sample.prompt_ids, self.token_ids):
             raise EngineError("a sample of another sequence", expected=f"{len(self)} tokens", found=sample.trace)
         if self.trace is None:
@@ -125,13 +124,13 @@ class Session:
         )
 
     def _remaining(self, params: SamplingParams) -> SamplingParams:
-        """What is left of a turn that was aborted, with random numbers that have not been used yet."""
+        """Return the parameters for the rest of an aborted turn, with a seed that has not been used yet."""
         done = len(self) - self.turn_starts_at if self.finish_reason is FinishReason.ABORT else 0
         if params.n != 1:
-            raise EngineError("a session is one trajectory", expected="n=1", found=f"n={params.n}")
+            raise EngineError("a session samples one sequence", expected="n=1", found=f"n={params.n}")
         if done >= params.max_tokens:
             raise EngineError(
-                "the turn that was aborted is as long as a turn may be", expected=f"less than {params.max_tokens}"
+                "the aborted turn has its maximum length already", expected=f"less than {params.max_tokens}"
             )
         if self.finish_reason is not FinishReason.ABORT:
             self.turn_starts_at = len(self)

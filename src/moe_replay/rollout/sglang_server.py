@@ -1,7 +1,7 @@
-"""The client of an SGLang server that was started with `--enable-return-routed-experts`: its native `/generate`.
+"""Client of an SGLang server started with `--enable-return-routed-experts`: its native `/generate`.
 
-SGLang answers a request that resumes an aborted one like any other: with the routes of the whole sequence, those of
-its cached prefix included. `Session` keeps what it has and takes what is new.
+A request that resumes an aborted one returns the routes of the whole sequence, cached prefix included, like any other
+request. `Session` keeps the routes that it has and adds the new ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moe_replay.errors import EngineError, EngineName
 from moe_replay.rollout.engine import Engine, StartRequest
 from moe_replay.rollout.http import HttpClient
 from moe_replay.rollout.pool import connect
-from moe_replay.rollout.sglang_wire import NO_PENALTIES, Answer, generate_request, request_seed
+from moe_replay.rollout.sglang_wire import NO_PENALTIES, GenerateResponse, generate_request, request_seed
 from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.weights import packed, safetensors_files
@@ -35,13 +35,13 @@ def start(request: StartRequest) -> Engine:
 
 
 class SglangServer(HttpClient):
-    """An SGLang server, reached over HTTP.
+    """Client of an SGLang server.
 
-    model_path       folder or name of the model it serves; left out: the folder that the server names
-    topology         of that model; left out: from its config
+    model_path       folder or name of the model that it serves; default: the folder that the server reports
+    topology         of that model; default: from its config
     weight_version   of the weights that the server was started with
-    shared_folder    where weights that come as an iterator are written for the server to read: it must see that folder
-    token            the server's `--api-key`; its `--admin-api-key`, where it has one, to update weights
+    shared_folder    folder that the server can read too, for weights that come as an iterator
+    token            the server's `--api-key`; its `--admin-api-key`, if it has one, to update weights
 
     Example:
         engine = SglangServer("http://127.0.0.1:30000")
@@ -65,15 +65,15 @@ class SglangServer(HttpClient):
         self._first_version = weight_version
         self._shared_folder = shared_folder
         self._state = EngineState(f"SGLang at {self.url}", weight_version)
-        self._open = asyncio.Event()  # not set while weights change: what comes waits
-        self._open.set()
-        self._tempered = False
+        self._accepting = asyncio.Event()  # cleared during weight updates: new requests wait
+        self._accepting.set()
+        self._temperature_checked = False
 
-    # ---- what it is ---------------------------------------------------------------------------------------------
+    # ---- properties ---------------------------------------------------------------------------------------------
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        """How the server was started."""
+        """The settings that the server was started with."""
         return self._call("GET", "/server_info")
 
     @cached_property
@@ -87,9 +87,9 @@ class SglangServer(HttpClient):
         path = self._given_path or self._settings["model_path"]
         if self._given_path is None and not Path(path).is_dir():
             raise EngineError(
-                f"{self._state.engine} serves a model that cannot be read from here",
+                f"{self._state.engine} serves a model that cannot be read on this machine",
                 found=path,
-                remedy="Say model_path= (a folder or a name that Transformers knows) or topology=",
+                remedy="Pass model_path= (a folder or a name that Transformers can load) or topology=",
             )
         from transformers import AutoConfig
 
@@ -97,16 +97,16 @@ class SglangServer(HttpClient):
 
     @property
     def weight_version(self) -> int:
-        """What the server says of its weights now."""
-        return self._numbered(self._call("GET", "/model_info")["weight_version"])
+        """Version of the server's current weights."""
+        return self._parse_version(self._call("GET", "/model_info")["weight_version"])
 
-    def _numbered(self, version: str) -> int:
-        """SGLang stamps samples with a text: `default` until the first update, then what the update said."""
+    def _parse_version(self, version: str) -> int:
+        """Return the number of SGLang's version text: `default` until the first update, then what the update sent."""
         if version == "default":
             return self._first_version
         if not version.isdecimal():
             raise EngineError(
-                f"{self._state.engine} has weights of a version that is no number",
+                f"{self._state.engine} has a weight version that is not a number",
                 found=version,
                 remedy="Update its weights through this engine, or with a number as weight_version",
             )
@@ -118,50 +118,50 @@ class SglangServer(HttpClient):
         return await self._sample_from(prompt, params, 0)
 
     async def generate_from(self, prompt: Sequence[int], params: SamplingParams, first_token: int) -> list[Sample]:
-        """Like `generate_one`, but routes of tokens before `first_token` are not sent: they come back as uncovered.
+        """Return samples like `generate_one`, without routes of the tokens before `first_token`: they are uncovered.
 
-        For a sequence that goes on: `RouteTrace.continued_by` keeps the routes that its earlier part has already.
+        For a continued sequence: `RouteTrace.continued_by` keeps the routes that its earlier part has already.
         """
         if not 0 <= first_token <= len(prompt):
             raise EngineError(
-                "routes can be left out for tokens of the prompt only",
+                "routes can be left out only for tokens of the prompt",
                 expected=f"first_token from 0 to {len(prompt)}",
                 found=first_token,
             )
 
-        async def in_turn() -> list[Sample]:
+        async def limited() -> list[Sample]:
             async with self._semaphore:
                 return await self._sample_from(prompt, params, first_token)
 
-        return await self._loop.run_async(in_turn())
+        return await self._loop.run_async(limited())
 
     async def _sample_from(self, prompt: Sequence[int], params: SamplingParams, first_token: int) -> list[Sample]:
-        await self._open.wait()
+        await self._accepting.wait()
         self._state.require_ready()
-        await asyncio.to_thread(lambda: (self.name, self.topology))  # asked for once, and not in this loop
-        if params.temperature not in (0.0, 1.0) and not self._tempered:
+        await asyncio.to_thread(lambda: (self.name, self.topology))  # cached; blocking, so not in this loop
+        if params.temperature not in (0.0, 1.0) and not self._temperature_checked:
             await self._check_temperature(int(prompt[0]))
-        answers = await self._answers(generate_request(prompt, params, first_token), prompt, params)
+        responses = await self._responses(generate_request(prompt, params, first_token), prompt, params)
         ids = np.asarray(prompt, np.int32)
         samples = [
-            Answer(content, self.name, index).to_sample(ids, self.topology, self._numbered, first_token)
-            for index, content in enumerate(answers)
+            GenerateResponse(content, self.name, index).to_sample(ids, self.topology, self._parse_version, first_token)
+            for index, content in enumerate(responses)
         ]
         if any(sample.finish_reason is not FinishReason.ABORT for sample in samples):
-            await self._open.wait()  # it may have waited inside the server, for weights that are yet to be proved
+            await self._accepting.wait()  # it may have been queued in the server, for weights that are not verified yet
             self._state.require_ready()
         return samples * (params.n // params.draws)
 
-    async def _answers(self, request: dict[str, Any], prompt: Sequence[int], params: SamplingParams) -> list[Any]:
-        """One for each sample. A server that samples by seeds gives all n of a request the same: they go one by one."""
+    async def _responses(self, request: dict[str, Any], prompt: Sequence[int], params: SamplingParams) -> list[Any]:
+        """Return one response per sample. A seeded server uses one seed for all n of a request: they are sent apart."""
         if params.temperature > 0 and self._settings.get("enable_deterministic_inference"):
             sampling = request["sampling_params"]
-            one_by_one = [
+            separate = [
                 request
                 | {"sampling_params": sampling | {"n": 1, "sampling_seed": request_seed(prompt, params.seed, number)}}
                 for number in range(params.draws)
             ]
-            answers = await asyncio.gather(*(self._generate(one) for one in one_by_one))
+            responses = await asyncio.gather(*(self._generate(one) for one in separate))
         elif params.temperature > 0 and params.seed is not None:
             raise EngineError(
                 f"{self._state.engine} ignores seeds",
@@ -169,17 +169,17 @@ class SglangServer(HttpClient):
                 remedy="Start it with --enable-deterministic-inference, or sample without a seed",
             )
         else:
-            answers = await self._generate(request)
-            answers = answers if isinstance(answers, list) else [answers]
-        if len(answers) != params.draws:
-            raise EngineError(f"{self.name} lost samples", expected=params.draws, found=len(answers))
-        return answers
+            responses = await self._generate(request)
+            responses = responses if isinstance(responses, list) else [responses]
+        if len(responses) != params.draws:
+            raise EngineError(f"{self.name} lost samples", expected=params.draws, found=len(responses))
+        return responses
 
     async def _generate(self, request: dict[str, Any]) -> Any:
         return (await self._post("/generate", request)).json()
 
     async def _check_temperature(self, token: int) -> None:
-        """Raise unless log-probs are at the sampling temperature: the server's environment decides, and is not told."""
+        """Raise unless log-probs are at the sampling temperature; a server's environment can change that unreported."""
         gaps = []
         for temperature in (1.0, 2.0):
             sampling = {"max_new_tokens": 1, "temperature": temperature} | NO_PENALTIES
@@ -193,7 +193,7 @@ class SglangServer(HttpClient):
                 found=f"{gaps[1]:.4g}",
                 remedy="Start it without SGLANG_RETURN_ORIGINAL_LOGPROB in its environment, or sample at temperature 1",
             )
-        self._tempered = True
+        self._temperature_checked = True
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
         """(T - 1,) float32: log-probs of every token but the first, at temperature 1."""
@@ -218,7 +218,7 @@ class SglangServer(HttpClient):
     def update_weights(self, weights: Weights, version: int, probe: Probe | None = None) -> None:
         """Replace all weights from a folder that the server can read; an iterator is written to one first.
 
-        SGLang does not notice weights that are missing: give a `probe`.
+        SGLang does not detect missing weights: pass a `probe`.
         """
         if isinstance(weights, Path):
             self._update(weights, version, probe)
@@ -230,57 +230,57 @@ class SglangServer(HttpClient):
 
     def _update(self, folder: Path, version: int, probe: Probe | None) -> None:
         safetensors_files(folder)
-        order = {"model_path": str(folder.absolute()), "weight_version": str(version), "flush_cache": True}
-        with self._closed(), self._state.update_to(version):
-            with self._paused():
-                self._order("/update_weights_from_disk", order)
-                self._order("/flush_cache")
+        update = {"model_path": str(folder.absolute()), "weight_version": str(version), "flush_cache": True}
+        with self._requests_held(), self._state.update_to(version):
+            with self._generation_paused():
+                self._post_blocking("/update_weights_from_disk", update)
+                self._post_blocking("/flush_cache")
             if probe is not None:
                 probe.check(self._prompt_logprobs(probe.token_ids), str(self.name))
 
     @contextmanager
-    def _closed(self) -> Iterator[None]:
-        """What comes in the meantime waits."""
+    def _requests_held(self) -> Iterator[None]:
+        """Hold new requests of this client back."""
         loop = self._loop.loop
-        loop.call_soon_threadsafe(self._open.clear)
+        loop.call_soon_threadsafe(self._accepting.clear)
         try:
             yield
         finally:
-            loop.call_soon_threadsafe(self._open.set)
+            loop.call_soon_threadsafe(self._accepting.set)
 
     @contextmanager
-    def _paused(self) -> Iterator[None]:
-        """What the server samples, for all of its clients, is aborted; what comes to it waits there."""
-        self._order("/pause_generation", {"mode": "abort"})
+    def _generation_paused(self) -> Iterator[None]:
+        """Abort running requests of all clients; the server holds new ones back."""
+        self._post_blocking("/pause_generation", {"mode": "abort"})
         try:
             yield
         finally:
-            self._order("/continue_generation")
+            self._post_blocking("/continue_generation")
 
-    def _order(self, path: str, content: dict[str, Any] | None = None) -> None:
-        """A request whose answer says no more than that it was done."""
+    def _post_blocking(self, path: str, content: dict[str, Any] | None = None) -> None:
+        """Send a request and wait for its success; the response has no content of interest."""
         self._loop.run(self._post(path, content or {}))
 
-    # ---- life ---------------------------------------------------------------------------------------------------
+    # ---- sleep ---------------------------------------------------------------------------------------------------
 
     @property
     def _releasable(self) -> list[str]:
-        """Weights that SGLang keeps no copy of would be garbage after it wakes: then they stay."""
+        """Memory that can be freed; weights only if SGLang keeps a copy, or they would be garbage after waking."""
         return ["kv_cache", "weights"] if self._settings.get("enable_weights_cpu_backup") else ["kv_cache"]
 
     def sleep(self) -> None:
-        """Abort what is sampled and free its memory, where the server was started with `--enable-memory-saver`."""
+        """Abort running requests and free memory, if the server was started with `--enable-memory-saver`."""
         if not self._state.asleep:
-            with self._closed(), self._paused():
-                self._order("/release_memory_occupation", {"tags": self._releasable})
+            with self._requests_held(), self._generation_paused():
+                self._post_blocking("/release_memory_occupation", {"tags": self._releasable})
                 self._state.asleep = True
 
     def wake(self) -> None:
         """Undo `sleep`."""
         if self._state.asleep:
-            self._order("/resume_memory_occupation", {"tags": self._releasable})
+            self._post_blocking("/resume_memory_occupation", {"tags": self._releasable})
             self._state.asleep = False
 
     def abort(self) -> None:
-        """End what the server samples, for all of its clients."""
-        self._order("/abort_request", {"abort_all": True})
+        """Abort running requests of all clients."""
+        self._post_blocking("/abort_request", {"abort_all": True})

@@ -1,7 +1,7 @@
-"""What an SGLang server is asked, and what it says of one sample: its native `/generate`, decoded strictly.
+"""Requests and responses of SGLang's native `/generate`, strictly validated.
 
-request    return_routed_experts: true, routed_experts_start_len: first row that is wanted
-answer     meta_info.routed_experts: base64 of int32 (prompt + completion - 1 - start_len, decoder layers, top_k),
+request    return_routed_experts: true, routed_experts_start_len: first row to return
+response   meta_info.routed_experts: base64 of int32 (prompt + completion - 1 - start_len, decoder layers, top_k),
            zeros in dense layers
 """
 
@@ -14,24 +14,23 @@ from typing import Any
 import numpy as np
 
 from moe_replay.errors import EngineError, EngineName
-from moe_replay.interop.capture import trace_from_capture
 from moe_replay.interop.rows import PeerError
 from moe_replay.interop.sglang import int32_rows
+from moe_replay.rollout.captured_sample import captured_sample, parse_finish_reason
 from moe_replay.rollout.sampling import prompt_hash
 from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
 from moe_replay.routes.topology import MoeTopology
-from moe_replay.routes.trace import RouteTrace
 
 NO_PENALTIES = {"min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
-"""Said in every request, or else the server's own preferences would count."""
+"""Sent in every request, since the server has its own defaults."""
 
 
 def generate_request(prompt: Sequence[int], params: SamplingParams, first_token: int = 0) -> dict[str, Any]:
-    """What SGLang is asked for. Its log-probs know of the temperature, not of top-k and top-p: those are extra."""
+    """Return the request. Log-probs account for the temperature; for top-k and top-p only with a sampling mask."""
     truncated = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)
     if truncated and not params.top_k:
         raise EngineError(
-            "SGLang cannot report log-probs of what top_p alone leaves to sample from",
+            "SGLang cannot report log-probs of a distribution truncated by top_p alone",
             expected="top_p 1, or top_k as well",
             found=f"top_p {params.top_p}, top_k {params.top_k}",
             remedy="Set top_k, at most the server's --sampling-mask-max-tokens",
@@ -64,10 +63,10 @@ def request_seed(prompt: Sequence[int], seed: int | None, number: int) -> int:
     )
 
 
-class Answer:
-    """What SGLang says of one sample.
+class GenerateResponse:
+    """The response for one sample.
 
-    index   which one of its request, for errors
+    index   of the sample in its request, for errors
     """
 
     def __init__(self, content: dict[str, Any], engine: EngineName, index: int) -> None:
@@ -77,51 +76,34 @@ class Answer:
         self.index = index
 
     def to_sample(
-        self, prompt: np.ndarray, topology: MoeTopology, numbered: Callable[[str], int], first_token: int = 0
+        self, prompt: np.ndarray, topology: MoeTopology, parse_version: Callable[[str], int], first_token: int = 0
     ) -> Sample:
-        """The sample, with routes from `first_token` on.
+        """Return the sample, with routes from `first_token` on.
 
-        numbered   the number of a weight version, which SGLang has as text
+        parse_version   number of a weight version, which is text in SGLang
         """
         if self.meta.get("prompt_tokens", len(prompt)) != len(prompt):
             raise self._error("continued another prompt", expected=len(prompt), found=self.meta["prompt_tokens"])
-        reason, version = self._finish_reason(), numbered(self._version())
-        # A request that is aborted while it waits for its turn, also for its second one, has no routes of what it had
-        # sampled by then: it begins anew when it is resumed.
-        waiting = reason is FinishReason.ABORT and self.meta.get("routed_experts") is None
-        completion = np.asarray([] if waiting else self.output_ids, np.int32)
-        tokens = np.concatenate([prompt, completion])
-        if waiting:
-            trace = RouteTrace.uncovered(
-                tokens, topology.layers, topology.top_k, version, num_experts=topology.num_experts
-            )
-        else:
-            trace = trace_from_capture(
-                self._routes(len(tokens), topology),
-                tokens,
-                topology,
-                self.engine,
-                weight_version=version,
-                first_token=first_token,
-                sample=self.index,
-            )
-        return Sample(
-            prompt_ids=prompt,
-            completion_ids=completion,
-            logprobs=np.zeros(0, np.float32) if waiting else self._logprobs(),
+        reason = parse_finish_reason(self.meta["finish_reason"]["type"], self.engine, self.index)
+        # A request that is aborted while queued, also when queued again after preemption, has no routes of what it had
+        # sampled by then: it starts from its prompt when it is resumed.
+        queued = reason is FinishReason.ABORT and self.meta.get("routed_experts") is None
+        completion = np.asarray([] if queued else self.output_ids, np.int32)
+        return captured_sample(
+            prompt,
+            completion,
+            (lambda: np.zeros(0, np.float32)) if queued else self._logprobs,
+            None if queued else self._routes(len(prompt) + len(completion), topology),
             finish_reason=reason,
-            trace=trace,
-            weight_version=version,
+            topology=topology,
+            engine=self.engine,
+            weight_version=parse_version(self._version()),
+            sample=self.index,
+            first_token=first_token,
         )
 
     def _error(self, problem: str, **facts: Any) -> EngineError:
         return EngineError(f"{self.engine} {problem}", sample=self.index, **facts)
-
-    def _finish_reason(self) -> FinishReason:
-        kind = self.meta["finish_reason"]["type"]
-        if kind not in tuple(FinishReason):
-            raise self._error("ended a sample for an unknown reason", expected=", ".join(FinishReason), found=kind)
-        return FinishReason(kind)
 
     def _version(self) -> str:
         versions = {span["version"] for span in self.meta.get("weight_versions") or ()}
@@ -129,7 +111,7 @@ class Answer:
             raise self._error(
                 "sampled one completion from several weight versions",
                 found=sorted(versions),
-                remedy="Whoever updates its weights must pause it with mode=abort, as update_weights does here",
+                remedy="Weight updates must pause it with mode=abort, as update_weights does here",
             )
         return self.meta["weight_version"]
 
@@ -143,11 +125,11 @@ class Answer:
             )
         truncated = self.meta.get("output_token_sampling_logprobs")
         logprobs = np.asarray([each for each, *_ in reported] if truncated is None else truncated, np.float32)
-        if not np.isfinite(logprobs).all():  # JSON has null for what is no number
+        if not np.isfinite(logprobs).all():  # JSON has null for NaN
             raise self._error(
-                "computed log-probs that are no numbers",
+                "computed log-probs that are not finite",
                 token=int(np.argmin(np.isfinite(logprobs))),
-                remedy="Weights may be missing in its checkpoint, which it does not notice: compare with a probe",
+                remedy="Weights may be missing in its checkpoint, which SGLang does not check: use a probe",
             )
         return logprobs
 

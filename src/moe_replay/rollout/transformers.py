@@ -1,6 +1,6 @@
-"""Sampling with Transformers itself: batched, with a KV cache and exact routes; the engine where no other is installed.
+"""Sampling with Transformers: batched, with a KV cache and exact routes; needs no other engine installed.
 
-It samples from the very module it is given, so a trainer may share its own with it: then weights need no update.
+It samples from the module that it is given, so a trainer may share its own: then weights need no update.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class TransformersEngine:
     """A Transformers model as a rollout engine.
 
     model         a causal language model, on whatever device it is
-    replay        its controller, where it is attached already
-    max_length    tokens of a sequence at most, prompt included; None: what the config says
-    batch_size    sequences that are sampled at once
+    replay        its controller, if it is attached already
+    max_length    tokens of a sequence at most, prompt included; None: the limit in its config
+    batch_size    sequences sampled at once
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class TransformersEngine:
         self._attached_here = replay is None
         self._replay = replay or attach(model)
         self._state = EngineState(str(self.name), weight_version)
-        self._one_at_a_time = threading.Lock()
+        self._lock = threading.Lock()
         self._abort = threading.Event()
 
     @classmethod
     def from_pretrained(
         cls, path: str | Path, *, max_length: int | None = None, weight_version: int = 0, **options: Any
     ) -> TransformersEngine:
-        """A model from a folder or a name; options are those of Transformers' `from_pretrained` (dtype, device_map)."""
+        """Load a model by folder or name; options are those of Transformers' `from_pretrained` (dtype, device_map)."""
         try:
             from transformers import AutoModelForCausalLM
         except ImportError as missing:
@@ -95,17 +95,17 @@ class TransformersEngine:
         return self._state.weight_version
 
     def healthy(self) -> bool:
-        """It runs in this process, so it is."""
+        """Always: the engine runs in this process."""
         return True
 
     # ---- sampling -----------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Sample]]:
-        """`params.n` samples for each prompt, in the order of the prompts."""
+        """Return `params.n` samples for each prompt, in the order of the prompts."""
         check_prompts(prompts, self.max_length)
         at_once = max(1, self.batch_size // params.n)
         groups: list[list[Sample]] = []
-        with self._one_at_a_time:
+        with self._lock:
             self._state.require_ready()
             self._abort.clear()
             for first in range(0, len(prompts), at_once):
@@ -114,13 +114,13 @@ class TransformersEngine:
         return groups
 
     async def generate_one(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
-        """The samples of one prompt. Prompts that are given together run in one batch: prefer `generate`."""
+        """Return the samples of one prompt. Prefer `generate`, which batches prompts."""
         return (await asyncio.to_thread(self.generate, [prompt], params))[0]
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
         """(T - 1,) float32: log-probs of every token but the first, at temperature 1."""
         check_prompts([token_ids], self.max_length + 1)
-        with self._one_at_a_time:
+        with self._lock:
             return self._prompt_logprobs(token_ids)
 
     def _prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
@@ -130,7 +130,7 @@ class TransformersEngine:
         return logprobs.gather(-1, ids[0, 1:, None])[:, 0].cpu().numpy()
 
     def _sample(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Sample]:
-        """n samples of each prompt, all in one batch."""
+        """Sample n completions of each prompt, all in one batch."""
         with (
             torch.inference_mode(),
             evaluating(self.model),
@@ -143,7 +143,7 @@ class TransformersEngine:
         for row, (completion, logprobs, reason) in enumerate(drawn):
             prompt = np.asarray(prompts[row // params.n], np.int32)
             tokens = np.concatenate([prompt, completion])
-            covered = np.arange(len(tokens)) < len(tokens) - 1  # the last token has been drawn, but never fed
+            covered = np.arange(len(tokens)) < len(tokens) - 1  # the last token has been sampled, but never fed
             experts = np.zeros((len(tokens), *routes.shape[2:]), routes.dtype)
             experts[covered] = routes[row, width - len(prompt) :][: len(tokens) - 1]
             trace = RouteTrace(
@@ -197,7 +197,7 @@ class TransformersEngine:
             alive &= ~stopped & (count < limit)
             if not bool(alive.any()) or self._abort.is_set():
                 break
-            batch = batch.followed_by(token.where(alive, 0))
+            batch = batch.next_column(token.where(alive, 0))
             logits = self._forward(batch, cache)
         return _by_row(torch.stack(ids, 1), torch.stack(logprobs, 1), count, stopped, alive)
 
@@ -215,38 +215,38 @@ class TransformersEngine:
     def _end_tokens(self, params: SamplingParams) -> tuple[int, ...]:
         return () if params.ignore_eos else end_tokens(self.model.generation_config, self.model.config)
 
-    # ---- weights and life -------------------------------------------------------------------------------------
+    # ---- weights and sleep ------------------------------------------------------------------------------------
 
     def update_weights(self, weights: Weights, version: int, probe: Probe | None = None) -> None:
         """Copy new weights into the module, in place."""
         tensors = read_tensors(weights)
         self.abort()
-        with self._one_at_a_time, self._state.update_to(version):
+        with self._lock, self._state.update_to(version):
             load_into(self.model, tensors)
             if probe is not None:
                 probe.check(self._prompt_logprobs([int(token) for token in probe.token_ids]), str(self.name))
 
     def sleep(self) -> None:
-        """Nothing is held between calls: only refuse to sample."""
+        """Refuse to sample; there is no memory to free between calls."""
         self.abort()
-        with self._one_at_a_time:
+        with self._lock:
             self._state.asleep = True
 
     def wake(self) -> None:
         self._state.asleep = False
 
     def abort(self) -> None:
-        """End what is being sampled after the token under way."""
+        """End running samples after the current token."""
         self._abort.set()
 
     def close(self) -> None:
-        """Take the controller off the model again, if this engine put it on."""
+        """Detach the controller from the model, if this engine attached it."""
         if self._attached_here:
             self._replay.detach()
 
 
 class _Batch(NamedTuple):
-    """What is fed in one forward: ids and positions of its columns, and the mask of all columns so far."""
+    """Inputs of one forward: ids and positions of its columns, and the mask of all columns so far."""
 
     ids: Tensor
     mask: Tensor
@@ -263,8 +263,8 @@ class _Batch(NamedTuple):
     def repeated(self, n: int) -> _Batch:
         return _Batch(*(tensor.repeat_interleave(n, dim=0) for tensor in self))
 
-    def followed_by(self, token: Tensor) -> _Batch:
-        """The next column."""
+    def next_column(self, token: Tensor) -> _Batch:
+        """Return the inputs of the next column."""
         return _Batch(token[:, None], torch.nn.functional.pad(self.mask, (0, 1), value=1), self.positions[:, -1:] + 1)
 
 

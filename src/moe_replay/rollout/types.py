@@ -1,7 +1,7 @@
-"""The records of a rollout: what an engine is asked, and what it returns.
+"""The records of a rollout: what an engine is given and what it returns, up to the finished sequence.
 
-Engines differ in rows, layers, dtypes and encodings of the routes they report. Past this file there is one form only:
-a `Sample` with a checked `RouteTrace`, or an error.
+Engines differ in rows, layers, dtypes and encodings of the routes that they report. Their adapters turn all of them
+into one form, a `Sample` with a checked `RouteTrace`, or raise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Weights = Iterable[tuple[str, Tensor]] | Path
 
 
 class FinishReason(StrEnum):
-    """Why a sample ended: a token that ends it, its greatest length, or an abort."""
+    """Why a sample ended: a stop token, the maximum length, or an abort."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -31,14 +31,14 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample. Log-probs are those of the distribution that was really sampled from, temperature included.
+    """How to sample. Log-probs are those of the distribution sampled from, temperature included.
 
-    n                samples for each prompt
+    n                samples per prompt
     max_tokens       new tokens at most
     temperature      0 is greedy
-    top_p, top_k     1 and 0 switch them off
-    stop_token_ids   end a sample; the token that ends it is part of the completion
-    ignore_eos       sample on after the model's own end-of-sequence token
+    top_p, top_k     1 and 0 disable them
+    stop_token_ids   end a sample; the stop token is part of the completion
+    ignore_eos       do not stop at the model's own end-of-sequence token
     seed             None: not reproducible
     """
 
@@ -53,7 +53,7 @@ class SamplingParams:
 
     @property
     def draws(self) -> int:
-        """Samples that can differ: greedy ones are all alike, and some engines refuse to make them twice."""
+        """Number of samples to draw: greedy ones are identical, and some engines refuse to draw them twice."""
         return self.n if self.temperature > 0 else 1
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class SamplingParams:
         }
         for name, fine in checks.items():
             if not fine:
-                raise EngineError(f"sampling parameter {name} makes no sense", found=getattr(self, name))
+                raise EngineError(f"sampling parameter {name} is out of range", found=getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +75,10 @@ class Sample:
     """One completion of one prompt.
 
     prompt_ids       (P,) int32
-    completion_ids   (C,) int32, the token that ended it included
+    completion_ids   (C,) int32, including the stop token
     logprobs         (C,) float32 of the sampled tokens, at the sampling temperature
-    trace            routes of all P + C tokens; what no engine routed (the last token) is marked as uncovered
-    weight_version   of the weights that sampled the last token; the trace has it for every token
+    trace            routes of all P + C tokens; tokens that were not routed (the last one) are uncovered
+    weight_version   of the weights that sampled the last token; the trace has one for every token
     """
 
     prompt_ids: np.ndarray
@@ -92,7 +92,7 @@ class Sample:
     def __post_init__(self) -> None:
         prompt, completion = len(self.prompt_ids), len(self.completion_ids)
         if len(self.logprobs) != completion:
-            raise EngineError("a sample needs one log-prob a token", expected=completion, found=len(self.logprobs))
+            raise EngineError("a sample needs one log-prob per token", expected=completion, found=len(self.logprobs))
         tokens = np.concatenate([self.prompt_ids, self.completion_ids])
         if len(self.trace) != prompt + completion or not np.array_equal(self.trace.token_ids, tokens):
             raise EngineError(
@@ -145,7 +145,7 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What the trainer's own weights say of one sequence: the proof that an engine computes with them.
+    """Log-probs of one sequence under the trainer's weights, to prove that an engine computes with the same weights.
 
     token_ids    (T,)
     logprobs     (T - 1,) of every token but the first, at temperature 1
@@ -159,18 +159,17 @@ class Probe:
     def check(self, found: np.ndarray, engine: str) -> None:
         """Raise unless the engine's log-probs (T - 1,) are the trainer's.
 
-        The median, because routers differ here and there: a token that goes to another expert is off by much, and with
-        the wrong weights most tokens are.
+        The median, because a few tokens go to other experts and differ by much; with wrong weights most tokens do.
         """
         difference = np.abs(np.asarray(found, np.float64) - self.logprobs)
         typical = float(np.median(difference))
-        if not typical <= self.tolerance:  # also when it is not a number
+        if not typical <= self.tolerance:  # also if it is NaN
             worst = int(difference.argmax())
             raise EngineError(
                 f"{engine} does not compute with the weights that it was given",
                 token=worst + 1,
                 expected=f"log-probs within {self.tolerance} of the trainer's in the median",
                 found=f"{typical:.4g} off in the median, {difference[worst]:.4g} at most",
-                remedy="Expert weights that an engine re-packs at load may have been left in the old layout by the "
-                "update; sampling is refused until an update succeeds",
+                remedy="The update may have skipped the re-packing of expert weights that the engine does at load; "
+                "sampling is refused until an update succeeds",
             )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from moe_replay.errors import EngineError, EngineName, EngineUnavailableError, MissingExtraError
-from moe_replay.interop.capture import trace_from_capture
+from moe_replay.rollout.captured_sample import captured_sample, parse_finish_reason
 from moe_replay.rollout.engine import Engine, StartRequest, end_tokens
 from moe_replay.rollout.loop import AsyncSampler
 from moe_replay.rollout.request_barrier import RequestBarrier
@@ -22,7 +22,6 @@ from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.weights import as_files, packed, safetensors_files
 from moe_replay.routes.topology import MoeTopology
-from moe_replay.routes.trace import RouteTrace
 
 # Variables by which a launcher tells a trainer its process group: the engine's own processes form another group.
 _LAUNCHER_VARIABLES = (
@@ -220,25 +219,20 @@ class VllmEngine(AsyncSampler):
 
     def _to_sample(self, prompt: np.ndarray, output: Any, version: int, index: int) -> Sample:
         completion = np.asarray(output.token_ids, np.int32)
-        tokens = np.concatenate([prompt, completion])
-        reason = _finish_reason(output.finish_reason, self.name)
-        if output.routed_experts is not None:
-            trace = trace_from_capture(
-                output.routed_experts, tokens, self.topology, self.name, weight_version=version, sample=index
-            )
-        elif reason is FinishReason.ABORT and not len(completion):  # before its prompt was processed
-            trace = RouteTrace.uncovered(
-                tokens, self.topology.layers, self.topology.top_k, version, num_experts=self.topology.num_experts
-            )
-        else:
+        reason = parse_finish_reason(output.finish_reason, self.name, index)
+        aborted_before_prefill = reason is FinishReason.ABORT and not len(completion)
+        if output.routed_experts is None and not aborted_before_prefill:
             raise EngineError(f"{self.name} returned no routes", sample=index, expected=f"vLLM {WORKING_VERSIONS}")
-        return Sample(
-            prompt_ids=prompt,
-            completion_ids=completion,
-            logprobs=_token_logprobs(output.logprobs),
+        return captured_sample(
+            prompt,
+            completion,
+            lambda: _token_logprobs(output.logprobs),
+            output.routed_experts,
             finish_reason=reason,
-            trace=trace,
+            topology=self.topology,
+            engine=self.name,
             weight_version=version,
+            sample=index,
         )
 
     async def _abort(self) -> None:
@@ -352,12 +346,6 @@ def _on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu()
-
-
-def _finish_reason(reason: str | None, engine: EngineName) -> FinishReason:
-    if reason not in tuple(FinishReason):
-        raise EngineError(f"{engine} ended a sample for an unknown reason", expected=list(FinishReason), found=reason)
-    return FinishReason(reason)
 
 
 def _token_logprobs(logprobs: Any) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The client of `moe-replay rollout`: an engine in another process or on another machine, used like any other."""
+"""Client of `moe-replay rollout`: an engine in another process or on another machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def start(request: StartRequest) -> Engine:
 
 
 class VllmServer(HttpClient):
-    """A rollout server, reached over HTTP.
+    """Client of a rollout server.
 
     Example:
         engine = VllmServer("http://127.0.0.1:8000", token=token)
@@ -49,16 +49,16 @@ class VllmServer(HttpClient):
         return self._call("GET", "/info")
 
     async def _sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
-        asked = {"prompt_ids": [int(token) for token in prompt], "params": dataclasses.asdict(params)}
-        return decode_samples((await self._post("/generate", asked)).content)
+        request = {"prompt_ids": [int(token) for token in prompt], "params": dataclasses.asdict(params)}
+        return decode_samples((await self._post("/generate", request)).content)
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
         """(T - 1,) float32: log-probs of every token but the first, at temperature 1."""
-        asked = {"token_ids": [int(token) for token in token_ids]}
-        return np.asarray(self._call("POST", "/prompt_logprobs", json=asked)["logprobs"], np.float32)
+        request = {"token_ids": [int(token) for token in token_ids]}
+        return np.asarray(self._call("POST", "/prompt_logprobs", json=request)["logprobs"], np.float32)
 
     def update_weights(self, weights: Weights, version: int, probe: Probe | None = None) -> None:
-        """Stream new weights to the server; a folder is one that the server can read itself."""
+        """Stream new weights to the server; a folder must be one that the server can read."""
         self._call("POST", "/weights", body=write_update(weights, version, probe))
 
     def sleep(self) -> None:
@@ -68,5 +68,5 @@ class VllmServer(HttpClient):
         self._call("POST", "/wake")
 
     def abort(self) -> None:
-        """End what the server samples, for all of its clients."""
+        """Abort running requests of all clients."""
         self._call("POST", "/abort")

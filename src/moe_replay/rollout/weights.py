@@ -1,7 +1,7 @@
-"""Weights on their way to an engine: streamed in the names of the checkpoint, never all at once.
+"""Weights for engines: streamed under their checkpoint names, never all at once.
 
-Transformers 5 keeps the experts of a layer in one tensor, checkpoints keep one tensor for each expert. Engines read
-checkpoints, so that is the form weights travel in.
+Transformers 5 keeps the experts of a layer in one tensor, checkpoints have one tensor per expert. Engines read
+checkpoints, so weights are sent in that form.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """The files that hold the weights in a folder, in order."""
+    """Return the safetensors files of a folder, sorted."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise EngineError("no weights in the folder", expected="*.safetensors", found=folder)
@@ -30,7 +30,7 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 
 def read_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor once, as it is needed; a folder without weights is an error at once."""
+    """Yield every tensor once, lazily; a folder without weights raises immediately."""
     return _read_files(safetensors_files(weights)) if isinstance(weights, Path) else iter(weights)
 
 
@@ -44,7 +44,7 @@ def _read_files(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def packed(weights: NamedTensors, chunk_bytes: int) -> Iterator[bytes]:
-    """The tensors as a series of safetensors files of about `chunk_bytes`; a larger tensor has a file of its own."""
+    """Yield the tensors as safetensors files of about `chunk_bytes`; a larger tensor has a file of its own."""
     from safetensors.torch import save
 
     chunk: dict[str, Tensor] = {}
@@ -53,7 +53,7 @@ def packed(weights: NamedTensors, chunk_bytes: int) -> Iterator[bytes]:
         if chunk and size + tensor.nbytes > chunk_bytes:
             yield save(chunk)
             chunk, size = {}, 0
-        # safetensors refuses tensors that share memory: parts of one parameter get memory of their own
+        # safetensors rejects tensors that share memory: parts of one parameter are copied
         chunk[name] = tensor.detach().to("cpu", copy=True).contiguous()
         size += tensor.nbytes
     if chunk:
@@ -61,9 +61,9 @@ def packed(weights: NamedTensors, chunk_bytes: int) -> Iterator[bytes]:
 
 
 def as_files(chunks: Iterable[bytes]) -> Iterator[Path]:
-    """Each chunk as a file in shared memory, which is gone when the next one comes.
+    """Yield each chunk as a file in shared memory, deleted when the next one is requested.
 
-    A file of its own each time: who still has the last one mapped keeps it.
+    Each has its own name, so a reader that still has the last one mapped is not disturbed.
     """
     memory = Path("/dev/shm")
     with TemporaryDirectory(dir=memory if memory.is_dir() else None, prefix="moe-replay-") as folder:
@@ -75,18 +75,18 @@ def as_files(chunks: Iterable[bytes]) -> Iterator[Path]:
 
 
 def checkpoint_tensors(model: nn.Module, state: NamedTensors | None = None) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a live Transformers model in the names and shapes of its checkpoint, one parameter at a time.
+    """Yield the weights of a live Transformers model in the names and shapes of its checkpoint, one by one.
 
-    `state` has its parameters where the model itself does not hold them whole.
+    `state` has its full parameters if those of the model are sharded.
     """
     for name, tensor in model.state_dict().items() if state is None else state:
-        yield from _in_checkpoint(model, name, tensor).items()
+        yield from _to_checkpoint(model, name, tensor).items()
 
 
 def load_into(model: nn.Module, weights: NamedTensors) -> None:
-    """Copy weights in place, whether they have the names of the checkpoint or of the live model. All must come."""
+    """Copy all weights in place, under the names of the checkpoint or of the live model; raise if any is missing."""
     live = model.state_dict()
-    parts = {name: list(_in_checkpoint(model, name, t.to("meta"))) for name, t in live.items()}
+    parts = {name: list(_to_checkpoint(model, name, t.to("meta"))) for name, t in live.items()}
     owner = {part: name for name, names in parts.items() for part in names}
     if len(owner) < sum(map(len, parts.values())):
         raise EngineError(
@@ -94,7 +94,7 @@ def load_into(model: nn.Module, weights: NamedTensors) -> None:
             found=type(model).__name__,
             remedy="Use vLLM as the rollout engine of this model",
         )
-    waiting: dict[str, dict[str, Tensor]] = {}
+    incomplete: dict[str, dict[str, Tensor]] = {}
     written: set[int] = set()
     for name, tensor in weights:
         target = name if name in live else owner.get(name)
@@ -103,11 +103,11 @@ def load_into(model: nn.Module, weights: NamedTensors) -> None:
         if name in live and parts[name] != [name]:  # the live model's own, fused form
             _copy(live[name], tensor, name)
         else:
-            group = waiting.setdefault(target, {})
+            group = incomplete.setdefault(target, {})
             group[name] = tensor
             if len(group) < len(parts[target]):
                 continue
-            _copy(live[target], _in_model(model, target, waiting.pop(target)), target)
+            _copy(live[target], _to_model(model, target, incomplete.pop(target)), target)
         written.add(live[target].data_ptr())
     missing = [name for name, tensor in live.items() if tensor.data_ptr() not in written]  # tied ones share memory
     if missing:
@@ -115,7 +115,7 @@ def load_into(model: nn.Module, weights: NamedTensors) -> None:
             "the update left parameters as they were",
             expected=f"all of {len(live)}",
             found=f"{len(missing)} missing, among them {', '.join(missing[:3])}",
-            remedy="An update brings every weight, frozen ones included",
+            remedy="An update must have every weight, frozen ones included",
         )
 
 
@@ -129,8 +129,8 @@ def _copy(target: Tensor, source: Tensor, name: str) -> None:
 # ---- Transformers 5 ---------------------------------------------------------------------------------------------
 
 
-def _in_checkpoint(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """What one tensor of the live model is in the checkpoint."""
+def _to_checkpoint(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Return the checkpoint tensors of one tensor of the live model."""
     if not _converts():
         return {name: tensor}
     from transformers.core_model_loading import revert_weight_conversion
@@ -138,8 +138,8 @@ def _in_checkpoint(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Ten
     return revert_weight_conversion(model, {name: tensor})  # type: ignore[arg-type]
 
 
-def _in_model(model: Any, target: str, parts: dict[str, Tensor]) -> Tensor:
-    """What tensors of the checkpoint are together in the live model."""
+def _to_model(model: Any, target: str, parts: dict[str, Tensor]) -> Tensor:
+    """Return the tensor of the live model that these checkpoint tensors make up."""
     if list(parts) == [target]:
         return parts[target]
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -151,7 +151,7 @@ def _in_model(model: Any, target: str, parts: dict[str, Tensor]) -> Tensor:
     by_pattern: dict[str, Any] = {p: converter for converter in converters for p in converter.source_patterns}
     renamed = {name: rename_source_key(name, renamings, converters) for name in sorted(parts, key=dot_natural_key)}
     _, first_pattern = next(iter(renamed.values()))
-    if first_pattern is None:  # another name, nothing more
+    if first_pattern is None:  # renamed only
         return next(iter(parts.values()))
     converter = by_pattern[first_pattern]
     for name, (new_name, pattern) in renamed.items():
