@@ -114,7 +114,7 @@ def test_an_error_is_a_text_and_nothing_is_trained(
 ) -> None:
     assert failure(capsys, "--replay.mdoe", "r2") == "error: --replay.mdoe: no such option; did you mean --replay.mode?"
     assert failure(capsys, tmp_path / "none.toml").startswith(f"error: {tmp_path / 'none.toml'} cannot be read")
-    assert "A recipe comes before all options" in failure(capsys, "--steps", 3, "recipe.toml")
+    assert "Put the recipe before all options" in failure(capsys, "--steps", 3, "recipe.toml")
     assert trained == []
 
 
