@@ -15,6 +15,7 @@ pytest.importorskip("pydantic", reason="the trainer's own dependency")
 
 from moe_replay.megatron.weights import WEIGHT_MAPS
 from moe_replay.rollout.registry import ENGINES, EngineSpec
+from moe_replay.routes.router_families import ROUTER_FAMILIES
 from moe_replay.train.advantages import ADVANTAGES
 from moe_replay.train.config.command_line import help_text
 from moe_replay.train.config.file import load_config, to_toml
@@ -215,6 +216,7 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"backend": {"context_parallel": 2}}, "backend.context_parallel: fsdp"),
         ({"backend": {"distributed_optimizer": True}}, "backend.distributed_optimizer: fsdp"),
         ({"backend": {"weight_family": "mixtral"}}, "backend.weight_family: fsdp"),
+        ({"model": {"router_family": "qwen3_moe"}, "backend": MEGATRON}, "model.router_family: Megatron-Core's own"),
         (
             {"backend": MEGATRON | {"weight_family": "gpt_oss"}},
             "unknown weight family 'gpt_oss'; write deepseek_v3",
@@ -333,6 +335,7 @@ def test_the_help_has_every_key_and_its_default() -> None:
 
 
 PLUGGED: dict[str, tuple[Mapping[str, Any], Any]] = {
+    "model.router_family": (ROUTER_FAMILIES, ROUTER_FAMILIES["qwen3_moe"]),
     "backend.weight_family": (WEIGHT_MAPS, WEIGHT_MAPS["qwen3_moe"]),
     "rollout.engine": (ENGINES, EngineSpec("somewhere:start", "an engine of the test")),
     "rollout.environment": (ENVIRONMENTS, lambda episode: None),
@@ -356,6 +359,8 @@ def test_a_new_entry_of_a_registry_is_accepted_and_listed(key: str, monkeypatch:
     assert "freshly_plugged_in" not in help_text(120) + reference()
     monkeypatch.setitem(cast(dict, registry), "freshly_plugged_in", entry)
     assert load_config(None, words)
+    if key == "model.router_family":  # too many to list: docs/routers.md has them
+        return
     assert "freshly_plugged_in|module:name" in re.sub(r"\s+", "", help_text(120))
     assert "`freshly_plugged_in`, `module:name`" in reference()
 

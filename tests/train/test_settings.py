@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from moe_replay.errors import UnsupportedRouterError
 from moe_replay.report.run_report import write_run_report
+from moe_replay.routes.router_families import ROUTER_FAMILIES
 from moe_replay.train.loop import train
 from moe_replay.train.losses.types import LossInputs, LossOutput, LossSettings
 from tests.train.runs import train_on_rank
@@ -130,3 +134,19 @@ def of_messages(prompts: list, completions: list, solution: list[str], **_: Any)
     """Fails unless prompts and completions are messages."""
     assert all(prompt[-1]["role"] == "user" for prompt in prompts)
     return [float(len(completion[0]["content"])) for completion in completions]
+
+
+OWN_FAMILY = ROUTER_FAMILIES["qwen3_moe"]  # under a name of the test's own
+
+
+def test_a_model_of_an_unknown_type_is_trained_by_the_users_description_of_its_routers(
+    config: Config, metrics_of: Metrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_type = json.loads(Path(config().model.path, "config.json").read_text())["model_type"]
+    family = ROUTER_FAMILIES[model_type]
+    monkeypatch.setattr(sys.modules[__name__], "OWN_FAMILY", family)
+    monkeypatch.delitem(ROUTER_FAMILIES, model_type)
+    with pytest.raises(UnsupportedRouterError, match=model_type):
+        train(config("unknown", steps=1))
+    described = config("described", steps=1, model={"router_family": f"{__name__}:OWN_FAMILY"})
+    assert len(metrics_of(train(described))) == 1

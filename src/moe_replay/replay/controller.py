@@ -26,7 +26,7 @@ from moe_replay.replay.recording import Recording, Replaying
 from moe_replay.replay.site import Chunk, RouterHookFactory, RouterSite, RowOrder
 from moe_replay.replay.topk import TopKHook
 from moe_replay.routes.batch import RouteBatch
-from moe_replay.routes.router_families import RouterFamily, RouterRule
+from moe_replay.routes.router_families import ROUTER_FAMILIES, RouterFamily, RouterRule
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.utils.plugins import resolve
 
@@ -44,8 +44,8 @@ def attach(
     """Find the routers of a model and return their controller. Outside its contexts the model computes as before.
 
     model     a Transformers model, a Megatron-Core model, or the list of Megatron-Core pipeline chunks of this rank
-    routers   describe a model unknown to this release: rules for its routers, a `RouterFamily`, or a "module:name"
-              that holds either (docs/routers.md)
+    routers   describe a model unknown to this release: rules for its routers, a `RouterFamily`, the model type of a
+              known family that it is like, or a "module:name" that holds rules or a family (docs/routers.md)
     topology  the layers that route, where the rules alone do not say
     aux_loss  Megatron-Core: which tokens per expert the load-balancing losses count under replay: those of the
               router's own choice, or the replayed ones (docs/megatron.md)
@@ -213,7 +213,9 @@ class RouterReplay:
 
 def _family(routers: Sequence[RouterRule] | RouterFamily | str) -> Sequence[RouterRule] | RouterFamily:
     """Return the family or the rules that `attach` was given, by value or as "module:name"."""
-    found = resolve(routers, {}, kind="router family", key="routers") if isinstance(routers, str) else routers
+    found = (
+        resolve(routers, ROUTER_FAMILIES, kind="router family", key="routers") if isinstance(routers, str) else routers
+    )
     rules = found.routers if isinstance(found, RouterFamily) else found
     if not isinstance(rules, (list, tuple)) or not all(isinstance(rule, RouterRule) for rule in rules):
         raise UnsupportedRouterError(

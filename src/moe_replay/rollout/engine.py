@@ -88,6 +88,7 @@ class StartRequest:
     max_length       tokens of a sequence at most, prompt included; None: the model's own limit
     dtype            of the engine's computation; "auto": the type of the weights on disk
     weight_version   of the weights in `model`
+    router_family    description of the routers of a model unknown to this release: "module:name"
     sleep            whether `sleep` will be called
     urls, token      of servers that run already; without a token, that of $MOE_REPLAY_TOKEN
     options          the engine's own, passed on as they are
@@ -97,6 +98,7 @@ class StartRequest:
     max_length: int | None = None
     dtype: str = "auto"
     weight_version: int = 0
+    router_family: str | None = None
     sleep: bool = False
     urls: tuple[str, ...] = ()
     token: str | None = field(default=None, repr=False)

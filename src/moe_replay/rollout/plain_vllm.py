@@ -19,6 +19,7 @@ from moe_replay.rollout.captured_sample import captured_sample, parse_finish_rea
 from moe_replay.rollout.engine import Sampler, StartRequest
 from moe_replay.rollout.http import HttpClient
 from moe_replay.rollout.types import Sample, SamplingParams
+from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
 
 
@@ -28,7 +29,9 @@ def start(request: StartRequest) -> Sampler:
 
     if len(request.urls) != 1:
         raise EngineError("a plain vLLM server is used alone", expected="one URL", found=f"{len(request.urls)} URLs")
-    topology = MoeTopology.from_config(AutoConfig.from_pretrained(request.model))
+    topology = MoeTopology.from_config(
+        AutoConfig.from_pretrained(request.model), load_router_family(request.router_family)
+    )
     return request.call(
         PlainVllmServer,
         request.urls[0],

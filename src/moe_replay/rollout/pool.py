@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
@@ -34,9 +34,9 @@ class ServedEngine(Engine, Protocol):
     url: str
 
 
-def connect(client: Callable[..., ServedEngine], request: StartRequest) -> EnginePool:
+def connect(client: Callable[..., ServedEngine], request: StartRequest, **settings: Any) -> EnginePool:
     """Connect to the servers at `request.urls` as one engine; weights are replaced before they sample."""
-    servers = [request.call(client, url, token=request.bearer_token) for url in request.urls]
+    servers = [request.call(client, url, token=request.bearer_token, **settings) for url in request.urls]
     return EnginePool(servers, any_version=True)
 
 

@@ -24,6 +24,7 @@ from moe_replay.rollout.sglang_wire import NO_PENALTIES, GenerateResponse, gener
 from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.weights import packed, safetensors_files
+from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
 
 CHUNK_BYTES = 2**30
@@ -31,7 +32,7 @@ CHUNK_BYTES = 2**30
 
 def start(request: StartRequest) -> Engine:
     """Connect to the servers at `request.urls`."""
-    return connect(SglangServer, request)
+    return connect(SglangServer, request, router_family=request.router_family)
 
 
 class SglangServer(HttpClient):
@@ -39,6 +40,7 @@ class SglangServer(HttpClient):
 
     model_path       folder or name of the model that it serves; default: the folder that the server reports
     topology         of that model; default: from its config
+    router_family    of a model unknown to this release
     weight_version   of the weights that the server was started with
     shared_folder    folder that the server can read too, for weights that come as an iterator
     token            the server's `--api-key`; its `--admin-api-key`, if it has one, to update weights
@@ -53,6 +55,7 @@ class SglangServer(HttpClient):
         *,
         model_path: str | Path | None = None,
         topology: MoeTopology | None = None,
+        router_family: str | None = None,
         weight_version: int = 0,
         shared_folder: Path | None = None,
         token: str | None = None,
@@ -62,6 +65,7 @@ class SglangServer(HttpClient):
         super().__init__(url, token=token, max_concurrent=max_concurrent, timeout=timeout)
         self._given_path = model_path
         self._given_topology = topology
+        self._router_family = router_family
         self._first_version = weight_version
         self._shared_folder = shared_folder
         self._state = EngineState(f"SGLang at {self.url}", weight_version)
@@ -93,7 +97,7 @@ class SglangServer(HttpClient):
             )
         from transformers import AutoConfig
 
-        return MoeTopology.from_config(AutoConfig.from_pretrained(path))
+        return MoeTopology.from_config(AutoConfig.from_pretrained(path), load_router_family(self._router_family))
 
     @property
     def weight_version(self) -> int:

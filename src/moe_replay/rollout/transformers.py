@@ -38,6 +38,7 @@ def start(request: StartRequest) -> Engine:
         max_length=request.max_length,
         weight_version=request.weight_version,
         dtype=request.dtype,
+        router_family=request.router_family,
         **options,
     )
 
@@ -47,6 +48,7 @@ class TransformersEngine:
 
     model         a causal language model, on whatever device it is
     replay        its controller, if it is attached already
+    router_family   of a model unknown to this release, for `attach`
     max_length    tokens of a sequence at most, prompt included; None: the limit in its config
     batch_size    sequences sampled at once
     """
@@ -56,6 +58,7 @@ class TransformersEngine:
         model: nn.Module,
         *,
         replay: RouterReplay | None = None,
+        router_family: str | None = None,
         max_length: int | None = None,
         batch_size: int = 64,
         weight_version: int = 0,
@@ -67,14 +70,20 @@ class TransformersEngine:
         self.max_length = max_length or _text_config(model).max_position_embeddings
         self.batch_size = batch_size
         self._attached_here = replay is None
-        self._replay = replay or attach(model)
+        self._replay = replay or attach(model, router_family or ())
         self._state = EngineState(str(self.name), weight_version)
         self._lock = threading.Lock()
         self._abort = threading.Event()
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, *, max_length: int | None = None, weight_version: int = 0, **options: Any
+        cls,
+        path: str | Path,
+        *,
+        max_length: int | None = None,
+        weight_version: int = 0,
+        router_family: str | None = None,
+        **options: Any,
     ) -> TransformersEngine:
         """Load a model by folder or name; options are those of Transformers' `from_pretrained` (dtype, device_map)."""
         try:
@@ -84,7 +93,7 @@ class TransformersEngine:
                 "the Transformers engine needs transformers", remedy="pip install 'moe-replay[transformers]'"
             ) from missing
         model = AutoModelForCausalLM.from_pretrained(path, **options)
-        return cls(model, max_length=max_length, weight_version=weight_version)
+        return cls(model, max_length=max_length, weight_version=weight_version, router_family=router_family)
 
     @property
     def topology(self) -> MoeTopology:

@@ -21,6 +21,7 @@ from moe_replay.rollout.sampling import prompt_hash
 from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.weights import as_files, packed, safetensors_files
+from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
 
 # Variables by which a launcher tells a trainer its process group: the engine's own processes form another group.
@@ -44,7 +45,13 @@ def start(request: StartRequest) -> Engine:
     if request.sleep and torch.cuda.is_available():  # on CPU there is no memory to free: it only stops sampling
         options.setdefault("enable_sleep_mode", True)
     with _without_launcher_variables():
-        return VllmEngine(request.model, weight_version=request.weight_version, dtype=request.dtype, **options)
+        return VllmEngine(
+            request.model,
+            weight_version=request.weight_version,
+            router_family=request.router_family,
+            dtype=request.dtype,
+            **options,
+        )
 
 
 @contextmanager
@@ -64,7 +71,9 @@ class VllmEngine(AsyncSampler):
         groups = engine.generate(prompts, SamplingParams(n=8, max_tokens=512))
     """
 
-    def __init__(self, model: str | Path, *, weight_version: int = 0, **options: Any) -> None:
+    def __init__(
+        self, model: str | Path, *, weight_version: int = 0, router_family: str | None = None, **options: Any
+    ) -> None:
         self.name = EngineName("vLLM", _vllm_version())
         arguments = self._arguments(str(model), options)
         super().__init__("vllm")
@@ -74,7 +83,7 @@ class VllmEngine(AsyncSampler):
             undo.pop_all()
         config = self._llm.model_config
         self.max_length: int = config.max_model_len
-        self.topology = MoeTopology.from_config(config.hf_config)
+        self.topology = MoeTopology.from_config(config.hf_config, load_router_family(router_family))
         self._end_tokens = end_tokens(config.try_get_generation_config(), config.hf_text_config)
         self._sleep_mode_enabled: bool = config.enable_sleep_mode
         self._crashes_on_seeds = _on_cpu() and self._llm.vllm_config.scheduler_config.enable_chunked_prefill

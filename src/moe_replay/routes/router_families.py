@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from moe_replay.errors import UnsupportedRouterError
 from moe_replay.routes.layer_rules import (
     Config,
     after_first_k_dense,
@@ -23,6 +24,7 @@ from moe_replay.routes.layer_rules import (
     every_layer,
     every_layer_if_enabled,
 )
+from moe_replay.utils.plugins import resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,3 +162,18 @@ ROUTER_FAMILIES: dict[str, RouterFamily] = {
         ),
     ),
 }
+
+
+def load_router_family(name: str | None, *, key: str = "model.router_family") -> RouterFamily | None:
+    """Return the family called `name`: a model type of `ROUTER_FAMILIES`, or `module:name`; None stays None."""
+    if name is None:
+        return None
+    found = resolve(name, ROUTER_FAMILIES, kind="router family", key=key)
+    if not isinstance(found, RouterFamily):
+        raise UnsupportedRouterError(
+            f"{key} = {name!r} is not a description of routers",
+            expected="a RouterFamily",
+            found=type(found).__name__,
+            remedy="See docs/extending.md for an example",
+        )
+    return found

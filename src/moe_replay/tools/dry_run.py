@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_replay.errors import UnsupportedRouterError
 from moe_replay.routes.layer_rules import setting
+from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology, text_config
 from moe_replay.tools.model_config import ModelConfigError, model_config
 from moe_replay.tools.plan import Dimensions, Parallel, Work, plan_layout
@@ -34,7 +35,7 @@ def dry_run(config: TrainConfig, ranks: int | None = None) -> str:
     try:
         model = _model(config.model.path)
         check_length(config, setting(text_config(model), "max_position_embeddings"))
-        topology = MoeTopology.from_config(model)
+        topology = MoeTopology.from_config(model, load_router_family(config.model.router_family))
     except ModelConfigError as unreadable:
         return "\n".join([*lines, "", f"The layout is not checked: {unreadable}"])
     except UnsupportedRouterError as unsupported:

@@ -39,16 +39,20 @@ def _context_length(folder: str) -> int | None:
 
 def open_engine(config: TrainConfig, folder: str) -> Engine:
     """Start the engine of a run on the model in a folder, or connect to the servers that have it."""
-    request = start_request(config.rollout, folder, longest_sequence(config, folder))
+    length = longest_sequence(config, folder)
+    request = start_request(config.rollout, folder, length, config.model.router_family)
     return start_engine(config.rollout.engine, request)
 
 
-def start_request(rollout: RolloutConfig, folder: str, max_length: int) -> StartRequest:
+def start_request(
+    rollout: RolloutConfig, folder: str, max_length: int, router_family: str | None = None
+) -> StartRequest:
     """Return what the configuration says about starting its engine."""
     return StartRequest(
         model=folder,
         max_length=max_length,
         dtype=rollout.dtype,
+        router_family=router_family,
         sleep=rollout.sleep,
         urls=rollout.urls,
         token=rollout.token,

@@ -39,7 +39,7 @@ class FsdpBackend(Backend):
         self._lora_scale = config.model.lora_alpha / config.model.lora_rank if config.model.lora_rank else None
         self.model = sharded_model(folder, config.model, device, trained=True)
         self._reference = self._reference_model(config, folder)
-        self.replay = attach(self.model)
+        self.replay = attach(self.model, config.model.router_family or ())
         self.topology = self.replay.topology
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(

@@ -47,6 +47,8 @@ def _model(model: ModelConfig, backend: BackendConfig) -> Iterator[str]:
         yield "model.lora_rank: LoRA needs backend.kind = fsdp; with megatron set lora_rank = 0"
     if model.lora_rank and not model.lora_targets:
         yield "model.lora_targets: no layers to adapt; name some, or set model.lora_rank = 0"
+    if model.router_family is not None and backend.kind == "megatron":
+        yield "model.router_family: Megatron-Core's own routers are replayed; remove it, or set backend.kind = fsdp"
     if model.attention.startswith("flash_attention"):
         if model.dtype == "float32":
             yield f"model.attention: {model.attention} does not support float32; set model.dtype = bfloat16 or use sdpa"

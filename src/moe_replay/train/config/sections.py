@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from moe_replay.megatron.weights import WEIGHT_MAPS
 from moe_replay.rollout.registry import ENGINES, engine_spec, trainable_engines
+from moe_replay.routes.router_families import ROUTER_FAMILIES
 from moe_replay.train.advantages import ADVANTAGES
 from moe_replay.train.config.plugin_names import PluginName
 from moe_replay.train.environments import ENVIRONMENTS
@@ -24,6 +25,7 @@ from moe_replay.train.run.sinks.registry import SINKS
 Setting = int | float | bool | str
 Dtype = Literal["float32", "bfloat16", "float16"]
 ReplayMode = Literal["off", "r2", "r3", "auto"]
+RouterFamilyChoice = Annotated[str | None, PluginName(lambda: ROUTER_FAMILIES, "router family", offered=tuple)]
 WeightFamilyChoice = Annotated[str | None, PluginName(lambda: WEIGHT_MAPS, "weight family")]
 EngineChoice = Annotated[str, PluginName(lambda: ENGINES, "engine", offered=trainable_engines)]
 EnvironmentChoice = Annotated[str | None, PluginName(lambda: ENVIRONMENTS, "environment")]
@@ -58,6 +60,8 @@ class ModelConfig(Section):
     """Attention of a Transformers model: sdpa, eager, flash_attention_2, ..."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward, which saves memory."""
+    router_family: RouterFamilyChoice = None
+    """Routers of a model that this release does not know (fsdp): "module:name", or the model type of a known family."""
     reference: str | None = None
     """Folder of the reference model where algorithm.beta > 0; left out: the weights that the run starts with."""
     lora_rank: int = Field(0, ge=0)
