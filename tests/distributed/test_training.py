@@ -72,7 +72,7 @@ def save_model(folder: Path, like: Path, dense_layers: tuple[int, ...]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("mode", "dense_layers"), [("off", (0,)), ("r2", (0, 3))])
+@pytest.mark.parametrize(("mode", "dense_layers"), [("off", (0,)), ("r2", (0, 3)), ("r3", (0, 3)), ("r3", (3,))])
 def test_pipeline_chunks_without_routers_change_nothing(
     demo_files: Any,  # noqa: F811
     tmp_path: Path,
