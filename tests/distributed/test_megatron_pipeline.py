@@ -205,9 +205,9 @@ class Watched(Partition):
         self.passes: list[weakref.ref] = getattr(self, "passes", [])
         opened = self.replay._active.open
 
-        def watched(forward_pass: Any) -> None:
+        def watched(forward_pass: Any, **settings: Any) -> None:
             self.passes.append(weakref.ref(forward_pass))
-            opened(forward_pass)
+            opened(forward_pass, **settings)
 
         self.replay._active.open = watched
         losses = super().run(forward_only)
@@ -250,8 +250,8 @@ class ForwardOnly(Partition):
     """Replays in forwards, and leaves recomputation to the routers."""
 
     def run(self, forward_only: bool = False) -> list[float]:
-        for handle in self.replay._module_hooks[1::2]:
-            handle.remove()
+        active = self.replay._active
+        active.enter_backward = lambda forward_pass: type(active).enter_backward(active, None)
         return super().run(forward_only)
 
 

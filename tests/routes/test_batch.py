@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import moe_replay.routes.batch as batch_module
 from moe_replay.errors import AlignmentError, TraceError
+from moe_replay.routes import transpose
 from moe_replay.routes.batch import Coverage, RouteBatch
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.topology import MoeLayer, MoeTopology
@@ -96,7 +96,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def gathered(case: Case, layout: TokenLayout, layers: Sequence[int] | None = None) -> RouteBatch:
-    with mock.patch.object(batch_module, "TOKENS_PER_RUN", case.piece):
+    with mock.patch.object(transpose, "TOKENS_PER_RUN", case.piece):
         return RouteBatch.from_traces(case.traces, layout, layers)
 
 
@@ -142,7 +142,7 @@ def test_shards_of_all_ranks_merge_to_the_traces(case: Case) -> None:
     for layout in case.layouts:
         for layers in case.stages:
             batch = gathered(case, layout, layers)
-            with mock.patch.object(batch_module, "TOKENS_PER_RUN", case.piece):
+            with mock.patch.object(transpose, "TOKENS_PER_RUN", case.piece):
                 written = batch.to_traces(ids, layout, weight_version=3)
             again = RouteBatch.from_traces(written, layout)
             assert torch.equal(again.experts, batch.experts)
@@ -177,7 +177,7 @@ def test_any_order_of_rows_is_served() -> None:
 @given(cases())
 def test_no_layout_is_moved_token_by_token(case: Case) -> None:
     for layout in case.layouts:  # a zigzag holds two runs of a sequence, and no run here is longer than a piece
-        assert len(batch_module._runs(layout)) <= 2 * len(case.traces)
+        assert len(transpose.runs_of(layout)) <= 2 * len(case.traces)
 
 
 def test_ids_keep_their_value_in_the_narrow_dtype() -> None:

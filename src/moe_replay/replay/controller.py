@@ -20,12 +20,21 @@ import torch
 from torch import nn
 
 from moe_replay.errors import AlignmentError, ReplayStateError, UnsupportedRouterError
-from moe_replay.replay.module_hooks import ChunkHooks
-from moe_replay.replay.passes import ActivePass, ForwardPass, LayerRoutes
+from moe_replay.replay.active import ActivePass
+from moe_replay.replay.module_hooks import register_hooks
+from moe_replay.replay.passes import ForwardPass, LayerRoutes
 from moe_replay.replay.recording import Recording, Replaying
-from moe_replay.replay.site import Chunk, RouterHookFactory, RouterSite, RowOrder
+from moe_replay.replay.site import (
+    Chunk,
+    RouterHookFactory,
+    RouterSite,
+    boundary_modules,
+    entry_modules,
+    recomputes,
+)
 from moe_replay.replay.topk import TopKHook
 from moe_replay.routes.batch import RouteBatch
+from moe_replay.routes.layout import RowOrder
 from moe_replay.routes.router_families import ROUTER_FAMILIES, RouterFamily, RouterRule
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.utils.plugins import resolve
@@ -66,8 +75,8 @@ def attach(
     known = topology or transformers.topology_of(models[0], family if isinstance(family, RouterFamily) else None)
     rules = family.routers if isinstance(family, RouterFamily) else family
     sites = transformers.find_routers(models[0], rules, known)
-    entry_modules = _entry_modules(models[0], sites)
-    return RouterReplay([Chunk(tuple(entry_modules), tuple(sites))], known, TopKHook, RowOrder("batch"))
+    chunk = Chunk(entry_modules(models[0], sites), tuple(sites), boundary_modules(models[0], sites))
+    return RouterReplay([chunk], known, TopKHook, RowOrder("batch"))
 
 
 class RouterReplay:
@@ -101,12 +110,7 @@ class RouterReplay:
         self._rows = rows
         self._active = ActivePass()
         self._router_hooks = [hook(site, self._active) for site in sites]
-        self._module_hooks = [
-            handle
-            for chunk in chunks
-            for module in chunk.entry_modules
-            for handle in ChunkHooks(chunk.layers, self._active).register(module)
-        ]
+        self._module_hooks = [handle for chunk in chunks for handle in register_hooks(chunk, self._active)]
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -126,9 +130,10 @@ class RouterReplay:
         return tuple(sorted(layer for layers in found for layer in layers))
 
     def detach(self) -> None:
-        """Remove all hooks from the model."""
+        """Remove all hooks from the model. Backwards of earlier forwards still recompute with their routes."""
         for hook in self._router_hooks:
             hook.remove()
+        self._active.detached_hooks = tuple(self._router_hooks)
         for handle in self._module_hooks:
             handle.remove()
         self._router_hooks, self._module_hooks = [], []
@@ -144,15 +149,20 @@ class RouterReplay:
         token ids of a pipeline stage that is fed none.
         """
         layer_routes = {layer: LayerRoutes(layer) for layer in self.layers}
-        forward_pass = ForwardPass("record", layer_routes, [chunk.layers for chunk in self._chunks], repeats=every_pass)
-        if fed_ids is not None:
-            forward_pass.set_fed_ids(fed_ids)
+        chunks = [chunk.layers for chunk in self._chunks]
+        forward_pass = ForwardPass("record", layer_routes, chunks, repeats=every_pass, given_ids=fed_ids)
         with self._opened(forward_pass):
-            yield Recording(self.topology, forward_pass)
+            yield Recording(self.topology, self._rows, forward_pass)
 
     @contextmanager
     def replay(
-        self, batch: RouteBatch, *, fed_ids: torch.Tensor | None = None, observe: bool = False
+        self,
+        batch: RouteBatch,
+        *,
+        fed_ids: torch.Tensor | None = None,
+        observe: bool = False,
+        unverified: bool = False,
+        allow_unknown_tokens: bool = False,
     ) -> Iterator[Replaying]:
         """Make the routers take the experts of `batch` in the one forward inside this context.
 
@@ -160,8 +170,14 @@ class RouterReplay:
         fed embeddings, and a later pipeline stage, have none, so pass `fed_ids`. `observe` also records what the
         routers would have chosen. With several pipeline chunks the batch may be for all of them or for some; each
         runs at most once, and at least one must run.
+
+        unverified            do without the comparison of token ids, e.g. for routes that were recorded without any
+        allow_unknown_tokens  accept tokens that no trace has, where the layout of the batch has padding: they are
+                              routed natively, and `Replaying.unknown_tokens` counts them
         """
         chunks = self._check(batch)
+        if not unverified:
+            batch.check_verifiable()
         needed = tuple(layer for layer in self.layers if any(layer in chunk for chunk in chunks))
         if batch.layers != needed:
             batch = batch.select_layers(needed)
@@ -171,17 +187,21 @@ class RouterReplay:
         for layer in needed:
             experts, valid, all_valid = batch.layer(layer)
             layer_routes[layer] = LayerRoutes(layer, experts, valid, all_valid=all_valid, observe=observe)
-        forward_pass = ForwardPass("replay", layer_routes, chunks, batch=batch)
-        if fed_ids is not None:
-            forward_pass.set_fed_ids(fed_ids)
-            forward_pass.check_fed()
+        forward_pass = ForwardPass(
+            "replay",
+            layer_routes,
+            chunks,
+            batch=None if unverified else batch,
+            given_ids=fed_ids,
+            allow_unknown=allow_unknown_tokens,
+        )
         with self._opened(forward_pass):
-            yield Replaying(self.topology, forward_pass)
+            yield Replaying(self.topology, self._rows, forward_pass)
         forward_pass.check_fed()
 
     @contextmanager
     def _opened(self, forward_pass: ForwardPass) -> Iterator[None]:
-        self._active.open(forward_pass)
+        self._active.open(forward_pass, recomputes=any(map(recomputes, self._chunks)))
         try:
             yield
         finally:
@@ -225,13 +245,3 @@ def _family(routers: Sequence[RouterRule] | RouterFamily | str) -> Sequence[Rout
             remedy="See docs/routers.md for an example",
         )
     return found
-
-
-def _entry_modules(model: nn.Module, sites: Sequence[RouterSite]) -> list[nn.Module]:
-    """Return the modules from the model down to the list of decoder layers: every forward goes through one of them."""
-    paths = [site.name.split(".") for site in sites]
-    ways = [path[: next(i for i, part in enumerate(path) if part.isdigit())] for path in paths]
-    common = ways[0]
-    for way in ways:
-        common = common[: next((i for i, (a, b) in enumerate(zip(common, way, strict=False)) if a != b), len(common))]
-    return [model.get_submodule(".".join(common[:depth])) for depth in range(len(common) + 1)]

@@ -2,21 +2,19 @@
 
 A forward uses the pass that a `record()` or `replay()` context opened. A backward uses the pass of the forward that
 built its graph, so that recomputed layers get the routes of their own micro-batch, whatever the order of micro-batches.
-Router hooks only read `ActivePass.current`.
+Router hooks only ask `ActivePass.for_router()`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from moe_replay.errors import AlignmentError, ReplayStateError
-
-if TYPE_CHECKING:
-    from moe_replay.routes.batch import RouteBatch
+from moe_replay.replay.fed_tokens import FedTokens
+from moe_replay.routes.batch import RouteBatch
 
 
 class LayerRoutes:
@@ -28,6 +26,7 @@ class LayerRoutes:
     observe    also record what the router would have chosen
     chosen     (R, K) the experts taken, in the target's narrow dtype; None until the router has run
     native     (R, K) the router's own choice, where observed
+    tokens     what the model was fed in the forward in which the router ran
     """
 
     def __init__(
@@ -46,7 +45,8 @@ class LayerRoutes:
         self.observe = observe
         self.chosen: torch.Tensor | None = None
         self.native: torch.Tensor | None = None
-        self.earlier: list[torch.Tensor] = []  # choices of earlier passes, when one recording spans many
+        self.tokens: FedTokens | None = None
+        self.earlier: list[tuple[torch.Tensor, FedTokens | None]] = []  # of earlier forwards of one recording
 
 
 class ForwardPass:
@@ -56,9 +56,11 @@ class ForwardPass:
     layer_routes  the routes of each layer, by decoder layer
     chunks        the layers of each pipeline chunk that has routes; a whole model is one chunk
     thread        the only thread whose forward may use it; None in a backward, which autograd may run in any thread
-    batch         the routes that are replayed, if any
+    batch         the routes whose tokens the model must be fed; None where nothing is to be compared
     repeats       whether a recording may span many forwards (token-by-token generation)
-    fed_ids       the token ids that the model was fed
+    given_ids     (B, W) the token ids that the caller of a model without any has passed
+    allow_unknown whether the model may be fed tokens that the batch has no routes for
+    tokens        what the model was fed in the latest forward
     """
 
     def __init__(
@@ -69,19 +71,27 @@ class ForwardPass:
         *,
         batch: RouteBatch | None = None,
         repeats: bool = False,
+        given_ids: torch.Tensor | None = None,
+        allow_unknown: bool = False,
     ) -> None:
         self.purpose = purpose
         self.layer_routes = dict(layer_routes)
         self.chunks = tuple(chunks)
         self.batch = batch
         self.repeats = repeats
+        self.allow_unknown = allow_unknown
         self.thread: int | None = threading.get_ident()
-        self.fed_ids: torch.Tensor | None = None
-        self._fed_checked = False
-        self._started: set[tuple[int, ...]] = set()
+        self.given: FedTokens | None = None
+        self.tokens: FedTokens | None = None
+        self._forwards: dict[tuple[int, ...], _ChunkForward] = {}
+        if given_ids is not None:
+            self.given = FedTokens.copied(given_ids)
+            self.given.check(batch, allow_unknown)
 
-    def begin_chunk(self, layers: tuple[int, ...]) -> None:
-        """Start the forward of the chunk with these layers."""
+    # ---- what the model is fed ----------------------------------------------------------------------------------
+
+    def begin_chunk(self, layers: tuple[int, ...], depth: int) -> None:
+        """Enter a module of the chunk with these layers, `depth` modules inside the outermost; start its forward."""
         if layers not in self.chunks:
             raise AlignmentError(
                 f"a pipeline chunk runs that this {self.purpose} has no routes for",
@@ -90,23 +100,46 @@ class ForwardPass:
                 found=f"layers {sorted(self.layer_routes)}",
                 remedy="Make the batch for the layers of this chunk: replay.layers_of(chunk), or replay.layers for all",
             )
-        self._started.add(layers)
+        self._check_thread("a forward started")
+        running = self._forwards.get(layers)
+        if running is None or depth <= running.depth:  # at the same depth or further out, the forward before has ended
+            self._forwards[layers] = running = _ChunkForward()
+            self.tokens = None
+        running.depth = depth
 
-    def set_fed_ids(self, token_ids: torch.Tensor) -> None:
-        """Set the token ids (B, W) that the model is fed."""
-        self.fed_ids = token_ids
+    def feed(self, layers: tuple[int, ...], depth: int, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """Take the token ids (B, W) that a module of the chunk is fed, and compare them with those of the batch."""
+        running = self._forwards[layers]
+        if running.is_known(depth, ids):
+            return
+        fed = FedTokens.copied(ids, mask)
+        fed.check(self.batch, self.allow_unknown)
+        if self.given is not None and self.batch is None:
+            self.given.check_equal(fed)
+        for routes in self.layer_routes.values():  # a module further in, or a later hook, has changed them
+            if routes.tokens is not None and routes.tokens is running.tokens:
+                routes.tokens = fed
+        running.set(depth, ids, fed)
+        self.tokens = fed
+
+    def feed_compiled(self, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """Take the token ids (B, W) of a compiled forward; they are compared when the context closes."""
+        self.tokens = FedTokens.copied(ids, mask)
 
     def check_fed(self) -> None:
-        """Raise unless the model is fed the tokens that the routes were recorded for. One device sync, once."""
-        if self._fed_checked or self.batch is None or self.batch.fed_token_ids is None:
+        """Raise unless the tokens of the forward have been compared with those of the routes."""
+        if self.batch is None:
             return
-        if self.fed_ids is None:
+        if self.tokens is not None and not self.tokens.checked:
+            self.tokens.check(self.batch, self.allow_unknown)
+        fed = [self.given, self.tokens, *(forward.tokens for forward in self._forwards.values())]
+        if not any(tokens is not None for tokens in fed):
             raise AlignmentError(
                 "the model was not fed token ids, so nothing proves that the routes belong to its tokens",
                 remedy="Pass the ids that the embeddings were made from: replay(batch, fed_ids=...)",
             )
-        self.batch.check_fed(self.fed_ids)
-        self._fed_checked = True
+
+    # ---- what its routers do ------------------------------------------------------------------------------------
 
     def claim(self, layer: int) -> LayerRoutes:
         """Return the routes of a router that is about to run."""
@@ -118,12 +151,8 @@ class ForwardPass:
                 expected=f"routers of layers {sorted(self.layer_routes)}",
                 remedy="Run each pipeline chunk in a context with the routes of its own layers",
             )
-        if not torch.compiler.is_compiling() and self.thread not in (None, threading.get_ident()):
-            raise ReplayStateError(
-                f"a router ran in another thread than the one that opened this {self.purpose}",
-                layer=layer,
-                remedy="Open record() or replay() in the thread that runs the model; it serves one thread at a time",
-            )
+        if not torch.compiler.is_compiling():
+            self._check_thread("a router ran", layer)
         if routes.chosen is not None:
             if not self.repeats:
                 raise ReplayStateError(
@@ -133,8 +162,17 @@ class ForwardPass:
                     found="a second one",
                     remedy="Open a new context for each micro-batch; do not nest checkpoints around a router",
                 )
-            routes.earlier.append(routes.chosen)
+            routes.earlier.append((routes.chosen, routes.tokens))
+        routes.tokens = self.tokens
         return routes
+
+    def _check_thread(self, problem: str, layer: int | None = None) -> None:
+        if self.thread not in (None, threading.get_ident()):
+            raise ReplayStateError(
+                f"{problem} in another thread than the one that opened this {self.purpose}",
+                layer=layer,
+                remedy="Open record() or replay() in the thread that runs the model; it serves one thread at a time",
+            )
 
     def layers_run(self) -> list[int]:
         """Return the decoder layers of the chunks that have started; of all chunks where none has."""
@@ -157,7 +195,7 @@ class ForwardPass:
         def used(chunk: tuple[int, ...]) -> bool:  # a compiled forward runs no start hook
             return any(self.layer_routes[layer].chosen is not None for layer in chunk)
 
-        return [chunk for chunk in self.chunks if chunk in self._started or used(chunk)]
+        return [chunk for chunk in self.chunks if chunk in self._forwards or used(chunk)]
 
     def for_recompute(self) -> ForwardPass:
         """Return a pass for recomputation in the backward: the experts taken in the forward are taken again."""
@@ -168,7 +206,7 @@ class ForwardPass:
                 found="several",
                 remedy="Open record() once for each micro-batch, or run generation under torch.no_grad()",
             )
-        again = ForwardPass(
+        recompute = ForwardPass(
             f"backward of a {self.purpose}",
             {
                 layer: LayerRoutes(layer, routes.chosen, all_valid=True)
@@ -176,74 +214,33 @@ class ForwardPass:
                 if routes.chosen is not None
             },
         )
-        again.thread = None
-        return again
+        recompute.thread = None
+        return recompute
 
 
-class ActivePass:
-    """Which pass the routers of one model use now: `current`, or None for native routing.
-
-    A forward uses the pass that is open. When autograd reaches the output of a forward, `enter_backward` makes that
-    forward's pass current until the backward ends, and then restores the previous one.
-    """
+class _ChunkForward:
+    """The latest forward of one chunk in a pass: how far in its modules it is, and what it is fed."""
 
     def __init__(self) -> None:
-        self.current: ForwardPass | None = None
-        self.opened: ForwardPass | None = None
-        self._backwards: dict[int, _Backward] = {}  # by autograd graph task
+        self.depth = -1
+        self.tokens: FedTokens | None = None
+        self._latest: tuple[torch.Tensor, int] | None = None  # the tensor that was copied, and its version then
+        self._fed: dict[int, torch.Tensor] = {}  # by depth: what each module was given
 
-    def open(self, forward_pass: ForwardPass) -> None:
-        """Make a pass the open one; passes do not nest."""
-        if self.opened is not None:
-            raise ReplayStateError(
-                f"a {forward_pass.purpose} was opened inside a {self.opened.purpose} of the same model",
-                remedy="Contexts do not nest: close the first; to see native choices while replaying, "
-                "use replay(batch, observe=True)",
-            )
-        self.opened = self.current = forward_pass
-        self._backwards.clear()  # what an aborted backward left behind
+    def set(self, depth: int, ids: torch.Tensor, tokens: FedTokens) -> None:
+        self.tokens = tokens
+        self._fed[depth] = ids
+        self._latest = (ids, _version(ids))
 
-    def close(self) -> None:
-        """Close the open pass."""
-        self.opened = self.current = None
-
-    def begin_forward(self) -> bool:
-        """Return whether this is a forward, and not a recomputation inside a backward.
-
-        Drops a backward that was aborted by an exception, so that its routes cannot leak into this forward.
-        """
-        if torch._C._current_graph_task_id() != -1:
-            return False
-        self.current = self.opened
-        self._backwards.clear()
-        return True
-
-    def enter_backward(self, forward_pass: ForwardPass | None) -> None:
-        """Make the pass of a forward current whose output autograd has reached (None: a native forward)."""
-        task = torch._C._current_graph_task_id()
-        backward = self._backwards.get(task)
-        if backward is None:
-            backward = self._backwards[task] = _Backward(previous=self.current)
-            # Runs when this backward has ended, also inside the nested backwards of reentrant checkpointing.
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
-        self.current = backward.pass_for(forward_pass)
-
-    def _end_backward(self, task: int) -> None:
-        backward = self._backwards.pop(task, None)
-        if backward is not None:
-            self.current = backward.previous
+    def is_known(self, depth: int, ids: torch.Tensor) -> bool:
+        """Return whether a module is given ids that were copied before, here or further out, and are unchanged."""
+        if ids is self._fed.get(depth):  # the forward has ended: the model may write to its ids
+            return True
+        known = self._latest is not None and ids is self._latest[0] and _version(ids) == self._latest[1]
+        if known:
+            self._fed[depth] = ids
+        return known
 
 
-class _Backward:
-    """One running backward: the passes whose outputs it has reached."""
-
-    def __init__(self, previous: ForwardPass | None) -> None:
-        self.previous = previous
-        self._recomputed: dict[int, ForwardPass] = {}
-
-    def pass_for(self, forward_pass: ForwardPass | None) -> ForwardPass | None:
-        if forward_pass is None:
-            return None
-        if id(forward_pass) not in self._recomputed:
-            self._recomputed[id(forward_pass)] = forward_pass.for_recompute()
-        return self._recomputed[id(forward_pass)]
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,17 +1,15 @@
-"""Routers, pipeline chunks and row order as the controller sees them, whatever library the model comes from."""
+"""Routers and pipeline chunks as the controller sees them, whatever library the model comes from."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import nn
 
-from moe_replay.errors import AlignmentError
-
 if TYPE_CHECKING:
-    from moe_replay.replay.passes import ActivePass
-    from moe_replay.routes.layout import TokenLayout
+    from moe_replay.replay.passes import ForwardPass
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +41,14 @@ class RouterSite:
 class Chunk:
     """A model, or one pipeline chunk of it: what a trainer calls as a whole. It may have no routers.
 
-    entry_modules  modules whose forward starts and ends a forward of the chunk
-    sites          its routers
+    entry_modules     modules whose forward starts and ends a forward of the chunk, from the outermost inwards
+    sites             its routers
+    boundary_modules  its decoder layers and the modules beside them: what one of them returns, another is given
     """
 
     entry_modules: tuple[nn.Module, ...]
     sites: tuple[RouterSite, ...]
+    boundary_modules: tuple[nn.Module, ...] = ()
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -56,49 +56,61 @@ class Chunk:
         return tuple(site.layer for site in self.sites)
 
 
-@dataclass(frozen=True, slots=True)
-class RowOrder:
-    """How a model flattens the tokens (B, W) that it is fed into rows: what the token ids themselves cannot show.
-
-    order           row by row of the batch, or sequence-major as Megatron's [s, b, h]
-    sequence_shard  (rank, size) of the columns that its routers see; None where it is not known
-    """
-
-    order: Literal["batch", "sequence"] = "batch"
-    sequence_shard: tuple[int, int] | None = None
-
-    def check(self, layout: TokenLayout) -> None:
-        """Raise unless the layout flattens in the same way."""
-        if layout.order != self.order and 1 not in layout.fed.shape:
-            raise AlignmentError(
-                "the model flattens its tokens in another order than the layout",
-                expected=f"{self.order}-major",
-                found=f"{layout.order}-major",
-                remedy="End the layout with .sequence_major() for Megatron-Core, and leave it out for Transformers",
-            )
-        shard = layout.sequence_shard or (0, 1)
-        if self.sequence_shard not in (None, shard):
-            raise AlignmentError(
-                "the routers of this rank see another part of the columns than the layout",
-                expected=f"sequence parallel (rank, size) {self.sequence_shard}",
-                found=shard,
-                remedy="Use layout.sequence_parallel(tensor parallel rank, size) where sequence_parallel is on",
-            )
-
-
 class RouterHook(Protocol):
     """A hook on one router, through which the active pass records or sets its choice of experts."""
 
+    def install(self) -> None:
+        """Put the hook on its router; nothing where it is there already."""
+        ...
+
     def remove(self) -> None:
-        """Restore the router as it was."""
+        """Restore the router as it was; nothing where the hook is not there."""
+        ...
+
+
+class PassSource(Protocol):
+    """Where a router hook gets its pass from."""
+
+    def for_router(self) -> ForwardPass | None:
+        """Return the pass that a router uses which is called now; None: it routes natively."""
         ...
 
 
 class RouterHookFactory(Protocol):
     """Makes the hooks of one kind of router."""
 
-    def __call__(self, site: RouterSite, active: ActivePass) -> RouterHook: ...
+    def __call__(self, site: RouterSite, active: PassSource) -> RouterHook: ...
 
     def is_installed(self, module: nn.Module) -> bool:
         """Return whether a router has a hook already."""
         ...
+
+
+def entry_modules(model: nn.Module, sites: Sequence[RouterSite]) -> tuple[nn.Module, ...]:
+    """Return the modules from the model down to the list of decoder layers: every forward goes through one of them."""
+    paths = [site.name.split(".") for site in sites]
+    ways = [path[: next(i for i, part in enumerate(path) if part.isdigit())] for path in paths]
+    common = ways[0]
+    for way in ways:
+        common = common[: next((i for i, (a, b) in enumerate(zip(common, way, strict=False)) if a != b), len(common))]
+    return tuple(model.get_submodule(".".join(common[:depth])) for depth in range(len(common) + 1))
+
+
+def boundary_modules(model: nn.Module, sites: Sequence[RouterSite]) -> tuple[nn.Module, ...]:
+    """Return the decoder layers and the modules beside them or around their list: embedding, norms, head."""
+    path = entry_modules(model, sites) if sites else ()
+    return tuple(child for module in path for child in module.children() if not any(child is one for one in path))
+
+
+def recomputes(chunk: Chunk) -> bool:
+    """Return whether layers of a chunk in training are checkpointed: by Transformers, or by a `CheckpointWrapper`."""
+    around = [*chunk.entry_modules, *chunk.boundary_modules]
+    inside = [child for module in (*around, *chunk.entry_modules[-1].children()) for child in module.children()]
+    return any(
+        module.training and (getattr(module, "gradient_checkpointing", False) or _is_checkpoint_wrapper(module))
+        for module in (*around, *inside)
+    )
+
+
+def _is_checkpoint_wrapper(module: nn.Module) -> bool:
+    return any(cls.__name__ == "CheckpointWrapper" for cls in type(module).__mro__)

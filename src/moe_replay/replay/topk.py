@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from moe_replay.errors import UnsupportedRouterError
 from moe_replay.replay.choice import Choice
-from moe_replay.replay.passes import ActivePass, LayerRoutes
-from moe_replay.replay.site import RouterSite
+from moe_replay.replay.passes import LayerRoutes
+from moe_replay.replay.site import PassSource, RouterSite
 
 
 class TopKHandler(Protocol):
@@ -94,26 +94,33 @@ class TopKHook:
 
     call_type: type[RouterCall] = RouterCall
 
-    def __init__(self, site: RouterSite, active: ActivePass) -> None:
+    def __init__(self, site: RouterSite, active: PassSource) -> None:
         self.site = site
         self.active = active
         self.native_forward = site.module.forward
-        site.module.forward = self.forward
+        self.install()
 
     @staticmethod
     def is_installed(module: nn.Module) -> bool:
         """Return whether a router has a hook already."""
         return isinstance(getattr(module.forward, "__self__", None), TopKHook)
 
+    def install(self) -> None:
+        """Put this hook in place of the router's own forward."""
+        if not self.is_installed(self.site.module):
+            self.site.module.forward = self.forward
+
     def remove(self) -> None:
         """Restore the router's own forward."""
+        if self.site.module.__dict__.get("forward") != self.forward:
+            return
         del self.site.module.forward
         if self.site.module.forward != self.native_forward:  # an expert-parallel plan had put one on this instance
             self.site.module.forward = self.native_forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the router's forward under the active pass."""
-        forward_pass = self.active.current
+        forward_pass = self.active.for_router()
         if forward_pass is None:
             return self.native_forward(*args, **kwargs)
         routes = forward_pass.claim(self.site.layer)

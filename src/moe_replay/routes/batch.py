@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from moe_replay.errors import AlignmentError
-from moe_replay.routes.layout import PADDING, TokenLayout, compare_fed
+from moe_replay.routes.layout import PADDING, RowOrder, TokenLayout, compare_fed
 from moe_replay.routes.trace import RouteTrace
+from moe_replay.routes.transpose import as_ids, as_slice, as_words, runs_of, to_layer_major, to_token_major
 
 if TYPE_CHECKING:
     from moe_replay.routes.topology import MoeTopology
-
-TOKENS_PER_RUN = 256  # of 48 layers, top 8: read and written within the first-level cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,8 @@ class RouteBatch:
     max_expert      the largest id, where known on the host; None for what this model's own routers chose
     fed_token_ids   (B, W) int32: the token ids that belong to these routes, -1 for padding; None where unknown
     coverage        counts, where known on the host
-    layout          where each row comes from, to name a token in an error
+    layout          where each row comes from, where known: to name a token in an error
+    row_order       how the model that made these routes flattens its tokens, where known
     """
 
     layers: tuple[int, ...]
@@ -75,6 +75,7 @@ class RouteBatch:
     fed_token_ids: Tensor | None = None
     coverage: Coverage | None = None
     layout: TokenLayout | None = None
+    row_order: RowOrder | None = None
 
     def __post_init__(self) -> None:
         shape, slices = self.experts.shape, len(self.layers)
@@ -103,17 +104,17 @@ class RouteBatch:
         for sample, trace in enumerate(traces):
             trace.check_rows(sample)
         wanted = traces[0].layers if layers is None else tuple(layers)
-        indices = _as_slice(traces[0].layer_indices(wanted))
-        runs = _runs(layout)
+        indices = as_slice(traces[0].layer_indices(wanted))
+        runs = runs_of(layout)
 
         dtype = np.result_type(*(trace.experts.dtype for trace in traces))
-        words = _layer_major([_as_words(t.experts.astype(dtype, copy=False)) for t in traces], layout, runs, indices)
-        experts = _as_ids(words, dtype)
+        words = to_layer_major([as_words(t.experts.astype(dtype, copy=False)) for t in traces], layout, runs, indices)
+        experts = as_ids(words, dtype)
 
         # Most traces cover all layers of a token or none: then one row of flags serves all layers.
         masks = [trace.valid for trace in traces]
         shared = all(mask.strides[1] == 0 for mask in masks)
-        valid = _layer_major(masks, layout, runs, slice(0, 1) if shared else indices)
+        valid = to_layer_major(masks, layout, runs, slice(0, 1) if shared else indices)
         replayed = np.broadcast_to(np.count_nonzero(valid, axis=1), len(wanted)).tolist()
 
         return cls(
@@ -131,7 +132,11 @@ class RouteBatch:
 
     @classmethod
     def recorded(
-        cls, chosen: Mapping[int, Tensor], topology: MoeTopology, fed_token_ids: Tensor | None = None
+        cls,
+        chosen: Mapping[int, Tensor],
+        topology: MoeTopology,
+        fed_token_ids: Tensor | None = None,
+        row_order: RowOrder | None = None,
     ) -> RouteBatch:
         """Return what the routers of this rank chose: decoder layer -> (R, K), on the device. No device sync."""
         layers = tuple(sorted(chosen))
@@ -145,7 +150,8 @@ class RouteBatch:
             all_valid=(True,) * len(layers),
             source_layers=topology.layers,
             num_experts=topology.num_experts,
-            fed_token_ids=None if fed_token_ids is None else fed_token_ids.to(torch.int32),
+            fed_token_ids=None if fed_token_ids is None else fed_token_ids.to(torch.int32, copy=True),
+            row_order=row_order,
         )
 
     # ---- layers and devices -------------------------------------------------------------------------------------
@@ -169,7 +175,7 @@ class RouteBatch:
         """Return only these decoder layers, e.g. of one pipeline chunk; a view where they are adjacent."""
         wanted = tuple(layers)
         indices = [self._index(layer) for layer in wanted]
-        selected = _as_slice(indices)
+        selected = as_slice(indices)
         coverage = self.coverage
         if coverage is not None:
             coverage = replace(
@@ -241,26 +247,59 @@ class RouteBatch:
                         "expert id out of range", layer=layer, expected=f"0 to {num_experts - 1}", found=largest
                     )
 
-    def check_fed(self, fed_ids: Tensor) -> None:
-        """Raise unless the model is fed (B, W) the tokens that these routes belong to. One device sync."""
+    def check_verifiable(self) -> None:
+        """Raise unless the token ids of these routes are known, and there are any."""
+        if self.fed_token_ids is None:
+            raise _ids_unknown()
+        if (self.layout is not None and not self.layout.num_tokens) or not self.fed_token_ids.numel():
+            raise AlignmentError(
+                "the batch has no tokens, so nothing proves that its routes belong to what the model is fed",
+                expected="at least one token",
+                found=self.layout or tuple(self.fed_token_ids.shape),
+                remedy="Run a micro-batch of padding alone outside replay()",
+            )
+
+    def check_fed(self, fed_ids: Tensor, mask: Tensor | None = None, *, allow_unknown: bool = False) -> int:
+        """Raise unless the model is fed (B, W) the tokens that these routes belong to. One device sync.
+
+        Padding may hold anything that is not a token: what `mask` (B, W) is zero for, or without a mask one and the
+        same id. Other ids are tokens without a trace: an error, or with `allow_unknown` counted and returned.
+        """
         expected = self.fed_token_ids
         if expected is None:
+            raise _ids_unknown()
+        if expected.shape != fed_ids.shape:
+            compare_fed(expected.cpu().numpy(), fed_ids.cpu().numpy(), self.layout)
+        expected = expected.to(fed_ids.device)
+        padding = expected == PADDING
+        tokens = padding & (_differs_from_padding(fed_ids, padding) if mask is None else mask.to(fed_ids.device) != 0)
+        wrong, unknown = torch.stack([((expected != fed_ids) & ~padding).sum(), tokens.sum()]).tolist()
+        if wrong:
+            compare_fed(expected.cpu().numpy(), fed_ids.cpu().numpy(), self.layout)
+        if unknown and not allow_unknown:
+            row, column = tokens.nonzero()[0].tolist()
             raise AlignmentError(
-                "nothing proves that the routes belong to the tokens fed: the batch does not know its token ids",
-                remedy="Record with the token ids that were fed, or make the batch from traces",
+                "the model is fed tokens that no trace has: they would be routed natively",
+                expected="padding where the layout has padding",
+                found=f"{unknown} tokens, the first of id {int(fed_ids[row, column])} in row {row}, column {column}",
+                remedy="Truncate what is fed where traces were truncated, or replay(batch, allow_unknown_tokens=True)",
             )
-        if expected.shape == fed_ids.shape:
-            differing = (expected != fed_ids) & (expected != PADDING)
-            if not bool(differing.any()):
-                return
-        compare_fed(expected.cpu().numpy(), fed_ids.cpu().numpy(), self.layout)
+        return unknown
 
     # ---- back to traces -----------------------------------------------------------------------------------------
 
     def to_traces(
-        self, token_ids: Sequence[np.ndarray | Sequence[int]], layout: TokenLayout, weight_version: int = 0
+        self,
+        token_ids: Sequence[np.ndarray | Sequence[int]],
+        layout: TokenLayout,
+        weight_version: int = 0,
+        *,
+        unverified: bool = False,
     ) -> list[RouteTrace]:
-        """Return one trace for each sequence; tokens that no row of this rank holds are uncovered."""
+        """Return one trace for each sequence; tokens that no row of this rank holds are uncovered.
+
+        Layout and ids are compared with the ids and the row order of this batch, unless `unverified`.
+        """
         layout.check_sequences(token_ids)
         if layout.num_rows != self.num_rows:
             raise AlignmentError(
@@ -269,85 +308,41 @@ class RouteBatch:
                 found=f"{self.num_rows} rows",
                 remedy="Use the layout of the rank that recorded the batch: its padding, context and sequence parallel",
             )
+        if not unverified:
+            self._check_claim(token_ids, layout)
         experts = self.experts.cpu().numpy()
         dtype = np.dtype(np.uint16 if experts.dtype == np.int16 else np.uint8)
-        runs = _runs(layout)
-        words = _token_major(_as_words(experts.view(dtype)), layout, runs)
-        valid = _token_major(self.valid.cpu().numpy(), layout, runs)
+        runs = runs_of(layout)
+        words = to_token_major(as_words(experts.view(dtype)), layout, runs)
+        valid = to_token_major(self.valid.cpu().numpy(), layout, runs)
         return [
-            RouteTrace(ids, _as_ids(chosen, dtype), self.layers, mask, weight_version, num_experts=self.num_experts)
+            RouteTrace(ids, as_ids(chosen, dtype), self.layers, mask, weight_version, num_experts=self.num_experts)
             for ids, chosen, mask in zip(token_ids, words, valid, strict=True)
         ]
 
-
-# ---- moving routes between token-major and layer-major --------------------------------------------------------------
-
-LayerIndex = slice | list[int]
-Run = tuple[int, slice, slice]  # (sequence, its tokens, their rows)
-
-
-def _runs(layout: TokenLayout) -> list[Run]:
-    """Return runs of tokens at equal distance in the rows, each short enough for the cache.
-
-    A few for each sequence, whatever the layout, in row order, so that memory is written in order.
-    """
-    step = layout.fed.shape[0] if layout.order == "sequence" else 1
-    held = np.flatnonzero(layout.rows != PADDING)
-    row_of = np.full(layout.num_tokens, PADDING)
-    row_of[layout.rows[held]] = held
-    block = row_of // (TOKENS_PER_RUN * step)  # -1 for tokens of other ranks
-    begins = np.ones(layout.num_tokens, bool)
-    begins[1:] = (np.diff(row_of) != step) | (np.diff(block) != 0)
-    begins[layout.starts[:-1][np.array(layout.lengths) > 0]] = True
-
-    bounds = np.append(np.flatnonzero(begins), layout.num_tokens)
-    first, count = bounds[:-1], np.diff(bounds)
-    here = row_of[first] != PADDING
-    first, count = first[here], count[here]
-    in_order = np.argsort(block[first], kind="stable")
-    first, count = first[in_order], count[in_order]
-
-    sequence = np.searchsorted(layout.starts, first, side="right") - 1
-    token, row = first - layout.starts[sequence], row_of[first]
-    numbers = zip(*(a.tolist() for a in (sequence, token, row, count)), strict=True)
-    return [(s, slice(t, t + n), slice(r, r + (n - 1) * step + 1, step)) for s, t, r, n in numbers]
+    def _check_claim(self, token_ids: Sequence[np.ndarray | Sequence[int]], layout: TokenLayout) -> None:
+        """Raise unless these ids, laid out like this, are what the model was fed."""
+        if self.fed_token_ids is None:
+            raise _ids_unknown()
+        own = self.layout
+        order = self.row_order or (None if own is None else RowOrder(own.order, own.sequence_shard or (0, 1)))
+        if order is not None:
+            order.check(layout)
+        compare_fed(layout.fed_token_ids(token_ids), self.fed_token_ids.cpu().numpy(), layout)
 
 
-def _layer_major(
-    sequences: Sequence[np.ndarray], layout: TokenLayout, runs: Sequence[Run], indices: LayerIndex
-) -> np.ndarray:
-    """Transpose (T, L) of each sequence to (L, R); zero in rows that hold no token."""
-    layers = sequences[0][:0, indices].shape[1]
-    out = np.zeros((layers, layout.num_rows), sequences[0].dtype)
-    for sequence, tokens, rows in runs:
-        out[:, rows] = sequences[sequence][tokens, indices].T
-    return out
+def _ids_unknown() -> AlignmentError:
+    return AlignmentError(
+        "nothing proves that the routes belong to the tokens fed: the batch does not know its token ids",
+        remedy="Record with the token ids that were fed (record(fed_ids=...)), make the batch from traces, or accept "
+        "it with unverified=True",
+    )
 
 
-def _token_major(batch: np.ndarray, layout: TokenLayout, runs: Sequence[Run]) -> list[np.ndarray]:
-    """Transpose (L, R) to (T, L) of each sequence; zero for tokens that no row holds."""
-    out = [np.zeros((length, len(batch)), batch.dtype) for length in layout.lengths]
-    for sequence, tokens, rows in runs:
-        out[sequence][tokens] = batch[:, rows].T
-    return out
-
-
-def _as_words(ids: np.ndarray) -> np.ndarray:
-    """View ids (X, Y, K) as words (X, Y) of K ids each, so that a row of ids moves as one."""
-    size = ids.shape[2] * ids.itemsize
-    word = np.dtype(f"u{size}") if size in (1, 2, 4, 8) else np.dtype((np.void, size))
-    return np.ascontiguousarray(ids).view(word)[..., 0]
-
-
-def _as_ids(words: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """View words (X, Y) as ids (X, Y, K)."""
-    return words.view(dtype).reshape(*words.shape, words.itemsize // dtype.itemsize)
-
-
-def _as_slice(indices: list[int]) -> LayerIndex:
-    """Return adjacent indices as a slice, which indexes without a copy."""
-    contiguous = indices == list(range(indices[0], indices[0] + len(indices))) if indices else False
-    return slice(indices[0], indices[-1] + 1) if contiguous else indices
+def _differs_from_padding(fed_ids: Tensor, padding: Tensor) -> Tensor:
+    """Return where the ids (B, W) differ from the id that padding is filled with, taken to be its smallest."""
+    smallest = torch.where(padding, fed_ids, torch.iinfo(fed_ids.dtype).max).amin()
+    return fed_ids != smallest
 
 
 def _check_one_model(traces: Sequence[RouteTrace]) -> int | None:

@@ -249,6 +249,36 @@ class TokenLayout:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class RowOrder:
+    """How a model flattens the tokens (B, W) that it is fed into rows: what the token ids themselves cannot show.
+
+    order           row by row of the batch, or sequence-major as Megatron's [s, b, h]
+    sequence_shard  (rank, size) of the columns that its routers see; None where it is not known
+    """
+
+    order: Literal["batch", "sequence"] = "batch"
+    sequence_shard: tuple[int, int] | None = None
+
+    def check(self, layout: TokenLayout) -> None:
+        """Raise unless the layout flattens in the same way."""
+        if layout.order != self.order and 1 not in layout.fed.shape:
+            raise AlignmentError(
+                "the model flattens its tokens in another order than the layout",
+                expected=f"{self.order}-major",
+                found=f"{layout.order}-major",
+                remedy="End the layout with .sequence_major() for Megatron-Core, and leave it out for Transformers",
+            )
+        shard = layout.sequence_shard or (0, 1)
+        if self.sequence_shard not in (None, shard):
+            raise AlignmentError(
+                "the routers of this rank see another part of the columns than the layout",
+                expected=f"sequence parallel (rank, size) {self.sequence_shard}",
+                found=shard,
+                remedy="Use layout.sequence_parallel(tensor parallel rank, size) where sequence_parallel is on",
+            )
+
+
 def compare_fed(expected: np.ndarray, found: np.ndarray, layout: TokenLayout | None = None) -> None:
     """Raise at the first position where two grids (B, W) of token ids differ, unless padding (-1) is expected there."""
     if found.shape != expected.shape:

@@ -21,9 +21,9 @@ from moe_replay.errors import UnsupportedRouterError
 from moe_replay.replay.adapters.megatron_legacy import legacy_hook
 from moe_replay.replay.adapters.megatron_settings import check_replay_enabled, check_settings, megatron_version
 from moe_replay.replay.choice import Choice
-from moe_replay.replay.passes import ActivePass
-from moe_replay.replay.site import Chunk, RouterHookFactory, RouterSite, RowOrder
+from moe_replay.replay.site import Chunk, PassSource, RouterHookFactory, RouterSite, boundary_modules
 from moe_replay.replay.topk import TopKInterceptor
+from moe_replay.routes.layout import RowOrder
 from moe_replay.routes.topology import MoeTopology
 
 AuxLoss = Literal["native", "replayed"]
@@ -75,7 +75,8 @@ def find_chunks(
         modules = dict(model.named_modules())
         sites = [_site(modules, name) for name, module in modules.items() if _is_a(module, ROUTER)]
         predicting = [site for site in sites if _enclosing(modules, site.name, PREDICTION_LAYER) is not None]
-        chunk = Chunk((model,), tuple(site for site in sites if site not in predicting))
+        own = tuple(site for site in sites if site not in predicting)
+        chunk = Chunk((model,), own, boundary_modules(model, own))
         _check_topology(declared, chunk, modules)
         chunks.append(chunk)
         native.extend(predicting)
@@ -95,21 +96,27 @@ def find_chunks(
 class MegatronHook:
     """Replaces the replay object of one router; its methods are bound, so that a deep copy has its own."""
 
-    def __init__(self, site: RouterSite, active: ActivePass) -> None:
+    def __init__(self, site: RouterSite, active: PassSource) -> None:
         self.site = site
         self.active = active
         self.router = cast(Any, site.module)
         self.native_replay = self.router.router_replay
-        self.router.router_replay = self
+        self.install()
 
     @staticmethod
     def is_installed(module: Any) -> bool:
         """Return whether a router has a hook already."""
         return isinstance(module.router_replay, MegatronHook)
 
+    def install(self) -> None:
+        """Put this hook in place of the router's own replay object."""
+        if not self.is_installed(self.router):
+            self.router.router_replay = self
+
     def remove(self) -> None:
         """Restore the router's own replay object."""
-        self.router.router_replay = self.native_replay
+        if self.router.router_replay is self:
+            self.router.router_replay = self.native_replay
 
     def get_replay_topk(
         self,
@@ -120,7 +127,7 @@ class MegatronHook:
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose the router's experts under the active pass: scores (R, E) -> (values (R, K), experts (R, K))."""
-        forward_pass = self.active.current
+        forward_pass = self.active.for_router()
         if forward_pass is None:
             return default_compute_topk(scores, topk, num_groups, group_topk)
         with_gradient = torch.is_grad_enabled()
@@ -145,20 +152,26 @@ class ReplayedAuxLossHook(MegatronHook):
     The router chooses a second time for them, by a plain `topk`, whose result is replaced here.
     """
 
-    def __init__(self, site: RouterSite, active: ActivePass) -> None:
-        super().__init__(site, active)
+    def __init__(self, site: RouterSite, active: PassSource) -> None:
         self._taken: torch.Tensor | None = None
-        self.native_routing = self.router.routing
-        self.router.routing = self.routing
+        self.native_routing = cast(Any, site.module).routing
+        super().__init__(site, active)
+
+    def install(self) -> None:
+        """Put this hook in place of the router's own replay object and method."""
+        super().install()
+        if self.router.router_replay is self:
+            self.router.routing = self.routing
 
     def remove(self) -> None:
         """Restore the router's own replay object and method."""
+        if self.router.router_replay is self:
+            del self.router.routing
         super().remove()
-        del self.router.routing
 
     def routing(self, *args: Any, **kwargs: Any) -> Any:
         """Run the router's own method with the result of its second `topk` replaced."""
-        if self.active.current is None:
+        if self.active.for_router() is None:
             return self.native_routing(*args, **kwargs)
         try:
             with TopKInterceptor(self):

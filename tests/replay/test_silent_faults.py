@@ -1,0 +1,337 @@
+"""Faults that must not be silent: tokens that are swapped between check and use, backwards that bypass the outputs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import moe_replay as mr
+from tests.models import assert_same_gradients, gradients, loss, perturb_routers, random_ids, tiny_qwen3_moe
+from tests.replay.checkpointing import CHECKPOINTS, unwrapped
+
+IDS = random_ids(2, 9)
+OTHER = random_ids(2, 9, seed=1)
+
+
+def recorded(model, replay, ids=IDS):
+    with torch.no_grad(), replay.record() as recording:
+        model(ids)
+    return recording.batch()
+
+
+@pytest.fixture
+def model():
+    return tiny_qwen3_moe()
+
+
+@pytest.fixture
+def replay(model):
+    return mr.attach(model)
+
+
+@pytest.fixture
+def batch(model, replay):
+    return recorded(model, replay)
+
+
+def trained(name, **config):
+    """A checkpointed model in training, its controller, routes, and the gradients that replay must give."""
+    model = tiny_qwen3_moe(**config).train()
+    replay = mr.attach(model)
+    batch = recorded(model, replay)
+    perturb_routers(replay)
+    return model, replay, batch
+
+
+# ---- tokens: compared in every forward ------------------------------------------------------------------------------
+
+
+def fail(*args):
+    raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize("context", ["replay", "record"])
+def test_tokens_after_a_forward_that_failed(model, replay, batch, context):
+    handle = model.model.layers[0].register_forward_pre_hook(fail)
+    opened = replay.replay(batch) if context == "replay" else replay.record()
+    if context == "replay":
+        with torch.no_grad(), pytest.raises(mr.AlignmentError, match="another token"), opened:
+            with pytest.raises(RuntimeError, match="planted"):
+                model(IDS)
+            handle.remove()
+            model(OTHER)
+        return
+    with torch.no_grad(), opened as recording:
+        with pytest.raises(RuntimeError, match="planted"):
+            model(IDS)
+        handle.remove()
+        model(OTHER)
+    assert torch.equal(recording.batch().fed_token_ids, OTHER.int())
+
+
+def test_embeddings_after_a_forward_that_failed(model, replay, batch):
+    handle = model.model.layers[0].register_forward_pre_hook(fail)
+    embeddings = model.model.embed_tokens(OTHER)
+    with torch.no_grad(), pytest.raises(mr.AlignmentError, match="not fed token ids"), replay.replay(batch):
+        with pytest.raises(RuntimeError, match="planted"):
+            model(IDS)
+        handle.remove()
+        model(inputs_embeds=embeddings)
+
+
+def test_other_tokens_than_those_passed(model, replay, batch):
+    with torch.no_grad(), pytest.raises(mr.AlignmentError, match="another token"), replay.replay(batch, fed_ids=IDS):
+        model(OTHER)
+    with torch.no_grad(), pytest.raises(mr.AlignmentError, match="passed as fed_ids"), replay.record(fed_ids=IDS):
+        model(OTHER)
+
+
+def test_tokens_after_a_refused_thread(model, replay, batch):
+    refused = []
+
+    def run():
+        try:
+            model(IDS)
+        except mr.errors.ReplayStateError as error:
+            refused.append(error)
+
+    with torch.no_grad(), pytest.raises(mr.AlignmentError, match="another token"), replay.replay(batch):
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        model(OTHER)
+    assert "another thread" in str(refused[0])
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["model", "decoder"])
+def test_a_later_hook_that_swaps_rows(model, replay, batch, inner):
+    def swap(module, args, kwargs):
+        if "input_ids" in kwargs:
+            return args, kwargs | {"input_ids": kwargs["input_ids"].flip(0)}
+        return (args[0].flip(0), *args[1:]), kwargs
+
+    (model.model if inner else model).register_forward_pre_hook(swap, with_kwargs=True)
+    with torch.no_grad(), pytest.raises(mr.AlignmentError, match="another token"), replay.replay(batch):
+        model(IDS)
+    with torch.no_grad(), replay.record() as recording:
+        model(IDS)
+    assert torch.equal(recording.batch().fed_token_ids, IDS.flip(0).int())
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_recorded_ids_are_a_copy(model, replay, dtype):
+    buffer = IDS.clone().to(dtype)
+    with torch.no_grad(), replay.record() as recording:
+        model(buffer)
+    early = recording.batch()
+    buffer.copy_(OTHER)
+    assert torch.equal(recording.batch().fed_token_ids, IDS.int())
+    assert torch.equal(early.fed_token_ids, IDS.int())
+
+
+# ---- claims about a recording ---------------------------------------------------------------------------------------
+
+
+def test_traces_of_another_claim_are_refused(model, replay):
+    sequences = [random_ids(1, n, seed=i)[0].tolist() for i, n in enumerate((5, 5, 9))]
+    layout = mr.TokenLayout.padded([5, 5, 9], side="left")
+    fed = torch.tensor(layout.fed_token_ids(sequences, pad=0), dtype=torch.long)
+    with torch.no_grad(), replay.record() as recording:
+        model(fed)
+    recording.traces(layout, sequences)
+    claims = {
+        "padding": (mr.TokenLayout.padded([5, 5, 9]), sequences),
+        "order": (layout, [sequences[1], sequences[0], sequences[2]]),
+        "invented": (layout, [[1] * 5, *sequences[1:]]),
+        "rows": (layout.sequence_major(), sequences),
+    }
+    for claimed, ids in claims.values():
+        with pytest.raises(mr.AlignmentError):
+            recording.traces(claimed, ids)
+        with pytest.raises(mr.AlignmentError):
+            recording.batch().to_traces(ids, claimed)
+    assert len(recording.traces(claims["padding"][0], sequences, unverified=True)) == 3
+
+
+def test_batches_of_traces_keep_their_claim(batch):
+    layout = mr.TokenLayout.padded([9, 9])
+    made = mr.RouteBatch.from_traces(batch.to_traces(IDS.tolist(), layout), layout)
+    with pytest.raises(mr.AlignmentError, match="another token"):
+        made.to_traces(OTHER.tolist(), layout)
+    with pytest.raises(mr.AlignmentError, match="order"):
+        made.to_traces(IDS.tolist(), layout.sequence_major())
+
+
+# ---- tokens that no trace has ---------------------------------------------------------------------------------------
+
+
+def test_tokens_hidden_in_padding(model, replay, batch):
+    traces = [trace[:4] for trace in batch.to_traces(IDS.tolist(), mr.TokenLayout.padded([9, 9]))]
+    cut = mr.RouteBatch.from_traces(traces, mr.TokenLayout.padded([4, 4], width=9))
+    with torch.no_grad(), pytest.raises(mr.AlignmentError, match="tokens that no trace has"), replay.replay(cut):
+        model(IDS)
+    with torch.no_grad(), replay.replay(cut, allow_unknown_tokens=True) as replaying:
+        model(IDS)
+    assert replaying.unknown_tokens >= 9  # of 10; one id may be taken for that of padding
+    padded = IDS.clone()
+    padded[:, 4:] = 0
+    with torch.no_grad(), replay.replay(cut) as replaying:
+        model(padded)
+    assert replaying.unknown_tokens == 0
+
+
+def test_the_attention_mask_says_what_padding_is(model, replay, batch):
+    traces = [trace[:4] for trace in batch.to_traces(IDS.tolist(), mr.TokenLayout.padded([9, 9]))]
+    cut = mr.RouteBatch.from_traces(traces, mr.TokenLayout.padded([4, 4], width=9))
+    mask = torch.zeros_like(IDS)
+    mask[:, :4] = 1
+    with torch.no_grad(), replay.replay(cut):
+        model(IDS, attention_mask=mask)
+    mask[1, 4] = 1
+    with torch.no_grad(), pytest.raises(mr.AlignmentError, match=r"1 tokens, .*row 1, column 4"), replay.replay(cut):
+        model(IDS, attention_mask=mask)
+
+
+def test_a_batch_of_no_tokens(model, replay):
+    empty = [mr.RouteTrace.uncovered([], (1, 2, 3), 2, num_experts=8) for _ in range(2)]
+    made = mr.RouteBatch.from_traces(empty, mr.TokenLayout.padded([0, 0], width=9))
+    with torch.no_grad(), pytest.raises(mr.AlignmentError, match="no tokens"), replay.replay(made):
+        model(torch.zeros_like(IDS))
+
+
+def test_routes_recorded_without_ids(model, replay):
+    embeddings = model.model.embed_tokens(IDS)
+    with torch.no_grad(), replay.record() as recording:
+        model(inputs_embeds=embeddings)
+    blind = recording.batch()
+    with torch.no_grad(), pytest.raises(mr.AlignmentError, match="does not know its token ids"), replay.replay(blind):
+        model(inputs_embeds=model.model.embed_tokens(OTHER))
+    with torch.no_grad(), replay.replay(blind, unverified=True):
+        model(inputs_embeds=embeddings)
+    with pytest.raises(mr.AlignmentError, match="does not know its token ids"):
+        blind.to_traces(IDS.tolist(), mr.TokenLayout.padded([9, 9]))
+
+
+def test_every_pass_knows_its_ids(model, replay):
+    with torch.no_grad(), replay.record(every_pass=True) as recording:
+        model(IDS)
+        model(OTHER)
+    first, second = recording.passes()
+    assert torch.equal(first.fed_token_ids, IDS.int())
+    assert torch.equal(second.fed_token_ids, OTHER.int())
+
+
+# ---- backwards that bypass the outputs ------------------------------------------------------------------------------
+
+REENTRANT = ["transformers-reentrant", "wrapper-reentrant"]
+
+
+def hidden_loss(model, layer):
+    """The loss on what enters a module, taken by a hook, as a list that the forward fills."""
+    taken = []
+    handle = layer.register_forward_pre_hook(lambda m, args: taken.append(args[0]))
+    return taken, handle
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_loss_on_a_hidden_state(name):
+    model, replay, batch = trained(name)
+
+    def backward():
+        taken, handle = hidden_loss(model, model.model.norm)
+        with replay.replay(batch):
+            model(IDS)
+        handle.remove()
+        taken[0].pow(2).mean().backward()
+        return gradients(model)
+
+    expected = backward()
+    CHECKPOINTS[name](model)
+    assert_same_gradients(unwrapped(backward()), expected)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_detached_between_forward_and_backward(name):
+    model, replay, batch = trained(name)
+    with replay.replay(batch):
+        loss(model(IDS)).backward()
+    expected = gradients(model)
+    CHECKPOINTS[name](model)
+    with replay.replay(batch):
+        one = loss(model(IDS))
+    replay.detach()
+    one.backward()
+    assert_same_gradients(unwrapped(gradients(model)), expected)
+    assert all("forward" not in vars(site.module) for site in replay.sites.values())
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_the_decoder_called_directly(name):
+    model, replay, batch = trained(name)
+
+    def backward():
+        with replay.replay(batch, fed_ids=IDS):
+            hidden = model.model.forward(IDS).last_hidden_state
+        hidden.pow(2).mean().backward()
+        return gradients(model)
+
+    expected = backward()
+    CHECKPOINTS[name](model)
+    assert_same_gradients(unwrapped(backward()), expected)
+
+
+def test_a_reentrant_checkpoint_around_the_whole_model():
+    model, replay, batch = trained("none")
+    embeddings = model.model.embed_tokens(IDS).detach().requires_grad_()
+    with replay.replay(batch, fed_ids=IDS):
+        logits = checkpoint(lambda e: model(inputs_embeds=e).logits, embeddings, use_reentrant=True)
+    with pytest.raises(mr.errors.ReplayStateError, match="cannot be traced to a forward"):
+        logits.pow(2).mean().backward()
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_native_forward_in_another_thread_during_a_backward(name):
+    model, replay, batch = trained(name)
+    with replay.replay(batch):
+        loss(model(IDS)).backward()
+    expected = gradients(model)
+    CHECKPOINTS[name](model)
+    with replay.replay(batch):
+        one = loss(model(IDS))
+
+    def native(grad):
+        def run():
+            with torch.no_grad():
+                model(OTHER)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+
+    model.lm_head.weight.register_hook(native)
+    one.backward()
+    assert_same_gradients(unwrapped(gradients(model)), expected)
+
+
+# ---- copies ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_made_in_an_open_context_routes_natively(model, replay, batch):
+    perturb_routers(replay)
+    native = model(IDS).logits
+    with torch.no_grad(), replay.replay(batch):
+        model(IDS)
+        reference = copy.deepcopy(model)
+    assert torch.equal(reference(IDS).logits, native)
+
+
+def test_an_attached_model_is_not_pickled(model, replay):
+    with pytest.raises(mr.errors.ReplayStateError, match=r"cannot be pickled.*detach\(\)"):
+        pickle.dumps(model)
+    replay.detach()
+    assert pickle.loads(pickle.dumps(model)).config.num_experts == 8
