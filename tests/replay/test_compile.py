@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import moe_replay as mr
 from tests.models import gradients, loss, perturb_routers, random_ids, tiny_qwen3_moe, uncover
+from tests.replay.checkpointing import CHECKPOINTS, unwrapped
 
 STEPS = 6
 
@@ -100,6 +101,30 @@ def test_compiled_layers_are_recomputed_with_their_own_routes(use_reentrant):
         found = gradients(model)
         for name, gradient in expected[i].items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_compiled_model_recomputes_with_its_own_routes(name):
+    """The whole model compiled around checkpointed layers: hooks that tie the backward to its pass run eagerly."""
+    model = tiny_qwen3_moe(experts_implementation="batched_mm").train()
+    replay = mr.attach(model)
+    ids = random_ids(2, 7)
+    with torch.no_grad(), replay.record() as recording:
+        model(ids)
+    perturb_routers(replay)
+    with replay.replay(recording.batch()):
+        loss(model(ids)).backward()
+    expected = gradients(model)
+    CHECKPOINTS[name](model)
+    compiled = torch.compile(model, backend="aot_eager")
+    with replay.replay(recording.batch()):
+        one = loss(compiled(ids))
+    with torch.no_grad(), replay.replay(recording.batch()):
+        model(ids)
+    one.backward()
+    found = unwrapped(gradients(model))
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
 
 
 def test_compiled_forward_fed_other_tokens_is_refused():

@@ -387,3 +387,9 @@ def test_expert_counts_may_differ_from_layer_to_layer() -> None:
     with pytest.raises(UnsupportedRouterError, match=r"num_experts is not the same.*\{0: 8, 1: 16\}.*moe_layers"):
         _ = topology.num_experts
     assert topology.top_k == 2
+
+
+def test_more_experts_than_ids_can_name() -> None:
+    MoeTopology(1, (MoeLayer(0, 32768, 2),))
+    with pytest.raises(UnsupportedRouterError, match="more experts than ids can name"):
+        MoeTopology(1, (MoeLayer(0, 32769, 2),))

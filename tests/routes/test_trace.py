@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_replay.errors import TraceError
+from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.trace import RouteTrace
 from moe_replay.routes.trace_parts import VersionSpan, first_duplicate, narrowest_dtype
 from tests.routes.parts import trace_from_parts
@@ -385,3 +388,14 @@ def test_a_trace_says_what_it_is() -> None:
     text = "RouteTrace(2 tokens, 1 layers [4], top 2 of 8, 100.0% covered, versions [0])"
     assert repr(ONE) == text
     assert (ONE == "something else") is False
+
+
+def test_copies_stay_read_only() -> None:
+    trace = RouteTrace([5, 7], [[[0, 3]], [[2, 1]]], [1], num_experts=4)
+    layout = TokenLayout.padded([2])
+    for copied in (copy.deepcopy(trace), pickle.loads(pickle.dumps(trace))):
+        assert copied == trace
+        assert not (copied.experts.flags.writeable or copied.token_ids.flags.writeable)
+    for made in (copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
+        assert np.array_equal(made.fed, layout.fed)
+        assert not made.fed.flags.writeable

@@ -206,6 +206,7 @@ class RouterReplay:
             yield
         finally:
             self._active.close()
+        forward_pass.copy_compiled()
         forward_pass.check_used()
 
     def _check(self, batch: RouteBatch) -> list[tuple[int, ...]]:

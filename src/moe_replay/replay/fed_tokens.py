@@ -11,7 +11,7 @@ from moe_replay.routes.batch import RouteBatch
 class FedTokens:
     """The token ids of one forward.
 
-    ids      (B, W), a copy: the caller may reuse its buffer
+    ids      (B, W), a copy: the caller may reuse its buffer; of a compiled forward, a copy once the context has closed
     mask     (B, W) where the attention mask is of this shape: zero for padding
     checked  whether they were compared with those of a batch
     unknown  tokens fed that the batch has no routes for, where they were counted
@@ -19,15 +19,18 @@ class FedTokens:
 
     def __init__(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> None:
         self.ids = ids
-        self.mask = mask
+        self.mask = mask if mask is not None and mask.shape == ids.shape else None
         self.checked = False
         self.unknown = 0
 
     @classmethod
     def copied(cls, ids: torch.Tensor, mask: torch.Tensor | None = None) -> FedTokens:
         """Copy the ids that a model is fed; no device sync."""
-        same_shape = mask is not None and mask.shape == ids.shape
-        return cls(ids.detach().clone(), mask if same_shape else None)
+        return cls(ids.detach().clone(), mask)
+
+    def copy(self) -> None:
+        """Replace the ids by a copy."""
+        self.ids = self.ids.detach().clone()
 
     def check(self, batch: RouteBatch | None, allow_unknown: bool) -> None:
         """Raise unless these are the tokens of the batch, where there is one. One device sync."""

@@ -53,6 +53,11 @@ class TokenLayout:
             raise LayoutError("fed must be (B, W) with segments that add up to W", found=(fed.shape, self.segments))
         _check_each_token_once(fed, self.num_tokens, whole=self.context_shard is None or self.context_shard[1] == 1)
 
+    def __reduce__(self) -> tuple[type[TokenLayout], tuple]:
+        """Pickle what it is made from, so that what is read back is checked and read-only."""
+        shards = (self.context_shard, self.sequence_shard)
+        return TokenLayout, (self.fed, self.lengths, self.segments, self.order, *shards)
+
     @classmethod
     def padded(
         cls, lengths: Sequence[int], width: int | None = None, side: Literal["left", "right"] = "right"

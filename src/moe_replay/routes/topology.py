@@ -14,6 +14,7 @@ from moe_replay.errors import UnsupportedRouterError
 from moe_replay.routes.layer_rules import STATE_IT, Config, decoder_depth, not_understood, setting
 from moe_replay.routes.refused import refusal_by_type
 from moe_replay.routes.router_families import ROUTER_FAMILIES, RouterFamily
+from moe_replay.routes.trace_parts import MAX_EXPERTS
 
 ATTENTION_ROUTER = 1 << 16
 """Added to the decoder index to name the router inside a layer's attention, where a layer routes twice (jetmoe)."""
@@ -84,6 +85,13 @@ class MoeTopology:
                     layer=moe.layer,
                     expected=f"top_k from 1 to {moe.num_experts}",
                     found=moe.top_k,
+                )
+            if moe.num_experts > MAX_EXPERTS:
+                raise UnsupportedRouterError(
+                    "a router with more experts than ids can name",
+                    layer=moe.layer,
+                    expected=f"at most {MAX_EXPERTS} experts",
+                    found=moe.num_experts,
                 )
 
     # ---- properties ---------------------------------------------------------------------------------------------

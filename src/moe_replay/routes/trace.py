@@ -9,7 +9,7 @@ builds the trace. Slicing, appending a turn and resuming a partial rollout are d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -349,6 +349,16 @@ class RouteTrace:
         """Read a trace from untrusted bytes; anything but a whole, intact trace is an error."""
         parts, _ = decode(buffer_source(data), slice(None), DEFAULT_LIMITS)
         return cls.from_parts(parts)
+
+    def __reduce__(self) -> tuple[Callable[[bytes], RouteTrace], tuple[bytes]]:
+        """Pickle as bytes, so that what is read back is checked and read-only."""
+        return RouteTrace.from_bytes, (self.to_bytes(),)
+
+    def __copy__(self) -> RouteTrace:
+        return self  # immutable
+
+    def __deepcopy__(self, memo: dict) -> RouteTrace:
+        return self
 
     @property
     def parts(self) -> TraceParts:
