@@ -395,7 +395,8 @@ def test_copies_stay_read_only() -> None:
     layout = TokenLayout.padded([2])
     for copied in (copy.deepcopy(trace), pickle.loads(pickle.dumps(trace))):
         assert copied == trace
-        assert not (copied.experts.flags.writeable or copied.token_ids.flags.writeable)
+        assert not copied.experts.flags.writeable
+        assert not copied.token_ids.flags.writeable
     for made in (copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
         assert np.array_equal(made.fed, layout.fed)
         assert not made.fed.flags.writeable
