@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_replay.distributed.collectives import all_gather
-from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.tensor_slices import ParameterShard, Shape
+from moe_replay.replay.adapters.megatron import language_model
 
 # Transformer Engine fuses a norm into the projection after it, and numbers the local experts in the parameter name.
 _TRANSFORMER_ENGINE_NAMES = [
@@ -84,7 +84,7 @@ class LocalModel:
     @classmethod
     def of(cls, chunks: nn.Module | Sequence[nn.Module]) -> LocalModel:
         """Describe the parameters of all pipeline stages. A collective call: every rank of the model takes part."""
-        models = [_language_model(chunk) for chunk in ([chunks] if isinstance(chunks, nn.Module) else chunks)]
+        models = [language_model(chunk) for chunk in ([chunks] if isinstance(chunks, nn.Module) else chunks)]
         groups = ParallelGroups.of_this_process()
         named = [found for model in models for found in _named_tensors(model)]
         local = tuple(_spec(name, tensor) for name, tensor in named)
@@ -165,18 +165,6 @@ def specs_from_json(data: bytes) -> tuple[ParameterSpec, ...]:
         ParameterSpec(key, layer, expert, tuple(shape), getattr(torch, dtype), partition_dim)
         for key, layer, expert, shape, dtype, partition_dim in json.loads(data)
     )
-
-
-def _language_model(chunk: nn.Module) -> Any:
-    """The model inside DDP and Float16Module."""
-    from megatron.core.models.gpt import GPTModel
-
-    found = [module for module in chunk.modules() if isinstance(module, GPTModel)]
-    if len(found) != 1:
-        raise WeightMapError(
-            "unexpected model chunk", expected="one GPTModel inside", found=f"{len(found)} in {type(chunk).__name__}"
-        )
-    return found[0]
 
 
 def _named_tensors(model: Any) -> Iterator[tuple[tuple[str, int | None, int | None], Tensor]]:

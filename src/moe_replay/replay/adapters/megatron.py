@@ -65,7 +65,7 @@ def find_chunks(
     models: Sequence[nn.Module], topology: MoeTopology | None = None, aux_loss: AuxLoss = "native"
 ) -> MegatronModel:
     """Return this rank's chunks with their routers by global decoder layer; refuse what cannot be replayed."""
-    inner = [_language_model(model) for model in models]
+    inner = [language_model(model) for model in models]
     config = inner[0].config
     version = megatron_version()
     check_settings(config)
@@ -200,7 +200,7 @@ def _is_a(module: nn.Module, name: str) -> bool:
     return any(found == name or (name.endswith(".") and found.startswith(name)) for found in names)
 
 
-def _language_model(model: nn.Module) -> Any:
+def language_model(model: nn.Module) -> Any:
     """Return the module whose forward is the forward of the chunk, inside DDP and Float16Module."""
     found = [module for module in model.modules() if _is_a(module, LANGUAGE_MODEL)]
     if len(found) != 1:
