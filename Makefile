@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 WORKERS ?= 2
+# A file of tests runs in one worker, so that what its tests share is made once; those that take long come first.
+PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 TRANSFORMERS4_TESTS ?= tests/replay/adapters tests/routes/test_topology.py tests/rollout/test_transformers.py tests/rollout/test_session.py
 
 MEGATRON_VERSIONS ?= 0.12.1 0.13.1 0.14.0 0.15.3 0.17.1 0.18.2 0.19.2
@@ -15,7 +17,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train docs test lint types unit test-transformers4 test-transformers-between test-sglang test-megatron-versions format bench clean
+.PHONY: help train docs test test-quick lint types unit test-transformers4 test-transformers-between test-sglang test-megatron-versions format bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,11 +43,15 @@ types: .venv/.ready ## pyrefly
 unit: .venv/.ready ## Tests on transformers 5.x
 	@echo "==> tests"
 	@.venv/bin/python -c 'from importlib.util import find_spec as f; missing = [m for m in "$(NEEDED)".split() if not f(m)]; assert not missing, missing'
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(PARALLEL)
+
+test-quick: .venv/.ready ## Tests that start no engine, no ranks and no training: an answer in three minutes
+	@echo "==> quick tests"
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(PARALLEL) -m "not slow and not distributed and not engine"
 
 test-transformers4: .venv-tf4/.ready ## Tests of what depends on transformers, on 4.57
 	@echo "==> tests on transformers 4.57"
-	OMP_NUM_THREADS=1 .venv-tf4/bin/python -m pytest -n $(WORKERS) --dist loadgroup $(TRANSFORMERS4_TESTS)
+	OMP_NUM_THREADS=1 .venv-tf4/bin/python -m pytest $(PARALLEL) $(TRANSFORMERS4_TESTS)
 
 test-transformers-between: .venv/.ready .transformers/.ready ## Replay on a release of transformers between 5.0 and 5.18
 	@echo "==> tests on transformers $$(sed -n 's/^transformers==//p' requirements/transformers-between.txt)"

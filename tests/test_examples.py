@@ -73,6 +73,7 @@ def test_fsdp2_loop() -> None:
     check_agreement(run_apart("fsdp2_loop.py", *TORCHRUN), 3)
 
 
+@pytest.mark.slow
 def test_megatron_forward_step() -> None:
     pytest.importorskip("megatron.core")
     check_agreement(run_apart("megatron_forward_step.py", "-W", "ignore"), 3)

@@ -28,7 +28,6 @@ from moe_replay.train.advantages import load_advantages
 from moe_replay.train.loop import train
 from moe_replay.train.losses.registry import load_loss
 from moe_replay.train.losses.types import LossInputs, LossSettings
-from tests.train.conftest import demo_files  # noqa: F401  a fixture
 from tests.train.runs import tiny_config
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "extending.md"
@@ -48,7 +47,7 @@ def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 @pytest.fixture
-def run(demo_files: Any, tmp_path: Path) -> Run:  # noqa: F811
+def run(demo_files: Any, tmp_path: Path) -> Run:
     """Two steps of training with settings of the test's own; returns the lines of its metrics."""
 
     number = itertools.count()
@@ -95,7 +94,7 @@ def test_an_environment(run: Run) -> None:
     assert again[0]["completion/length_mean"] > alone[0]["completion/length_mean"]
 
 
-def test_a_sampler(demo_files: Any) -> None:  # noqa: F811
+def test_a_sampler(demo_files: Any) -> None:
     sampler = start_sampler("my_sampler:GenerateSampler", StartRequest(model=str(demo_files.model), dtype="float32"))
     torch.manual_seed(0)
     ((first, second),) = sampler.generate([[5, 6, 7]], SamplingParams(n=2, max_tokens=8))
@@ -106,7 +105,7 @@ def test_a_sampler(demo_files: Any) -> None:  # noqa: F811
     mr.verify(model, [first.trace, second.trace]).raise_if_misaligned()
 
 
-def test_an_engine(run: Run, demo_files: Any) -> None:  # noqa: F811
+def test_an_engine(run: Run, demo_files: Any) -> None:
     lines = run(rollout={"engine": "my_engine:GenerateEngine"})
     assert all(line["routing/agreement"] > 0.99 for line in lines)  # the weights of every step have arrived
     assert all(line["mismatch/rollout_vs_old/k3_kl"] < 1e-6 for line in lines)

@@ -72,6 +72,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert "moe_replay/py.typed" in names
 
 
+@pytest.mark.slow
 def test_the_wheel_works_with_numpy_and_torch_alone(wheel: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "outside", symlinks=True)
     python = tmp_path / "outside" / "bin" / "python"

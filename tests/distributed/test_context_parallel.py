@@ -25,8 +25,6 @@ from tests.distributed.reference import (
 )
 from tests.replay.adapters.families import tiny_model
 
-pytestmark = pytest.mark.distributed
-
 SEED = 0
 
 

@@ -35,8 +35,6 @@ from tests.distributed.reference import (
 from tests.replay.adapters.families import tiny_model
 from tests.replay.checkpointing import CHECKPOINTS
 
-pytestmark = pytest.mark.distributed
-
 FAMILIES = ["qwen3_moe", "deepseek_v3", "gpt_oss"]
 SIDES = ("left", "right")  # two micro-batches in flight on each rank, padded differently
 WIDTH = 14

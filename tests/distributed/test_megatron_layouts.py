@@ -16,7 +16,6 @@ from tests.distributed import harness
 from tests.distributed.megatron_models import FULL, MICRO_BATCHES, PRELOADED, Case, run_case, save_reference
 
 pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.distributed
 harness.PRELOADED.extend(PRELOADED)
 
 ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}

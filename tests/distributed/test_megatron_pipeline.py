@@ -26,7 +26,6 @@ from tests.distributed.megatron_models import (
 from tests.distributed.test_megatron_layouts import reference
 
 pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.distributed
 harness.PRELOADED.extend(PRELOADED)
 
 

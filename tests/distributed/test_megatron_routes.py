@@ -24,7 +24,6 @@ from tests.distributed.megatron_models import (
 from tests.distributed.test_megatron_layouts import ALLTOALL, reference
 
 pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.distributed
 harness.PRELOADED.extend(PRELOADED)
 
 CASES = {

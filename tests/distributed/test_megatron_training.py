@@ -22,7 +22,6 @@ from tests.megatron.weights.models import saved_tensors
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("pydantic")
-pytestmark = pytest.mark.distributed
 harness.PRELOADED.extend(PRELOADED)
 
 TP = {"tensor_parallel": 2}

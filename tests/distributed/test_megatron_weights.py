@@ -32,7 +32,6 @@ from tests.megatron.weights.on_rank import compare_alone, compare_partitioned, r
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers", minversion="5.0")
-pytestmark = pytest.mark.distributed
 harness.PRELOADED.extend(PRELOADED)
 
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}  # gloo cannot gather the uneven parts of the other dispatcher

@@ -11,11 +11,9 @@ import pytest
 import torch
 
 from tests.distributed.harness import PRELOADED, run_ranks
-from tests.train.conftest import demo_files  # noqa: F401  a fixture
 from tests.train.runs import train_on_rank
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.distributed
 PRELOADED.append("moe_replay.train.loop")
 
 COMPARED = (
@@ -40,7 +38,7 @@ def curve(size: int, files: Any, output: Path, **overrides: Any) -> list[dict[st
 
 @pytest.mark.parametrize(("backend", "mode"), [("fsdp", "r2"), ("fsdp", "r3"), ("megatron", "r3")])
 def test_one_two_and_four_processes_give_the_same_curve(
-    demo_files: Any,  # noqa: F811
+    demo_files: Any,
     tmp_path: Path,
     backend: str,
     mode: str,
@@ -74,7 +72,7 @@ def save_model(folder: Path, like: Path, dense_layers: tuple[int, ...]) -> Path:
 
 @pytest.mark.parametrize(("mode", "dense_layers"), [("off", (0,)), ("r2", (0, 3)), ("r3", (0, 3)), ("r3", (3,))])
 def test_pipeline_chunks_without_routers_change_nothing(
-    demo_files: Any,  # noqa: F811
+    demo_files: Any,
     tmp_path: Path,
     mode: str,
     dense_layers: tuple[int, ...],

@@ -30,8 +30,6 @@ from tests.distributed.reference import (
 )
 from tests.replay.adapters.families import tiny_model
 
-pytestmark = pytest.mark.distributed
-
 
 def masked(family: str) -> dict[str, str]:
     """Every rank keeps all tokens, and its router leaves other ranks' experts out."""

@@ -13,6 +13,7 @@ from tests.integrations.foreign import Watched, Watcher, experts_of, foreign_rol
 from tests.integrations.trl_tiny import make, model, numbers_of_trl, trained, trainer_class
 
 pytest.importorskip("trl")
+pytestmark = pytest.mark.slow
 
 TWICE = {"num_iterations": 2, "gradient_accumulation_steps": 1, "max_steps": 4}
 CHECKPOINTS = {

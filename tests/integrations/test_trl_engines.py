@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from moe_replay.rollout.weights import checkpoint_tensors
 from tests.integrations.trl_tiny import make, model, trained
 
 pytest.importorskip("trl")
+pytestmark = pytest.mark.slow
 
 SETTINGS = {"temperature": 0.7, "top_k": 0, "max_steps": 3, "gradient_accumulation_steps": 1, "learning_rate": 1e-2}
 WIDE = {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 32, "max_position_embeddings": 256}
@@ -43,28 +43,10 @@ def behind_http(policy: nn.Module, folder: Path) -> Iterator[Any]:
         yield engine
 
 
-@contextmanager
-def in_vllm(policy: Any, folder: Path) -> Iterator[Any]:
-    pytest.importorskip("vllm", reason="the real vLLM is not installed here: see requirements/test.txt")
-    from moe_replay.rollout.vllm import VllmEngine
-
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    policy.save_pretrained(folder / "policy")
-    options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "kv_cache_memory_bytes": 2**26}
-    with VllmEngine(folder / "policy", **options) as engine:
-        yield engine
-
-
-VLLM = pytest.param(in_vllm, marks=[pytest.mark.slow, pytest.mark.xdist_group("vllm")])
-
-
-@pytest.mark.parametrize("start", [in_process, behind_http, VLLM])
-def test_an_engine_samples_with_the_weights_of_the_step(start: Any, tmp_path: Path) -> None:
-    policy = model(**WIDE)
-    with start(policy, tmp_path) as engine:
-        logged, _ = trained(make(tmp_path, "r3", policy=policy, engine=engine, **SETTINGS))
-        assert engine.weight_version == 2  # the last step sampled with the weights of two updates
+def check_three_steps(policy: Any, engine: Any, folder: Path) -> None:
+    """Train for three steps with an engine of the policy's weights: it had those of each step, and was replayed."""
+    logged, _ = trained(make(folder, "r3", policy=policy, engine=engine, **SETTINGS))
+    assert engine.weight_version == 2  # the last step sampled with the weights of two updates
     assert len(logged) == 3
     for entry in logged:
         assert entry["routing/agreement"] == 1.0  # float32, and the same weights
@@ -73,6 +55,13 @@ def test_an_engine_samples_with_the_weights_of_the_step(start: Any, tmp_path: Pa
         # TRL takes the engine for its vLLM, and corrects for the little that it differs
         assert entry["sampling/sampling_logp_difference/max"] < 1e-3
         assert entry["sampling/importance_sampling_ratio/mean"] == pytest.approx(1, abs=1e-2)
+
+
+@pytest.mark.parametrize("start", [in_process, behind_http])
+def test_an_engine_samples_with_the_weights_of_the_step(start: Any, tmp_path: Path) -> None:
+    policy = model(**WIDE)
+    with start(policy, tmp_path) as engine:
+        check_three_steps(policy, engine, tmp_path)
 
 
 @pytest.mark.parametrize("replay", ["off", "r2"])

@@ -19,7 +19,6 @@ from tests.real_sglang.server import sglang_server
 from tests.rollout.tiny import assert_sampled_from, reference
 
 pytest.importorskip("sglang", reason="the real SGLang is not installed here: see requirements/sglang-cpu.txt")
-pytestmark = pytest.mark.slow
 
 LONG = list(range(1, 90))
 

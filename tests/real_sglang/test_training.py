@@ -11,7 +11,6 @@ from tests.real_sglang.models import sglang_model
 from tests.real_sglang.server import sglang_server
 
 pytest.importorskip("sglang", reason="the real SGLang is not installed here: see requirements/sglang-cpu.txt")
-pytestmark = pytest.mark.slow
 
 
 def test_three_steps(tmp_path: Path) -> None:

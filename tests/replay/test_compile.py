@@ -10,6 +10,8 @@ import moe_replay as mr
 from tests.models import gradients, loss, perturb_routers, random_ids, tiny_qwen3_moe, uncover
 from tests.replay.checkpointing import CHECKPOINTS, unwrapped
 
+pytestmark = pytest.mark.slow
+
 STEPS = 6
 
 

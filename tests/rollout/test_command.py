@@ -19,6 +19,7 @@ pytest.importorskip("tyro", reason="the command line needs tyro")
 pytest.importorskip("uvicorn", reason="the server's own dependencies come with vLLM")
 
 
+@pytest.mark.engine
 def test_a_server_makes_up_its_token_and_prints_it(tmp_path: Path, port: int) -> None:
     model = tiny_model("olmoe")
     model.save_pretrained(tmp_path)

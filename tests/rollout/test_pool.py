@@ -59,7 +59,7 @@ def pool_of(*urls: str, **options):
     return EnginePool([VllmServer(url, token=TOKEN) for url in urls], **QUICK | options)
 
 
-@pytest.mark.slow
+@pytest.mark.engine
 def test_a_server_killed_in_mid_batch_loses_nothing(tmp_path: Path) -> None:
     pytest.importorskip("tyro", reason="the command line needs tyro")
     model = tiny_model("olmoe")

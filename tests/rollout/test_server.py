@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -219,20 +219,3 @@ def test_the_prompt_of_a_group_travels_once(client: VllmServer) -> None:
     (group,) = client.generate([long], SamplingParams(n=8, max_tokens=2))
     layers, top_k = len(group[0].trace.layers), group[0].trace.top_k
     assert len(encode_samples(group)) < len(long) * (layers * top_k + 4) + 8 * 700 + 2000
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("vllm")
-def test_the_real_vllm_behind_the_server(vllm_engine: Callable[[str], Any]) -> None:
-    from moe_replay.rollout.server_app import build_app
-
-    engine, old, new = vllm_engine("qwen3_moe"), tiny_model("qwen3_moe"), tiny_model("qwen3_moe", seed=1)
-    with serving(build_app(engine, TOKEN)) as address, VllmServer(address, token=TOKEN) as client:
-        assert client.name.name == "vLLM"
-        asked = [[1, 2, 3], list(range(1, 80))]
-        for version, model in ((1, new), (0, old)):
-            client.update_weights(checkpoint_tensors(model), version, probe(model))
-            for group in client.generate(asked, SamplingParams(n=3, max_tokens=6, temperature=0.8)):
-                for sample in group:
-                    assert sample.weight_version == version
-                    assert_sampled_from(model, sample, 0.8)

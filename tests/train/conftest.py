@@ -1,4 +1,4 @@
-"""The quick version of the embedded default, made once, and configs that train it for a few steps."""
+"""Configs that train the embedded default for a few steps, and what such a run has written."""
 
 from __future__ import annotations
 
@@ -10,15 +10,6 @@ from typing import Any
 import pytest
 
 from tests.train.runs import tiny_config
-
-
-@pytest.fixture(scope="session")
-def demo_files(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Model and data, in seconds; the model knows little."""
-    pytest.importorskip("transformers")
-    from moe_replay import demo
-
-    return demo.prepare(tmp_path_factory.mktemp("demo"), quick=True, status=lambda line: None)
 
 
 @pytest.fixture

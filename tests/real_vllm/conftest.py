@@ -1,4 +1,4 @@
-"""Ports, and engines of the real vLLM, each started once: a start takes twenty seconds of CPU."""
+"""Engines of the real vLLM, each started once for a file of tests: a start takes twenty seconds of CPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.ports import reserved_port
 from tests.rollout.tiny import tiny_model
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # tests of other workers may run on the same cores
 
 NEEDS_VLLM = "the real vLLM is not installed here: see requirements/test.txt"
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -36,21 +38,12 @@ SHARED = {
 }
 
 
-@pytest.fixture
-def port() -> Iterator[int]:
-    """A port for a server of the test's own; without one, connections are refused."""
-    with reserved_port() as number:
-        yield number
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def vllm_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
     """The engine of a family; `tiny_model(family)` are its weights."""
     pytest.importorskip("vllm", reason=NEEDS_VLLM)
     from moe_replay.rollout.vllm import VllmEngine
 
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # tests of other workers may run on the same cores
     with ExitStack() as started:
 
         @cache

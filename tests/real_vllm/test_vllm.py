@@ -19,12 +19,16 @@ from torch import nn
 import moe_replay as mr
 from moe_replay.errors import EngineError
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams
+from moe_replay.rollout.vllm_server import VllmServer
 from moe_replay.rollout.weights import checkpoint_tensors
-from tests.rollout.conftest import NEEDS_VLLM
+from moe_replay.tools.attribution.measure import attribute
+from moe_replay.tools.attribution.result import NATIVE, R3
+from tests.models import perturb_routers
+from tests.real_vllm.conftest import NEEDS_VLLM
+from tests.rollout.serving import serving
 from tests.rollout.tiny import VOCABULARY, assert_sampled_from, reference, tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
-
+TOKEN = "open sesame"
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe")
 PROBE = list(range(1, 60))
 
@@ -288,6 +292,42 @@ def test_a_sleeping_engine_refuses_until_it_wakes(qwen: Any) -> None:
 def test_the_topology_is_that_of_the_model(engine: Any, family: str) -> None:
     assert engine.topology == mr.MoeTopology.from_config(tiny_model(family).config)
     assert engine.name.name == "vLLM"
+
+
+# ---- in use ---------------------------------------------------------------------------------------------------------
+
+
+def test_behind_the_server(vllm_engine: Callable[[str], Any]) -> None:
+    from moe_replay.rollout.server_app import build_app
+
+    engine, old, new = vllm_engine("qwen3_moe"), tiny_model("qwen3_moe"), tiny_model("qwen3_moe", seed=1)
+    with serving(build_app(engine, TOKEN)) as address, VllmServer(address, token=TOKEN) as client:
+        assert client.name.name == "vLLM"
+        asked = [[1, 2, 3], list(range(1, 80))]
+        for version, model in ((1, new), (0, old)):
+            client.update_weights(checkpoint_tensors(model), version, probe(model))
+            for group in client.generate(asked, SamplingParams(n=3, max_tokens=6, temperature=0.8)):
+                for sample in group:
+                    assert sample.weight_version == version
+                    assert_sampled_from(model, sample, 0.8)
+
+
+def test_replay_repairs_what_routing_breaks(vllm_engine: Callable[[str], Any]) -> None:
+    engine, model = vllm_engine("olmoe"), tiny_model("olmoe")
+    prompts = np.random.default_rng(0).integers(1, VOCABULARY, (8, 12)).tolist()
+    groups = engine.generate(prompts, SamplingParams(max_tokens=32, temperature=0.8))
+    samples = [sample for group in groups for sample in group]
+
+    same = attribute(model, samples, temperature=0.8)
+    assert same.failures() == []
+    assert same.alignment.status == "aligned"
+    assert same.passes[R3].mismatch["k3_kl"] < 1e-8
+
+    replay = mr.attach(model)
+    perturb_routers(replay, scale=0.02)
+    moved = attribute(model, samples, replay=replay, temperature=0.8)
+    assert moved.routing.overall < same.routing.overall
+    assert moved.passes[NATIVE].mismatch["k3_kl"] > 30 * moved.passes[R3].mismatch["k3_kl"]
 
 
 # ---- what cannot be started --------------------------------------------------------------------------------------

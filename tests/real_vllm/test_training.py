@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +12,11 @@ import pytest
 
 from moe_replay.rollout.vllm_server import VllmServer
 from tests.distributed.harness import run_ranks
-from tests.rollout.conftest import NEEDS_VLLM
+from tests.real_vllm.conftest import NEEDS_VLLM
 from tests.rollout.serving import serving
-from tests.train.conftest import demo_files  # noqa: F401  a fixture
 from tests.train.runs import train_on_rank
 
 pytest.importorskip("vllm", reason=NEEDS_VLLM)
-pytestmark = [pytest.mark.xdist_group("vllm"), pytest.mark.distributed]
 
 TOKEN = "only this test knows it"
 # One side computes in bfloat16, so that routers differ. vLLM for 64-bit ARM is built of bfloat16 instructions, and a
@@ -29,7 +26,7 @@ ENGINE_DTYPE, TRAINER_DTYPE = ("bfloat16", "float32") if HAS_BFLOAT16 else ("flo
 
 
 @pytest.fixture(scope="module")
-def server(demo_files: Any) -> Iterator[str]:  # noqa: F811
+def server(demo_files: Any) -> Iterator[str]:
     """The embedded default.
 
     Few sequences at once: sampling takes longer than training, so new weights always come in the middle of it.
@@ -37,8 +34,6 @@ def server(demo_files: Any) -> Iterator[str]:  # noqa: F811
     from moe_replay.rollout.server_app import build_app
     from moe_replay.rollout.vllm import VllmEngine
 
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     options: dict[str, Any] = {"enforce_eager": True, "max_model_len": 64, "block_size": 32, "max_num_seqs": 4}
     with (
         VllmEngine(demo_files.model, dtype=ENGINE_DTYPE, kv_cache_memory_bytes=2**26, **options) as engine,
@@ -49,7 +44,7 @@ def server(demo_files: Any) -> Iterator[str]:  # noqa: F811
 
 @pytest.mark.parametrize("mode", ["off", "r2", "r3"])
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
-def test_three_steps(server: str, demo_files: Any, tmp_path: Path, backend: str, mode: str) -> None:  # noqa: F811
+def test_three_steps(server: str, demo_files: Any, tmp_path: Path, backend: str, mode: str) -> None:
     if backend == "megatron":
         pytest.importorskip("megatron.core")
     overrides = {
@@ -77,7 +72,7 @@ def test_three_steps(server: str, demo_files: Any, tmp_path: Path, backend: str,
         assert_vllm_loads(tmp_path / "run/checkpoints/step-00000003/hf", server)
 
 
-def test_generation_runs_ahead_and_is_resumed_with_new_weights(server: str, demo_files: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_generation_runs_ahead_and_is_resumed_with_new_weights(server: str, demo_files: Any, tmp_path: Path) -> None:
     """What new weights interrupt goes on with them: every token keeps its own version and its own routes."""
     overrides = {
         "steps": 6,
@@ -106,7 +101,7 @@ def versions_in(file: Path) -> list[set[int]]:
         return [set(traces[i].token_versions[:-1].tolist()) for i in range(len(traces))]
 
 
-def test_tools_adapters_and_sleep(server: str, demo_files: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_tools_adapters_and_sleep(server: str, demo_files: Any, tmp_path: Path) -> None:
     overrides = {
         "model": {"lora_rank": 4},
         "rollout": {
