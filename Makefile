@@ -4,6 +4,7 @@
 PYTHON ?= python3
 WORKERS ?= 2
 # A file of tests runs in one worker, so that what its tests share is made once; those that take long come first.
+# Not loadgroup: with pytest 9.2, pytest-xdist 3.8 ignores its groups without a word.
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 TRANSFORMERS4_TESTS ?= tests/replay/adapters tests/routes/test_topology.py tests/rollout/test_transformers.py tests/rollout/test_session.py
 
@@ -20,7 +21,7 @@ SHELL := /bin/bash
 .PHONY: help train docs test test-quick lint types unit test-transformers4 test-transformers-between test-sglang test-megatron-versions format bench clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-26s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 train: .venv/.ready ## GRPO with routing replay on a tiny MoE, rollouts by vLLM on the CPU: about five minutes
 	@VLLM_LOGGING_LEVEL=ERROR VLLM_CPU_OMP_THREADS_BIND=nobind TRANSFORMERS_VERBOSITY=error TQDM_DISABLE=1 \

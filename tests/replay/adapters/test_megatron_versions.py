@@ -24,6 +24,7 @@ from tests.distributed.megatron_models import (
 from tests.models import assert_same_gradients, gradients
 
 pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.slow
 
 LAYERS = (1, 2, 4, 5, 7)
 AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
