@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 __all__ = [
     "AlignmentError",
+    "EngineAnswerError",
     "EngineError",
     "EngineName",
+    "EngineOptionError",
     "EngineUnavailableError",
     "LayoutError",
     "MissingExtraError",
@@ -24,7 +26,14 @@ __all__ = [
 
 
 class MoeReplayError(ValueError):
-    """Base of every error of this library: `problem [where]: expected ..., found .... Remedy.`"""
+    """Base of every error of this library: `problem [where]: expected ..., found .... Remedy.`
+
+    exit_status          of a command that ends with it: 2 for input to be corrected, 1 for what failed at run time
+    known_on_all_ranks   raised on every rank of the job, so that one of them reports it
+    """
+
+    exit_status: int = 2
+    known_on_all_ranks: bool = False
 
     def __init__(
         self,
@@ -73,6 +82,8 @@ class LayoutError(MoeReplayError):
 class AlignmentError(MoeReplayError):
     """Routes and model disagree about layers, rows or token ids. Raised before the forward runs."""
 
+    exit_status = 1
+
 
 class UnsupportedRouterError(MoeReplayError):
     """A router that cannot be replayed, or that is unknown and not described."""
@@ -80,6 +91,8 @@ class UnsupportedRouterError(MoeReplayError):
 
 class ReplayStateError(MoeReplayError):
     """Record or replay used out of order: nested, unused, used twice, from a second thread."""
+
+    exit_status = 1
 
 
 class MissingExtraError(MoeReplayError, ImportError):
@@ -98,6 +111,18 @@ class EngineName(NamedTuple):
 
 class EngineError(MoeReplayError):
     """A rollout engine that does not support a request, died, or returned impossible routes."""
+
+    exit_status = 1
+
+
+class EngineOptionError(EngineError):
+    """An option that a rollout engine does not have, or a value that it does not take."""
+
+    exit_status = 2
+
+
+class EngineAnswerError(EngineError):
+    """An answer of a server that cannot be used: another server may serve the request."""
 
 
 class EngineUnavailableError(EngineError):

@@ -29,12 +29,17 @@ COMMANDS: dict[str, Callable[..., Callable[[], None]]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one subcommand; errors that the user can fix are printed without a traceback."""
+    """Run one subcommand; errors that the user can fix are printed without a traceback, once for all ranks."""
     try:
         _parsed(list(sys.argv[1:] if arguments is None else arguments))()
     except MoeReplayError as error:
-        of_many = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        sys.exit(f"error on rank {os.environ.get('RANK')}: {error}" if of_many else f"error: {error}")
+        rank = os.environ.get("RANK", "0")
+        text = f"error: {error}" if os.environ.get("WORLD_SIZE", "1") == "1" else f"error on rank {rank}: {error}"
+        if rank == "0" or not error.known_on_all_ranks:
+            print(text, file=sys.stderr, flush=True)
+        ending = SystemExit(text)
+        ending.code = error.exit_status
+        raise ending from error
 
 
 def _parsed(words: list[str]) -> Callable[[], None]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_replay.errors import MissingExtraError
+from moe_replay.errors import MissingExtraError, MoeReplayError
 
 if TYPE_CHECKING:
     from moe_replay.train.config.train_config import TrainConfig
@@ -59,35 +59,34 @@ class TrainCommand:
         # A `module:name` in the configuration may be a file in the working directory, as with `python -m`.
         if "" not in sys.path and os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
-        config = self._config(is_rank_0)
-        if self.dry_run:
-            from moe_replay.tools.dry_run import dry_run
+        try:
+            config = self._config()
+            if self.dry_run:
+                from moe_replay.tools.dry_run import dry_run
 
-            report = dry_run(config, int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None)
-            if is_rank_0:
-                print(report)
-            return
+                report = dry_run(config, _number_of_ranks())
+                if is_rank_0:
+                    print(report)
+                return
+        except MoeReplayError as error:
+            error.known_on_all_ranks = True  # every rank reads the same file and command line
+            raise
         from moe_replay.report.run_report import write_run_report
         from moe_replay.train.loop import train
 
         train(config, write_report=write_run_report)
 
-    def _config(self, is_rank_0: bool) -> TrainConfig:
+    def _config(self) -> TrainConfig:
         try:
-            from moe_replay.train.config.file import ConfigError, load_config
+            from moe_replay.train.config.file import load_config
         except ImportError as missing:
             raise _missing(missing) from missing
-        try:
-            config = load_config(self.recipe, self.overrides)
-            if self.recipe is None and not config.model.path:
-                from moe_replay.demo import RECIPE
+        config = load_config(self.recipe, self.overrides)
+        if self.recipe is None and not config.model.path:
+            from moe_replay.demo import RECIPE
 
-                return load_config(RECIPE, self.overrides)  # what the embedded default learns with
-            return config
-        except ConfigError:
-            if is_rank_0:
-                raise
-            sys.exit(1)
+            return load_config(RECIPE, self.overrides)  # what the embedded default learns with
+        return config
 
     def _help(self) -> str:
         try:
@@ -95,6 +94,16 @@ class TrainCommand:
         except ImportError as missing:
             raise _missing(missing) from missing
         return f"{INTRODUCTION}\n{help_text(shutil.get_terminal_size().columns)}"
+
+
+def _number_of_ranks() -> int | None:
+    """Return what the launcher says; None if there is none."""
+    text = os.environ.get("WORLD_SIZE")
+    if text is not None and not (text.isdecimal() and int(text) > 0):
+        raise MoeReplayError(
+            "WORLD_SIZE is not a number of ranks", found=repr(text), remedy="Start with torchrun, or unset the variable"
+        )
+    return None if text is None else int(text)
 
 
 def _missing(missing: ImportError) -> MissingExtraError:

@@ -18,6 +18,11 @@ from moe_replay.errors import MoeReplayError
 class OtherRankError(MoeReplayError):
     """A failure on another rank; the message holds that rank's error."""
 
+    def __init__(self, problem: str, *, exit_status: int = 1) -> None:
+        super().__init__(problem)
+        self.exit_status = exit_status
+        self.known_on_all_ranks = True
+
 
 def rank() -> int:
     """Return the number of this process."""
@@ -60,7 +65,11 @@ class raise_on_all_ranks:  # noqa: N801  a context manager, named as contextlib 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             return  # this process is ending, and must not wait for the others
-        reports = all_gather_text("" if error is None else f"{type(error).__name__}: {error}")
+        status = error.exit_status if isinstance(error, MoeReplayError) else 1
+        reports = all_gather_text("" if error is None else f"{status} {type(error).__name__}: {error}")
         failed = [number for number, report in enumerate(reports) if report]
+        if isinstance(error, MoeReplayError):
+            error.known_on_all_ranks = True
         if failed and error is None:
-            raise OtherRankError(f"{self._doing} failed on rank {failed[0]}: {reports[failed[0]]}")
+            status_text, _, report = reports[failed[0]].partition(" ")
+            raise OtherRankError(f"{self._doing} failed on rank {failed[0]}: {report}", exit_status=int(status_text))

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isqrt
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from moe_replay.rollout.registry import engine_spec, server_engines, trainable_engines
 from moe_replay.train.config.plugin_names import PluginName
-from moe_replay.train.config.sections import BackendConfig, ModelConfig, RewardConfig, RolloutConfig, Section, Sections
+from moe_replay.train.config.sections import (
+    BackendConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    Section,
+    Sections,
+)
 from moe_replay.utils.plugins import PluginError, is_path
 
 KEYS_OF_MEGATRON_SETTINGS = {
@@ -20,9 +31,20 @@ KEYS_OF_MEGATRON_SETTINGS = {
 }
 """Settings of Megatron-Core that have a key of their own here."""
 
+MANY = 2**20
+"""More than any run needs of what is counted in ranks, and in sequences of a step."""
+LARGEST = 2**31 - 1
+"""Of all other whole numbers but these."""
+_LARGER = ("seed", "rollout.options", "backend.megatron", "rollout.prompts_per_step", "rollout.num_generations")
+_LIMITED = ("model.lora_rank", "rollout.max_turns", "algorithm.updates_per_rollout", "algorithm.max_refills")
+
 
 def problems(config: Sections) -> Iterator[str]:
     """Yield one line per problem: the key, what is wrong, what to change."""
+    unusable = list(_unusable(config))
+    yield from unusable
+    if unusable:
+        return  # no other check has to be prepared for such values
     yield from _plugins(config)
     yield from _model(config.model, config.backend)
     yield from _backend(config.backend)
@@ -31,6 +53,40 @@ def problems(config: Sections) -> Iterator[str]:
     yield from _algorithm(config)
     yield from _optim(config)
     yield from _reward(config.reward)
+
+
+def _unusable(config: Sections) -> Iterator[str]:
+    """Values of the right type that no file, path or tensor can have."""
+    for key, value in _values(config):
+        largest = MANY if key in _LIMITED or "parallel" in key else LARGEST
+        if isinstance(value, int) and value > largest and key not in _LARGER:
+            yield f"{key}: {value} is too large; use at most {largest}"
+        if isinstance(value, str) and ("\0" in value or not _is_unicode(value)):
+            yield f"{key}: {value!r} is not text; remove NUL characters and bytes that are not UTF-8"
+    if config.output is not None and config.output == Path():
+        yield "output: an empty path; name a folder, or leave it out for a new one in runs/"
+    if config.rollout.sequences > MANY:
+        yield (
+            f"rollout.prompts_per_step: {config.rollout.prompts_per_step} prompts x {config.rollout.num_generations} "
+            f"generations are more sequences than a step can have; use at most {MANY} in all"
+        )
+
+
+def _values(config: Sections) -> Iterator[tuple[str, Any]]:
+    """Yield every setting, and every item of lists and tables, by the name of its key."""
+    for name, section in config:
+        for key, value in section if isinstance(section, Section) else [("", section)]:
+            items = [*value, *value.values()] if isinstance(value, dict) else value
+            for item in items if isinstance(items, (tuple, list)) else [value]:
+                yield f"{name}.{key}".rstrip("."), str(item) if isinstance(item, Path) else item
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _plugins(config: Sections) -> Iterator[str]:
@@ -104,7 +160,13 @@ def _rollout(rollout: RolloutConfig) -> Iterator[str]:
         yield f"rollout.urls: {rollout.engine} runs in this process; set rollout.engine = {servers}"
     for url in rollout.urls:
         if not url.startswith(("http://", "https://")):
-            yield f"rollout.urls: {url!r} is not a URL; write http://{url}"
+            yield f"rollout.urls: {url!r} is not a URL of HTTP; write http://{url.rpartition('://')[2]}"
+        elif problem := _url_problem(url):
+            yield f"rollout.urls: {url!r} {problem}; write e.g. http://10.0.0.2:8000"
+    for url in sorted({url for url in rollout.urls if rollout.urls.count(url) > 1}):
+        yield f"rollout.urls: {url!r} is listed twice; list each server once"
+    if rollout.min_servers is not None and rollout.min_servers > len(rollout.urls):
+        yield f"rollout.min_servers: {rollout.min_servers} of {len(rollout.urls)} servers; lower it or name more urls"
     if rollout.sleep and rollout.max_staleness:
         yield (
             "rollout.sleep: an engine that samples while the trainer works cannot sleep; "
@@ -112,10 +174,27 @@ def _rollout(rollout: RolloutConfig) -> Iterator[str]:
         )
 
 
+def _url_problem(url: str) -> str | None:
+    """Say why a URL cannot be that of a server; None if it can."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as wrong:  # also a port that is no number, or beyond 65535
+        return f"cannot be used: {wrong}"
+    if not parts.hostname or any(character.isspace() for character in url) or not url.isprintable():
+        return "has no host" if not parts.hostname else "contains white space"
+    if port == 0:
+        return "has port 0, where no server listens"
+    return (
+        "has a query or a fragment, which a server's address does not have" if parts.query or parts.fragment else None
+    )
+
+
 def _algorithm(config: Sections) -> Iterator[str]:
     rollout, updates = config.rollout, config.algorithm.updates_per_rollout
     if rollout.sequences % updates:
-        fitting = [number for number in range(1, rollout.sequences + 1) if rollout.sequences % number == 0]
+        small = [number for number in range(1, isqrt(rollout.sequences) + 1) if rollout.sequences % number == 0]
+        fitting = sorted({*small, *(rollout.sequences // number for number in small)})
         yield (
             f"algorithm.updates_per_rollout: {rollout.prompts_per_step} prompts x {rollout.num_generations} "
             f"generations = {rollout.sequences} sequences cannot be split evenly into {updates} updates; "

@@ -25,10 +25,18 @@ from moe_replay.train.config.keys import (
 )
 from moe_replay.train.config.plugin_names import PluginName
 
+OPTIONS = "rollout.options"
+
 
 def apply_overrides(tables: dict[str, Any], words: Sequence[str]) -> None:
-    """Apply the options of a command line to the tables of a file; tables inside a section are merged key by key."""
+    """Apply the options of a command line to the tables of a file; tables inside a section are merged key by key.
+
+    The file's `rollout.options` are those of the file's engine: where the command line names another engine, they are
+    left out.
+    """
     fields = all_fields()
+    engine = _engine(tables)
+    of_file = _pop_options(tables)
     for option, values in _options(words):
         name = option.removeprefix("--").replace("-", "_")
         name = ALIASES.get(name, name)
@@ -38,7 +46,21 @@ def apply_overrides(tables: dict[str, Any], words: Sequence[str]) -> None:
             raise ConfigError(f"{option}: no such option{suggestion(name, '--')}")
         table, key = enclosing_table(tables, name)
         value = _value(option, values, fields[name].annotation)
-        table[key] = table.get(key, {}) | value if isinstance(value, dict) else value
+        known = table.get(key)
+        table[key] = known | value if isinstance(value, dict) and isinstance(known, dict) else value
+    if of_file is not None and engine == _engine(tables):
+        table, key = enclosing_table(tables, OPTIONS)
+        table[key] = of_file | table.get(key, {}) if isinstance(of_file, dict) else of_file
+
+
+def _engine(tables: dict[str, Any]) -> Any:
+    table, key = enclosing_table(tables, "rollout.engine")
+    return table.get(key, all_fields()["rollout.engine"].default)
+
+
+def _pop_options(tables: dict[str, Any]) -> Any:
+    table, key = enclosing_table(tables, OPTIONS)
+    return table.pop(key, None)
 
 
 def help_text(width: int) -> str:
@@ -118,6 +140,6 @@ def _scalar(word: str) -> Any:
     """Convert an argument of unknown type: a number, true, false or a list as in TOML, otherwise text."""
     try:
         value = tomllib.loads(f"value = {word.lower() if word in ('True', 'False') else word}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, thousands of digits, or nested too deeply
         return word
     return value if isinstance(value, (int, float, bool, list)) else word

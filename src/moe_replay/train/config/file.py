@@ -76,10 +76,18 @@ def _toml_key(key: str) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
+        if path.exists() and not path.is_file():  # reading a pipe or a device may never end
+            raise ConfigError(f"{path} cannot be read: it is not a file", remedy="Name a TOML file")
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", remedy="Name a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError as error:
+        raise ConfigError(f"{path} is not valid TOML: it is nested too deeply") from error
+    except ConfigError:
+        raise
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}", remedy="Save it as text in UTF-8") from error
+    except ValueError as error:  # of TOML, or an integer of thousands of digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for other, ours in ALIASES.items():
         table, key = enclosing_table(tables, other)
@@ -104,5 +112,9 @@ def _problems(error: ValidationError) -> list[str]:
             name = next((name for name in fields if f"{key}.".startswith(f"{name}.")), key)
             text = f" ({fields[name].description})" if name in fields else ""
             message = problem["msg"].removeprefix("Input ")
-            lines[f"{key}: {message}, found {problem['input']!r}{text}"] = None
+            lines[f"{key}: {message}, found {_shortened(repr(problem['input']))}{text}"] = None
     return list(lines)
+
+
+def _shortened(text: str, length: int = 200) -> str:
+    return text if len(text) <= length else f"{text[:length]}..."

@@ -5,10 +5,11 @@ Types and bounds stand with the fields, checks across fields in `checks.py`; `fi
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from moe_replay.megatron.weights import WEIGHT_MAPS
 from moe_replay.rollout.registry import ENGINES, engine_spec, trainable_engines
@@ -22,7 +23,23 @@ from moe_replay.train.losses.types import Correction, Level
 from moe_replay.train.rewards import REWARDS
 from moe_replay.train.run.sinks.registry import SINKS
 
-Setting = int | float | bool | str
+
+def _not_nan(value: float) -> float:
+    if math.isnan(value):
+        raise ValueError("must be a number")
+    return value
+
+
+def _finite_size(value: Any) -> Any:
+    """Refuse integers beyond 64 bits: TOML has none, and files could not be read again."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError("must fit into 64 bits")
+    return value
+
+
+Limit = Annotated[float, AllowInfNan(), AfterValidator(_not_nan)]
+"""A number above which something happens; infinity: never."""
+Setting = Annotated[int | Annotated[float, AllowInfNan()] | bool | str, BeforeValidator(_finite_size)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 ReplayMode = Literal["off", "r2", "r3", "auto"]
 RouterFamilyChoice = Annotated[str | None, PluginName(lambda: ROUTER_FAMILIES, "router family", offered=tuple)]
@@ -46,7 +63,9 @@ def replay_mode_name(value: Any) -> Any:
 class Section(BaseModel):
     """A table of the configuration: immutable, and unknown keys are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 class ModelConfig(Section):
@@ -126,6 +145,8 @@ class RolloutConfig(Section):
     """Addresses of the servers, e.g. http://10.0.0.2:8000."""
     token: str | None = Field(None, repr=False)
     """Token of the servers; left out: $MOE_REPLAY_TOKEN. It is never written to the run's folder."""
+    min_servers: int | None = Field(None, ge=1)
+    """Servers that must be reachable when the run starts, the others are warned about; left out: all of them."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type that the engine computes in; auto: the type of the weights on disk."""
     prompts_per_step: int = Field(8, ge=1)
@@ -140,7 +161,7 @@ class RolloutConfig(Section):
     """Sampling temperature; log-probs of trainer and engine are both at this temperature."""
     reproducible: bool = True
     """Give every request a seed, so that a run can be repeated; on large GPU batches sampling is faster without."""
-    max_staleness: int = Field(0, ge=0)
+    max_staleness: int = Field(0, ge=0, le=1000)
     """Steps that samples may be behind the weights; more than 0: sampling and training overlap."""
     environment: EnvironmentChoice = None
     """Function that answers a completion, for rollouts of several turns."""
@@ -150,7 +171,7 @@ class RolloutConfig(Section):
     """Free the engine's memory while training."""
     check_weights: bool = True
     """After each update of the weights, compare log-probs of engine and trainer on a probe."""
-    probe_tolerance: float = Field(0.05, gt=0)
+    probe_tolerance: Limit = Field(0.05, gt=0)
     """Median difference of log-probs on the probe above which the run stops."""
     options: dict[str, Setting] = {}
     """More of the engine's own options, e.g. gpu_memory_utilization = 0.3."""
@@ -195,7 +216,7 @@ class AlgorithmConfig(Section):
     """Importance ratio of each token (GRPO) or of each sequence (GSPO)."""
     clip_low: float = Field(0.2, ge=0, le=1)
     """The ratio is clipped below 1 - clip_low."""
-    clip_high: float = Field(0.2, ge=0)
+    clip_high: Limit = Field(0.2, ge=0)
     """The ratio is clipped above 1 + clip_high."""
     policy_loss: LossChoice = "clipped"
     """Policy loss."""
@@ -207,7 +228,7 @@ class AlgorithmConfig(Section):
     """Weights for samples that come from the engine and not from the old policy."""
     correction_low: float = Field(0.5, ge=0, le=1)
     """Ratios of old policy to rollout below are masked."""
-    correction_high: float = Field(2.0, ge=1)
+    correction_high: Limit = Field(2.0, ge=1)
     """Ratios of old policy to rollout above are truncated or masked."""
     overlong_filter: bool = False
     """Take no loss on completions that were cut off at rollout.max_tokens."""
@@ -232,7 +253,7 @@ class OptimConfig(Section):
     """How the learning rate falls to 0 over the run, if it does."""
     warmup_steps: int = Field(0, ge=0)
     """Steps in which the learning rate rises from 0."""
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: Limit = Field(1.0, gt=0)
     """Gradients are scaled down to this norm."""
     max_bad_steps: int = Field(3, ge=0)
     """Updates in a row that may be skipped for gradients that are not finite; one more stops the run."""
@@ -306,7 +327,7 @@ class Sections(Section):
     """Folder of the run; left out: a new one, runs/<date-time>-<name>."""
     name: str = Field("run", min_length=1, pattern=r"^[\w.-]+$")
     """Name of the run."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     """Seed of everything that is drawn."""
     steps: int = Field(100, ge=1)
     """Steps; each is one rollout and its updates."""

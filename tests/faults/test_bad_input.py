@@ -1,0 +1,178 @@
+"""Bad input ends with one error that names the file and line or the key, and with status 2; never with a traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pydantic", reason="the trainer's own dependency")
+pytest.importorskip("tyro", reason="the command line needs tyro")
+
+from moe_replay.cli.main import main
+from moe_replay.demo.settings import RECIPE
+from moe_replay.distributed.ranks import OtherRankError
+from moe_replay.errors import EngineError, MoeReplayError
+from moe_replay.train.config.file import load_config
+
+SERVED = ["--rollout.engine", "vllm_server", "--rollout.urls"]
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+@pytest.fixture
+def ended(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What `moe-replay train` prints before it exits with status 2; nothing is trained."""
+    trained: list[Any] = []
+    loop = SimpleNamespace(train=lambda config, **_: trained.append(config))
+    monkeypatch.setitem(sys.modules, "moe_replay.train.loop", loop)
+
+    def run(*words: object) -> str:
+        with pytest.raises(SystemExit) as left:
+            main(["train", *map(str, words)])
+        printed = capsys.readouterr()
+        assert (left.value.code, printed.out, trained) == (2, "", [])
+        return printed.err
+
+    return run
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--output", ""], "output: an empty path"),
+        (["--rollout.temperature", "inf"], "rollout.temperature: should be a finite number"),
+        (["--reward.weights", "nan"], "reward.weights.0: should be a finite number"),
+        (["--optim.lr", "inf"], "optim.lr: should be a finite number"),
+        (["--optim.betas", "nan", "0.5"], "optim.betas.0: should be a finite number"),
+        (["--optim.max-grad-norm", "nan"], "optim.max_grad_norm: should be"),
+        (["--rollout.prompts-per-step", 10**12], "use at most 1048576 in all"),
+        (["--rollout.num-generations", 10**12, "--algorithm.updates-per-rollout", "7"], "use at most 1048576 in all"),
+        (["--rollout.max-staleness", 10**12], "rollout.max_staleness: should be less than or equal to 1000"),
+        (["--steps", 10**30], "steps: 1000000000000000000000000000000 is too large"),
+        (["--steps", "9" * 5000], "steps: Unable to parse input string as an integer"),
+        (["--backend.kind", "megatron", "--backend.tensor-parallel", 10**12], "backend.tensor_parallel: "),
+        (["--seed", 2**63], "seed: should be less than"),
+        (["--data.path", "a\0b"], r"data.path: 'a\x00b' is not text"),
+        (["--data.path", "caf\udce9"], r"data.path: 'caf\udce9' is not text"),
+        ([*SERVED, "http://"], "rollout.urls: 'http://' has no host"),
+        ([*SERVED, "http://a:99999"], "Port out of range"),
+        ([*SERVED, "http://a:0"], "port 0"),
+        ([*SERVED, "http://a:b"], "cannot be used: Port could not be cast"),
+        ([*SERVED, "http://[::1"], "cannot be used: Invalid IPv6 URL"),
+        ([*SERVED, "http://a b"], "contains white space"),
+        ([*SERVED, "http://a?b"], "has a query or a fragment"),
+        ([*SERVED, "ftp://a"], "write http://a"),
+        ([*SERVED, "http://a", "http://a"], "'http://a' is listed twice"),
+        ([*SERVED, "http://a", "--rollout.min-servers", "2"], "rollout.min_servers: 2 of 1 servers"),
+    ],
+)
+def test_a_value_that_cannot_be_used(ended: Callable[..., str], words: list[object], told: str) -> None:
+    lines = ended(*words).splitlines()
+    assert lines[0] == "error: the configuration is invalid"
+    assert len(lines) == 2
+    assert told in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"steps = " + b"9" * 5000, "is not valid TOML: Exceeds the limit"),
+        (b"x = " + b"[" * 10_000, "is not valid TOML: it is nested too deeply"),
+        ("steps = 1".encode("utf-16"), "Save it as text in UTF-8"),
+        (b'name = "caf\xe9"', "Save it as text in UTF-8"),
+        (b"rollout = 5", "rollout: should be a valid dictionary"),
+        (b"[rollout]\noptions = 5\n", "rollout.options: should be a valid dictionary"),
+        (b"[rollout.options]\na = 99999999999999999999\n", "rollout.options.a: "),
+        (b"[optim]\nlr = nan\n", "optim.lr: should be a finite number"),
+    ],
+)
+def test_a_recipe_that_cannot_be_used(ended: Callable[..., str], tmp_path: Path, content: bytes, told: str) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_bytes(content)
+    printed = ended(recipe, "--rollout.options", "b", "1")
+    assert printed.startswith(f"error: {recipe} is ")
+    assert told in printed
+
+
+def test_a_recipe_that_is_no_file(ended: Callable[..., str], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.toml")
+    for path in (tmp_path, tmp_path / "pipe.toml", tmp_path / "none.toml"):
+        assert ended(path).startswith(f"error: {path} cannot be read: ")
+
+
+def test_limits_may_be_infinite() -> None:
+    config = load_config(None, ["--optim.max-grad-norm", "inf", "--algorithm.clip-high", "inf"])
+    assert (config.optim.max_grad_norm, config.algorithm.clip_high) == (float("inf"), float("inf"))
+
+
+def test_a_number_of_ranks_that_is_none(ended: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    assert "WORLD_SIZE is not a number of ranks: found 'two'" in ended("--dry-run")
+
+
+# ---- once for all ranks ----------------------------------------------------------------------------------------------
+
+
+def raising(error: MoeReplayError) -> Any:
+    def train(config: Any, **_: Any) -> None:
+        raise error
+
+    return SimpleNamespace(train=train)
+
+
+def known(error: MoeReplayError) -> MoeReplayError:
+    error.known_on_all_ranks = True
+    return error
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "told", "status"),
+    [
+        ("0", known(MoeReplayError("no such file")), "error on rank 0: no such file\n", 2),
+        ("1", known(MoeReplayError("no such file")), "", 2),
+        ("1", MoeReplayError("not on this machine"), "error on rank 1: not on this machine\n", 2),
+        ("0", OtherRankError("failed on rank 1", exit_status=2), "error on rank 0: failed on rank 1\n", 2),
+        ("2", OtherRankError("failed on rank 1"), "", 1),
+        ("0", EngineError("it died"), "error on rank 0: it died\n", 1),
+    ],
+)
+def test_an_error_of_all_ranks_is_printed_once(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rank: str,
+    error: MoeReplayError,
+    told: str,
+    status: int,
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setitem(sys.modules, "moe_replay.train.loop", raising(error))
+    with pytest.raises(SystemExit) as left:
+        main(["train"])
+    assert (capsys.readouterr().err, left.value.code) == (told, status)
+
+
+# ---- options of one engine are not those of another ------------------------------------------------------------------
+
+
+def test_another_engine_does_not_get_the_options_of_the_recipes(tmp_path: Path) -> None:
+    assert load_config(RECIPE).rollout.options
+    assert load_config(RECIPE, ["--rollout.engine", "vllm"]).rollout.options == load_config(RECIPE).rollout.options
+    other = ["--rollout.engine", "transformers"]
+    assert load_config(RECIPE, other).rollout.options == {}
+    for words in ([*other, "--rollout.options", "batch_size", "3"], ["--rollout.options", "batch_size", "3", *other]):
+        assert load_config(RECIPE, words).rollout.options == {"batch_size": 3}
+    assert load_config(RECIPE, [*SERVED, "http://a"]).rollout.options == {}
