@@ -31,8 +31,10 @@ IN_ONE_PROCESS = os.environ.get("PYTEST_XDIST_WORKER") is None
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests by what they start; in several workers, begin with the files that take long, to end together."""
+    if "faults_long" not in config.option.markexpr:
+        items[:] = [item for item in items if not item.get_closest_marker("faults_long")]
     for item in items:
         folders, fixtures = item.nodeid.partition("::")[0].split("/"), getattr(item, "fixturenames", ())
         for marks, found in ((MARKS_OF_FOLDERS, folders), (MARKS_OF_FIXTURES, fixtures)):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import moe_replay as mr
 from moe_replay.megatron.weights.checkpoint import write_folder
-from moe_replay.train.run import checkpoint
+from moe_replay.train.run import checkpoint, manifest
 from moe_replay.train.run.checkpoint import CheckpointError, Checkpoints, TrainerState
 from tests.distributed.harness import run_ranks
 from tests.train.policy import SmallPolicy
@@ -146,9 +146,12 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path, damage: str, missing: b
 
 def test_a_format_of_the_future_is_refused(tmp_path: Path) -> None:
     policy = SmallPolicy()
-    file = Checkpoints(tmp_path).save(policy, state_at(1)) / "trainer.json"
+    saved = Checkpoints(tmp_path).save(policy, state_at(1))
+    file = saved / "trainer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 99}))
-    with pytest.raises(CheckpointError, match="expected 1, found 99"):
+    (saved / manifest.FILE).unlink()
+    manifest.write_on_all_ranks(saved)
+    with pytest.raises(CheckpointError, match="expected 2, found 99"):
         Checkpoints(tmp_path).restore(policy)
 
 
@@ -172,8 +175,9 @@ class HalvesPolicy(SmallPolicy):
 
 
 def is_whole(saved: Path) -> bool:
-    files = json.loads((saved / "trainer.json").read_text())["files"]
-    return len(files) == 3 and all((saved / name).stat().st_size == size for name, size in files.items())
+    files = manifest.read(saved)
+    manifest.check(saved, files)
+    return len(files) == 4
 
 
 def die_at(number: int) -> None:

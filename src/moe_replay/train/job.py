@@ -120,7 +120,7 @@ class Job:
         stack.callback(self._rollouts.close)
 
     def _resume(self) -> None:
-        state = self._checkpoints.restore(self.backend) if self.config.resume else None
+        state = self._checkpoints.restore(self.backend, self._progress.message) if self.config.resume else None
         if state is not None:
             self.completed_steps = state.step
             self._seconds_before_resume = state.seconds

@@ -16,6 +16,19 @@ def write_whole(path: Path, text: str) -> None:
     flush(path.parent)
 
 
+def apply_umask(path: Path) -> None:
+    """Give a file the permissions that a plainly opened one gets here; temporary files that were renamed have fewer."""
+    probe = path.with_name(f".{path.name}.mode")
+    # A file shows what the umask is; reading it directly means setting it, for every thread of the process.
+    descriptor = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    try:
+        mode = os.fstat(descriptor).st_mode & 0o777
+    finally:
+        os.close(descriptor)
+        probe.unlink()
+    path.chmod(mode)
+
+
 def flush(path: Path) -> None:
     """Wait until a file, or the list of names in a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.tensor_slices import Shape, Slices
+from moe_replay.utils.files import apply_umask
 
 INDEX = "model.safetensors.index.json"
 FILE_BYTES = 5 * 2**30
@@ -118,6 +119,7 @@ class CheckpointWriter:
         from safetensors.torch import save_file
 
         save_file(self._pending, self._part(len(self._files)), metadata={"format": "pt"})
+        apply_umask(self._part(len(self._files)))
         self._files.append(list(self._pending))
         self._pending = {}
 

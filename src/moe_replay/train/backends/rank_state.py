@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moe_replay.errors import MoeReplayError
+from moe_replay.utils.files import apply_umask
 
 LAYOUT = "layout.json"
 PICKLED = ".metadata"
@@ -71,6 +72,7 @@ class RankState(ABC):
         # Parameters may be views of one buffer, which a safetensors file cannot express.
         copies = {name: _local(tensor).detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
         save_file(copies, _file(folder), metadata={"numbers": json.dumps(self.numbers())})
+        apply_umask(_file(folder))
         dist.barrier()  # no rank reads before every file is written
 
     # ---- load ---------------------------------------------------------------------------------------------------

@@ -6,9 +6,12 @@
         rng/rank-00000.safetensors states of the random generators of each rank
         hf/                        optional: the weights as a folder that Transformers and vLLM load
         trainer.json               step, weight version, position in the data, and what must be equal to resume
+        manifest.json              size and digest of every file, see manifest.py
 
 A checkpoint is written under a hidden name, flushed to disk and renamed, so a folder with a plain name is complete.
 Old ones are renamed to a hidden name before they are deleted. What a killed run leaves hidden, the next one deletes.
+Before a checkpoint is loaded its files are compared with their digests. A damaged one is renamed to
+`step-00000050.damaged`, and the one before it is used.
 All ranks call every method; the folder must be on a file system that all ranks share.
 """
 
@@ -22,6 +25,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -33,10 +37,14 @@ from moe_replay.distributed.ranks import from_rank_0, raise_on_all_ranks, rank, 
 from moe_replay.errors import MoeReplayError
 from moe_replay.megatron.weights.checkpoint import write_folder
 from moe_replay.routes.topology import MoeTopology
-from moe_replay.train.run import rng
+from moe_replay.train.run import manifest, rng
 from moe_replay.utils.files import flush, flush_tree, sizes, write_whole
+from moe_replay.utils.progress import StatusCallback
 
-FORMAT = 1
+FORMAT = 2
+RECORD = "trainer.json"
+EXPORT = "hf"
+DAMAGED = ".damaged"
 logger = logging.getLogger(__name__)
 
 
@@ -99,12 +107,20 @@ class Checkpoints:
                     f"rank {rank()} cannot see {folder}", remedy="Put the run on a file system that all ranks share"
                 )
 
+    def require_equal(self, **facts: Any) -> None:
+        """Add facts besides the settings that must be unchanged to resume, e.g. which data is drawn from."""
+        self._settings |= json.loads(json.dumps(facts))
+
     # ---- listing ---------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, oldest first."""
+        return [step for step in self._named_steps() if (self.path(step) / RECORD).is_file()]
+
+    def _named_steps(self) -> list[int]:
+        """Return the steps that there is a folder of, damaged or not, oldest first."""
         named = (re.fullmatch(r"step-(\d{8,})", path.name) for path in self.folder.iterdir())
-        return sorted(int(match[1]) for match in named if match and (self.folder / match[0] / "trainer.json").is_file())
+        return sorted(int(match[1]) for match in named if match)
 
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint of a step, which need not exist."""
@@ -123,7 +139,8 @@ class Checkpoints:
             (self.folder / ".writable").unlink()
         except OSError as error:
             raise CheckpointError(f"checkpoints cannot be written to {self.folder}: {error}") from error
-        needed = (self._keep + 1) * each - sum(sizes(self.folder).values())
+        replaced = sum(size for name, size in sizes(self.folder).items() if DAMAGED not in name)
+        needed = (self._keep + 1) * each - replaced
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise CheckpointError(
@@ -151,8 +168,9 @@ class Checkpoints:
                 policy.save(_created(staged / "policy"))
                 rng.save(_created(staged / "rng"), policy.device)
                 if export_like is not None:
-                    write_folder(policy.weights(), staged / "hf", export_like)
-            from_rank_0(lambda: self._write_record(policy, state, staged), "writing trainer.json")
+                    write_folder(policy.weights(), staged / EXPORT, export_like)
+            from_rank_0(lambda: self._write_record(policy, state, staged), f"writing {RECORD}")
+            manifest.write_on_all_ranks(staged)
             with raise_on_all_ranks("flushing a checkpoint to disk"):
                 if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once per machine
                     flush_tree(staged)
@@ -170,9 +188,8 @@ class Checkpoints:
             "state": asdict(state),
             "same": self._invariants(policy),
             "versions": {"moe_replay": __version__, "torch": torch.__version__},
-            "files": {name: size for name, size in sizes(staged).items() if not name.startswith("hf/")},
         }
-        write_whole(staged / "trainer.json", json.dumps(record, indent=1) + "\n")
+        write_whole(staged / RECORD, json.dumps(record, indent=1) + "\n")
         return ""
 
     def _invariants(self, policy: Policy) -> dict[str, Any]:
@@ -185,12 +202,29 @@ class Checkpoints:
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
-    def restore(self, policy: Policy) -> TrainerState | None:
-        """Load the newest checkpoint, random generators included; return None if there is none."""
-        newest = from_rank_0(lambda: "".join(map(str, self.steps()[-1:])), "looking for checkpoints")
-        if not newest:
-            return None
-        folder = self.path(int(newest))
+    def restore(self, policy: Policy, status: StatusCallback | None = None) -> TrainerState | None:
+        """Load the newest undamaged checkpoint, random generators included; return None if there is no checkpoint.
+
+        Damaged ones are renamed; each is reported to `status`, as a line of text, and logged.
+        """
+        steps = json.loads(from_rank_0(lambda: json.dumps(self._named_steps()), "looking for checkpoints"))
+        damage: dict[int, str] = {}
+        for step in reversed(steps):
+            if found := _damage(self.path(step)):
+                damage[step] = found
+            else:
+                state = self._load(self.path(step), policy)
+                self._put_aside(damage, step, status)
+                return state
+        if damage:
+            raise CheckpointError(
+                f"every checkpoint in {self.folder} is damaged",
+                found="; ".join(f"step {step}: {what}" for step, what in damage.items()),
+                remedy="Put the files back from a copy, or start a new run in another output",
+            )
+        return None
+
+    def _load(self, folder: Path, policy: Policy) -> TrainerState:
         with raise_on_all_ranks("reading a checkpoint"):
             state = self._read_state(folder, policy)
         with raise_on_all_ranks("loading a checkpoint"):
@@ -201,7 +235,7 @@ class Checkpoints:
         return state
 
     def _read_state(self, folder: Path, policy: Policy) -> TrainerState:
-        record = json.loads((folder / "trainer.json").read_text())
+        record = json.loads((folder / RECORD).read_text())
         if record.get("format") != FORMAT:
             raise CheckpointError(f"{folder} has another format", expected=FORMAT, found=record.get("format"))
         now, then = self._invariants(policy), record["same"]
@@ -210,17 +244,26 @@ class Checkpoints:
                 f"{folder} was written by a run with other settings",
                 expected=", ".join(f"{name} {now.get(name)}" for name in different),
                 found=", ".join(f"{name} {then.get(name)}" for name in different),
-                remedy="Restore the setting to resume, or start a new run in another output from the hf folder",
-            )
-        present = sizes(folder)
-        if damaged := sorted(name for name, size in record["files"].items() if present.get(name) != size):
-            raise CheckpointError(
-                f"{folder} is damaged: {len(damaged)} files are missing or have another size, first {damaged[0]}",
-                expected=f"{record['files'][damaged[0]]} bytes",
-                found=present.get(damaged[0]),
-                remedy="Delete that folder to resume from the previous checkpoint",
+                remedy="Restore what differs to resume, or start a new run in another output from the hf folder",
             )
         return TrainerState(**record["state"])
+
+    def _put_aside(self, damage: Mapping[int, str], used: int, status: StatusCallback | None) -> None:
+        """Rename damaged checkpoints, so that their steps can be saved again, and report each."""
+
+        def rename() -> str:
+            names = []
+            for path in map(self.path, damage):
+                names.append(_unused(path.with_name(f"{path.name}{DAMAGED}")).name)
+                path.rename(path.with_name(names[-1]))
+            return " ".join(names)
+
+        names = from_rank_0(rename, "renaming damaged checkpoints").split()
+        for (step, what), name in zip(damage.items(), names, strict=True):
+            line = f"the checkpoint of step {step} is damaged ({what}), now named {name}: resuming from step {used}"
+            logger.warning("%s", line)
+            if status is not None:
+                status(f"WARNING: {line}")
 
     # ---- deleting ------------------------------------------------------------------------------------------------
 
@@ -285,6 +328,34 @@ def _hidden(path: Path, why: str) -> Path:
 def _created(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     return folder
+
+
+def _damage(folder: Path) -> str:
+    """Return what is damaged in a checkpoint, "" if nothing is. All ranks call it."""
+    from_rank_0(lambda: _check_format(folder), "reading a checkpoint")
+    # An export is not needed to resume, and may have been deleted.
+    return manifest.damage_on_all_ranks(folder, ignore=f"{EXPORT}/")
+
+
+def _check_format(folder: Path) -> str:
+    """Raise if a checkpoint has no manifest because it is older than manifests."""
+    try:
+        version = None if (folder / manifest.FILE).exists() else json.loads((folder / RECORD).read_text())["format"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        version = None  # damaged
+    if version == 1:
+        raise CheckpointError(
+            f"{folder} was written by an earlier version, without digests",
+            expected=manifest.FILE,
+            remedy=f"Start a new run whose model.path is the {EXPORT} folder in it",
+        )
+    return ""
+
+
+def _unused(path: Path) -> Path:
+    """Return a path that does not exist: this one, or one with a number."""
+    numbered = (path.with_name(f"{path.name}-{number}") for number in count(2))
+    return path if not path.exists() else next(other for other in numbered if not other.exists())
 
 
 def _begin(staged: Path, target: Path) -> str:

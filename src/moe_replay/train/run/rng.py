@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from moe_replay.distributed.ranks import rank
+from moe_replay.utils.files import apply_umask
 
 
 def save(folder: Path, device: torch.device) -> None:
@@ -17,6 +18,7 @@ def save(folder: Path, device: torch.device) -> None:
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     save_file(states, _file(folder))
+    apply_umask(_file(folder))
 
 
 def load(folder: Path, device: torch.device) -> None:
