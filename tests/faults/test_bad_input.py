@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("pydantic", reason="the trainer's own dependency")
@@ -19,6 +20,7 @@ from moe_replay.demo.settings import RECIPE
 from moe_replay.distributed.ranks import OtherRankError
 from moe_replay.errors import EngineError, MoeReplayError
 from moe_replay.train.config.file import load_config
+from moe_replay.train.data import DataError, Rows, load_prompts, read_rows
 
 SERVED = ["--rollout.engine", "vllm_server", "--rollout.urls"]
 
@@ -121,6 +123,152 @@ def test_limits_may_be_infinite() -> None:
 def test_a_number_of_ranks_that_is_none(ended: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "two")
     assert "WORLD_SIZE is not a number of ranks: found 'two'" in ended("--dry-run")
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+class Words:
+    """A tokenizer of characters with a chat template that demands what templates of real models demand."""
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+    def apply_chat_template(self, conversation: Any, *, add_generation_prompt: bool, tokenize: bool) -> str:
+        from jinja2 import Environment
+        from jinja2.exceptions import TemplateError
+
+        if conversation[0]["role"] == "tool":
+            raise TemplateError("conversations start with a user")
+        return Environment().from_string("{{ messages[0].role + messages[0].content }}").render(messages=conversation)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b'{"prompt": "caf\xe9"}', "line 2 is not UTF-8"),
+        ('{"prompt": "a"}'.encode("utf-16-le"), "line 2 is not valid JSON"),
+        (b'{"prompt": "\\ud83d"}', "line 2 has half of a surrogate pair"),
+        (b'{"prompt": "a", "b": {"c": "\\uDE00"}}', "line 2 has half of a surrogate pair"),
+        (b"[" * 100_000, "line 2 is nested too deeply"),
+        (b'{"a":' * 100_000, "line 2 is nested too deeply"),
+        (b'{"prompt": ' + b"9" * 5000 + b"}", "line 2 cannot be read"),
+        (b"null", "line 2 is not a JSON object: expected {...}, found NoneType"),
+        (b"\x00\x01\x02", "line 2 is not valid JSON"),
+        (b"<html>", "line 2 is not valid JSON"),
+    ],
+)
+def test_a_line_that_cannot_be_read(tmp_path: Path, content: bytes, told: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n' + content + b"\n")
+    with pytest.raises(DataError) as caught:
+        read_rows(path)
+    assert str(caught.value).startswith(f"{path}, {told}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_in_utf_16_or_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes('{"prompt": "a"}'.encode("utf-16"))
+    with pytest.raises(DataError, match=r"line 1 is UTF-16: expected UTF-8\. Convert"):
+        read_rows(path)
+    path.write_bytes('{"prompt": "a"}'.encode("utf-8-sig"))
+    assert read_rows(path) == [{"prompt": "a"}]
+
+
+def message(**fields: Any) -> list[dict[str, Any]]:
+    return [{"role": "user"} | fields]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        ([], "a prompt has no messages"),
+        (None, "neither text nor messages"),
+        ({"role": "user", "content": "a"}, "neither text nor messages"),
+        ([None], "neither text nor messages"),
+        ([{"content": "a"}], "a message without a role"),
+        ([{"role": 5, "content": "a"}], "a message without a role"),
+        (message(), "message 0 of a prompt has no text as its content"),
+        (message(content=None), "found NoneType"),
+        (message(content=7), "found int"),
+        (message(content=[{"type": "text", "text": "a"}]), "Join the text of its parts"),
+        (
+            [{"role": "tool", "content": "a"}],
+            "chat template does not take these messages: TemplateError: conversations",
+        ),
+        ("\ud83d", "cannot be tokenized: UnicodeEncodeError"),
+    ],
+)
+def test_a_prompt_that_cannot_be_used(tmp_path: Path, prompt: Any, told: str) -> None:
+    pytest.importorskip("jinja2", reason="chat templates")
+    rows = Rows([{"prompt": "fine"}, {"prompt": prompt}], tmp_path / "rows.jsonl", lines=[1, 3])
+    with pytest.raises(DataError) as caught:
+        load_prompts(rows, Words(), 100)
+    assert f"[sample {tmp_path / 'rows.jsonl'}, line 3]" in str(caught.value)
+    assert told in str(caught.value)
+
+
+def test_the_call_of_a_tool_needs_no_content() -> None:
+    pytest.importorskip("jinja2", reason="chat templates")
+    call = {"role": "assistant", "content": None, "tool_calls": [{}]}
+    rows = [{"prompt": [{"role": "user", "content": "a"}, call, {"role": "tool", "content": "b"}]}]
+    assert len(load_prompts(rows, Words(), 100)) == 1
+
+
+def test_tokens_that_the_model_does_not_have() -> None:
+    rows = [{"prompt": "abc"}, {"prompt": "abz"}]
+    assert len(load_prompts(rows, Words(), 100, vocab_size=ord("z") + 1)) == 2
+    with pytest.raises(DataError, match=r"row 1.*below 122, the model's vocabulary, found 122.*of another model"):
+        load_prompts(rows, Words(), 100, vocab_size=ord("z"))
+
+
+def test_what_is_no_file_of_rows(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(DataError, match="is not a file"):
+        read_rows(tmp_path / "pipe.jsonl")
+    with pytest.raises(DataError, match="cannot be read: File name too long"):
+        read_rows(tmp_path / f"{'a' * 300}.jsonl")
+    pytest.importorskip("datasets", reason="needs datasets")
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(DataError, match="is not a datasets folder, or damaged"):
+        read_rows(tmp_path / "folder.jsonl")
+
+
+def test_a_damaged_datasets_folder(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="needs datasets")
+    rows = [{"prompt": "abc" * number} for number in range(50)]
+    for number, damage in enumerate((b"", b"{", b"[]", b"\xff" * 500)):
+        for name in ("state.json", "dataset_info.json", "data-00000-of-00001.arrow"):
+            folder = tmp_path / f"{number} {name}"
+            datasets.Dataset.from_list(rows).save_to_disk(str(folder))
+            (folder / name).write_bytes(damage)
+            try:
+                assert read_rows(folder) == rows  # the description is not always needed
+            except DataError as error:
+                assert str(folder) in str(error)
+                assert "\n" not in str(error)
+
+
+def test_a_damaged_parquet_file(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow", reason="needs pyarrow")
+    from pyarrow import parquet
+
+    rows, path = [{"prompt": "abc" * number} for number in range(50)], tmp_path / "rows.parquet"
+    parquet.write_table(pa.Table.from_pylist(rows), path, write_page_checksum=True)
+    whole, random, refused = path.read_bytes(), np.random.default_rng(0), 0
+    damaged = [whole[: len(whole) // 2], b"", b"PAR1", b"\0" * len(whole), whole[:4] + b"\0" * 40 + whole[44:]]
+    for position in random.integers(0, len(whole), 60).tolist():
+        damaged.append(whole[:position] + bytes([whole[position] ^ 16]) + whole[position + 1 :])
+    for content in damaged:
+        path.write_bytes(content)
+        try:
+            read_rows(path)
+        except DataError as error:
+            refused += 1
+            assert str(error).startswith(str(path)) or "no rows" in str(error)
+            assert "\n" not in str(error)
+    assert refused > len(damaged) // 2
 
 
 # ---- once for all ranks ----------------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from moe_replay.errors import MissingExtraError, MoeReplayError
+from moe_replay.utils.messages import one_line
 
 Messages = list[dict[str, Any]]
 
@@ -45,38 +48,79 @@ class Prompt:
     columns: dict[str, Any]
 
 
-def read_rows(path: str | Path) -> list[dict[str, Any]]:
+class Rows(list[dict[str, Any]]):
+    """The rows of a data set, and where each stands, for errors.
+
+    source   the file or folder
+    lines    line of each row, from 1, where rows are lines of a file
+    """
+
+    def __init__(self, rows: Iterable[dict[str, Any]], source: Path, lines: Sequence[int] | None = None) -> None:
+        super().__init__(rows)
+        self.source = source
+        self.lines = lines
+
+    def place(self, row: int) -> str:
+        """Return the file and the line or row number of a row."""
+        return f"{self.source}, {f'row {row}' if self.lines is None else f'line {self.lines[row]}'}"
+
+
+def read_rows(path: str | Path) -> Rows:
     """Return all rows of a .jsonl, .json or .parquet file, or of a folder written by `datasets.save_to_disk`."""
     source = Path(path)
-    if not source.exists():
-        raise DataError(f"no data at {source}", expected="a .jsonl or .parquet file, or a datasets folder")
-    if source.suffix in (".jsonl", ".json"):
-        rows = list(_json_rows(source))
-    elif source.suffix == ".parquet":
-        rows = _parquet_rows(source)
-    elif source.is_dir():
-        rows = _dataset_rows(source)
-    else:
-        raise DataError("unsupported data format", expected=".jsonl, .parquet or a datasets folder", found=source)
+    try:
+        rows = _read_rows(source)
+    except OSError as error:
+        reason = error.strerror or error
+        raise DataError(f"{source} cannot be read: {reason}", remedy="Set data.path") from error
     if not rows:
         raise DataError(f"{source} has no rows")
     return rows
 
 
-def load_prompts(rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Prompt]:
-    """Return the tokenized prompts of rows that fit; each has `prompt` (text or messages) or `messages`."""
+def _read_rows(source: Path) -> Rows:
+    if not source.exists():
+        raise DataError(f"no data at {source}", expected="a .jsonl or .parquet file, or a datasets folder")
+    if source.is_dir():
+        return Rows(_dataset_rows(source), source)
+    if not source.is_file():  # reading a pipe or a device may never end
+        raise DataError(f"{source} is not a file", expected="a .jsonl or .parquet file, or a datasets folder")
+    if source.suffix in (".jsonl", ".json"):
+        numbered = list(_json_rows(source))
+        return Rows((row for _, row in numbered), source, [number for number, _ in numbered])
+    if source.suffix == ".parquet":
+        return Rows(_parquet_rows(source), source)
+    raise DataError("unsupported data format", expected=".jsonl, .parquet or a datasets folder", found=source)
+
+
+def load_prompts(
+    rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, max_prompt_tokens: int, vocab_size: int | None = None
+) -> list[Prompt]:
+    """Return the tokenized prompts of rows that fit; each has `prompt` (text or messages) or `messages`.
+
+    vocab_size   of the model; None: token ids are not compared with it
+    """
     prompts = []
     for number, row in enumerate(rows):
+        place = rows.place(number) if isinstance(rows, Rows) else f"row {number}"
         key = "prompt" if "prompt" in row else "messages"
         if key not in row:
             raise DataError(
                 "a row has no prompt",
-                sample=f"row {number}",
+                sample=place,
                 expected="a column 'prompt' or 'messages'",
                 found=f"columns {sorted(row)}",
             )
         content = row[key]
-        ids = _tokenize(content, tokenizer, number)
+        ids = _tokenize(content, tokenizer, place)
+        if vocab_size is not None and ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise DataError(
+                "a prompt has a token that the model does not have",
+                sample=place,
+                expected=f"token ids below {vocab_size}, the model's vocabulary",
+                found=max(ids) if min(ids) >= 0 else min(ids),
+                remedy="The tokenizer in the model's folder is that of another model",
+            )
         if 0 < len(ids) <= max_prompt_tokens:
             prompts.append(Prompt(number, content, ids, {k: v for k, v in row.items() if k != key}))
     if not prompts:
@@ -125,44 +169,63 @@ class PromptStream:
         return prompt
 
 
-def _json_rows(source: Path) -> Iterator[dict[str, Any]]:
-    with source.open(encoding="utf-8") as lines:
+def _json_rows(source: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number from 1, row)."""
+    with source.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{source}, line {number} is not valid JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise DataError(
-                    f"{source}, line {number} is not a JSON object", expected="{...}", found=type(row).__name__
-                )
-            yield row
+            content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if content.strip():
+                yield number, _json_row(content, f"{source}, line {number}")
+
+
+def _json_row(content: bytes, place: str) -> dict[str, Any]:
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise DataError(f"{place} is UTF-16", expected="UTF-8", remedy="Convert the file, e.g. with iconv -t UTF-8")
+    try:
+        row = json.loads(content.decode())
+        if b"\\ud" in content.lower():  # an escaped surrogate, which may lack the other half
+            json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place} is not UTF-8: {error}", remedy="Convert the file to UTF-8") from error
+    except UnicodeEncodeError as error:
+        raise DataError(f"{place} has half of a surrogate pair, which is no character: {error}") from error
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place} is not valid JSON: {error}", remedy="Write one JSON object per line") from error
+    except RecursionError as error:
+        raise DataError(f"{place} is nested too deeply to be read") from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise DataError(f"{place} cannot be read: {error}", remedy="Write such numbers as text") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{place} is not a JSON object", expected="{...}", found=type(row).__name__)
+    return row
 
 
 def _parquet_rows(source: Path) -> list[dict[str, Any]]:
     try:
-        from pyarrow import ArrowInvalid, parquet
+        from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise MissingExtraError("reading parquet needs pyarrow", remedy="pip install 'moe-replay[train]'") from error
     try:
-        return parquet.read_table(source).to_pylist()
-    except ArrowInvalid as error:
-        raise DataError(f"{source} is not a parquet file: {error}") from error
+        return parquet.read_table(source, page_checksum_verification=True).to_pylist()
+    except (ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{source} is not a parquet file, or damaged: {one_line(error)}") from error
 
 
 def _dataset_rows(source: Path) -> list[dict[str, Any]]:
     try:
         import datasets
+        from pyarrow import ArrowException
     except ImportError as error:
         raise MissingExtraError(
             "reading a datasets folder needs datasets", remedy="pip install 'moe-replay[train]'"
         ) from error
+    broken = (ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError)
     try:
         loaded = datasets.load_from_disk(str(source))
-    except FileNotFoundError as error:
-        raise DataError(f"{source} is not a datasets folder: {error}", remedy="Write it with save_to_disk") from error
+    except broken as error:
+        raise DataError(
+            f"{source} is not a datasets folder, or damaged: {one_line(error)}", remedy="Write it with save_to_disk"
+        ) from error
     if isinstance(loaded, datasets.DatasetDict):
         if "train" not in loaded:
             raise DataError(
@@ -171,26 +234,70 @@ def _dataset_rows(source: Path) -> list[dict[str, Any]]:
                 found=sorted(loaded),
             )
         loaded = loaded["train"]
-    return [dict(row) for row in loaded]
+    try:
+        return [dict(row) for row in loaded]
+    except broken as error:
+        raise DataError(
+            f"{source} has rows that cannot be read: {one_line(error)}", remedy="Write it again with save_to_disk"
+        ) from error
 
 
-def _tokenize(content: str | Messages, tokenizer: Tokenizer, row: int) -> tuple[int, ...]:
+def _tokenize(content: str | Messages, tokenizer: Tokenizer, place: str) -> tuple[int, ...]:
     if isinstance(content, str):
-        return tuple(tokenizer(content, add_special_tokens=True)["input_ids"])
-    if isinstance(content, list) and all(isinstance(message, dict) and "role" in message for message in content):
-        if content and content[-1]["role"] == "assistant":
-            raise DataError(
-                "the messages end with the answer, which the model would see",
-                sample=f"row {row}",
-                expected="messages that end with a user turn",
-                found="an assistant message at the end",
-                remedy="Move the answer from the messages into a column of its own",
-            )
+        with _prompt_errors("the prompt cannot be tokenized", place):
+            return tuple(tokenizer(content, add_special_tokens=True)["input_ids"])
+    _check_messages(content, place)
+    with _prompt_errors("the chat template does not take these messages", place):
         text = tokenizer.apply_chat_template(content, add_generation_prompt=True, tokenize=False)
         return tuple(tokenizer(str(text), add_special_tokens=False)["input_ids"])
-    raise DataError(
-        "a prompt is neither text nor messages",
-        sample=f"row {row}",
-        expected='a string or [{"role": ..., "content": ...}, ...]',
-        found=type(content).__name__,
-    )
+
+
+@contextmanager
+def _prompt_errors(problem: str, place: str) -> Iterator[None]:
+    """Name the row in what a tokenizer or the template of a chat raises."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, *_template_errors()) as error:
+        raise DataError(f"{problem}: {type(error).__name__}: {one_line(error)}", sample=place) from error
+
+
+def _template_errors() -> tuple[type[Exception], ...]:
+    """Return what templates raise; they come with Transformers, and not every tokenizer has one."""
+    try:
+        from jinja2 import TemplateError
+    except ImportError:
+        return ()
+    return (TemplateError,)
+
+
+def _check_messages(content: Any, place: str) -> None:
+    is_list = isinstance(content, list)
+    if not is_list or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in content):
+        raise DataError(
+            "a prompt is neither text nor messages",
+            sample=place,
+            expected='a string or [{"role": ..., "content": ...}, ...]',
+            found=type(content).__name__ if not is_list else "a message without a role",
+        )
+    if not content:
+        raise DataError("a prompt has no messages", sample=place, expected="at least one", found="an empty list")
+    for number, message in enumerate(content):
+        text = message.get("content")
+        if not isinstance(text, str) and not (text is None and message.get("tool_calls")):
+            raise DataError(
+                f"message {number} of a prompt has no text as its content",
+                sample=place,
+                expected="a string",
+                found=type(text).__name__ if "content" in message else "no content",
+                remedy="Join the text of its parts; images and other parts are not supported"
+                if isinstance(text, list)
+                else None,
+            )
+    if content[-1]["role"] == "assistant":
+        raise DataError(
+            "the messages end with the answer, which the model would see",
+            sample=place,
+            expected="messages that end with a user turn",
+            found="an assistant message at the end",
+            remedy="Move the answer from the messages into a column of its own",
+        )

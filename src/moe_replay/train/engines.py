@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from moe_replay.rollout.engine import Engine, StartRequest
 from moe_replay.rollout.registry import start_engine
 from moe_replay.train.config.keys import ConfigError
@@ -31,10 +33,19 @@ def within_model(tokens: int, folder: str) -> int:
     return min(tokens, _context_length(folder) or tokens)
 
 
+def vocabulary_size(folder: str) -> int | None:
+    """Return the number of tokens that the model in the folder knows; None if its config does not say."""
+    return getattr(_text_config(folder), "vocab_size", None)
+
+
 def _context_length(folder: str) -> int | None:
+    return getattr(_text_config(folder), "max_position_embeddings", None)
+
+
+def _text_config(folder: str) -> Any:
     from transformers import AutoConfig
 
-    return getattr(AutoConfig.from_pretrained(folder).get_text_config(), "max_position_embeddings", None)
+    return AutoConfig.from_pretrained(folder).get_text_config()
 
 
 def open_engine(config: TrainConfig, folder: str) -> Engine:

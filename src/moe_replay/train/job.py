@@ -16,7 +16,7 @@ from moe_replay.train import launch
 from moe_replay.train.backends.base import Backend
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt, PromptStream, load_prompts, read_rows
-from moe_replay.train.engines import longest_sequence, open_engine
+from moe_replay.train.engines import longest_sequence, open_engine, vocabulary_size
 from moe_replay.train.learner import Learner
 from moe_replay.train.probe import ProbeSequence
 from moe_replay.train.rewards import load_reward
@@ -102,13 +102,15 @@ class Job:
         max_length = longest_sequence(config, sources.model)
         max_prompt = min(config.data.max_prompt_tokens, max_length - 1)
         rows = read_rows(sources.data)
-        prompts = load_prompts(rows, tokenizer, max_prompt)
+        vocab_size = vocabulary_size(sources.model)
+        prompts = load_prompts(rows, tokenizer, max_prompt, vocab_size)
         if len(prompts) < len(rows):
             self._progress.message(
-                f"{len(rows) - len(prompts)} of {len(rows)} prompts are left out: longer than {max_prompt} tokens"
+                f"{len(rows) - len(prompts)} of {len(rows)} prompts are left out: empty or longer than {max_prompt} tokens"
             )
         if config.eval.every and sources.eval:
-            self._eval_prompts = load_prompts(read_rows(sources.eval), tokenizer, max_prompt)[: config.eval.prompts]
+            eval_rows = read_rows(sources.eval)
+            self._eval_prompts = load_prompts(eval_rows, tokenizer, max_prompt, vocab_size)[: config.eval.prompts]
         weights = config.reward.weights or (1.0,) * len(config.reward.functions)
         rewards = [load_reward(*named) for named in zip(config.reward.functions, weights, strict=True)]
         if engine is None:
