@@ -195,7 +195,7 @@ def message(**fields: Any) -> list[dict[str, Any]]:
         (message(content=[{"type": "text", "text": "a"}]), "Join the text of its parts"),
         (
             [{"role": "tool", "content": "a"}],
-            "chat template does not take these messages: TemplateError: conversations",
+            "template does not take these messages: TemplateError: conversations",
         ),
         ("\ud83d", "cannot be tokenized: UnicodeEncodeError"),
     ],
@@ -235,6 +235,19 @@ def test_what_is_no_file_of_rows(tmp_path: Path) -> None:
         read_rows(tmp_path / "folder.jsonl")
 
 
+def refusal(path: Path) -> str:
+    """One line that names the path; empty if it can be read."""
+    try:
+        read_rows(path)
+    except DataError as error:
+        told = str(error)
+    else:
+        return ""
+    assert told.startswith(str(path))
+    assert "\n" not in told
+    return told
+
+
 def test_a_damaged_datasets_folder(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="needs datasets")
     rows = [{"prompt": "abc" * number} for number in range(50)]
@@ -243,11 +256,7 @@ def test_a_damaged_datasets_folder(tmp_path: Path) -> None:
             folder = tmp_path / f"{number} {name}"
             datasets.Dataset.from_list(rows).save_to_disk(str(folder))
             (folder / name).write_bytes(damage)
-            try:
-                assert read_rows(folder) == rows  # the description is not always needed
-            except DataError as error:
-                assert str(folder) in str(error)
-                assert "\n" not in str(error)
+            assert refusal(folder) or read_rows(folder) == rows  # the description is not always needed
 
 
 def test_a_damaged_parquet_file(tmp_path: Path) -> None:
@@ -262,12 +271,7 @@ def test_a_damaged_parquet_file(tmp_path: Path) -> None:
         damaged.append(whole[:position] + bytes([whole[position] ^ 16]) + whole[position + 1 :])
     for content in damaged:
         path.write_bytes(content)
-        try:
-            read_rows(path)
-        except DataError as error:
-            refused += 1
-            assert str(error).startswith(str(path)) or "no rows" in str(error)
-            assert "\n" not in str(error)
+        refused += bool(refusal(path))
     assert refused > len(damaged) // 2
 
 

@@ -105,9 +105,8 @@ class Job:
         vocab_size = vocabulary_size(sources.model)
         prompts = load_prompts(rows, tokenizer, max_prompt, vocab_size)
         if len(prompts) < len(rows):
-            self._progress.message(
-                f"{len(rows) - len(prompts)} of {len(rows)} prompts are left out: empty or longer than {max_prompt} tokens"
-            )
+            left_out = f"{len(rows) - len(prompts)} of {len(rows)} prompts are left out"
+            self._progress.message(f"{left_out}: empty or longer than {max_prompt} tokens")
         if config.eval.every and sources.eval:
             eval_rows = read_rows(sources.eval)
             self._eval_prompts = load_prompts(eval_rows, tokenizer, max_prompt, vocab_size)[: config.eval.prompts]
