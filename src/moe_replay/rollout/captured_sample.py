@@ -25,6 +25,7 @@ def captured_sample(
     weight_version: int,
     sample: int,
     first_token: int = 0,
+    weights_id: str = "",
 ) -> Sample:
     """Return the sample of a prompt (P,), a completion (C,) and the routes that an engine captured.
 
@@ -49,6 +50,7 @@ def captured_sample(
         finish_reason=finish_reason,
         trace=trace,
         weight_version=weight_version,
+        weights_id=weights_id,
     )
 
 

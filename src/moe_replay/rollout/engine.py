@@ -59,8 +59,8 @@ class Engine(Sampler, Protocol):
         """(T - 1,) float32: log-probs of every token but the first, at temperature 1."""
         ...
 
-    def update_weights(self, weights: Weights, version: int, probe: Probe | None = None) -> None:
-        """Replace all weights in place, drop cached prefixes, and stamp later samples with `version`.
+    def update_weights(self, weights: Weights, version: int, probe: Probe | None = None, weights_id: str = "") -> None:
+        """Replace all weights in place, drop cached prefixes, and stamp later samples with `version` and `weights_id`.
 
         Running requests are aborted first, so that no sample mixes two versions unnoticed. After an update that
         fails, or whose result contradicts `probe`, the engine refuses to sample until an update succeeds.

@@ -25,6 +25,7 @@ from moe_replay.errors import EngineError, EngineName, EngineUnavailableError
 from moe_replay.rollout.engine import Engine, StartRequest
 from moe_replay.rollout.loop import AsyncSampler
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
+from moe_replay.rollout.weights_id import CurrentWeights, identifies_weights
 from moe_replay.routes.topology import MoeTopology
 
 
@@ -32,6 +33,10 @@ class ServedEngine(Engine, Protocol):
     """An engine behind a URL."""
 
     url: str
+
+    def current_weights(self) -> CurrentWeights:
+        """Return what the server says of its weights."""
+        ...
 
 
 def connect(client: Callable[..., ServedEngine], request: StartRequest, **settings: Any) -> EnginePool:
@@ -96,6 +101,7 @@ class EnginePool(AsyncSampler):
                 "the engines of a pool serve different models", expected="one model, one weight version", found=versions
             )
         self._version = engines[0].weight_version
+        self._weights_id = ""  # of the last update
 
     @cached_property
     def name(self) -> EngineName:
@@ -152,9 +158,13 @@ class EnginePool(AsyncSampler):
 
     def _is_current(self, engine: ServedEngine) -> bool:
         try:
-            return engine.healthy() and engine.weight_version == self._version
+            return engine.healthy() and self._has_weights(engine)
         except EngineError:
             return False
+
+    def _has_weights(self, engine: ServedEngine) -> bool:
+        version, weights_id = engine.current_weights()
+        return version == self._version and (weights_id is None or weights_id == self._weights_id)
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
         """(T - 1,) float32: log-probs of every token but the first, at temperature 1."""
@@ -164,30 +174,53 @@ class EnginePool(AsyncSampler):
 
     # ---- on all engines -----------------------------------------------------------------------------------------
 
-    def update_weights(self, weights: Weights, version: int, probe: Probe | None = None) -> None:
+    @property
+    def identifies_weights(self) -> bool:
+        """Whether samples of every engine have a weights id."""
+        return all(identifies_weights(member.engine) for member in self._members)
+
+    def lacks_weights(self) -> bool:
+        """Return whether an engine is available and does not have the weights of the last update: it restarted."""
+        return bool(self._weights_id) and bool(self._without_weights())
+
+    def _without_weights(self) -> list[_Member]:
+        with ThreadPoolExecutor(len(self._members)) as threads:
+            lacking = list(threads.map(self._lacks_weights, (member.engine for member in self._members)))
+        return [member for member, lacks in zip(self._members, lacking, strict=True) if lacks]
+
+    def _lacks_weights(self, engine: ServedEngine) -> bool:
+        try:
+            return engine.healthy() and not self._has_weights(engine)
+        except EngineError:
+            return False
+
+    def update_weights(self, weights: Weights, version: int, probe: Probe | None = None, weights_id: str = "") -> None:
         """Send new weights to every engine, reading them once; an unavailable engine is taken out of rotation.
 
-        Raises if no engine took them, or if one rejected them.
+        Raises if no engine took them, or if one rejected them. The update that was sent last goes to those engines only
+        that do not have it.
         """
-        self._version = version
-        queues = [_WeightQueue(weights) for _ in self._members]
-        with ThreadPoolExecutor(len(self._members)) as threads:
+        again = bool(weights_id) and weights_id == self._weights_id
+        self._version, self._weights_id = version, weights_id
+        members = self._without_weights() if again else self._members
+        queues = [_WeightQueue(weights) for _ in members]
+        with ThreadPoolExecutor(len(members) or 1) as threads:
             updates = [
-                threads.submit(each.update, member.engine, version, probe)
-                for each, member in zip(queues, self._members, strict=True)
+                threads.submit(each.update, member.engine, version, probe, weights_id)
+                for each, member in zip(queues, members, strict=True)
             ]
             _broadcast(weights, queues)
-        self._apply_outcomes(updates)
+        self._apply_outcomes(updates, members)
 
-    def _apply_outcomes(self, calls: Sequence[Future[None]]) -> None:
+    def _apply_outcomes(self, calls: Sequence[Future[None]], members: Sequence[_Member]) -> None:
         """Take engines whose call failed out of rotation, put the others in; raise if one rejected it or all failed."""
         failures = [call.exception() for call in calls]
-        for member, failure in zip(self._members, failures, strict=True):
+        for member, failure in zip(members, failures, strict=True):
             member.down_until = None if failure is None else time.monotonic() + self._cooldown_s
         rejected = next((f for f in failures if f is not None and not isinstance(f, EngineUnavailableError)), None)
         if rejected is not None:
             raise rejected
-        if all(failures):
+        if failures and all(member.down_until is not None for member in self._members):
             raise EngineUnavailableError("no engine of the pool is available") from failures[0]
 
     def sleep(self) -> None:
@@ -202,7 +235,8 @@ class EnginePool(AsyncSampler):
 
     def _on_all(self, command: str) -> None:
         with ThreadPoolExecutor(len(self._members)) as threads:
-            self._apply_outcomes([threads.submit(getattr(member.engine, command)) for member in self._members])
+            calls = [threads.submit(getattr(member.engine, command)) for member in self._members]
+            self._apply_outcomes(calls, self._members)
 
     def close(self) -> None:
         """Close the connections; the servers keep running."""
@@ -222,10 +256,10 @@ class _WeightQueue:
         self._tensors: queue.Queue[tuple[str, Tensor] | None] = queue.Queue(maxsize=2)
         self._update_ended = threading.Event()
 
-    def update(self, engine: Engine, version: int, probe: Probe | None) -> None:
+    def update(self, engine: Engine, version: int, probe: Probe | None, weights_id: str) -> None:
         """Update the engine from the queue; the producer is unblocked whether that succeeds or fails."""
         try:
-            engine.update_weights(self._folder or self._dequeue(), version, probe)
+            engine.update_weights(self._folder or self._dequeue(), version, probe, weights_id)
         finally:
             self._update_ended.set()
 

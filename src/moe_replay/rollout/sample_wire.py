@@ -35,6 +35,7 @@ class _SampleHeader(BaseModel):
     finish_reason: str
     weight_version: int = Field(ge=0)
     info: dict[str, str] = {}
+    weights_id: str | None = None  # left out where there is none: readers of older releases know no such field
 
 
 class _Header(BaseModel):
@@ -66,11 +67,12 @@ def encode_samples(samples: Sequence[Sample]) -> bytes:
                 finish_reason=sample.finish_reason,
                 weight_version=sample.weight_version,
                 info=sample.info,
+                weights_id=sample.weights_id or None,
             )
         )
     blobs = [prompt.to_bytes() for prompt in prompts]
     header = _Header(prompt_bytes=[len(blob) for blob in blobs], samples=headers, logprobs_crc=crc)
-    text = header.model_dump_json().encode()
+    text = header.model_dump_json(exclude_none=True).encode()
     return b"".join([_LENGTH.pack(len(text)), text, *blobs, *bodies])
 
 
@@ -104,6 +106,7 @@ def decode_samples(data: Bytes) -> list[Sample]:
                 trace=prompt.extend(completion),
                 weight_version=described.weight_version,
                 info=described.info,
+                weights_id=described.weights_id or "",
             )
         )
     body.check_end()

@@ -4,7 +4,7 @@ POST /generate   {"prompt_ids": [...], "params": {...}} -> samples in the format
 POST /weights    the body of `weight_stream`
 POST /prompt_logprobs {"token_ids": [...]} -> {"logprobs": [...]}
 POST /sleep, /wake, /abort
-GET  /info       engine, topology, weight version
+GET  /info       engine, topology, version and id of the weights; also the response to /weights
 GET  /health     the only one without a token
 """
 
@@ -30,6 +30,7 @@ from moe_replay.rollout.engine import Engine
 from moe_replay.rollout.sample_wire import MEDIA_TYPE, encode_samples
 from moe_replay.rollout.types import SamplingParams
 from moe_replay.rollout.weight_stream import read_header, read_tensors
+from moe_replay.rollout.weights_id import takes_weights_id
 
 MAX_JSON_BYTES = 2**26
 T = TypeVar("T")
@@ -82,6 +83,7 @@ class _Service:
         self.max_requests = max_requests
         self._token = token.encode()
         self._active = 0
+        self._has_ids = takes_weights_id(engine) and hasattr(engine, "weights_id")
 
     def guarded(self, work: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         """Wrap a handler: it requires the token, and errors become responses with their text."""
@@ -114,8 +116,10 @@ class _Service:
     async def info(self, request: Request) -> Response:
         """Engine, weight version and topology."""
         topology = self.engine.topology
+        ids = {"weights_id": getattr(self.engine, "weights_id", None)} if self._has_ids else {}
         return JSONResponse(
-            {
+            ids
+            | {
                 "engine": list(self.engine.name),
                 "weight_version": self.engine.weight_version,
                 "num_layers": topology.num_layers,
@@ -151,7 +155,10 @@ class _Service:
     def _update(self, read: Callable[[int], bytes]) -> None:
         header = read_header(read)
         weights = read_tensors(read) if header.folder is None else Path(header.folder)
-        self.engine.update_weights(weights, header.version, header.to_probe())
+        if self._has_ids:
+            self.engine.update_weights(weights, header.version, header.to_probe(), weights_id=header.weights_id or "")
+        else:
+            self.engine.update_weights(weights, header.version, header.to_probe())
 
     async def command(self, work: Callable[[], None], request: Request) -> Response:
         """Run a command without parameters."""

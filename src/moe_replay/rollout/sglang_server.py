@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_replay.errors import EngineError, EngineName
+from moe_replay.errors import EngineError, EngineName, EngineUnavailableError
 from moe_replay.rollout.engine import Engine, StartRequest
 from moe_replay.rollout.http import HttpClient
 from moe_replay.rollout.pool import connect
@@ -24,6 +24,7 @@ from moe_replay.rollout.sglang_wire import NO_PENALTIES, GenerateResponse, gener
 from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.weights import packed, safetensors_files
+from moe_replay.rollout.weights_id import CurrentWeights, WeightsLedger
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
 
@@ -69,6 +70,7 @@ class SglangServer(HttpClient):
         self._first_version = weight_version
         self._shared_folder = shared_folder
         self._state = EngineState(f"SGLang at {self.url}", weight_version)
+        self._ledger = WeightsLedger(self._state.engine)
         self._accepting = asyncio.Event()  # cleared during weight updates: new requests wait
         self._accepting.set()
         self._temperature_checked = False
@@ -102,19 +104,24 @@ class SglangServer(HttpClient):
     @property
     def weight_version(self) -> int:
         """Version of the server's current weights."""
+        return self.current_weights().version
+
+    def current_weights(self) -> CurrentWeights:
+        """Return what the server says of its weights."""
         return self._parse_version(self._call("GET", "/model_info")["weight_version"])
 
-    def _parse_version(self, version: str) -> int:
-        """Return the number of SGLang's version text: `default` until the first update, then what the update sent."""
-        if version == "default":
-            return self._first_version
+    def _parse_version(self, text: str) -> CurrentWeights:
+        """Read SGLang's version text: `default` until the first update, then what the update sent."""
+        if text == "default":
+            return CurrentWeights(self._first_version, "")
+        version, _, weights_id = text.partition("@")
         if not version.isdecimal():
             raise EngineError(
                 f"{self._state.engine} has a weight version that is not a number",
                 found=version,
                 remedy="Update its weights through this engine, or with a number as weight_version",
             )
-        return int(version)
+        return CurrentWeights(int(version), weights_id)
 
     # ---- sampling -----------------------------------------------------------------------------------------------
 
@@ -151,6 +158,7 @@ class SglangServer(HttpClient):
             GenerateResponse(content, self.name, index).to_sample(ids, self.topology, self._parse_version, first_token)
             for index, content in enumerate(responses)
         ]
+        self._ledger.check(samples)
         if any(sample.finish_reason is not FinishReason.ABORT for sample in samples):
             await self._accepting.wait()  # it may have been queued in the server, for weights that are not verified yet
             self._state.require_ready()
@@ -219,26 +227,34 @@ class SglangServer(HttpClient):
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
-    def update_weights(self, weights: Weights, version: int, probe: Probe | None = None) -> None:
+    def update_weights(self, weights: Weights, version: int, probe: Probe | None = None, weights_id: str = "") -> None:
         """Replace all weights from a folder that the server can read; an iterator is written to one first.
 
-        SGLang does not detect missing weights: pass a `probe`.
+        SGLang does not detect missing weights: pass a `probe`. The id is part of its version text.
         """
+        self._ledger.record(version, weights_id)
         if isinstance(weights, Path):
-            self._update(weights, version, probe)
+            self._update(weights, version, probe, weights_id)
             return
         with tempfile.TemporaryDirectory(dir=self._shared_folder, prefix="moe-replay-") as folder:
             for number, chunk in enumerate(packed(weights, CHUNK_BYTES)):
                 Path(folder, f"model-{number:05d}.safetensors").write_bytes(chunk)
-            self._update(Path(folder), version, probe)
+            self._update(Path(folder), version, probe, weights_id)
 
-    def _update(self, folder: Path, version: int, probe: Probe | None) -> None:
+    def _update(self, folder: Path, version: int, probe: Probe | None, weights_id: str) -> None:
         safetensors_files(folder)
-        update = {"model_path": str(folder.absolute()), "weight_version": str(version), "flush_cache": True}
-        with self._requests_held(), self._state.update_to(version):
+        text = f"{version}@{weights_id}" if weights_id else str(version)
+        update = {"model_path": str(folder.absolute()), "weight_version": text, "flush_cache": True}
+        with self._requests_held(), self._state.update_to(version, weights_id):
             with self._generation_paused():
                 self._post_blocking("/update_weights_from_disk", update)
                 self._post_blocking("/flush_cache")
+            if weights_id and self.current_weights() != (version, weights_id):
+                raise EngineUnavailableError(
+                    f"{self._state.engine} answered an update of its weights and does not have them",
+                    expected=text,
+                    found=self._call("GET", "/model_info")["weight_version"],
+                )
             if probe is not None:
                 probe.check(self._prompt_logprobs(probe.token_ids), str(self.name))
 

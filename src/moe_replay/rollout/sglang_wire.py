@@ -19,6 +19,7 @@ from moe_replay.interop.sglang import int32_rows
 from moe_replay.rollout.captured_sample import captured_sample, parse_finish_reason
 from moe_replay.rollout.sampling import prompt_hash
 from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
+from moe_replay.rollout.weights_id import CurrentWeights
 from moe_replay.routes.topology import MoeTopology
 
 NO_PENALTIES = {"min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
@@ -76,11 +77,15 @@ class GenerateResponse:
         self.index = index
 
     def to_sample(
-        self, prompt: np.ndarray, topology: MoeTopology, parse_version: Callable[[str], int], first_token: int = 0
+        self,
+        prompt: np.ndarray,
+        topology: MoeTopology,
+        parse_version: Callable[[str], CurrentWeights],
+        first_token: int = 0,
     ) -> Sample:
         """Return the sample, with routes from `first_token` on.
 
-        parse_version   number of a weight version, which is text in SGLang
+        parse_version   reads a weight version, which is text in SGLang
         """
         if self.meta.get("prompt_tokens", len(prompt)) != len(prompt):
             raise self._error("continued another prompt", expected=len(prompt), found=self.meta["prompt_tokens"])
@@ -89,6 +94,7 @@ class GenerateResponse:
         # sampled by then: it starts from its prompt when it is resumed.
         queued = reason is FinishReason.ABORT and self.meta.get("routed_experts") is None
         completion = np.asarray([] if queued else self.output_ids, np.int32)
+        weights = parse_version(self._version())
         return captured_sample(
             prompt,
             completion,
@@ -97,7 +103,8 @@ class GenerateResponse:
             finish_reason=reason,
             topology=topology,
             engine=self.engine,
-            weight_version=parse_version(self._version()),
+            weight_version=weights.version,
+            weights_id=weights.weights_id or "",
             sample=self.index,
             first_token=first_token,
         )

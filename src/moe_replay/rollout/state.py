@@ -14,6 +14,7 @@ class EngineState:
     def __init__(self, engine: str, weight_version: int) -> None:
         self.engine = engine
         self.weight_version = weight_version
+        self.weights_id = ""
         self.weights_complete = True
         self.asleep = False
 
@@ -29,16 +30,16 @@ class EngineState:
             raise EngineError(f"{self.engine} is asleep", remedy="Call wake() before sampling")
 
     @contextmanager
-    def update_to(self, version: int) -> Iterator[None]:
+    def update_to(self, version: int, weights_id: str = "") -> Iterator[None]:
         """Replace the weights in this block; they are those of `version` only if it succeeds."""
         self.begin_update()
         yield
-        self.end_update(version)
+        self.end_update(version, weights_id)
 
     def begin_update(self) -> None:
         """Mark the weights as incomplete: they are of no version until `end_update`."""
         self.weights_complete = False
 
-    def end_update(self, version: int) -> None:
-        """Mark all weights as those of `version`."""
-        self.weight_version, self.weights_complete = version, True
+    def end_update(self, version: int, weights_id: str = "") -> None:
+        """Mark all weights as those of `version`, from the update `weights_id`."""
+        self.weight_version, self.weights_id, self.weights_complete = version, weights_id, True

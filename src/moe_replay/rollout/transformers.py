@@ -103,6 +103,11 @@ class TransformersEngine:
     def weight_version(self) -> int:
         return self._state.weight_version
 
+    @property
+    def weights_id(self) -> str:
+        """Of the update that the weights come from."""
+        return self._state.weights_id
+
     def healthy(self) -> bool:
         """Always: the engine runs in this process."""
         return True
@@ -171,6 +176,7 @@ class TransformersEngine:
                     finish_reason=reason,
                     trace=trace,
                     weight_version=self.weight_version,
+                    weights_id=self.weights_id,
                 )
             )
         return samples
@@ -226,11 +232,11 @@ class TransformersEngine:
 
     # ---- weights and sleep ------------------------------------------------------------------------------------
 
-    def update_weights(self, weights: Weights, version: int, probe: Probe | None = None) -> None:
+    def update_weights(self, weights: Weights, version: int, probe: Probe | None = None, weights_id: str = "") -> None:
         """Copy new weights into the module, in place."""
         tensors = read_tensors(weights)
         self.abort()
-        with self._lock, self._state.update_to(version):
+        with self._lock, self._state.update_to(version, weights_id):
             load_into(self.model, tensors)
             if probe is not None:
                 probe.check(self._prompt_logprobs([int(token) for token in probe.token_ids]), str(self.name))

@@ -79,6 +79,7 @@ class Sample:
     logprobs         (C,) float32 of the sampled tokens, at the sampling temperature
     trace            routes of all P + C tokens; tokens that were not routed (the last one) are uncovered
     weight_version   of the weights that sampled the last token; the trace has one for every token
+    weights_id       of the update that those weights come from (weights_id.py); empty: of none
     """
 
     prompt_ids: np.ndarray
@@ -88,6 +89,7 @@ class Sample:
     trace: RouteTrace
     weight_version: int
     info: dict[str, str] = field(default_factory=dict)
+    weights_id: str = ""
 
     def __post_init__(self) -> None:
         prompt, completion = len(self.prompt_ids), len(self.completion_ids)

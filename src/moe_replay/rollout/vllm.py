@@ -21,6 +21,7 @@ from moe_replay.rollout.sampling import prompt_hash
 from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.weights import as_files, packed, safetensors_files
+from moe_replay.rollout.weights_id import CurrentWeights
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
 
@@ -97,6 +98,11 @@ class VllmEngine(AsyncSampler):
     def weight_version(self) -> int:
         return self._state.weight_version
 
+    @property
+    def weights_id(self) -> str:
+        """Of the update that the weights come from."""
+        return self._state.weights_id
+
     def healthy(self) -> bool:
         """Whether vLLM's processes are alive."""
         return not self._closed and not self._llm.errored
@@ -164,13 +170,13 @@ class VllmEngine(AsyncSampler):
         }
         async with self._barrier.request() as request_id:
             self._state.require_ready()
-            version = self.weight_version  # cannot change while a request is running
+            weights = CurrentWeights(self.weight_version, self.weights_id)  # cannot change while a request is running
             output = await self._output(prompt, sampling, request_id)
         completions = sorted(output.outputs, key=lambda completion: completion.index)
         if [completion.index for completion in completions] != list(range(params.draws)):
             raise EngineError(f"{self.name} lost samples", expected=params.draws, found=len(completions))
         ids = np.asarray(prompt, np.int32)
-        samples = [self._to_sample(ids, output, version, index) for index, output in enumerate(completions)]
+        samples = [self._to_sample(ids, output, weights, index) for index, output in enumerate(completions)]
         return samples * (params.n // params.draws)
 
     def _check_seed(self, params: SamplingParams) -> None:
@@ -226,7 +232,7 @@ class VllmEngine(AsyncSampler):
                 f"{self.name} failed: {failure}", remedy="Its log names the cause"
             ) from failure
 
-    def _to_sample(self, prompt: np.ndarray, output: Any, version: int, index: int) -> Sample:
+    def _to_sample(self, prompt: np.ndarray, output: Any, weights: CurrentWeights, index: int) -> Sample:
         completion = np.asarray(output.token_ids, np.int32)
         reason = parse_finish_reason(output.finish_reason, self.name, index)
         aborted_before_prefill = reason is FinishReason.ABORT and not len(completion)
@@ -240,7 +246,8 @@ class VllmEngine(AsyncSampler):
             finish_reason=reason,
             topology=self.topology,
             engine=self.name,
-            weight_version=version,
+            weight_version=weights.version,
+            weights_id=weights.weights_id or "",
             sample=index,
         )
 
@@ -253,7 +260,7 @@ class VllmEngine(AsyncSampler):
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
-    def update_weights(self, weights: Weights, version: int, probe: Probe | None = None) -> None:
+    def update_weights(self, weights: Weights, version: int, probe: Probe | None = None, weights_id: str = "") -> None:
         """Replace all weights in place, in every worker; running requests are aborted, new ones wait.
 
         An iterator is read here, in the caller's thread: reading it may be a collective operation of the trainer.
@@ -270,14 +277,14 @@ class VllmEngine(AsyncSampler):
         with self._barrier.open_on_error():
             for file in files:
                 self._loop.run(self._call_workers("replay_load", str(file.absolute())))
-            self._loop.run(self._finish_update(version, probe))
+            self._loop.run(self._finish_update(version, probe, weights_id))
 
     async def _begin_update(self) -> None:
         await self._barrier.close(self._abort)
         self._state.begin_update()
         await self._call_workers("replay_begin_update")
 
-    async def _finish_update(self, version: int, probe: Probe | None) -> None:
+    async def _finish_update(self, version: int, probe: Probe | None, weights_id: str) -> None:
         with self._barrier.open_on_error():
             await self._call_workers("replay_finish_update")
             if not await self._llm.reset_prefix_cache():
@@ -285,7 +292,7 @@ class VllmEngine(AsyncSampler):
             if probe is not None:
                 found = await self._prompt_logprobs_now(probe.token_ids, self._barrier.new_request_id())
                 probe.check(found, str(self.name))
-            self._state.end_update(version)
+            self._state.end_update(version, weights_id)
         self._barrier.open()
 
     async def _call_workers(self, method: str, *arguments: str) -> None:

@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel, ValidationError
 
-from moe_replay.errors import EngineName
+from moe_replay.errors import EngineName, EngineUnavailableError
 from moe_replay.rollout.engine import Engine, StartRequest
 from moe_replay.rollout.http import HttpClient
 from moe_replay.rollout.pool import connect
 from moe_replay.rollout.sample_wire import decode_samples
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.weight_stream import write_update
+from moe_replay.rollout.weights_id import CurrentWeights, WeightsLedger
 from moe_replay.routes.topology import MoeLayer, MoeTopology
 
 
 def start(request: StartRequest) -> Engine:
     """Connect to the servers at `request.urls`."""
     return connect(VllmServer, request)
+
+
+class _Info(BaseModel):
+    """What a server says of itself. Those of older releases have no `weights_id`."""
+
+    engine: tuple[str, str]
+    weight_version: int
+    num_layers: int
+    model_type: str
+    moe_layers: list[tuple[int, int, int]]
+    weights_id: str | None = None
 
 
 class VllmServer(HttpClient):
@@ -31,35 +45,69 @@ class VllmServer(HttpClient):
         engine = VllmServer("http://127.0.0.1:8000", token=token)
     """
 
+    def __init__(self, url: str, **settings: Any) -> None:
+        super().__init__(url, **settings)
+        self.identifies_weights = True  # False: a server of an older release
+        self._ledger = WeightsLedger(self.url)
+
     @cached_property
     def name(self) -> EngineName:
-        return EngineName(*self._info()["engine"])
+        return EngineName(*self._info().engine)
 
     @cached_property
     def topology(self) -> MoeTopology:
         info = self._info()
-        layers = tuple(MoeLayer(*numbers) for numbers in info["moe_layers"])
-        return MoeTopology(info["num_layers"], layers, info["model_type"])
+        layers = tuple(MoeLayer(*numbers) for numbers in info.moe_layers)
+        return MoeTopology(info.num_layers, layers, info.model_type)
 
     @property
     def weight_version(self) -> int:
-        return self._info()["weight_version"]
+        return self._info().weight_version
 
-    def _info(self) -> dict[str, Any]:
-        return self._call("GET", "/info")
+    def current_weights(self) -> CurrentWeights:
+        """Return what the server says of its weights."""
+        info = self._info()
+        return CurrentWeights(info.weight_version, info.weights_id)
+
+    def _info(self, method: str = "GET", path: str = "/info", body: Iterator[bytes] | None = None) -> _Info:
+        try:
+            return _Info.model_validate(self._call(method, path, body=body))
+        except (ValidationError, json.JSONDecodeError) as wrong:
+            raise EngineUnavailableError(
+                f"{self.url} does not answer {path} as a rollout server does",
+                expected="engine, topology and weight version as JSON",
+                found=" ".join(str(wrong).split())[:300],
+                remedy="The URL must be that of `moe-replay rollout`, and a proxy must pass its answers on",
+            ) from wrong
 
     async def _sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
         request = {"prompt_ids": [int(token) for token in prompt], "params": dataclasses.asdict(params)}
-        return decode_samples((await self._post("/generate", request)).content)
+        samples = decode_samples((await self._post("/generate", request)).content)
+        self._ledger.check(samples, self.identifies_weights)
+        return samples
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
         """(T - 1,) float32: log-probs of every token but the first, at temperature 1."""
         request = {"token_ids": [int(token) for token in token_ids]}
         return np.asarray(self._call("POST", "/prompt_logprobs", json=request)["logprobs"], np.float32)
 
-    def update_weights(self, weights: Weights, version: int, probe: Probe | None = None) -> None:
-        """Stream new weights to the server; a folder must be one that the server can read."""
-        self._call("POST", "/weights", body=write_update(weights, version, probe))
+    def update_weights(self, weights: Weights, version: int, probe: Probe | None = None, weights_id: str = "") -> None:
+        """Stream new weights to the server; a folder must be one that the server can read.
+
+        The server must name them in its response: whatever else answers has not taken them. From an update with a
+        `weights_id` on, samples of other weights than this client has sent are refused.
+        """
+        self.identifies_weights = self.current_weights().weights_id is not None
+        sent_id = weights_id if self.identifies_weights else ""
+        self._ledger.record(version, weights_id)
+        info = self._info("POST", "/weights", write_update(weights, version, probe, sent_id))
+        if (info.weight_version, info.weights_id or "") != (version, sent_id):
+            raise EngineUnavailableError(
+                f"{self.url} answered an update of its weights and does not have them",
+                expected=f"version {version}" + (f" of update {sent_id}" if sent_id else ""),
+                found=f"version {info.weight_version} of update {info.weights_id or 'unknown'}",
+                remedy="A proxy must pass /weights on to the server",
+            )
 
     def sleep(self) -> None:
         self._call("POST", "/sleep")

@@ -34,13 +34,14 @@ class _ProbeHeader(BaseModel):
 
 
 class UpdateHeader(BaseModel):
-    """Version of the weights that follow, or of those in a folder that the server can read; and a probe."""
+    """Version of the weights that follow, or of those in a folder that the server can read; a probe; and their id."""
 
     model_config = ConfigDict(extra="forbid")
 
     version: int = Field(ge=0)
     folder: str | None = None
     probe: _ProbeHeader | None = None
+    weights_id: str | None = Field(None, max_length=256)
 
     def to_probe(self) -> Probe | None:
         """Return the probe, if one was sent."""
@@ -50,14 +51,15 @@ class UpdateHeader(BaseModel):
         return Probe(token_ids=self.probe.token_ids, logprobs=logprobs, tolerance=self.probe.tolerance)
 
 
-def write_update(weights: Weights, version: int, probe: Probe | None) -> Iterator[bytes]:
-    """Yield the body of a request in chunks."""
+def write_update(weights: Weights, version: int, probe: Probe | None, weights_id: str = "") -> Iterator[bytes]:
+    """Yield the body of a request in chunks. Without an id the header is one that older servers read too."""
     sent = None
     if probe is not None:
         ids, logprobs = [int(token) for token in probe.token_ids], np.asarray(probe.logprobs).tolist()
         sent = _ProbeHeader(token_ids=ids, logprobs=logprobs, tolerance=probe.tolerance)
     folder = str(weights.absolute()) if isinstance(weights, Path) else None
-    yield from _frame(UpdateHeader(version=version, folder=folder, probe=sent).model_dump_json().encode())
+    header = UpdateHeader(version=version, folder=folder, probe=sent, weights_id=weights_id or None)
+    yield from _frame(header.model_dump_json(exclude_none=True).encode())
     if not isinstance(weights, Path):
         for chunk in packed(weights, CHUNK_BYTES):
             yield from _frame(chunk)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moe_replay.distributed.collectives import broadcast_bytes
 from moe_replay.distributed.ranks import raise_on_all_ranks, rank
-from moe_replay.errors import MoeReplayError
+from moe_replay.errors import EngineUnavailableError, MoeReplayError
 from moe_replay.rollout.engine import Engine
 from moe_replay.routes.trace_file import TraceWriter
 from moe_replay.train import launch
@@ -26,8 +26,12 @@ from moe_replay.train.run.folder import Run, fixed_settings
 from moe_replay.train.run.interruption import InterruptHandler
 from moe_replay.train.run.progress import ConsoleProgress
 from moe_replay.train.sources import Sources, find_sources, load_tokenizer
+from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.trajectory_wire import trajectories_from_bytes, trajectories_to_bytes
 from moe_replay.train.types import RolloutBatch, Trajectory
+
+MAX_REFITS = 3
+"""Times that the sampling of a step is begun again because servers restarted."""
 
 ReportWriter = Callable[[Path], Path]
 """Takes the folder of a finished run, returns the path of the report written for it."""
@@ -117,7 +121,7 @@ class Job:
             engine = open_engine(config, sources.model)
             stack.callback(engine.close)
         stream = PromptStream(prompts, seed=config.seed, shuffle=config.data.shuffle)
-        self._rollouts = Rollouts(config, engine, stream, tokenizer, rewards, max_length)
+        self._rollouts = Rollouts(config, SyncedEngine(engine), stream, tokenizer, rewards, max_length)
         stack.callback(self._rollouts.close)
 
     def _resume(self) -> None:
@@ -154,15 +158,37 @@ class Job:
     # ---- parts of a step ----------------------------------------------------------------------------------------
 
     def rollout(self) -> RolloutBatch:
-        """Return the rollout batch of the next step: rank 0 samples it and broadcasts it to every rank."""
+        """Return the rollout batch of the next step: rank 0 samples it and broadcasts it to every rank.
+
+        Servers that restarted get the weights again, before sampling or when no other server is left.
+        """
         content, metrics = None, {}
-        with raise_on_all_ranks("sampling"):
+        for tries_left in reversed(range(MAX_REFITS + 1)):
+            self._refit()
+            with raise_on_all_ranks("sampling"):
+                if self._rollouts is not None:
+                    try:
+                        batch = self._rollouts.next(self.completed_steps, self._report_samples)
+                        content, metrics = trajectories_to_bytes(batch.trajectories), batch.metrics
+                    except EngineUnavailableError:
+                        if not tries_left or not self._rollouts.engine.lacks_weights():
+                            raise
+                    if self.config.rollout.sleep and content is not None:
+                        self._rollouts.engine.sleep()
+            sent = broadcast_bytes(content)
+            if sent:
+                break
+        return RolloutBatch(trajectories_from_bytes(sent), metrics)
+
+    def _refit(self) -> None:
+        """Send the weights again if a server has lost them; all ranks take part."""
+        lost = None
+        with raise_on_all_ranks("asking the servers for their weights"):
             if self._rollouts is not None:
-                batch = self._rollouts.next(self.completed_steps, self._report_samples)
-                content, metrics = trajectories_to_bytes(batch.trajectories), batch.metrics
-                if self.config.rollout.sleep:
-                    self._rollouts.engine.sleep()
-        return RolloutBatch(trajectories_from_bytes(broadcast_bytes(content)), metrics)
+                lost = bytes([self._rollouts.engine.lacks_weights()])
+        if any(broadcast_bytes(lost)):
+            self._progress.message("a rollout server has restarted: it is sent the weights again")
+            self.sync_weights(version=self.completed_steps)
 
     def _report_samples(self, done: int, total: int) -> None:
         self._progress.phase("rollout", done, total)

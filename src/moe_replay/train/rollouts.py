@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_replay.rollout.engine import Engine
+from moe_replay.errors import AlignmentError, EngineUnavailableError
 from moe_replay.rollout.loop import LoopThread
 from moe_replay.rollout.session import Session
 from moe_replay.rollout.types import Sample, SampledSequence, SamplingParams
@@ -25,6 +25,7 @@ from moe_replay.train.data import Prompt, PromptStream
 from moe_replay.train.environments import load_environment, run_environment
 from moe_replay.train.episode import Episode
 from moe_replay.train.rewards import Reward, score, total
+from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.types import Group, RolloutBatch, Trajectory
 from moe_replay.utils.progress import ProgressCallback
 
@@ -45,7 +46,7 @@ class Rollouts:
     def __init__(
         self,
         config: TrainConfig,
-        engine: Engine,
+        engine: SyncedEngine,
         stream: PromptStream,
         tokenizer: Any,
         rewards: Sequence[Reward],
@@ -90,17 +91,29 @@ class Rollouts:
 
     def close(self) -> None:
         """Cancel the groups in flight."""
+        self._cancel_pending()
+        self._loop.close()
+
+    def _cancel_pending(self) -> None:
         for pending in self._pending:
             pending.group.cancel()
         self._pending.clear()
-        self._loop.close()
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
     def next(self, version: int, progress: ProgressCallback | None = None) -> RolloutBatch:
         """Return the rollout batch of the next step; `version` is that of the weights that will be trained on it."""
         wanted = self._config.rollout.prompts_per_step
+        before = self.state
         self._submit(wanted * (1 + self._config.rollout.max_staleness) - len(self._pending))
+        try:
+            return self._collect(wanted, version, progress)
+        except EngineUnavailableError:  # all of it can be sampled again, by an engine that is available again
+            self._cancel_pending()
+            self.restore(before)
+            raise
+
+    def _collect(self, wanted: int, version: int, progress: ProgressCallback | None) -> RolloutBatch:
         kept: list[Group] = []
         without_signal: list[Group] = []
         refills = self._config.algorithm.max_refills if self._config.algorithm.dynamic_sampling else 0
@@ -130,6 +143,7 @@ class Rollouts:
         scored = rewards[~np.isnan(rewards)]
         lengths = np.array([int(t.sampled.sum()) for t in trajectories])
         staleness = np.array([version - int(t.versions[t.sampled].min(initial=version)) for t in trajectories])
+        self._check_staleness(staleness)
         metrics = {
             "reward/mean": float(scored.mean()) if scored.size else float("nan"),
             "reward/std": float(scored.std()) if scored.size else float("nan"),
@@ -148,6 +162,19 @@ class Rollouts:
             if not np.isnan(scores).all():
                 metrics[f"reward/{reward.name}"] = float(np.nanmean(scores))
         return RolloutBatch(trajectories, metrics)
+
+    def _check_staleness(self, staleness: np.ndarray) -> None:
+        """Raise if a trajectory was sampled by weights older than `max_staleness` steps, or by later ones."""
+        limit = self._config.rollout.max_staleness
+        outside = np.flatnonzero((staleness < 0) | (staleness > limit))
+        if outside.size:
+            raise AlignmentError(
+                "a sequence was sampled by weights of another step than it is trained on",
+                sample=int(outside[0]),
+                expected=f"weights at most {limit} steps old (rollout.max_staleness)",
+                found=f"{staleness[outside[0]]} steps",
+                remedy="The engine missed a weight update, or something else updates it",
+            )
 
     # ---- sampling -----------------------------------------------------------------------------------------------
 

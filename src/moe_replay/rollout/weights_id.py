@@ -1,0 +1,97 @@
+"""Identity of weights: which update an engine's weights come from, so that samples of any others are refused.
+
+A version is a number that a restarted server, or one that another run has updated, can have by chance. With each update
+the sender gives an id that no other update has; the engine stamps its samples with it. Until an engine has been updated
+its id is empty.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import secrets
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from moe_replay.errors import EngineUnavailableError
+from moe_replay.rollout.types import Probe, Sample
+
+REMEMBERED = 1024
+
+
+class CurrentWeights(NamedTuple):
+    """What an engine says of its weights.
+
+    weights_id   of the update that they come from, empty: of none; None: the engine has no ids
+    """
+
+    version: int
+    weights_id: str | None
+
+
+class ForeignWeightsError(EngineUnavailableError):
+    """Samples of weights that were never sent: of a server that restarted, or that someone else has updated."""
+
+
+def new_weights_id(run_id: str, version: int, probe: Probe | None = None) -> str:
+    """Return an id for an update: run, version, and a digest of the probe's log-probs under these weights."""
+    content = secrets.token_bytes(16) if probe is None else np.asarray(probe.logprobs, "<f4").tobytes()
+    return f"{run_id}-{version}-{hashlib.sha256(content).hexdigest()[:16]}"
+
+
+def takes_weights_id(engine: Any) -> bool:
+    """Return whether `engine.update_weights` has the parameter `weights_id`; an engine of the user's own may not."""
+    return "weights_id" in inspect.signature(engine.update_weights).parameters
+
+
+def identifies_weights(engine: Any) -> bool:
+    """Return whether samples of this engine have a weights id once it has been updated with one."""
+    return takes_weights_id(engine) and getattr(engine, "identifies_weights", True)
+
+
+class WeightsLedger:
+    """The updates that were sent to an engine. Nothing is checked before the first one.
+
+    owner   the engine, for errors
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._versions: dict[str, int] = {}  # by weights id, oldest first
+
+    def record(self, version: int, weights_id: str) -> None:
+        """Note an update before it is sent: its samples may arrive before it returns.
+
+        Updates without an id count only where there have been some with one.
+        """
+        if not weights_id and not self._versions:
+            return
+        self._versions.pop(weights_id, None)
+        self._versions[weights_id] = version
+        if len(self._versions) > REMEMBERED:
+            del self._versions[next(iter(self._versions))]
+
+    def id_of(self, version: int) -> str | None:
+        """Return the id under which the latest weights were sent, if they are of this version."""
+        latest = next(reversed(self._versions), None)
+        return latest if latest is not None and self._versions[latest] == version else None
+
+    def check(self, samples: Sequence[Sample], identified: bool = True) -> None:
+        """Raise unless every sample comes from weights that were sent.
+
+        identified   the engine stamps weights ids; otherwise versions alone are compared
+        """
+        for index, sample in enumerate(samples):
+            version, given = sample.weight_version, sample.weights_id
+            known = version in self._versions.values() and not given
+            if self._versions and not (self._versions.get(given) == version if identified else known):
+                latest, number = next(reversed(self._versions.items()))
+                raise ForeignWeightsError(
+                    f"{self._owner} sampled with weights that it was not sent",
+                    sample=index,
+                    expected=f"version {number}" + (f" of update {latest}" if identified else ""),
+                    found=f"version {version}" + (f" of update {given}" if given else " of no update"),
+                    remedy="It restarted, or someone else updates it; it is not used until it has the weights again",
+                )

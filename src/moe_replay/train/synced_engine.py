@@ -1,0 +1,82 @@
+"""`SyncedEngine`: the engine of a run. Its samples come from weights that this run has sent, or are refused."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from moe_replay.errors import EngineName
+from moe_replay.rollout.engine import Engine
+from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
+from moe_replay.rollout.weights_id import WeightsLedger, identifies_weights, new_weights_id, takes_weights_id
+from moe_replay.routes.topology import MoeTopology
+
+
+class SyncedEngine:
+    """An engine with the ids of the weights that it was sent. Nothing is checked before the first update.
+
+    An engine of the user's own whose `update_weights` has no parameter `weights_id` is checked by version alone.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._run_id = secrets.token_hex(6)
+        self._ledger = WeightsLedger("the rollout engine")
+
+    @property
+    def name(self) -> EngineName:
+        return self.engine.name
+
+    @property
+    def topology(self) -> MoeTopology:
+        return self.engine.topology
+
+    @property
+    def weight_version(self) -> int:
+        return self.engine.weight_version
+
+    def healthy(self) -> bool:
+        """Whether the engine is alive."""
+        return self.engine.healthy()
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Sample]]:
+        """Return `params.n` samples for each prompt; raise if one is of other weights than were sent."""
+        groups = self.engine.generate(prompts, params)
+        for samples in groups:
+            self._check(samples)
+        return groups
+
+    async def generate_one(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
+        """Return the samples of one prompt; raise if one is of other weights than were sent."""
+        samples = await self.engine.generate_one(prompt, params)
+        self._check(samples)
+        return samples
+
+    def _check(self, samples: Sequence[Sample]) -> None:
+        self._ledger.check(samples, identifies_weights(self.engine))
+
+    def update_weights(self, weights: Weights, version: int, probe: Probe | None = None) -> None:
+        """Send weights under a new id, or under the same one as before if they are of the same version."""
+        weights_id = self._ledger.id_of(version) or new_weights_id(self._run_id, version, probe)
+        self._ledger.record(version, weights_id)
+        if takes_weights_id(self.engine):
+            self.engine.update_weights(weights, version, probe, weights_id=weights_id)
+        else:
+            self.engine.update_weights(weights, version, probe)
+
+    def lacks_weights(self) -> bool:
+        """Return whether a server that can be reached has lost the weights that it was sent."""
+        lacks = getattr(self.engine, "lacks_weights", None)
+        return lacks is not None and lacks()
+
+    def sleep(self) -> None:
+        """Free the engine's memory."""
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        self.engine.wake()
+
+    def close(self) -> None:
+        """Release all resources of the engine."""
+        self.engine.close()

@@ -1,0 +1,244 @@
+"""Whose weights sampled: servers that restart, that someone else updates, or that a proxy stands in for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+pytest.importorskip("tenacity")
+pytest.importorskip("transformers")
+
+from starlette.applications import Starlette
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from moe_replay.errors import AlignmentError, EngineError, EngineUnavailableError
+from moe_replay.rollout.pool import EnginePool
+from moe_replay.rollout.server_app import build_app
+from moe_replay.rollout.transformers import TransformersEngine
+from moe_replay.rollout.types import SamplingParams
+from moe_replay.rollout.vllm_server import VllmServer
+from moe_replay.rollout.weights import checkpoint_tensors
+from moe_replay.train.job import Job
+from moe_replay.train.loop import train
+from tests.rollout.serving import serving
+from tests.rollout.tiny import assert_sampled_from, tiny_model
+from tests.train.runs import tiny_config
+
+TOKEN = "secret"
+SHORT = SamplingParams(max_tokens=3)
+
+
+class Restartable:
+    """What is behind the address of a server: an engine, and after `restart` another one with its start weights."""
+
+    def __init__(self, start: Callable[[], TransformersEngine]) -> None:
+        self._start = start
+        self._engine = start()
+        self._fails = 0
+        self.restarts = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def restart(self) -> None:
+        self._engine.close()
+        self._engine = self._start()
+        self.restarts += 1
+
+    def restart_at_the_next_request(self) -> None:
+        self._fails = 1
+
+    async def generate_one(self, prompt: Any, params: SamplingParams) -> Any:
+        if self._fails:
+            self._fails = 0
+            self.restart()
+            raise EngineUnavailableError("it is going down")
+        return await self._engine.generate_one(prompt, params)
+
+
+@pytest.fixture
+def served() -> Iterator[Callable[[Callable[[], TransformersEngine]], tuple[Restartable, str]]]:
+    """Start a server of an engine: the engine, and the URL."""
+    with ExitStack() as stack:
+
+        def start(make: Callable[[], TransformersEngine]) -> tuple[Restartable, str]:
+            engine = Restartable(make)
+            stack.callback(lambda: engine.close())
+            return engine, stack.enter_context(serving(build_app(engine, TOKEN)))
+
+        yield start
+
+
+def tiny_engine() -> TransformersEngine:
+    return TransformersEngine(tiny_model("olmoe"), max_length=64)
+
+
+def quick_pool(*urls: str, attempts: int = 4) -> EnginePool:
+    clients = [VllmServer(url, token=TOKEN) for url in urls]
+    return EnginePool(clients, cooldown_s=0.05, max_backoff_s=0.2, attempts=attempts)
+
+
+def newer() -> Iterator[tuple[str, Any]]:
+    return checkpoint_tensors(tiny_model("olmoe", seed=3))
+
+
+# ---- whole runs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["between sync and rollout", "in the middle of a rollout"])
+def test_a_server_that_restarts_changes_nothing(
+    when: str, demo_files: Any, tmp_path: Path, served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets the weights again before it samples: the metrics are those of a run without a restart."""
+    engine, url = served(lambda: TransformersEngine.from_pretrained(demo_files.model))
+    disturb = engine.restart if when.startswith("between") else engine.restart_at_the_next_request
+    logged = Job.log
+
+    def log(job: Job, step: int, metrics: dict[str, float]) -> None:
+        logged(job, step, metrics)
+        if job.config.name == "disturbed" and step < 3:
+            disturb()
+
+    monkeypatch.setattr(Job, "log", log)
+    rollout = {"engine": "vllm_server", "urls": [url], "token": TOKEN}
+
+    def run(name: str) -> list[dict[str, Any]]:
+        config = tiny_config(demo_files.model, demo_files.train, tmp_path / name, name=name, rollout=rollout)
+        lines = [json.loads(line) for line in (train(config) / "metrics.jsonl").read_text().splitlines()]
+        return [{key: line[key] for key in line if not key.startswith("time")} for line in lines]
+
+    disturbed = run("disturbed")
+    assert engine.restarts == 2
+    assert all(line["completion/staleness_max"] == 0 for line in disturbed)
+    assert disturbed == run("calm")
+
+
+@pytest.mark.slow
+def test_samples_older_than_the_limit_end_the_run(demo_files: Any, tmp_path: Path) -> None:
+    class Lagging(TransformersEngine):
+        """Takes the weights under the version of the first ones."""
+
+        def update_weights(self, weights: Any, version: int, probe: Any = None) -> None:
+            super().update_weights(weights, 0, probe)
+
+    engine = Lagging.from_pretrained(demo_files.model)
+    try:
+        with pytest.raises(AlignmentError, match="at most 0 steps old"):
+            train(tiny_config(demo_files.model, demo_files.train, tmp_path / "run"), engine)
+    finally:
+        engine.close()
+
+
+# ---- clients and pools ----------------------------------------------------------------------------------------------
+
+
+def test_a_restarted_server_is_not_used_until_it_has_the_weights_again(served: Any) -> None:
+    (engine, url), (_, other) = served(tiny_engine), served(tiny_engine)
+    with quick_pool(url, other) as pool:
+        pool.update_weights(newer(), 0, weights_id="run-0-a")  # the version that a server starts with
+        assert not pool.lacks_weights()
+        engine.restart()
+        assert pool.lacks_weights()
+        for (sample,) in pool.generate([[i + 1, 5] for i in range(6)], SHORT):
+            assert sample.weights_id == "run-0-a"
+            assert_sampled_from(tiny_model("olmoe", seed=3), sample)
+        pool.update_weights(newer(), 0, weights_id="run-0-a")
+        assert not pool.lacks_weights()
+        assert engine.weights_id == "run-0-a"
+
+
+def test_only_servers_without_the_weights_are_sent_them_again(served: Any) -> None:
+    (first, url), (second, other) = served(tiny_engine), served(tiny_engine)
+    with quick_pool(url, other) as pool:
+        pool.update_weights(newer(), 4, weights_id="run-4-a")
+        first.restart()
+        second._engine.update_weights = None  # a second update would fail
+        pool.update_weights(newer(), 4, weights_id="run-4-a")
+        assert (first.weight_version, second.weight_version) == (4, 4)
+
+
+def test_samples_of_weights_that_someone_else_sent_are_refused(served: Any) -> None:
+    _, url = served(tiny_engine)
+    with quick_pool(url, attempts=2) as pool, VllmServer(url, token=TOKEN) as stranger:
+        pool.update_weights(newer(), 3, weights_id="run-3-a")
+        assert pool.generate([[1, 2]], SHORT)[0][0].weights_id == "run-3-a"
+        stranger.update_weights(newer(), 3, weights_id="other-3-b")
+        with pytest.raises(EngineUnavailableError, match=r"not sent.*run-3-a.*other-3-b|no engine of the pool"):
+            pool.generate([[1, 2]], SHORT)
+
+
+def test_an_aborted_sample_of_the_weights_before_is_not_foreign(served: Any) -> None:
+    """New weights abort what is running: it comes back with the id of the weights that it has so far."""
+    engine, url = served(tiny_engine)
+    with VllmServer(url, token=TOKEN) as client:
+        client.update_weights(newer(), 1, weights_id="run-1-a")
+        (sample,) = engine.generate([[1, 2]], SHORT)[0]
+        client.update_weights(newer(), 2, weights_id="run-2-b")
+        client._ledger.check([sample])
+
+
+@pytest.mark.parametrize("answer", ["html", "json", "stale info"])
+def test_what_answers_without_the_weights_has_not_taken_them(served: Any, answer: str) -> None:
+    """A proxy that answers /weights by itself, with 200."""
+    engine, url = served(tiny_engine)
+    with VllmServer(url, token=TOKEN) as direct:
+        info = direct._call("GET", "/info")
+
+    async def swallow(request: Any) -> Response:
+        async for _ in request.stream():
+            pass
+        if answer == "html":
+            return HTMLResponse("<p>It works!</p>")
+        return JSONResponse(info if answer == "stale info" else {"status": "ok"})
+
+    async def pass_on(request: Any) -> Response:
+        return JSONResponse(info)
+
+    proxy = Starlette(
+        routes=[Route("/weights", swallow, methods=["POST"]), Route("/info", pass_on), Route("/health", pass_on)]
+    )
+    with serving(proxy) as behind, VllmServer(behind, token=TOKEN) as client:
+        with pytest.raises(EngineUnavailableError, match=r"/weights|does not have them"):
+            client.update_weights(newer(), 1, weights_id="run-1-a")
+        with quick_pool(behind, url) as pool:  # the other server has them
+            pool.update_weights(newer(), 1, weights_id="run-1-a")
+            assert {s.weights_id for (s,) in pool.generate([[i + 1] for i in range(4)], SHORT)} == {"run-1-a"}
+    assert engine.weights_id == "run-1-a"
+
+
+def test_servers_of_older_releases_are_checked_by_version(served: Any) -> None:
+    class WithoutIds(TransformersEngine):
+        def update_weights(self, weights: Any, version: int, probe: Any = None) -> None:
+            super().update_weights(weights, version, probe)
+
+    engine, url = served(lambda: WithoutIds(tiny_model("olmoe"), max_length=64))
+    with quick_pool(url, attempts=2) as pool:
+        assert "weights_id" not in pool._members[0].engine._call("GET", "/info")
+        pool.update_weights(newer(), 7, weights_id="run-7-a")
+        assert not pool.identifies_weights
+        assert pool.generate([[1, 2]], SHORT)[0][0].weight_version == 7
+        engine.restart()
+        with pytest.raises(EngineError, match=r"not sent|no engine of the pool"):
+            pool.generate([[1, 2]], SHORT)
+
+
+def test_bytes_without_an_id_are_those_that_older_releases_read(served: Any) -> None:
+    from moe_replay.rollout.sample_wire import decode_samples, encode_samples
+    from moe_replay.rollout.weight_stream import write_update
+
+    engine, _ = served(tiny_engine)
+    (plain,) = engine.generate([[1, 2]], SHORT)[0]
+    assert b"weights_id" not in encode_samples([plain])
+    assert b"weights_id" not in b"".join(write_update(newer(), 1, None))
+    engine.update_weights(newer(), 1, weights_id="run-1-a")
+    (sample,) = engine.generate([[1, 2]], SHORT)[0]
+    assert decode_samples(encode_samples([sample]))[0].weights_id == "run-1-a"
