@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 import moe_replay as mr
-from tests.models import gradients, loss, perturb_routers, random_ids, tiny_qwen3_moe, uncover
+from tests.models import assert_same_gradients, gradients, loss, perturb_routers, random_ids, tiny_qwen3_moe, uncover
 from tests.replay.checkpointing import CHECKPOINTS, unwrapped
 
 pytestmark = pytest.mark.slow
@@ -141,3 +144,104 @@ def test_compiled_forward_fed_other_tokens_is_refused():
         replay.replay(recording.batch()),
     ):
         compiled(random_ids(2, 7).flip(1))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_around_a_compiled_model_is_refused(use_reentrant):
+    """Compiled code has no hooks on its tensors, so its recomputation cannot find its routes."""
+    model = tiny_qwen3_moe(num_hidden_layers=2, experts_implementation="batched_mm").train()
+    replay = mr.attach(model)
+    ids = random_ids(2, 7)
+    with torch.no_grad(), replay.record() as recording:
+        model(ids)
+    compiled = torch.compile(model, backend="eager")
+    embeddings = model.model.embed_tokens(ids).detach().requires_grad_()
+    with replay.replay(recording.batch(), fed_ids=ids):
+        logits = checkpoint(lambda e: compiled(inputs_embeds=e).logits, embeddings, use_reentrant=use_reentrant)
+    with pytest.raises(mr.errors.ReplayStateError, match="cannot be traced to a forward"):
+        logits.pow(2).mean().backward()
+    loss(compiled(ids)).backward()  # a native step, as before
+
+
+def test_a_compiled_forward_of_another_thread_is_refused():
+    model = tiny_qwen3_moe(num_hidden_layers=2, experts_implementation="batched_mm")
+    replay = mr.attach(model)
+    compiled = torch.compile(model, backend="eager")
+    refused = []
+
+    def run():
+        try:
+            with torch.no_grad():
+                compiled(random_ids(2, 7, seed=1))
+        except mr.errors.ReplayStateError as error:
+            refused.append(error)
+
+    with torch.no_grad(), replay.record(every_pass=True) as recording:
+        compiled(random_ids(2, 7))
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert "another thread" in str(refused[0])
+    assert len(recording.passes()) == 1
+
+
+def compiled_layers():
+    """A model in training whose sparse blocks are compiled, recorded routes, and routers that have moved since."""
+    model = tiny_qwen3_moe(num_hidden_layers=2, experts_implementation="batched_mm").train()
+    replay = mr.attach(model)
+    ids = random_ids(2, 7)
+    with torch.no_grad(), replay.record() as recording:
+        model(ids)
+    perturb_routers(replay)
+    for layer in model.model.layers:
+        layer.mlp.compile(backend="eager", fullgraph=True)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    return model, replay, ids, recording.batch()
+
+
+@pytest.mark.parametrize("called", ["model", "decoder"])
+def test_an_aborted_backward_of_compiled_layers_leaves_no_routes_behind(called):
+    model, replay, ids, batch = compiled_layers()
+    with torch.no_grad():
+        native = model(ids).logits
+    with replay.replay(batch):
+        one = loss(model(ids))
+
+    def fail(grad):
+        raise RuntimeError("planted")
+
+    handle = model.model.layers[0].self_attn.q_proj.weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        one.backward()
+    handle.remove()
+    with torch.no_grad():
+        if called == "model":
+            assert torch.equal(model(ids).logits, native)
+        else:  # past every hook that sees a forward start
+            assert torch.equal(model.lm_head(model.model.forward(ids).last_hidden_state), native)
+
+
+def test_compiled_layers_in_another_thread_during_a_backward():
+    model, replay, ids, batch = compiled_layers()
+    with torch.no_grad():
+        native = model(ids).logits
+    with replay.replay(batch):
+        one = loss(model(ids))
+    one.backward(retain_graph=True)
+    expected, found = gradients(model), []
+
+    def forward():
+        with torch.no_grad():
+            found.append(model(ids).logits)
+
+    def start(*args):
+        if not found and threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=forward)
+            thread.start()
+            thread.join()
+
+    model.model.layers[1].self_attn.register_forward_hook(start)  # runs in the recomputation, before the sparse block
+    one.backward()
+    assert torch.equal(found[0], native)
+    assert_same_gradients(gradients(model), expected)

@@ -41,22 +41,22 @@ class EntryHooks:
         """Start a forward of the open pass and compare what it is fed."""
         if not torch.compiler.is_compiling():
             self._begin_eager(args, kwargs)
-        elif self.active.run_eagerly is not None:
+        elif self.active.needs_eager_hooks():
             self.active.run_eagerly(self._begin_eager, args, kwargs)
         else:
             self._begin_compiled(args, kwargs)
 
     def _begin_eager(self, args: tuple, kwargs: dict[str, Any]) -> None:
         if not self.active.begin_forward():
-            return  # a recomputation inside a backward
+            self.active.follow_backward()
+            return
         forward_pass = self.active.opened
         if forward_pass is not None:
             forward_pass.begin_chunk(self.layers, self.depth)
             self._feed(forward_pass, args, kwargs)
 
     def _begin_compiled(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.active.current = self.active.opened
-        forward_pass = self.active.opened
+        forward_pass = self.active.begin_compiled()
         ids = _fed_token_ids(args, kwargs)
         if forward_pass is not None and ids is not None:
             forward_pass.feed_compiled(ids, _attention_mask(args, kwargs))
@@ -70,7 +70,7 @@ class EntryHooks:
         """Compare what the module was really fed, and tie the backward of its outputs to the pass."""
         if not torch.compiler.is_compiling():
             self._end_eager(args, kwargs, output)
-        elif self.active.run_eagerly is not None:
+        elif self.active.needs_eager_hooks():
             self.active.run_eagerly(self._end_eager, args, kwargs, output)
 
     def _end_eager(self, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -94,10 +94,10 @@ class BoundaryHook:
         """Tie the backward of the inputs to the pass of this forward."""
         if torch.compiler.is_compiling():
             return
-        if torch._C._current_graph_task_id() != -1:
-            self.active.follow_backward()
-        else:
+        if self.active.begin_forward():
             _tie(_tensors((args, kwargs)), self.active, self.active.opened)
+        else:
+            self.active.follow_backward()
 
 
 class _TensorHook:
