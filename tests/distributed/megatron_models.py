@@ -198,6 +198,36 @@ def make_chunk(config: Any, vp_stage: int | None = None, plain_attention: bool =
     )
 
 
+def make_hybrid(config: Any, pattern: str) -> nn.Module:
+    """A hybrid model by its pattern of layers: attention `*` and experts `E`, each a layer of its own."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    def layer(*parts: str) -> Any:
+        chosen = {part: getattr(whole, part) for part in parts}
+        return ModuleSpec(TransformerLayer, submodules=TransformerLayerSubmodules(**chosen))
+
+    whole = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False).submodules
+    layers = {
+        "attention_layer": layer("input_layernorm", "self_attention", "self_attn_bda"),
+        "moe_layer": layer("pre_mlp_layernorm", "mlp", "mlp_bda"),
+    }
+    without_norm = {"post_layer_norm": False}  # that of Transformer Engine
+    size, rotary = (VOCABULARY, 64), {"position_embedding_type": "rope"}
+    try:
+        from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+    except ImportError:  # before 0.18
+        from megatron.core.models.mamba import MambaModel
+        from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+
+        spec = ModuleSpec(MambaStack, without_norm, MambaStackSubmodules(**layers))
+        return MambaModel(config, spec, *size, hybrid_override_pattern=pattern, **rotary)
+    spec = ModuleSpec(HybridStack, without_norm, HybridStackSubmodules(**layers))
+    return HybridModel(config, spec, *size, hybrid_layer_pattern=pattern, **rotary)
+
+
 def move_routers(model: nn.Module, seed: int = 300) -> None:
     """Change the router weights so far that native routing changes for most tokens."""
     for site in routers(model):

@@ -308,12 +308,12 @@ def test_nothing_is_left_of_a_step(settings):
     passes = []
     for ids, batch in zip(inputs, routes, strict=True):
         with replay.replay(batch):
-            passes.append(weakref.ref(replay._active.current))
+            passes.append(weakref.ref(replay._active.opened))
             loss = call(model, ids).mean()
         loss.backward()
         del loss
     with torch.no_grad(), replay.replay(routes[0]):
-        passes.append(weakref.ref(replay._active.current))
+        passes.append(weakref.ref(replay._active.opened))
         call(model, inputs[0])
     gc.collect()
     assert [forward_pass() for forward_pass in passes] == [None] * len(passes)
@@ -392,6 +392,47 @@ def test_routes_of_one_micro_batch_do_not_serve_the_next():
         call(model, inputs[0])
     with pytest.raises(mr.errors.ReplayStateError, match="did not run inside this replay"), replay.replay(routes[0]):
         pass
+
+
+def fail(*args):
+    raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize("context", ["replay", "record"])
+def test_tokens_after_a_forward_that_failed_before_any_router(context):
+    """Tokens are compared, and recorded, once a forward: not once a context."""
+    model, replay, inputs, routes = routed()
+
+    def forwards():
+        handle = model.decoder.layers[0].register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="planted"):
+            call(model, inputs[0])
+        handle.remove()
+        call(model, inputs[1])
+
+    if context == "record":
+        with torch.no_grad(), replay.record() as recording:
+            forwards()
+        assert torch.equal(recording.batch().fed_token_ids, inputs[1].int())
+        return
+    with torch.no_grad(), pytest.raises(mr.AlignmentError, match="another token"), replay.replay(routes[0]):
+        forwards()
+
+
+def test_other_tokens_than_those_passed():
+    model, replay, inputs, routes = routed()
+    with (
+        torch.no_grad(),
+        pytest.raises(mr.AlignmentError, match="another token"),
+        replay.replay(routes[0], fed_ids=inputs[0]),
+    ):
+        call(model, inputs[1])
+    with (
+        torch.no_grad(),
+        pytest.raises(mr.AlignmentError, match="passed as fed_ids"),
+        replay.record(fed_ids=inputs[0]),
+    ):
+        call(model, inputs[1])
 
 
 @pytest.mark.parametrize(("change", "text"), [({"moe_router_topk": 3}, "top 2"), ({"num_moe_experts": 4}, "8 experts")])

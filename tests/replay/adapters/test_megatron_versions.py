@@ -17,6 +17,7 @@ from tests.distributed.megatron_models import (
     differing,
     make_chunk,
     make_config,
+    make_hybrid,
     move_routers,
     routers,
     start,
@@ -172,6 +173,36 @@ def test_recomputation_in_any_order(router, recompute):
 def test_layers_of_a_hybrid_model():
     model = build("post-softmax")
     assert attached(model).layers == LAYERS
+
+
+@pytest.mark.parametrize("depths", [1, 2])
+def test_layers_of_multi_token_prediction_follow_those_of_the_decoder(depths):
+    try:
+        model = make_chunk(make_config("mtp", mtp_num_layers=depths))
+    except (TypeError, ImportError) as error:
+        pytest.skip(f"this version builds no such model without a GPU: {error}")
+    replay = attached(model)
+    assert replay.layers == LAYERS
+    assert [site.layer for site in replay.native_sites] == [8, 9][:depths]
+
+
+def test_a_hybrid_model_declares_its_routers_by_a_pattern():
+    if megatron_version() < (0, 16):
+        pytest.skip("its pattern has no layers with experts")
+    torch.manual_seed(7)
+    model, ids = make_hybrid(make_config(num_layers=4, moe_layer_freq=1), "*E*E"), ids_of(0)
+    replay = attached(model)
+    assert replay.layers == replay.topology.layers == (1, 3)
+    assert replay.topology.num_layers == 4
+    native = call(model, ids)
+    batch = recorded(model, replay, ids)
+    move_routers(model)
+    with torch.no_grad(), replay.replay(batch):
+        moved = call(model, ids)
+    with replay.replay(batch, observe=True) as replaying:
+        assert torch.equal(call(model, ids), moved)
+    assert differing(replaying.native(), batch).float().mean() > 0.5
+    assert not torch.equal(moved, native)
 
 
 def test_native_load_balancing_where_the_version_has_it():

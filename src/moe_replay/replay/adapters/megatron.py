@@ -11,7 +11,7 @@ subclassed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -24,7 +24,7 @@ from moe_replay.replay.choice import Choice
 from moe_replay.replay.site import Chunk, PassSource, RouterHookFactory, RouterSite, boundary_modules
 from moe_replay.replay.topk import TopKInterceptor
 from moe_replay.routes.layout import RowOrder
-from moe_replay.routes.topology import MoeTopology
+from moe_replay.routes.topology import MoeLayer, MoeTopology
 
 AuxLoss = Literal["native", "replayed"]
 
@@ -69,13 +69,14 @@ def find_chunks(
     config = inner[0].config
     version = megatron_version()
     check_settings(config)
-    declared = topology or MoeTopology.from_config(config)
+    declared = topology or _declared(inner[0])
     chunks, native = [], []
     for model in inner:
         modules = dict(model.named_modules())
         sites = [_site(modules, name) for name, module in modules.items() if _is_a(module, ROUTER)]
         predicting = [site for site in sites if _enclosing(modules, site.name, PREDICTION_LAYER) is not None]
         own = tuple(site for site in sites if site not in predicting)
+        predicting = [replace(site, layer=_prediction_index(modules, site, declared.num_layers)) for site in predicting]
         chunk = Chunk((model,), own, boundary_modules(model, own))
         _check_topology(declared, chunk, modules)
         chunks.append(chunk)
@@ -220,6 +221,30 @@ def _row_order(config: Any) -> RowOrder:
     if not config.sequence_parallel or config.moe_token_dispatcher_type == "alltoall_seq":
         return RowOrder("sequence", (0, 1))
     return RowOrder("sequence", (parallel_state.get_tensor_model_parallel_rank(), config.tensor_model_parallel_size))
+
+
+def _declared(model: Any) -> MoeTopology:
+    """Return the routers that a model declares: in its config, or in the pattern of a hybrid model (M*E-)."""
+    names = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the latter before 0.17
+    pattern = next((found for name in names if (found := getattr(model, name, None))), None)
+    if pattern is None:
+        return MoeTopology.from_config(model.config)
+    kinds = pattern.partition("/")[0].replace("|", "")  # what follows is of multi-token prediction
+    experts, top_k = model.config.num_moe_experts, model.config.moe_router_topk
+    moe_layers = tuple(MoeLayer(layer, experts, top_k) for layer, kind in enumerate(kinds) if kind == "E")
+    return MoeTopology(len(kinds), moe_layers, "megatron")
+
+
+def _prediction_index(modules: Modules, site: RouterSite, num_layers: int) -> int:
+    """Return the decoder index of a layer of multi-token prediction. They follow the decoder's layers, whatever
+    number their version gives them: 0.16 goes on counting, 0.19 begins anew."""
+    outer = next(name for name in _outwards(site.name) if _is_a(modules[name], PREDICTION_LAYER))
+    depth, inside = modules[outer].layer_number - 1, site.name[len(outer) + 1 :].split(".")
+    position = next((i for i, part in enumerate(inside) if part.isdigit()), None)
+    if position is None:
+        return num_layers + depth
+    layers = modules[".".join([outer, *inside[:position]])]
+    return num_layers + depth * len(layers) + int(inside[position])
 
 
 def _outwards(name: str) -> Iterator[str]:
