@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 
 from moe_replay.cli.compare import CompareCommand
@@ -27,6 +28,8 @@ COMMANDS: dict[str, Callable[..., Callable[[], None]]] = {
     "verify": VerifyCommand,
 }
 
+EXIT_S = 60.0
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one subcommand; errors that the user can fix are printed without a traceback, once for all ranks."""
@@ -37,9 +40,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         text = f"error: {error}" if os.environ.get("WORLD_SIZE", "1") == "1" else f"error on rank {rank}: {error}"
         if rank == "0" or not error.known_on_all_ranks:
             print(text, file=sys.stderr, flush=True)
+        if arguments is None:  # this process is the command
+            _end_within(EXIT_S, error.exit_status)
         ending = SystemExit(text)
         ending.code = error.exit_status
         raise ending from error
+
+
+def _end_within(seconds: float, status: int) -> None:
+    """End this process even if a thread that hangs, of a user's function, would keep it alive."""
+    timer = threading.Timer(seconds, os._exit, (status,))
+    timer.daemon = True
+    timer.start()
 
 
 def _parsed(words: list[str]) -> Callable[[], None]:

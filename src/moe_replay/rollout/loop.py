@@ -12,6 +12,7 @@ from moe_replay.errors import EngineError
 from moe_replay.rollout.types import Sample, SamplingParams
 
 T = TypeVar("T")
+CLOSE_TIMEOUT_S = 30.0
 
 
 class LoopThread:
@@ -46,13 +47,23 @@ class LoopThread:
             coroutine.close()
             raise EngineError(f"the engine is closed ({self._thread.name})")
 
+    def ping(self) -> threading.Event:
+        """Return an event that is set as soon as the loop is free: never, if a callback blocks it."""
+        free = threading.Event()
+        self.loop.call_soon_threadsafe(free.set)
+        return free
+
     def close(self) -> None:
-        """Stop the loop and its thread; tasks that are still running are cancelled."""
-        if not self.loop.is_closed():
-            asyncio.run_coroutine_threadsafe(_cancel_all(), self.loop).result()
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join()
-            self.loop.close()
+        """Stop the loop and its thread; tasks that are still running are cancelled.
+
+        A loop that a callback blocks is left behind; its thread does not keep the process alive.
+        """
+        if self.loop.is_closed() or not self.ping().wait(timeout=CLOSE_TIMEOUT_S):
+            return
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
 
 
 async def _cancel_all() -> None:

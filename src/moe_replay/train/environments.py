@@ -10,6 +10,8 @@ An environment is called once per sample, after the first turn.
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping
 
 from moe_replay.train.episode import Episode, EpisodeError
@@ -28,8 +30,32 @@ def load_environment(name: str | None) -> Environment | None:
     return resolve(name, ENVIRONMENTS, kind="environment", key="rollout.environment")
 
 
-async def run_environment(environment: Environment, episode: Episode) -> None:
-    """Run an environment on one episode; errors name the environment, the row of the data set and the turn."""
-    name = getattr(environment, "__qualname__", repr(environment))
-    with user_code(f"environment {name}", EpisodeError, sample=f"row {episode.prompt.row}", found=episode):
+async def run_environment(environment: Environment, episode: Episode, timeout_s: float = math.inf) -> None:
+    """Run an environment on one episode, for `timeout_s` at most.
+
+    Errors name the environment, the row of the data set and the turn.
+    """
+    name, row = environment_name(environment), f"row {episode.prompt.row}"
+    task = asyncio.ensure_future(_run(environment, episode, name, row))
+    try:
+        await asyncio.wait({task}, timeout=None if timeout_s == math.inf else timeout_s)
+        if not task.done():
+            raise EpisodeError(
+                f"environment {name} did not return within {timeout_s:g} s",
+                sample=row,
+                found=episode,
+                remedy="Give up earlier in the function, or raise rollout.environment_timeout_s",
+            )
+        task.result()
+    finally:
+        task.cancel()
+
+
+async def _run(environment: Environment, episode: Episode, name: str, row: str) -> None:
+    with user_code(f"environment {name}", EpisodeError, sample=row, found=episode):
         await environment(episode)
+
+
+def environment_name(environment: Environment) -> str:
+    """Return the name of an environment for errors."""
+    return getattr(environment, "__qualname__", repr(environment))

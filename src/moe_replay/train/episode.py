@@ -16,7 +16,9 @@ from moe_replay.train.data import Prompt
 
 
 class EpisodeError(MoeReplayError):
-    """An environment that raised, or asked for more turns than are allowed."""
+    """An environment that raised, took too long, or asked for more turns than are allowed."""
+
+    exit_status = 1
 
 
 @dataclass(slots=True, kw_only=True)

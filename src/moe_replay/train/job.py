@@ -115,7 +115,10 @@ class Job:
             eval_rows = read_rows(sources.eval)
             self._eval_prompts = load_prompts(eval_rows, tokenizer, max_prompt, vocab_size)[: config.eval.prompts]
         weights = config.reward.weights or (1.0,) * len(config.reward.functions)
-        rewards = [load_reward(*named) for named in zip(config.reward.functions, weights, strict=True)]
+        rewards = [
+            load_reward(name, weight, config.reward.timeout_s)
+            for name, weight in zip(config.reward.functions, weights, strict=True)
+        ]
         if engine is None:
             self._progress.message(f"starting the rollout engine: {config.rollout.engine}")
             engine = open_engine(config, sources.model)

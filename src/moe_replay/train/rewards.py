@@ -19,34 +19,37 @@ import numpy as np
 
 from moe_replay.errors import MissingExtraError, MoeReplayError
 from moe_replay.utils.messages import text_of
-from moe_replay.utils.plugins import import_path, is_path, resolve, user_code
+from moe_replay.utils.plugins import call_user_code, import_path, is_path, resolve
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
 
 class RewardError(MoeReplayError):
-    """A reward function that raised, or returned something other than one number per sample."""
+    """A reward function that raised, took too long, or returned something other than one number per sample."""
+
+    exit_status = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward function, its name in metrics and errors, and its weight in the total."""
+    """A reward function, its name in metrics and errors, its weight in the total, and the seconds of a call at most."""
 
     name: str
     function: RewardFunction
     weight: float = 1.0
+    timeout_s: float = math.inf
 
 
-def load_reward(name: str, weight: float = 1.0) -> Reward:
+def load_reward(name: str, weight: float = 1.0, timeout_s: float = math.inf) -> Reward:
     """Return the reward that `reward.functions` names: one of REWARDS, `module:name`, or `verl:module:name`.
 
     The last is a verl `compute_score`.
     """
     style, _, path = name.partition(":")
     if style == "verl" and is_path(path):
-        return Reward(name, from_verl(import_path(path, kind="verl reward", key="reward.functions")), weight)
+        return Reward(name, from_verl(import_path(path, kind="verl reward", key="reward.functions")), weight, timeout_s)
     function = resolve(name, REWARDS, kind="reward", key="reward.functions", forms="'module:name', 'verl:module:name'")
-    return Reward(name, function, weight)
+    return Reward(name, function, weight, timeout_s)
 
 
 def score(
@@ -132,13 +135,15 @@ REWARDS: Mapping[str, RewardFunction | str] = {"accuracy": accuracy, "format": t
 def _score(
     reward: Reward, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
 ) -> np.ndarray:
-    with user_code(
+    values = call_user_code(
+        lambda: reward.function(prompts=list(prompts), completions=list(completions), **columns),
+        reward.timeout_s,
         f"reward {reward.name!r}",
         RewardError,
         found=f"{len(completions)} completions and columns {sorted(columns)}",
         remedy="Return None for samples that cannot be scored",
-    ):
-        values = reward.function(prompts=list(prompts), completions=list(completions), **columns)
+        too_long="Give up earlier in the function, or raise reward.timeout_s",
+    )
     if not isinstance(values, (list, tuple, np.ndarray)) or len(values) != len(completions):
         raise RewardError(
             f"reward {reward.name!r} must return one value per completion",

@@ -7,9 +7,10 @@ Groups are returned in the order in which their prompts were drawn. At the start
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,8 +23,8 @@ from moe_replay.rollout.types import Sample, SampledSequence, SamplingParams
 from moe_replay.train.advantages import has_signal, load_advantages
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt, PromptStream
-from moe_replay.train.environments import load_environment, run_environment
-from moe_replay.train.episode import Episode
+from moe_replay.train.environments import environment_name, load_environment, run_environment
+from moe_replay.train.episode import Episode, EpisodeError
 from moe_replay.train.rewards import Reward, score, total
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.types import Group, RolloutBatch, Trajectory
@@ -123,7 +124,7 @@ class Rollouts:
             if not self._pending:
                 refills -= 1
                 self._submit(wanted - len(kept))
-            group = self._pending.popleft().group.result()
+            group = self._result(self._pending.popleft().group)
             useful = bool(has_signal(group.rewards[None])[0])
             (kept if useful or not self._config.algorithm.dynamic_sampling else without_signal).append(group)
             if progress is not None:
@@ -131,6 +132,22 @@ class Rollouts:
         # Too few groups with a signal: the others complete the batch, with advantages of zero.
         kept += without_signal[: wanted - len(kept)]
         return self._batch(kept, len(without_signal), version)
+
+    def _result(self, group: Future[Group]) -> Group:
+        """Wait for a group, and for the event loop: an environment that blocks it is an error, not a wait forever."""
+        if self._environment is None:
+            return group.result()
+        limit_s = self._config.rollout.environment_timeout_s
+        answered, since = self._loop.ping(), time.monotonic()
+        while not wait([group], timeout=1.0).done:
+            if answered.is_set():
+                answered, since = self._loop.ping(), time.monotonic()
+            elif time.monotonic() - since > limit_s:
+                raise EpisodeError(
+                    f"environment {environment_name(self._environment)} has blocked the event loop for {limit_s:g} s",
+                    remedy="Await what takes long, e.g. with asyncio.to_thread, or raise rollout.environment_timeout_s",
+                )
+        return group.result()
 
     def _batch(self, groups: Sequence[Group], dropped: int, version: int) -> RolloutBatch:
         rewards = np.stack([group.rewards for group in groups])
@@ -248,7 +265,7 @@ class Rollouts:
         )
         await episode.start(sample)
         if self._environment is not None:
-            await run_environment(self._environment, episode)
+            await run_environment(self._environment, episode, self._config.rollout.environment_timeout_s)
         return episode.session.finish()
 
     # ---- evaluation ---------------------------------------------------------------------------------------------

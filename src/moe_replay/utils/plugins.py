@@ -6,13 +6,21 @@ used. Adding an implementation is one file and one line in its registry.
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import difflib
 import importlib
-from collections.abc import Iterator, Mapping
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from moe_replay.errors import MoeReplayError
+from moe_replay.utils.messages import one_line
+
+T = TypeVar("T")
 
 
 class PluginError(MoeReplayError):
@@ -47,11 +55,12 @@ def is_path(name: str) -> bool:
 
 
 def import_path(path: str, *, kind: str, key: str) -> Any:
-    """Import `module:attribute`."""
+    """Import `module:attribute`; whatever the module raises while it is imported is an error that names it."""
     module, _, attribute = path.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        with user_code(f"{kind} {path!r} cannot be loaded: {module}", PluginError, remedy="Correct the module"):
+            return _imported(module, attribute)
+    except _NotFoundError as error:
         raise PluginError(
             f"{kind} {path!r} cannot be loaded: {error}",
             expected=f"{key} = 'module:name'",
@@ -59,9 +68,23 @@ def import_path(path: str, *, kind: str, key: str) -> Any:
         ) from error
 
 
+class _NotFoundError(MoeReplayError):
+    """A module or attribute that does not exist, or an import inside the module that fails."""
+
+
+def _imported(module: str, attribute: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise _NotFoundError(one_line(error)) from error
+
+
 @contextmanager
 def user_code(name: str, error_type: type[MoeReplayError], **details: Any) -> Iterator[None]:
     """Name the function in what it raises: any exception but ours becomes an `error_type` with these details.
+
+    `SystemExit`, `CancelledError` and other exceptions that are no `Exception` count too, unless they come from
+    outside: Ctrl-C in the main thread, or the cancellation of the task that runs the function.
 
     name      kind and name of the function: "reward 'tests.rewards:exact'"
     details   `sample`, `found`, `remedy`, ... of the error
@@ -70,5 +93,54 @@ def user_code(name: str, error_type: type[MoeReplayError], **details: Any) -> It
         yield
     except MoeReplayError:
         raise
-    except Exception as error:
-        raise error_type(f"{name} raised {type(error).__name__}: {error}", **details) from error
+    except BaseException as error:
+        if _comes_from_outside(error):
+            raise
+        raise error_type(f"{name} raised {type(error).__name__}: {one_line(error)}", **details) from error
+
+
+def _comes_from_outside(error: BaseException) -> bool:
+    if isinstance(error, KeyboardInterrupt):
+        return threading.current_thread() is threading.main_thread()
+    if not isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+        return False
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs in this thread
+        return False
+    return task is not None and (isinstance(error, GeneratorExit) or bool(task.cancelling()))
+
+
+def call_user_code(
+    function: Callable[[], T],
+    limit_s: float,
+    name: str,
+    error_type: type[MoeReplayError],
+    *,
+    too_long: str,
+    **details: Any,
+) -> T:
+    """Return what a user's function returns; raise if it raises, exits, or takes longer than `limit_s`.
+
+    The function runs in a thread of its own that does not keep the process alive: a thread cannot be ended, so one
+    that never returns is left behind.
+
+    too_long   the remedy for a function that takes too long; others are as in `user_code`
+    """
+    future: Future[T] = Future()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            with user_code(name, error_type, **details):
+                value = context.run(function)
+        except MoeReplayError as error:
+            future.set_exception(error)
+        else:
+            future.set_result(value)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    wait([future], timeout=None if limit_s == math.inf else min(limit_s, threading.TIMEOUT_MAX))
+    if not future.done():
+        raise error_type(f"{name} did not return within {limit_s:g} s", **{**details, "remedy": too_long})
+    return future.result()

@@ -167,6 +167,8 @@ class RolloutConfig(Section):
     """Function that answers a completion, for rollouts of several turns."""
     max_turns: int = Field(8, ge=1)
     """Completions of a sequence at most, where there is an environment."""
+    environment_timeout_s: Limit = Field(3600.0, gt=0)
+    """Seconds that an environment may take for one sequence, its sampling included."""
     sleep: bool = False
     """Free the engine's memory while training."""
     check_weights: bool = True
@@ -275,6 +277,8 @@ class RewardConfig(Section):
     """Reward functions; the reward of a sample is their weighted sum."""
     weights: tuple[float, ...] | None = None
     """Weight of each in the sum; left out: 1."""
+    timeout_s: Limit = Field(600.0, gt=0)
+    """Seconds that a reward function may take for the samples of one prompt."""
 
 
 class CheckpointConfig(Section):

@@ -1,0 +1,219 @@
+"""Rewards and environments that hang, exit or raise anything: an error that names them, within a limit."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pydantic", reason="the trainer's own dependency")
+
+from moe_replay.rollout.loop import LoopThread
+from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.train.data import Prompt, PromptStream
+from moe_replay.train.environments import run_environment
+from moe_replay.train.episode import EpisodeError
+from moe_replay.train.rewards import Reward, RewardError, load_reward, score
+from moe_replay.train.rollouts import Rollouts
+from moe_replay.utils.plugins import PluginError
+
+
+class Odd(BaseException):
+    """What nobody catches."""
+
+
+ENDINGS = [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit(), Odd("odd"), TimeoutError()]
+
+
+def never() -> None:
+    threading.Event().wait()
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def reward(**_: Any) -> Any:
+        raise error
+
+    return reward
+
+
+# ---- rewards ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", ENDINGS, ids=lambda error: type(error).__name__)
+def test_a_reward_that_ends_in_its_own_way_is_named(error: BaseException) -> None:
+    reward = Reward("mine:score", raising(error), timeout_s=600)
+    with pytest.raises(RewardError, match=rf"reward 'mine:score' raised {type(error).__name__}.*1 completions"):
+        score([reward], ["p"], ["c"], {})
+
+
+def test_a_reward_that_hangs_is_named() -> None:
+    reward = Reward("mine:score", lambda **_: never(), timeout_s=0.05)
+    with pytest.raises(RewardError, match=r"'mine:score' did not return within 0\.05 s.*raise reward\.timeout_s"):
+        score([reward], ["p"], ["c"], {})
+
+
+def test_a_reward_in_time_is_as_before() -> None:
+    for timeout_s in (600.0, 1e300, float("inf")):
+        assert score([Reward("r", lambda **_: [1.0], timeout_s=timeout_s)], ["p"], ["c"], {})["r"].tolist() == [1.0]
+
+
+def test_the_limit_of_a_configuration_reaches_the_reward() -> None:
+    assert TrainConfig().reward.timeout_s == 600
+    assert load_reward("format", 0.5, 7.0) == Reward("format", load_reward("format").function, 0.5, 7.0)
+
+
+# ---- environments ----------------------------------------------------------------------------------------------------
+
+
+def episode() -> Any:
+    return SimpleNamespace(prompt=Prompt(7, "p", (1,), {}))
+
+
+@pytest.mark.parametrize(
+    "error", [e for e in ENDINGS if not isinstance(e, GeneratorExit)], ids=lambda error: type(error).__name__
+)
+def test_an_environment_that_ends_in_its_own_way_is_named(error: BaseException) -> None:
+    async def game(episode: Any) -> None:
+        await asyncio.sleep(0)
+        raise error
+
+    loop = LoopThread("environments")
+    try:
+        with pytest.raises(EpisodeError, match=rf"environment .*game raised {type(error).__name__}.*\[sample row 7\]"):
+            loop.run(run_environment(game, episode(), 600.0))
+        assert loop.ping().wait(timeout=60)
+    finally:
+        loop.close()
+
+
+def test_an_environment_that_hangs_is_named() -> None:
+    async def game(episode: Any) -> None:
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                ended.append(True)
+                if len(ended) > 1:  # it ignores the first request to end
+                    raise
+
+    ended: list[bool] = []
+    with pytest.raises(EpisodeError, match=r"game did not return within 0\.05 s \[sample row 7\]"):
+        asyncio.run(run_environment(game, episode(), 0.05))
+    assert ended
+
+
+def test_an_environment_of_a_cancelled_rollout_is_cancelled() -> None:
+    async def game(episode: Any) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def cancelled() -> None:
+        task = asyncio.ensure_future(run_environment(game, episode(), 600.0))
+        await begun.wait()
+        task.cancel()
+        await task
+
+    begun = asyncio.Event()
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
+
+
+async def blocking(episode: Any) -> None:
+    """Blocks the event loop."""
+    never()
+
+
+class Engine:
+    """Samples nothing worth reading."""
+
+    def generate(self, prompts: Any, params: Any) -> Any:
+        return [[SimpleNamespace()] * params.n for _ in prompts]
+
+
+@pytest.mark.parametrize("kind", ["blocking", "exiting"])
+def test_rollouts_end_when_an_environment_or_a_reward_does_not(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop of all rollouts must not be blocked for good, nor end with the exit of a function."""
+    monkeypatch.setattr("moe_replay.rollout.loop.CLOSE_TIMEOUT_S", 0.05)
+    environment = f"{__name__}:blocking" if kind == "blocking" else None
+    settings = {"environment": environment, "environment_timeout_s": 0.05, "prompts_per_step": 1, "num_generations": 2}
+    config = TrainConfig.model_validate({"rollout": settings})
+    stream = PromptStream([Prompt(0, "p", (1,), {})])
+
+    async def run_episode(self: Rollouts, *_: Any) -> Any:
+        if self._environment is not None:
+            await run_environment(self._environment, episode(), 600.0)
+        return SimpleNamespace(token_ids=np.array([1, 2]))
+
+    monkeypatch.setattr(Rollouts, "_run_episode", run_episode)
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: "c")
+    rewards = [Reward("exits", raising(SystemExit(1)), timeout_s=600)]
+    rollouts = Rollouts(config, Engine(), stream, tokenizer, rewards, 8)  # type: ignore[arg-type]
+    expected = r"blocking has blocked the event loop for 0\.05 s" if environment else "reward 'exits' raised SystemExit"
+    with pytest.raises((EpisodeError, RewardError), match=expected):
+        rollouts.next(0)
+    rollouts.close()
+
+
+# ---- modules ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("def score(:", "raised SyntaxError"),
+        ("raise SystemExit(0)", "raised SystemExit: 0"),
+        ("raise RuntimeError('no GPU')", "raised RuntimeError: no GPU"),
+        ("import no_such_package", "No module named 'no_such_package'"),
+        ("", "has no attribute 'score'"),
+        (b"\xff\xfe", "raised SyntaxError"),
+    ],
+)
+def test_a_module_that_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str | bytes, told: str
+) -> None:
+    (tmp_path / "broken_module.py").write_bytes(source.encode() if isinstance(source, str) else source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "broken_module", raising=False)
+    with pytest.raises(PluginError) as caught:
+        load_reward("broken_module:score")
+    assert str(caught.value).startswith("reward 'broken_module:score' cannot be loaded: ")
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# ---- the whole command -----------------------------------------------------------------------------------------------
+
+
+def test_a_process_ends_although_a_thread_of_a_users_function_does_not() -> None:
+    """An executor's thread would be waited for at exit."""
+    code = textwrap.dedent("""
+        import asyncio, threading, sys
+        from types import ModuleType
+        from moe_replay.cli import main as command
+        from moe_replay.train.episode import EpisodeError
+
+        def train(config, **_):
+            async def hang():
+                asyncio.get_running_loop().run_in_executor(None, threading.Event().wait)
+            loop = asyncio.new_event_loop()
+            loop.run_until_complete(hang())
+            raise EpisodeError("environment mine:game did not return within 1 s")
+
+        sys.modules["moe_replay.train.loop"] = ModuleType("loop")
+        sys.modules["moe_replay.train.loop"].train = train
+        sys.argv = ["moe-replay", "train"]
+        command.EXIT_S = 0.1
+        command.main()
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert done.stderr == "error: environment mine:game did not return within 1 s\n"
