@@ -29,6 +29,7 @@ PICKLERS = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
 PICKLED_COLLECTIVE = re.compile(r"(?:all_gather|gather|broadcast|scatter|send|recv)_object(?:_list)?")
 PICKLED_CHECKPOINT = re.compile(r"torch\.distributed\.checkpoint(?:\.\w+)*\.(\w+)")
 PICKLED_STORAGE = {"FileSystemReader", "FileSystemWriter"}
+AUTO_CLASS = re.compile(r"\bAuto[A-Z]\w*\.from_(?:pretrained|config)$")
 STORAGE_ARGUMENTS = {
     "load": {"storage_reader"},
     "load_state_dict": {"storage_reader"},
@@ -118,6 +119,8 @@ def unsafe_loading(file: File) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"calls {name}"
         if name == "torch.load" and constants.get("weights_only") is not True:
             yield node.lineno, "torch.load without weights_only=True"
+        if AUTO_CLASS.search(ast.unparse(node.func)) and "trust_remote_code" not in {k.arg for k in node.keywords}:
+            yield node.lineno, "without trust_remote_code, a prompt may ask to run code of the model"
         if constants.get("broadcast_from_rank0"):
             yield node.lineno, "broadcast_from_rank0 sends pickled objects"
         if (found := PICKLED_CHECKPOINT.fullmatch(name)) and found[1] in STORAGE_ARGUMENTS:
@@ -347,6 +350,8 @@ CAUGHT: list[tuple[Rule, str]] = [
     (unsafe_loading, "from torch.distributed import checkpoint as dcp\nreader = dcp.FileSystemReader(folder)"),
     (unsafe_loading, "import torch.distributed.checkpoint as dcp\ndcp.save(s, storage_writer=dcp.FileSystemWriter(f))"),
     (unsafe_loading, "options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)"),
+    (unsafe_loading, "from transformers import AutoConfig\nAutoConfig.from_pretrained(path)"),
+    (unsafe_loading, "import transformers\nmodel = transformers.AutoModelForCausalLM.from_config(config)"),
     (broad_except, "try:\n    f()\nexcept:\n    pass"),
     (broad_except, "try:\n    f()\nexcept Exception as error:\n    pass"),
     (broad_except, "try:\n    f()\nexcept (OSError, BaseException):\n    pass"),
@@ -384,6 +389,7 @@ CAUGHT: list[tuple[Rule, str]] = [
 FREE: list[tuple[Rule, str]] = [
     (unsafe_loading, "import torch\ntorch.load(path, weights_only=True)\nmodel.eval()\njson.load(file)"),
     (unsafe_loading, "import numpy as np\nnp.load(path)\nnp.load(path, allow_pickle=False)"),
+    (unsafe_loading, "AutoConfig.from_pretrained(path, trust_remote_code=False)\nEngine.from_pretrained(path)"),
     (unsafe_loading, "import torch.distributed as dist\ndist.all_gather(found, own)\ntokenizer_object = 1"),
     (unsafe_loading, "import torch.distributed.checkpoint as dcp\ndcp.load(state, storage_reader=OurReader(folder))"),
     (broad_except, "try:\n    f()\nexcept (OSError, ValueError):\n    raise"),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 from typing_extensions import Doc
@@ -12,6 +12,7 @@ from typing_extensions import Doc
 from moe_replay.errors import EngineError, MissingExtraError
 from moe_replay.rollout.engine import TOKEN_VARIABLE, Engine, StartRequest
 from moe_replay.rollout.registry import ENGINES, engine_spec, start_engine
+from moe_replay.utils.secrets import find_token
 
 SERVED = [name for name, spec in ENGINES.items() if not spec.is_server]
 ENGINE_HELP = Doc(f"What samples: {', '.join(SERVED)}, or module:name.")
@@ -28,7 +29,11 @@ class RolloutCommand:
     port: int = 8000
     """Port to listen on."""
     token: str | None = None
-    """Bearer token that clients send; else $MOE_REPLAY_TOKEN, else a random one is printed."""
+    """Refused, since every user of the machine could read it: set $MOE_REPLAY_TOKEN or --token-file."""
+    token_file: Path | None = None
+    """File with the bearer token that clients send; else $MOE_REPLAY_TOKEN, else a random one is printed."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
     engine: Annotated[str, ENGINE_HELP] = "vllm"
     dtype: str = "auto"
     """Dtype of the engine, e.g. bfloat16; auto: that of the weights on disk."""
@@ -52,7 +57,7 @@ class RolloutCommand:
                 f"the rollout server needs {missing.name}", remedy="pip install 'moe-replay[serve]'"
             ) from missing
 
-        token = self.token or os.environ.get(TOKEN_VARIABLE)
+        token = find_token(self.token, self.token_file, TOKEN_VARIABLE)
         if not token:
             token = secrets.token_urlsafe(32)
             print(f"token: {token}", flush=True)
@@ -74,6 +79,7 @@ class RolloutCommand:
             max_length=self.max_length,
             dtype=self.dtype,
             weight_version=self.weight_version,
+            trust_remote_code=self.trust_remote_code,
             options=self.engine_options,
         )
         return start_engine(self.engine, request, key="--engine")

@@ -15,9 +15,10 @@ import numpy as np
 from typing_extensions import Doc
 
 from moe_replay.errors import MissingExtraError, MoeReplayError
-from moe_replay.rollout.engine import StartRequest
+from moe_replay.rollout.engine import TOKEN_VARIABLE, StartRequest
 from moe_replay.rollout.registry import ENGINES, engine_spec, start_sampler
 from moe_replay.tools.attribution.result import Attribution, Thresholds
+from moe_replay.utils.secrets import find_token
 
 if TYPE_CHECKING:
     from moe_replay.rollout.types import Sample
@@ -42,7 +43,11 @@ class VerifyCommand:
     url: tuple[str, ...] = ()
     """Addresses of servers that have the model."""
     token: str | None = None
-    """Bearer token of the servers; else $MOE_REPLAY_TOKEN."""
+    """Refused, since every user of the machine could read it: set $MOE_REPLAY_TOKEN or --token-file."""
+    token_file: Path | None = None
+    """File with the bearer token of the servers; else $MOE_REPLAY_TOKEN."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
     rollout_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type that the engine computes in; auto: the type of the weights on disk. Servers have their own."""
     engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)
@@ -183,16 +188,18 @@ class VerifyCommand:
     def _prompts(self, folder: str, file: Path | None) -> list[list[int]]:
         """Token ids of as many prompts as samples, or of all that there are."""
         if file is None:
-            from transformers import AutoConfig
+            from moe_replay.rollout.model_folder import read_config
 
             chance = np.random.default_rng(self.seed)
-            vocabulary = AutoConfig.from_pretrained(folder).get_text_config().vocab_size
+            config = read_config(folder, trust_remote_code=self.trust_remote_code)
+            vocabulary = config.get_text_config().vocab_size
             lengths = chance.integers(*RANDOM_PROMPTS, self.samples, endpoint=True)
             return [chance.integers(vocabulary, size=length).tolist() for length in lengths]
         from moe_replay.train.data import load_prompts, read_rows
         from moe_replay.train.sources import load_tokenizer
 
-        loaded = load_prompts(read_rows(file)[: self.samples], load_tokenizer(folder), self.max_prompt_tokens)
+        tokenizer = load_tokenizer(folder, trust_remote_code=self.trust_remote_code)
+        loaded = load_prompts(read_rows(file)[: self.samples], tokenizer, self.max_prompt_tokens)
         return [list(prompt.token_ids) for prompt in loaded]
 
     def _sampled(self, folder: str, prompts: list[list[int]], *, ends: bool) -> tuple[list[Sample], str]:
@@ -211,10 +218,11 @@ class VerifyCommand:
         longest = max(map(len, prompts)) + self.max_tokens
         request = StartRequest(
             model=folder,
-            max_length=within_model(longest, folder),
+            max_length=within_model(longest, folder, trust_remote_code=self.trust_remote_code),
             dtype=self.rollout_dtype,
             urls=self.url,
-            token=self.token,
+            token=find_token(self.token, self.token_file, TOKEN_VARIABLE),
+            trust_remote_code=self.trust_remote_code,
             options=self.engine_options,
         )
         engine = start_sampler(self.engine, request, key="--engine")
@@ -229,11 +237,15 @@ class VerifyCommand:
 
     def _trainer(self, folder: str) -> Any:
         import torch
-        from transformers import AutoModelForCausalLM
+
+        from moe_replay.rollout.model_folder import load_model
 
         device = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, self.dtype), attn_implementation=self.attention
+        model = load_model(
+            folder,
+            trust_remote_code=self.trust_remote_code,
+            dtype=getattr(torch, self.dtype),
+            attn_implementation=self.attention,
         )
         return model.to(device)
 

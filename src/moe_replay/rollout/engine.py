@@ -89,6 +89,7 @@ class StartRequest:
     dtype            of the engine's computation; "auto": the type of the weights on disk
     weight_version   of the weights in `model`
     router_family    description of the routers of a model unknown to this release: "module:name"
+    trust_remote_code   run Python code that comes with the model
     sleep            whether `sleep` will be called
     urls, token      of servers that run already; without a token, that of $MOE_REPLAY_TOKEN
     options          the engine's own, passed on as they are
@@ -99,6 +100,7 @@ class StartRequest:
     dtype: str = "auto"
     weight_version: int = 0
     router_family: str | None = None
+    trust_remote_code: bool = False
     sleep: bool = False
     urls: tuple[str, ...] = ()
     token: str | None = field(default=None, repr=False)

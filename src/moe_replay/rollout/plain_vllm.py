@@ -18,6 +18,7 @@ from moe_replay.interop.rows import PeerError
 from moe_replay.rollout.captured_sample import captured_sample, parse_finish_reason
 from moe_replay.rollout.engine import Sampler, StartRequest
 from moe_replay.rollout.http import HttpClient
+from moe_replay.rollout.model_folder import read_config
 from moe_replay.rollout.types import Sample, SamplingParams
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
@@ -25,13 +26,10 @@ from moe_replay.routes.topology import MoeTopology
 
 def start(request: StartRequest) -> Sampler:
     """Connect to the server at the only one of `request.urls`, which has the model `request.model`."""
-    from transformers import AutoConfig
-
     if len(request.urls) != 1:
         raise EngineError("a plain vLLM server is used alone", expected="one URL", found=f"{len(request.urls)} URLs")
-    topology = MoeTopology.from_config(
-        AutoConfig.from_pretrained(request.model), load_router_family(request.router_family)
-    )
+    config = read_config(request.model, trust_remote_code=request.trust_remote_code)
+    topology = MoeTopology.from_config(config, load_router_family(request.router_family))
     return request.call(
         PlainVllmServer,
         request.urls[0],

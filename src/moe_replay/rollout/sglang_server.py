@@ -19,6 +19,7 @@ import numpy as np
 from moe_replay.errors import EngineError, EngineName, EngineUnavailableError
 from moe_replay.rollout.engine import Engine, StartRequest
 from moe_replay.rollout.http import HttpClient
+from moe_replay.rollout.model_folder import read_config
 from moe_replay.rollout.pool import connect
 from moe_replay.rollout.sglang_wire import NO_PENALTIES, GenerateResponse, generate_request, request_seed
 from moe_replay.rollout.state import EngineState
@@ -33,7 +34,12 @@ CHUNK_BYTES = 2**30
 
 def start(request: StartRequest) -> Engine:
     """Connect to the servers at `request.urls`."""
-    return connect(SglangServer, request, router_family=request.router_family)
+    return connect(
+        SglangServer,
+        request,
+        router_family=request.router_family,
+        trust_remote_code=request.trust_remote_code,
+    )
 
 
 class SglangServer(HttpClient):
@@ -42,6 +48,7 @@ class SglangServer(HttpClient):
     model_path       folder or name of the model that it serves; default: the folder that the server reports
     topology         of that model; default: from its config
     router_family    of a model unknown to this release
+    trust_remote_code   run a config class that comes with the model
     weight_version   of the weights that the server was started with
     shared_folder    folder that the server can read too, for weights that come as an iterator
     token            the server's `--api-key`; its `--admin-api-key`, if it has one, to update weights
@@ -57,6 +64,7 @@ class SglangServer(HttpClient):
         model_path: str | Path | None = None,
         topology: MoeTopology | None = None,
         router_family: str | None = None,
+        trust_remote_code: bool = False,
         weight_version: int = 0,
         shared_folder: Path | None = None,
         token: str | None = None,
@@ -67,6 +75,7 @@ class SglangServer(HttpClient):
         self._given_path = model_path
         self._given_topology = topology
         self._router_family = router_family
+        self._trust_remote_code = trust_remote_code
         self._first_version = weight_version
         self._shared_folder = shared_folder
         self._state = EngineState(f"SGLang at {self.url}", weight_version)
@@ -97,9 +106,8 @@ class SglangServer(HttpClient):
                 found=path,
                 remedy="Pass model_path= (a folder or a name that Transformers can load) or topology=",
             )
-        from transformers import AutoConfig
-
-        return MoeTopology.from_config(AutoConfig.from_pretrained(path), load_router_family(self._router_family))
+        config = read_config(path, trust_remote_code=self._trust_remote_code)
+        return MoeTopology.from_config(config, load_router_family(self._router_family))
 
     @property
     def weight_version(self) -> int:

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moe_replay.errors import EngineName, MissingExtraError
+from moe_replay.errors import EngineName
 from moe_replay.replay.controller import RouterReplay, attach
 from moe_replay.rollout.engine import Engine, StartRequest, check_prompts, end_tokens
+from moe_replay.rollout.model_folder import check_finite, load_model
 from moe_replay.rollout.sampling import draw, sampled_logprobs, uniforms
 from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
@@ -39,6 +40,7 @@ def start(request: StartRequest) -> Engine:
         weight_version=request.weight_version,
         dtype=request.dtype,
         router_family=request.router_family,
+        trust_remote_code=request.trust_remote_code,
         **options,
     )
 
@@ -86,13 +88,8 @@ class TransformersEngine:
         **options: Any,
     ) -> TransformersEngine:
         """Load a model by folder or name; options are those of Transformers' `from_pretrained` (dtype, device_map)."""
-        try:
-            from transformers import AutoModelForCausalLM
-        except ImportError as missing:
-            raise MissingExtraError(
-                "the Transformers engine needs transformers", remedy="pip install 'moe-replay[transformers]'"
-            ) from missing
-        model = AutoModelForCausalLM.from_pretrained(path, **options)
+        model = load_model(path, **options)
+        check_finite(model.named_parameters(), path)
         return cls(model, max_length=max_length, weight_version=weight_version, router_family=router_family)
 
     @property

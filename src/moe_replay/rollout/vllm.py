@@ -42,7 +42,11 @@ CHUNK_BYTES = 256 * 2**20
 
 def start(request: StartRequest) -> Engine:
     """Start vLLM in this process."""
-    options = {"max_model_len": request.max_length, **request.options}
+    options = {
+        "max_model_len": request.max_length,
+        "trust_remote_code": request.trust_remote_code,
+        **request.options,
+    }
     if request.sleep and torch.cuda.is_available():  # on CPU there is no memory to free: it only stops sampling
         options.setdefault("enable_sleep_mode", True)
     with _without_launcher_variables():

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_replay.errors import MoeReplayError
-from moe_replay.megatron.weights.model import read_config
+from moe_replay.megatron.weights.model import config_of
 
 
 class ModelConfigError(MoeReplayError):
@@ -16,7 +16,7 @@ class ModelConfigError(MoeReplayError):
 def model_config(source: str | Path) -> Any:
     """Read a config without loading the model or running its code."""
     try:
-        return read_config(source)
+        return config_of(source)
     except (OSError, ValueError, KeyError) as wrong:
         if isinstance(wrong, MoeReplayError):
             raise

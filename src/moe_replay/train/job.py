@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import numpy as np
+
 from moe_replay.distributed.collectives import broadcast_bytes
 from moe_replay.distributed.ranks import raise_on_all_ranks, rank
 from moe_replay.errors import EngineUnavailableError, MoeReplayError
@@ -38,7 +40,9 @@ ReportWriter = Callable[[Path], Path]
 
 
 class DivergedError(MoeReplayError):
-    """Too many consecutive updates had non-finite gradients."""
+    """Too many consecutive updates had non-finite gradients, or the policy's log-probs are not finite."""
+
+    exit_status = 1
 
 
 class Job:
@@ -102,11 +106,12 @@ class Job:
 
     def _open_rollouts(self, sources: Sources, engine: Engine | None, stack: ExitStack) -> None:
         config = self.config
-        tokenizer = load_tokenizer(sources.model)
+        trusted = config.model.trust_remote_code
+        tokenizer = load_tokenizer(sources.model, trust_remote_code=trusted)
         max_length = longest_sequence(config, sources.model)
         max_prompt = min(config.data.max_prompt_tokens, max_length - 1)
         rows = read_rows(sources.data)
-        vocab_size = vocabulary_size(sources.model)
+        vocab_size = vocabulary_size(sources.model, trust_remote_code=trusted)
         prompts = load_prompts(rows, tokenizer, max_prompt, vocab_size)
         if len(prompts) < len(rows):
             left_out = f"{len(rows) - len(prompts)} of {len(rows)} prompts are left out"
@@ -203,6 +208,13 @@ class Job:
     def sync_weights(self, version: int) -> None:
         """Give the engine the policy's weights, and check on the probe that it computes with them."""
         probe = self._probe.score(self.backend, self.config.rollout) if self._probe is not None else None
+        with raise_on_all_ranks("scoring the probe"):
+            if probe is not None and not np.isfinite(probe.logprobs).all():
+                raise DivergedError(
+                    f"training has diverged: the policy's own log-probs are not finite after step {version}",
+                    found=f"checkpoints of earlier steps in {self._run.checkpoints}",
+                    remedy="Resume from them with a lower optim.lr",
+                )
         weights = self.backend.weights()
         with raise_on_all_ranks("updating the weights of the engine"):
             if self._rollouts is None:

@@ -62,6 +62,12 @@ class ProbeSequence:
         alone, both = _scores(backend, self._alone), _scores(backend, together)
         if alone is None or both is None:
             return
+        if not bool(alone.logprobs.isfinite().all()):
+            raise AlignmentError(
+                "the log-probs of the model are not finite",
+                found=f"{int((~alone.logprobs.isfinite()).sum())} of {len(alone.logprobs)} tokens",
+                remedy="Its weights may be too large for model.dtype: bfloat16 and float32 hold more than float16",
+            )
         second = both.logprobs[len(alone.logprobs) :]
         typical = float((second - alone.logprobs).abs().median())
         if not typical <= tolerance:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_replay.errors import MissingExtraError, MoeReplayError
+from moe_replay.rollout.model_folder import first_line
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.utils.progress import StatusCallback
 
@@ -32,14 +33,20 @@ def find_sources(config: TrainConfig, status: StatusCallback) -> Sources:
     return Sources(str(files.model), config.data.path or str(files.train), config.data.eval_path or str(files.eval))
 
 
-def load_tokenizer(folder: str) -> Any:
+def load_tokenizer(folder: str, *, trust_remote_code: bool = False) -> Any:
     """Return the tokenizer in the model's folder."""
     from transformers import AutoTokenizer
 
+    remedy = "Put the tokenizer into the folder"
     try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise SourceError(f"no tokenizer in {folder}: {error}", remedy="Put the tokenizer into the folder") from error
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+        if "trust_remote_code" in str(error):
+            remedy = "Set model.trust_remote_code = true if you trust the code that comes with it"
+        raise SourceError(f"no tokenizer in {folder}: {first_line(error)}", remedy=remedy) from error
+    if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):  # Transformers makes one from nothing
+        raise SourceError(f"no tokenizer in {folder}: it would have no vocabulary", remedy=remedy)
+    return tokenizer
 
 
 def model_folder(path: str) -> str:

@@ -22,7 +22,7 @@ from moe_replay.megatron.weights import transfer
 from moe_replay.megatron.weights.checkpoint import FILE_BYTES, Checkpoint
 from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.family import ADD_A_FAMILY, Family
-from moe_replay.megatron.weights.model import MegatronRecipe, read_config, recipe
+from moe_replay.megatron.weights.model import MegatronRecipe, config_of, recipe
 from moe_replay.megatron.weights.transfer import Chunks
 from moe_replay.utils.plugins import is_path, resolve
 
@@ -65,15 +65,18 @@ def family_of(model_type: str, family: Family | str | None = None) -> Family:
     return found
 
 
-def megatron_config(hf_config: Any, *, family: Family | str | None = None, **settings: Any) -> MegatronRecipe:
+def megatron_config(
+    hf_config: Any, *, family: Family | str | None = None, trust_remote_code: bool = False, **settings: Any
+) -> MegatronRecipe:
     """Return how to build a Megatron-Core model of a Transformers config, or of the one in a folder.
 
-    family     None: the one of the config's `model_type`
-    settings   of a `TransformerConfig`: parallel sizes, dtypes, recomputation
+    family              None: the one of the config's `model_type`
+    trust_remote_code   run a config class that comes with the model
+    settings            of a `TransformerConfig`: parallel sizes, dtypes, recomputation
 
     Routing replay is on. Without CUDA the model is built for the CPU (`moe_replay.megatron.cpu`).
     """
-    hf = read_config(hf_config)
+    hf = config_of(hf_config, trust_remote_code=trust_remote_code)
     return recipe(hf, family_of(hf.model_type, family), settings)
 
 

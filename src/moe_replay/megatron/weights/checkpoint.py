@@ -27,7 +27,7 @@ class Checkpoint:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.config: dict[str, Any] = json.loads(self._file("config.json").read_text())
+        self.config: dict[str, Any] = self._json("config.json")
         if "quantization_config" in self.config:
             raise WeightMapError(
                 "a quantized checkpoint cannot be loaded into Megatron-Core",
@@ -41,6 +41,25 @@ class Checkpoint:
             raise WeightMapError("not a checkpoint folder", expected=name, found=self.folder)
         return path
 
+    def _json(self, name: str) -> dict[str, Any]:
+        try:
+            content = json.loads(self._file(name).read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise WeightMapError(f"{self.folder / name} is not valid JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise WeightMapError(f"{self.folder / name} is not a JSON object", found=type(content).__name__)
+        return content
+
+    def _open(self, name: str) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            return safe_open(self._file(name), framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise WeightMapError(
+                f"{self.folder / name} is damaged or cut short", found=error, remedy="Copy or download it again"
+            ) from error
+
     @property
     def model_type(self) -> str:
         """`model_type` of the config."""
@@ -49,15 +68,11 @@ class Checkpoint:
     @cached_property
     def _files(self) -> dict[str, Any]:
         """Open safetensors file of each tensor, by tensor name."""
-        from safetensors import safe_open
-
-        index = self.folder / INDEX
-        if index.is_file():
-            listed = json.loads(index.read_text())["weight_map"]
+        if (self.folder / INDEX).is_file():
+            listed = self._weight_map()
         else:
-            with safe_open(self._file("model.safetensors"), framework="pt") as whole:
-                listed = dict.fromkeys(whole.offset_keys(), "model.safetensors")
-        files = {name: safe_open(self._file(name), framework="pt") for name in sorted(set(listed.values()))}
+            listed = dict.fromkeys(self._open("model.safetensors").offset_keys(), "model.safetensors")
+        files = {name: self._open(name) for name in sorted(set(listed.values()))}
         stored = {name: file for file in files.values() for name in file.offset_keys()}
         if stored.keys() != listed.keys():
             different = sorted(stored.keys() ^ listed.keys())
@@ -65,6 +80,13 @@ class Checkpoint:
                 f"{INDEX} does not match the safetensors files", expected=f"{len(listed)} tensors", found=different[:3]
             )
         return stored
+
+    def _weight_map(self) -> dict[str, str]:
+        """Return the file of each tensor, as the index lists them."""
+        listed = self._json(INDEX).get("weight_map")
+        if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+            raise WeightMapError(f"{self.folder / INDEX} lists no files", expected='"weight_map": {tensor: file, ...}')
+        return listed
 
     @property
     def names(self) -> set[str]:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from moe_replay.errors import MissingExtraError
 from moe_replay.megatron import cpu as megatron_cpu
 from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.family import Family, rope_parameters
 from moe_replay.replay.adapters.megatron_settings import WRONG_EXPERT_GRADIENTS, has_wrong_expert_gradients
+from moe_replay.rollout.model_folder import read_config
 
 _REPLAY = "moe_enable_routing_replay"  # Megatron-Core has it from 0.16 on
 
@@ -99,17 +99,11 @@ def recipe(hf_config: Any, family: Family, settings: dict[str, Any]) -> Megatron
     return MegatronRecipe(family, config, arguments, engine)
 
 
-def read_config(source: Any) -> Any:
+def config_of(source: Any, *, trust_remote_code: bool = False) -> Any:
     """Return a Transformers config, read from a folder or given as is."""
     if not isinstance(source, str | Path):
         return source
-    try:
-        from transformers import AutoConfig
-    except ModuleNotFoundError as missing:
-        raise MissingExtraError(
-            "Transformers is not installed", found=missing, remedy="pip install 'moe-replay[transformers]'"
-        ) from missing
-    return AutoConfig.from_pretrained(source)
+    return read_config(source, trust_remote_code=trust_remote_code)
 
 
 def _runtime_settings(settings: dict[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from moe_replay.distributed.ranks import raise_on_all_ranks
 from moe_replay.errors import LayoutError, MissingExtraError, ReplayStateError
 from moe_replay.megatron import cpu as megatron_cpu
 from moe_replay.megatron import weights
+from moe_replay.rollout.model_folder import check_finite
 from moe_replay.train.config.sections import BackendConfig, OptimConfig
 from moe_replay.train.config.train_config import TrainConfig
 
@@ -64,7 +66,9 @@ def recipe_for(config: TrainConfig, folder: str) -> weights.MegatronRecipe:
         **(_RECOMPUTE if config.model.gradient_checkpointing and not own_recompute else {}),
         **backend.megatron,
     }
-    recipe = weights.megatron_config(folder, family=backend.weight_family, **settings)
+    recipe = weights.megatron_config(
+        folder, family=backend.weight_family, trust_remote_code=config.model.trust_remote_code, **settings
+    )
     _check(config, recipe)
     return recipe
 
@@ -101,7 +105,9 @@ def load_chunks(recipe: weights.MegatronRecipe, folder: str, device: torch.devic
         for module in chunk.modules():
             if isinstance(module, TopKRouter):
                 module._maintain_float32_expert_bias()  # before it is read: half precision would round it
-    weights.load_hf(folder, chunks, family=recipe.family)
+    with raise_on_all_ranks("loading the model"):
+        weights.load_hf(folder, chunks, family=recipe.family)
+        check_finite((named for chunk in chunks for named in chunk.named_parameters()), folder)
     return chunks
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from moe_replay.errors import MissingExtraError, MoeReplayError
+from moe_replay.distributed.ranks import raise_on_all_ranks
+from moe_replay.rollout.model_folder import ModelError, build_model, check_finite, load_model, read_config
 from moe_replay.train.backends import lora
 from moe_replay.train.config.sections import ModelConfig
 
@@ -20,21 +20,20 @@ from moe_replay.train.config.sections import ModelConfig
 _RANDOM_IN_TRAINING = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
 
 
-class ModelError(MoeReplayError):
-    """A model folder that cannot be read, or a model that cannot be sharded."""
-
-
 def sharded_model(folder: str, config: ModelConfig, device: torch.device, *, trained: bool) -> Any:
     """Return the model of a folder with float32 weights sharded over all ranks; trainable, or frozen for scoring."""
-    settings = _read_config(folder)
-    settings.update({name: 0.0 for name in _RANDOM_IN_TRAINING if getattr(settings, name, 0.0)})
-    whole = _prepared(_loaded(folder, settings, config), config, trained) if dist.get_rank() == 0 else None
-    model = _prepared(_empty(settings, config), config, trained)
+    with raise_on_all_ranks("loading the model"):
+        settings = read_config(folder, trust_remote_code=config.trust_remote_code)
+        settings.update({name: 0.0 for name in _RANDOM_IN_TRAINING if getattr(settings, name, 0.0)})
+        whole = _prepared(_loaded(folder, settings, config), config, trained) if dist.get_rank() == 0 else None
+        model = _prepared(_empty(settings, config), config, trained)
     if trained and config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     _shard(model, getattr(torch, config.dtype), device)
     model.to_empty(device=device)
     _fill(model, whole)
+    with raise_on_all_ranks("checking the weights"):
+        check_finite(((name, parameter.to_local()) for name, parameter in model.named_parameters()), folder)
     return model
 
 
@@ -46,38 +45,25 @@ def _prepared(model: Any, config: ModelConfig, trained: bool) -> Any:
     return model
 
 
-def _read_config(folder: str) -> Any:
-    try:
-        from transformers import AutoConfig
-    except ImportError as missing:
-        raise MissingExtraError(
-            "the FSDP2 backend trains Transformers models", remedy="pip install 'moe-replay[train]'"
-        ) from missing
-    try:
-        return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            "the model cannot be read",
-            expected="a folder with config.json, or a name that Transformers can load",
-            found=f"{folder!r}: {error}",
-            remedy="Set model.path" if not Path(folder).exists() else None,
-        ) from error
-
-
 def _loaded(folder: str, settings: Any, config: ModelConfig) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(
-        folder, config=settings, dtype=torch.float32, attn_implementation=config.attention
+    return load_model(
+        folder,
+        config=settings,
+        trust_remote_code=config.trust_remote_code,
+        dtype=torch.float32,
+        attn_implementation=config.attention,
     )
 
 
 def _empty(settings: Any, config: ModelConfig) -> Any:
     """Return the model on the meta device."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation=config.attention)
+        return build_model(
+            settings,
+            trust_remote_code=config.trust_remote_code,
+            dtype=torch.float32,
+            attn_implementation=config.attention,
+        )
 
 
 @torch.no_grad()

@@ -75,6 +75,8 @@ class ModelConfig(Section):
     """Folder or hub name of the model; empty: a tiny mixture of experts that comes with the library."""
     dtype: Dtype = "bfloat16"
     """Type that the trainer computes in."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model: its config, its layers, its tokenizer."""
     attention: str = "sdpa"
     """Attention of a Transformers model: sdpa, eager, flash_attention_2, ..."""
     gradient_checkpointing: bool = False

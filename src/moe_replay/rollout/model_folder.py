@@ -1,0 +1,245 @@
+"""Model folders of Transformers: read completely, or refused with the names of what is missing.
+
+Transformers initializes weights that a folder lacks at random, and reports it in a table; here it is an error.
+Code that comes with a model is run where `trust_remote_code` says so, and nowhere else: nobody is asked at a prompt.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_replay.errors import MissingExtraError, MoeReplayError
+
+Shape = tuple[int, ...]
+
+_EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
+_REMOTE_CODE = "Set model.trust_remote_code = true (--trust-remote-code) if you trust the code of the model"
+_COMPLETE = "Complete the folder, or correct its config.json"
+_SHOWN = 3
+
+logger = logging.getLogger(__name__)
+
+
+class ModelError(MoeReplayError):
+    """A model folder that cannot be read, is incomplete or damaged, or holds no causal language model."""
+
+
+# ---- config ----------------------------------------------------------------------------------------------------------
+
+
+def read_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """Return the Transformers config of a folder or of a name that Transformers can load."""
+    from_transformers = _transformers()
+    try:
+        return from_transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, *_strict_errors()) as error:
+        raise ModelError(
+            "the model cannot be read",
+            expected="a folder with config.json, or a name that Transformers can load",
+            found=f"{str(folder)!r}: {first_line(error)}",
+            remedy=_remedy(error) or (None if Path(folder).exists() else "Set model.path"),
+        ) from error
+
+
+def build_model(config: Any, *, trust_remote_code: bool = False, **options: Any) -> Any:
+    """Return the causal language model of a config, with weights as its constructor makes them."""
+    with _refused(f"a {config.model_type} model"):
+        return _transformers().AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def load_model(folder: str | Path, *, config: Any = None, trust_remote_code: bool = False, **options: Any) -> Any:
+    """Return the causal language model of a folder or name; raise unless the folder has every weight of it.
+
+    options   of Transformers' `from_pretrained`: dtype, device_map, attn_implementation, ...
+    """
+    if config is None:
+        config = read_config(folder, trust_remote_code=trust_remote_code)
+    _check_experts(folder)
+    with _refused(str(folder)), _without_load_report():
+        model, report = _transformers().AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            **options,
+        )
+    _check_report(model, report, folder)
+    return model
+
+
+def check_finite(named: Iterable[tuple[str, Tensor]], source: str | Path) -> None:
+    """Raise if a weight holds NaN or an infinity."""
+    bad = [name for name, tensor in named if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())]
+    if bad:
+        raise ModelError(
+            f"{len(bad)} weights of {source} hold values that are not finite",
+            found=_some(bad),
+            remedy="The folder is damaged, or was saved by a run that diverged: take another",
+        )
+
+
+def _check_report(model: Any, report: Mapping[str, Any], folder: str | Path) -> None:
+    misshapen = sorted((name, tuple(found), tuple(wanted)) for name, found, wanted in report["mismatched_keys"])
+    if misshapen:
+        name, found, wanted = misshapen[0]
+        raise ModelError(
+            f"{len(misshapen)} tensors in {folder} have another shape than config.json says, first {name}",
+            expected=wanted,
+            found=found,
+            remedy=_COMPLETE,
+        )
+    if missing := sorted(report["missing_keys"]):
+        unknown = sorted(report["unexpected_keys"])
+        raise ModelError(
+            f"{len(missing)} weights of the model are not in {folder}",
+            expected=_some(missing),
+            found=f"in their place {_some(unknown)}" if unknown else None,
+            remedy=_COMPLETE,
+        )
+    if more := _more_layers(model, report["unexpected_keys"]):
+        raise ModelError(
+            f"{folder} has {len(more)} tensors of layers that the model does not have",
+            expected=f"{model.config.get_text_config().num_hidden_layers} layers, as config.json says",
+            found=_some(more),
+            remedy="Correct num_hidden_layers in config.json",
+        )
+    if report["unexpected_keys"]:  # of other parts: a vision tower, layers that predict several tokens
+        logger.warning("not used, as not part of the model: %s in %s", _some(sorted(report["unexpected_keys"])), folder)
+
+
+def _more_layers(model: Any, unexpected: Iterable[str]) -> list[str]:
+    """Return the tensors that have the name of a weight of the model, but for their numbers."""
+    config = model.config.get_text_config()
+    predicting = getattr(config, "num_nextn_predict_layers", None) or 0
+    extra = {str(config.num_hidden_layers + number) for number in range(predicting)}
+    known = {re.sub(r"\d+", "#", name) for name in model.state_dict()}
+    named = ((name, re.search(r"layers\.(\d+)\.", name)) for name in unexpected)
+    return sorted(
+        name
+        for name, layer in named
+        if re.sub(r"\d+", "#", name) in known and not (layer is not None and layer[1] in extra)
+    )
+
+
+def _check_experts(folder: str | Path) -> None:
+    """Raise if a layer lacks tensors of one of its experts, or has one of another shape than those of the others."""
+    shapes = _stored_shapes(Path(folder))
+    layers: dict[str, dict[str, dict[int, Shape]]] = {}
+    for name, shape in shapes.items():
+        if part := _EXPERT.fullmatch(name):
+            layers.setdefault(part[1], {}).setdefault(part[3], {})[int(part[2])] = shape
+    for layer, kinds in layers.items():
+        count = 1 + max(expert for experts in kinds.values() for expert in experts)
+        for kind, experts in kinds.items():
+            if missing := [f"{layer}{expert}{kind}" for expert in range(count) if expert not in experts]:
+                raise ModelError(
+                    f"{len(missing)} tensors of experts are not in {folder}", expected=_some(missing), remedy=_COMPLETE
+                )
+            of_all = sorted(experts.values(), key=list(experts.values()).count)
+            for expert, shape in experts.items():
+                if shape != of_all[-1]:
+                    raise ModelError(
+                        f"{layer}{expert}{kind} in {folder} has another shape than the other experts",
+                        expected=of_all[-1],
+                        found=shape,
+                    )
+
+
+def _stored_shapes(folder: Path) -> dict[str, Shape]:
+    """Return the shapes of all tensors in the safetensors files of a folder, from their headers."""
+    from safetensors import SafetensorError, safe_open
+
+    shapes: dict[str, Shape] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.offset_keys()}
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"{file} is damaged or cut short", found=first_line(error), remedy="Copy or download it again"
+            ) from error
+    return shapes
+
+
+# ---- Transformers ----------------------------------------------------------------------------------------------------
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as missing:
+        raise MissingExtraError(
+            "models are loaded by Transformers", remedy="pip install 'moe-replay[transformers]'"
+        ) from missing
+    return transformers
+
+
+@contextmanager
+def _refused(source: str) -> Iterator[None]:
+    """Turn what Transformers raises for a model that it cannot build or load into one error."""
+    from safetensors import SafetensorError
+
+    kinds = (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError, RuntimeError, ZeroDivisionError)
+    try:
+        yield
+    except (*kinds, SafetensorError) as error:
+        if isinstance(error, (MoeReplayError, torch.cuda.OutOfMemoryError)):
+            raise
+        if "Unrecognized configuration class" in str(error):
+            raise ModelError(
+                f"{source} is not a causal language model",
+                expected="a model that AutoModelForCausalLM loads",
+                found=re.sub(r".*configuration class <class '.*?(\w+)'>.*", r"\1", first_line(error)),
+                remedy="Of a model with a vision or audio part, use a folder with its language model alone",
+            ) from error
+        raise ModelError(f"{source} cannot be loaded: {first_line(error)}", remedy=_remedy(error)) from error
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Keep Transformers from printing its table of missing weights, which become an error."""
+    reporter = logging.getLogger("transformers.modeling_utils")
+
+    def is_serious(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    reporter.addFilter(is_serious)
+    try:
+        yield
+    finally:
+        reporter.removeFilter(is_serious)
+
+
+def _strict_errors() -> tuple[type[Exception], ...]:
+    """Return the error of Transformers 5 for a setting of the wrong type."""
+    try:
+        from huggingface_hub.errors import StrictDataclassError
+    except ImportError:
+        return ()
+    return (StrictDataclassError,)
+
+
+def _remedy(error: Exception) -> str | None:
+    return _REMOTE_CODE if "trust_remote_code" in str(error) else None
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, its name if there is none."""
+    return " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,51 @@
+"""Tokens and passwords: where they are read from, and how they are kept out of texts that others see."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from moe_replay.errors import MoeReplayError
+
+MASK = "***"
+_PASSWORD = re.compile(r"(?P<before>[a-zA-Z][a-zA-Z0-9+.-]*://[^\s/?#@:]*:)(?P<password>[^\s/?#]*)@")
+
+
+class SecretError(MoeReplayError):
+    """A token that is given where others can read it, or that cannot be read."""
+
+
+def find_token(argument: str | None, file: Path | None, variable: str) -> str | None:
+    """Return the token in a file, else in an environment variable, else None; one on a command line is refused.
+
+    Every user of a machine can list the arguments of all processes.
+    """
+    remedy = f"Set ${variable}, or name a file that only you can read: --token-file FILE"
+    if argument is not None:
+        raise SecretError("a token on the command line can be read by every user of the machine", remedy=remedy)
+    if file is None:
+        return os.environ.get(variable)
+    try:
+        token = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SecretError(f"the file of the token cannot be read: {error}", remedy=remedy) from error
+    if not token or len(token.split()) > 1:
+        raise SecretError(f"{file} holds no token", expected="one word", remedy=remedy)
+    return token
+
+
+def mask_passwords(text: str) -> str:
+    """Return a text with the passwords of its URLs masked: `http://user:***@host`."""
+    return _PASSWORD.sub(rf"\g<before>{MASK}@", text)
+
+
+def has_password(url: str) -> bool:
+    """Whether a URL has a password in it, masked or not."""
+    return _PASSWORD.search(url) is not None
+
+
+def is_masked(url: str) -> bool:
+    """Whether a URL had its password masked."""
+    found = _PASSWORD.search(url)
+    return found is not None and found["password"] == MASK

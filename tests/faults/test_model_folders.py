@@ -1,0 +1,226 @@
+"""Model folders that are incomplete, damaged or of another kind: one sentence with the names, before any training."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from moe_replay.errors import MoeReplayError
+from moe_replay.megatron.weights.checkpoint import Checkpoint
+from moe_replay.megatron.weights.errors import WeightMapError
+from moe_replay.rollout.model_folder import ModelError, load_model
+from moe_replay.rollout.transformers import TransformersEngine
+from moe_replay.train import launch
+from moe_replay.train.backends.sharded_model import sharded_model
+from moe_replay.train.config.sections import ModelConfig
+from moe_replay.train.sources import SourceError, load_tokenizer
+from tests.models import tiny_qwen3_moe
+
+CPU = torch.device("cpu")
+Damage = Callable[[Path], Any]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_qwen3_moe().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "model"))
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    with launch.process_group(CPU):
+        yield
+
+
+def tensors(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Damage:
+    """Rewrite the weights."""
+
+    def rewrite(folder: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        file = folder / "model.safetensors"
+        save_file(change(load_file(file)), file, metadata={"format": "pt"})
+
+    return rewrite
+
+
+def without(part: str) -> Damage:
+    return tensors(lambda stored: {name: tensor for name, tensor in stored.items() if part not in name})
+
+
+def changed(part: str, change: Callable[[Tensor], Tensor]) -> Damage:
+    return tensors(
+        lambda stored: {n: change(tensor).contiguous() if part in n else tensor for n, tensor in stored.items()}
+    )
+
+
+def settings(**values: Any) -> Damage:
+    def rewrite(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return rewrite
+
+
+def with_nan(tensor: Tensor) -> Tensor:
+    tensor[0, 0] = float("nan")
+    return tensor
+
+
+def cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 100)
+
+
+UNTRAINABLE: dict[str, tuple[Damage, str]] = {
+    "a tensor is missing": (without("layers.1.self_attn.q_proj"), r"1 weights .*layers\.1\.self_attn\.q_proj\.weight"),
+    "output projection": (without("lm_head"), r"1 weights .*lm_head\.weight"),
+    "experts of a layer": (without("layers.2.mlp.experts"), r"layers\.2\.mlp\.experts"),
+    "the last expert": (without(".experts.7."), r"layers\.1\.mlp\.experts.*\(7, 32, 16\)"),
+    "an expert between": (without(".experts.3."), r"layers\.1\.mlp\.experts\.3\."),
+    "a tensor of an expert": (without("layers.1.mlp.experts.3.gate_proj"), r"layers\.1\.mlp\.experts\.3\.gate_proj"),
+    "renamed": (
+        tensors(lambda stored: {name.replace("q_proj", "query"): tensor for name, tensor in stored.items()}),
+        r"4 weights .*0\.self_attn\.q_proj\.weight.*in their place .*0\.self_attn\.query\.weight",
+    ),
+    "more layers in the config": (settings(num_hidden_layers=5), r"layers\.4\."),
+    "fewer layers in the config": (settings(num_hidden_layers=3), r"layers\.3\..*num_hidden_layers"),
+    "more experts in the config": (settings(num_local_experts=16), r"experts.*\(16, 32, 16\), found \(8, 32, 16\)"),
+    "fewer experts in the config": (settings(num_local_experts=4), r"experts.*\(4, 32, 16\), found \(8, 32, 16\)"),
+    "another shape": (changed("0.self_attn.q_proj", lambda t: t[:-1]), r"0\.self_attn\.q_proj.*\(31, 32\)"),
+    "another shape of an expert": (
+        changed("1.mlp.experts.3.up_proj", lambda t: t[:-1]),
+        r"layers\.1\.mlp\.experts\.3\.up_proj\.weight .*another shape",
+    ),
+    "cut short": (cut, r"model\.safetensors is damaged or cut short"),
+    "no bytes": (lambda folder: os.truncate(folder / "model.safetensors", 0), r"damaged or cut short"),
+    "garbage": (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 999), r"damaged or cut short"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"no file named model\.safetensors"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), r"cannot be read.*config\.json"),
+    "config not JSON": (lambda folder: (folder / "config.json").write_text("{"), r"config\.json"),
+    "config not text": (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe\0"), r"config\.json"),
+    "config a list": (lambda folder: (folder / "config.json").write_text("[]"), r"config\.json"),
+    "unknown type": (settings(model_type="frobnicate"), r"frobnicate"),
+    "wrong type of a setting": (settings(hidden_size="many"), r"hidden_size"),
+    "vision": (
+        lambda folder: (folder / "config.json").write_text('{"model_type": "qwen3_vl_moe"}'),
+        r"not a causal language model.*Qwen3VLMoeConfig.*language model alone",
+    ),
+    "NaN": (changed("2.self_attn.o_proj", with_nan), r"1 weights .*not finite.*layers\.2\.self_attn\.o_proj\.weight"),
+}
+
+
+@pytest.mark.parametrize("name", UNTRAINABLE)
+@pytest.mark.usefixtures("group")
+def test_the_trainer_refuses(folder: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    damage, message = UNTRAINABLE[name]
+    damage(folder)
+    with pytest.raises(ModelError, match=message) as raised:
+        sharded_model(str(folder), ModelConfig(dtype="float32"), CPU, trained=True)
+    assert "\n" not in str(raised.value)
+    assert "LOAD REPORT" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["a tensor is missing", "the last expert", "renamed", "cut short", "vision", "NaN"])
+def test_the_transformers_engine_refuses(folder: Path, name: str) -> None:
+    damage, message = UNTRAINABLE[name]
+    damage(folder)
+    with pytest.raises(ModelError, match=message):
+        TransformersEngine.from_pretrained(folder, dtype="float32")
+
+
+@pytest.mark.parametrize("name", ["cut short", "no bytes", "garbage", "no weights", "config not JSON", "config a list"])
+def test_the_megatron_loader_refuses(folder: Path, name: str) -> None:
+    UNTRAINABLE[name][0](folder)
+    with pytest.raises(WeightMapError, match=r"model\.safetensors|config\.json"):
+        assert Checkpoint(folder).names
+
+
+@pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "absent.safetensors"}}'])
+def test_the_megatron_loader_refuses_an_index(folder: Path, index: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(WeightMapError, match=r"index\.json|absent\.safetensors"):
+        assert Checkpoint(folder).names
+
+
+@pytest.mark.usefixtures("group")
+def test_whole_folders_load_with_parts_that_are_not_trained(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    more = {"mtp.norm.weight": torch.ones(4), "visual.patch.weight": torch.ones(4)}
+    tensors(lambda stored: stored | more)(folder)
+    with caplog.at_level("WARNING"):
+        model = sharded_model(str(folder), ModelConfig(dtype="float32"), CPU, trained=True)
+    assert "mtp.norm.weight, visual.patch.weight" in caplog.text
+    expected = tiny_qwen3_moe().get_parameter("model.layers.1.mlp.gate.weight")
+    assert torch.equal(model.model.layers[1].mlp.gate.weight.full_tensor(), expected)
+
+
+def test_tied_embeddings_are_not_missing(tmp_path: Path) -> None:
+    tiny_qwen3_moe(tie_word_embeddings=True).save_pretrained(tmp_path)
+    model = load_model(tmp_path, dtype=torch.float32)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_no_tokenizer_is_said_to_be_missing(folder: Path) -> None:
+    with pytest.raises(SourceError, match=r"no tokenizer in .*Put the tokenizer into the folder"):
+        load_tokenizer(str(folder))
+
+
+# ---- code that comes with a model ------------------------------------------------------------------------------------
+
+CODE = """
+from pathlib import Path
+Path({ran!r}).touch()
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+class MyConfig(Qwen3MoeConfig):
+    model_type = "mine"
+class MyModel(Qwen3MoeForCausalLM):
+    config_class = MyConfig
+"""
+
+
+@pytest.fixture
+def with_code(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model that brings its own classes, which leave a file behind when they are imported."""
+    import builtins
+
+    monkeypatch.setattr(builtins, "input", lambda *_: pytest.fail("asked at a prompt"))
+    (folder / "mine.py").write_text(CODE.format(ran=str(tmp_path / "ran")))
+    settings(model_type="mine", auto_map={"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"})(
+        folder
+    )
+    tokenizer = {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["mine.T", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+@pytest.mark.usefixtures("group")
+def test_code_of_a_model_runs_only_where_a_setting_says_so(with_code: Path, tmp_path: Path) -> None:
+    refused: list[Callable[[], Any]] = [
+        lambda: sharded_model(str(with_code), ModelConfig(dtype="float32"), CPU, trained=True),
+        lambda: TransformersEngine.from_pretrained(with_code),
+        lambda: load_tokenizer(str(with_code)),
+    ]
+    for load in refused:
+        with pytest.raises(MoeReplayError, match=r"Set model\.trust_remote_code = true"):
+            load()
+    assert not (tmp_path / "ran").exists()
+    trusting = ModelConfig(dtype="float32", trust_remote_code=True)
+    model = sharded_model(str(with_code), trusting, CPU, trained=True)
+    assert type(model).__name__.endswith("MyModel")
+    assert (tmp_path / "ran").exists()
