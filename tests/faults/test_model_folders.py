@@ -201,9 +201,9 @@ def with_code(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(builtins, "input", lambda *_: pytest.fail("asked at a prompt"))
     (folder / "mine.py").write_text(CODE.format(ran=str(tmp_path / "ran")))
-    settings(model_type="mine", auto_map={"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"})(
-        folder
-    )
+    classes = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.MyModel"}
+    settings(model_type="mine", auto_map=classes)(folder)
+    tensors(lambda _: tiny_qwen3_moe().state_dict())(folder)  # Transformers fuses the experts of types it knows only
     tokenizer = {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["mine.T", None]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     return folder

@@ -63,8 +63,9 @@ def test_an_error_ends_with_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyP
     from moe_replay.cli.main import main
 
     monkeypatch.setattr("moe_replay.cli.rollout.RolloutCommand._start", lambda self: refuse())
+    monkeypatch.setenv("MOE_REPLAY_TOKEN", "t")
     with pytest.raises(SystemExit, match="error: no model today"):
-        main(["rollout", "--model", "m", "--token", "t"])
+        main(["rollout", "--model", "m"])
 
 
 def refuse() -> None:

@@ -39,7 +39,7 @@ def load_tokenizer(folder: str, *, trust_remote_code: bool = False) -> Any:
 
     remedy = "Put the tokenizer into the folder"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         if "trust_remote_code" in str(error):
             remedy = "Set model.trust_remote_code = true if you trust the code that comes with it"
