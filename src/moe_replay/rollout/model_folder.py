@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_replay.errors import MissingExtraError, MoeReplayError
+from moe_replay.utils.messages import one_line
 
 Shape = tuple[int, ...]
 
@@ -44,7 +45,7 @@ def read_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
         raise ModelError(
             "the model cannot be read",
             expected="a folder with config.json, or a name that Transformers can load",
-            found=f"{str(folder)!r}: {first_line(error)}",
+            found=f"{str(folder)!r}: {one_line(error)}",
             remedy=_remedy(error) or (None if Path(folder).exists() else "Set model.path"),
         ) from error
 
@@ -168,7 +169,7 @@ def _stored_shapes(folder: Path) -> dict[str, Shape]:
                 shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.offset_keys()}
         except (SafetensorError, OSError) as error:
             raise ModelError(
-                f"{file} is damaged or cut short", found=first_line(error), remedy="Copy or download it again"
+                f"{file} is damaged or cut short", found=one_line(error), remedy="Copy or download it again"
             ) from error
     return shapes
 
@@ -201,10 +202,10 @@ def _refused(source: str) -> Iterator[None]:
             raise ModelError(
                 f"{source} is not a causal language model",
                 expected="a model that AutoModelForCausalLM loads",
-                found=re.sub(r".*configuration class <class '.*?(\w+)'>.*", r"\1", first_line(error)),
+                found=re.sub(r".*configuration class <class '.*?(\w+)'>.*", r"\1", one_line(error)),
                 remedy="Of a model with a vision or audio part, use a folder with its language model alone",
             ) from error
-        raise ModelError(f"{source} cannot be loaded: {first_line(error)}", remedy=_remedy(error)) from error
+        raise ModelError(f"{source} cannot be loaded: {one_line(error)}", remedy=_remedy(error)) from error
 
 
 @contextmanager
@@ -233,11 +234,6 @@ def _strict_errors() -> tuple[type[Exception], ...]:
 
 def _remedy(error: Exception) -> str | None:
     return _REMOTE_CODE if "trust_remote_code" in str(error) else None
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's text, its name if there is none."""
-    return " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
 
 
 def _some(names: Sequence[str]) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,6 +67,15 @@ class Rows(list[dict[str, Any]]):
         """Return the file and the line or row number of a row."""
         return f"{self.source}, {f'row {row}' if self.lines is None else f'line {self.lines[row]}'}"
 
+    @property
+    def identity(self) -> str:
+        """Number and digest of the rows: equal for data that a position in it means the same in."""
+        digest = hashlib.blake2b(digest_size=8)
+        for row in self:
+            line = json.dumps(row, sort_keys=True, default=_stable_text)
+            digest.update(line.encode("utf-8", "surrogatepass") + b"\n")
+        return f"{len(self)} rows with digest {digest.hexdigest()}"
+
 
 def read_rows(path: str | Path) -> Rows:
     """Return all rows of a .jsonl, .json or .parquet file, or of a folder written by `datasets.save_to_disk`."""
@@ -91,6 +103,11 @@ def _read_rows(source: Path) -> Rows:
     if source.suffix == ".parquet":
         return Rows(_parquet_rows(source), source)
     raise DataError("unsupported data format", expected=".jsonl, .parquet or a datasets folder", found=source)
+
+
+def _stable_text(value: Any) -> str:
+    """Return what stands for a value that JSON does not have: its text, or its type where that may be an address."""
+    return str(value) if isinstance(value, (bytes, date, time, timedelta, Decimal)) else type(value).__qualname__
 
 
 def load_prompts(

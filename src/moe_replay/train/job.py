@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_replay.distributed.collectives import broadcast_bytes
-from moe_replay.distributed.ranks import raise_on_all_ranks, rank
+from moe_replay.distributed.ranks import from_rank_0, raise_on_all_ranks, rank
 from moe_replay.errors import EngineUnavailableError, MoeReplayError
 from moe_replay.rollout.engine import Engine
 from moe_replay.routes.trace_file import TraceWriter
@@ -23,6 +23,7 @@ from moe_replay.train.learner import Learner
 from moe_replay.train.probe import ProbeSequence
 from moe_replay.train.rewards import load_reward
 from moe_replay.train.rollouts import Rollouts
+from moe_replay.train.run import rng
 from moe_replay.train.run.checkpoint import Checkpoints, TrainerState
 from moe_replay.train.run.folder import Run, fixed_settings
 from moe_replay.train.run.interruption import InterruptHandler
@@ -72,6 +73,7 @@ class Job:
         self._write_report = write_report
         self._checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep, settings=fixed_settings(config))
         self._rollouts: Rollouts | None = None  # on rank 0 only
+        self._rows_identity = ""
         self._eval_prompts: Sequence[Prompt] = ()
         self._probe: ProbeSequence | None = None
         self._started_at = time.monotonic()
@@ -88,6 +90,7 @@ class Job:
         with ExitStack() as stack:
             device = launch.choose_device(config)
             stack.enter_context(launch.process_group(device))
+            rng.seed(config.seed)
             run = stack.enter_context(Run.open(config))
             progress = stack.enter_context(ConsoleProgress(config.steps))
             interruption = stack.enter_context(InterruptHandler())
@@ -99,6 +102,7 @@ class Job:
             with raise_on_all_ranks("opening the rollout engine"):
                 if rank() == 0:
                     job._open_rollouts(sources, engine, stack)
+            job._checkpoints.require_equal(data=from_rank_0(lambda: job._rows_identity, "reading the data"))
             job._probe = ProbeSequence.broadcast(job._rollouts.probe_tokens if job._rollouts else None, backend)
             job._probe.check_packing(backend, config.rollout.probe_tolerance)
             job._resume()
@@ -111,6 +115,7 @@ class Job:
         max_length = longest_sequence(config, sources.model)
         max_prompt = min(config.data.max_prompt_tokens, max_length - 1)
         rows = read_rows(sources.data)
+        self._rows_identity = rows.identity
         vocab_size = vocabulary_size(sources.model, trust_remote_code=trusted)
         prompts = load_prompts(rows, tokenizer, max_prompt, vocab_size)
         if len(prompts) < len(rows):

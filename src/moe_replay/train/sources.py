@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_replay.errors import MissingExtraError, MoeReplayError
-from moe_replay.rollout.model_folder import first_line
 from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.utils.messages import one_line
 from moe_replay.utils.progress import StatusCallback
 
 
@@ -43,7 +43,7 @@ def load_tokenizer(folder: str, *, trust_remote_code: bool = False) -> Any:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         if "trust_remote_code" in str(error):
             remedy = "Set model.trust_remote_code = true if you trust the code that comes with it"
-        raise SourceError(f"no tokenizer in {folder}: {first_line(error)}", remedy=remedy) from error
+        raise SourceError(f"no tokenizer in {folder}: {one_line(error)}", remedy=remedy) from error
     if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):  # Transformers makes one from nothing
         raise SourceError(f"no tokenizer in {folder}: it would have no vocabulary", remedy=remedy)
     return tokenizer

@@ -334,7 +334,7 @@ class Sections(Section):
     name: str = Field("run", min_length=1, pattern=r"^[\w.-]+$")
     """Name of the run."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Seed of everything that is drawn."""
+    """Seed of everything that is drawn: torch, numpy and Python too."""
     steps: int = Field(100, ge=1)
     """Steps; each is one rollout and its updates."""
     resume: bool = True

@@ -1,20 +1,31 @@
-"""The random generator states of a rank in a file: CPU and, if it has one, GPU."""
+"""The states of the random generators of a rank: torch on CPU and, if it has one, GPU; numpy; Python."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from moe_replay.distributed.ranks import rank
 from moe_replay.utils.files import apply_umask
+
+
+def seed(number: int) -> None:
+    """Seed every generator of this process, so that what a run draws does not depend on what ran before."""
+    torch.manual_seed(number)  # of all devices
+    np.random.seed(number % 2**32)
+    random.seed(number)
 
 
 def save(folder: Path, device: torch.device) -> None:
     """Write the generator states of this rank to its own file."""
     from safetensors.torch import save_file
 
-    states = {"cpu": torch.get_rng_state()}
+    states = {"cpu": torch.get_rng_state(), **_python_states()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     save_file(states, _file(folder))
@@ -29,6 +40,27 @@ def load(folder: Path, device: torch.device) -> None:
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
+    _restore_python(states)
+
+
+def _python_states() -> dict[str, Tensor]:
+    """Return the states of numpy's global generator and of Python's: integers, and a spare normal number if any."""
+    of_numpy: Any = np.random.get_state(legacy=True)
+    _, keys, position, has_spare, spare = of_numpy
+    version, numbers, next_normal = random.getstate()
+    return {
+        "numpy": torch.tensor([*keys.tolist(), position, has_spare], dtype=torch.int64),
+        "numpy_spare": torch.tensor([spare], dtype=torch.float64),
+        "python": torch.tensor([version, *numbers], dtype=torch.int64),
+        "python_spare": torch.tensor([] if next_normal is None else [next_normal], dtype=torch.float64),
+    }
+
+
+def _restore_python(states: dict[str, Tensor]) -> None:
+    *keys, position, has_spare = states["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_spare, float(states["numpy_spare"])))
+    version, *numbers = states["python"].tolist()
+    random.setstate((version, tuple(numbers), next(iter(states["python_spare"].tolist()), None)))
 
 
 def _file(folder: Path) -> Path:
