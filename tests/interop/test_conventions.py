@@ -17,6 +17,7 @@ from moe_replay.routes import MoeLayer
 HYBRID = MoeTopology(5, tuple(MoeLayer(layer, 16, 2) for layer in (1, 3, 4)))
 WIDE = MoeTopology(3, tuple(MoeLayer(layer, 300, 3) for layer in (0, 1, 2)))
 ONE_EXPERT = MoeTopology(3, tuple(MoeLayer(layer, 4, 1) for layer in (1, 2)))
+NO_CHOICE = MoeTopology(3, tuple(MoeLayer(layer, 1, 1) for layer in (1, 2)))
 
 
 def truth(tokens: int, uncovered: int, of: MoeTopology = HYBRID, seed: int = 0) -> RouteTrace:
@@ -142,9 +143,9 @@ def test_nemo_rl(of: MoeTopology, dtype: type, routing_only: bool) -> None:
 
 
 @given(
-    tokens=st.integers(2, 30),
+    tokens=st.integers(2, 70),
     uncovered=st.integers(1, 4),
-    of=st.sampled_from([HYBRID, WIDE, ONE_EXPERT]),
+    of=st.sampled_from([HYBRID, WIDE, ONE_EXPERT, NO_CHOICE]),
     seed=st.integers(0, 99),
 )
 def test_there_and_back(tokens: int, uncovered: int, of: MoeTopology, seed: int) -> None:
@@ -161,3 +162,20 @@ def test_there_and_back(tokens: int, uncovered: int, of: MoeTopology, seed: int)
     assert interop.from_sglang(interop.to_sglang(trace, of), ids, of, weight_version=3) == trace
     assert interop.from_slime(interop.to_slime(trace, of), ids, of, weight_version=3) == trace
     assert interop.from_ms_swift(interop.to_ms_swift(trace, of), ids, of, weight_version=3) == trace
+    assert interop.from_verl(interop.to_verl([trace], of), [ids], topology=of, weight_version=3) == [trace]
+
+
+def test_zeros_are_routes_where_there_is_one_expert() -> None:
+    trace = truth(70, 1, NO_CHOICE)
+    assert interop.from_vllm(captured(trace, NO_CHOICE), trace.token_ids, NO_CHOICE, weight_version=3) == trace
+
+
+def test_verl_of_samples_without_rows() -> None:
+    rows, no_ids = np.zeros((0, 5, 2), np.int16), np.zeros(0, np.int64)
+    short, empty = interop.from_verl([rows, rows], [[7], no_ids], topology=HYBRID)
+    assert (short.token_ids.tolist(), short.covered_fraction, len(empty)) == ([7], 0.0, 0)
+    routes, mask = torch.zeros(2, 4, 5, 2, dtype=torch.int16), torch.zeros(2, 4)
+    assert [len(t) for t in interop.from_verl(routes, torch.ones(2, 4).long(), mask, topology=HYBRID)] == [0, 0]
+    assert torch.equal(interop.to_verl([empty, empty], HYBRID, mask), routes)
+    assert interop.from_verl(routes[:0], mask[:0].long(), mask[:0], topology=HYBRID) == []
+    assert interop.to_verl([], HYBRID, mask[:0]).shape == (0, 4, 5, 2)

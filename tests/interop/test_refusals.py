@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import struct
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch
 
 from moe_replay import MoeTopology, RouteTrace, interop
 from moe_replay.interop import PeerError
+from moe_replay.interop.encoding import from_npy
 from moe_replay.routes import MoeLayer
-from tests.interop.test_conventions import HYBRID, captured, npy_text, truth
+from tests.interop.test_conventions import HYBRID, ONE_EXPERT, captured, npy_text, truth
 
 TRACE = truth(9, 1)
 ROWS = captured(TRACE)
@@ -166,6 +168,30 @@ def test_npy_files_that_are_none(encoded: str) -> None:
         interop.from_vllm(encoded, IDS, HYBRID)
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_damaged_npy_header(version: int) -> None:
+    """Every byte of it, replaced by every byte that means something there, and by some that mean nothing."""
+    file = io.BytesIO()
+    np.lib.format.write_array(file, ROWS, version=(version, 0))
+    whole = file.getvalue()
+    assert interop.from_vllm(base64.b64encode(whole).decode(), IDS, HYBRID, weight_version=3) == TRACE
+    header = whole.index(b"\n") + 1
+    for place in range(header):
+        for new in b"\x00\xff()[]{}'\",:0-\n ":
+            damaged = whole[:place] + bytes([new]) + whole[place + 1 :]
+            try:
+                read = from_npy(damaged, "vLLM")
+            except PeerError:
+                continue
+            assert np.array_equal(read, ROWS)
+    for stop in range(len(whole)):
+        with pytest.raises(PeerError):
+            from_npy(whole[:stop], "vLLM")
+    nested = f"{'-' * 5000}1"
+    with pytest.raises(PeerError, match="cannot be read"):
+        from_npy(base64.b64decode(npy_with(f"{{'descr': {nested}}}\n")), "vLLM")
+
+
 def test_text_that_is_too_long_is_not_even_decoded() -> None:
     endless = "A" * 100_001  # no base64 either
     for read in (interop.from_vllm, interop.from_sglang):
@@ -212,6 +238,19 @@ def test_two_tokens_without_routes_at_the_end_cannot_be_said_by_those_with_t_min
     for write in (interop.to_vllm, interop.to_sglang, interop.to_slime, interop.to_ms_swift):
         with pytest.raises(PeerError):
             write(truth(9, 2), HYBRID)
+
+
+def test_two_tokens_without_routes_at_top_1_cannot_be_said_by_verl() -> None:
+    """Zeros are a choice there: they would be read back as expert 0."""
+    trace = truth(9, 2, ONE_EXPERT)
+    with pytest.raises(PeerError, match="at top 1") as caught:
+        interop.to_verl([truth(9, 1, ONE_EXPERT), trace], ONE_EXPERT)
+    assert (caught.value.sample, caught.value.token) == (1, 7)
+
+
+def test_an_empty_jagged_batch_cannot_be_said() -> None:
+    with pytest.raises(PeerError, match="cannot be empty"):
+        interop.to_verl([], HYBRID)
 
 
 def test_a_layer_that_was_not_captured_cannot_be_said() -> None:

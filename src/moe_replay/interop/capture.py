@@ -42,7 +42,8 @@ def trace_from_capture(
     experts = np.zeros((len(token_ids), len(layers), captured.shape[2]), captured.dtype)
     covered = np.zeros(len(token_ids), bool)
     experts[rows], covered[rows] = captured[:, layers], True
-    if topology.top_k == 1 and captured.shape[0] * len(layers) >= _CHANCE_IS_RULED_OUT and not experts.any():
+    chosen = captured.shape[0] * len(layers) if topology.num_experts > 1 else 0  # a single expert is no choice
+    if topology.top_k == 1 and chosen >= _CHANCE_IS_RULED_OUT and not experts.any():
         check.unwritten()
     try:
         trace = RouteTrace(token_ids, experts, layers, covered, weight_version, num_experts=topology.num_experts)

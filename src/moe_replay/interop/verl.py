@@ -56,12 +56,24 @@ def from_verl(
 def to_verl(traces: Sequence[RouteTrace], topology: MoeTopology, attention_mask: Tensor | None = None) -> Tensor:
     """int16: jagged (B, T, L, K), or padded (B, W, L, K) with rows where `attention_mask` (B, W) has tokens.
 
-    Only tokens at the end of a sample may be without routes: verl cannot express it for others.
+    Only tokens at the end of a sample may be without routes, and at top 1, where zeros are a choice, only the last one:
+    verl cannot express it for others.
     """
-    for trace in traces:
-        covered_prefix(trace, topology, "verl")
+    for sample, trace in enumerate(traces):
+        covered = covered_prefix(trace, topology, "verl")
+        if topology.top_k == 1 and covered < len(trace) - 1:
+            raise PeerError(
+                "verl cannot say at top 1 that a token before the last has no route",
+                sample=sample,
+                token=covered,
+                expected=f"routes for the first {len(trace) - 1} tokens",
+                found=f"routes for {covered}; zeros for the others would mean expert 0",
+                remedy="Let an engine prefill the sequence again, or cut the trace: trace[:length]",
+            )
     rows = [torch.from_numpy(decoder_rows(trace, topology).astype(np.int16)) for trace in traces]
     if attention_mask is None:
+        if not rows:
+            raise PeerError("a jagged batch of verl cannot be empty", expected="at least one trace", found="none")
         return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
     mask = attention_mask.cpu().bool()
     if mask.sum(1).tolist() != [len(trace) for trace in traces]:
@@ -70,8 +82,9 @@ def to_verl(traces: Sequence[RouteTrace], topology: MoeTopology, attention_mask:
             expected=f"{[len(trace) for trace in traces]} tokens",
             found=mask.sum(1).tolist(),
         )
-    padded = torch.zeros((*mask.shape, *rows[0].shape[1:]), dtype=torch.int16)
-    padded[mask] = torch.cat(rows)
+    padded = torch.zeros((*mask.shape, topology.num_layers, topology.top_k), dtype=torch.int16)
+    if rows:
+        padded[mask] = torch.cat(rows)
     return padded
 
 
@@ -95,7 +108,7 @@ def _one(
 ) -> RouteTrace:
     tokens = len(token_ids)
     check_rows(rows, (tokens - 1, tokens), "verl", sample, "Routes must be cut where the response is cut")
-    written = np.flatnonzero(rows.reshape(len(rows), -1).any(axis=1))
+    written = np.flatnonzero(rows.any(axis=(1, 2)))
     # At top 1 zeros may be a choice, and a sample without any route is an engine that captured nothing: then the last
     # token alone may be without one.
     least = tokens - 1 if topology.top_k == 1 or not written.size else 0
