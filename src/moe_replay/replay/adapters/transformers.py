@@ -38,9 +38,10 @@ def find_routers(
     modules = dict(model.named_modules(remove_duplicate=False))
     _refuse_known_bad(modules)
     declared = topology or topology_of(model)
-    decoder = _decoder_name(modules, declared, declared.model_type or _text_type(model))
+    routers = router_numbers(modules, extra)
+    decoder = _decoder_name(modules, declared, declared.model_type or _text_type(model), routers)
     _check_layer_indices(modules, decoder)
-    sites = _sites(modules, decoder, router_numbers(modules, extra))
+    sites = _sites(modules, decoder, routers)
     _check_topology(declared, sites, modules, decoder)
     return sites
 
@@ -71,7 +72,9 @@ def _text_type(model: nn.Module) -> str:
     return getattr(text_config(_config_of(model.modules())), "model_type", "")
 
 
-def _decoder_name(modules: Mapping[str, nn.Module], declared: MoeTopology, model_type: str) -> str:
+def _decoder_name(
+    modules: Mapping[str, nn.Module], declared: MoeTopology, model_type: str, routers: Iterable[str]
+) -> str:
     """Return the name of the language model's list of layers; vision towers, talkers and draft heads have their own."""
     lengths = {name: len(module) for name, module in modules.items() if isinstance(module, nn.ModuleList)}
     deep_enough = [name for name, length in lengths.items() if length == declared.num_layers]
@@ -79,6 +82,10 @@ def _decoder_name(modules: Mapping[str, nn.Module], declared: MoeTopology, model
     owners = {name: _config_of(modules[outer] for outer in _outwards(name)) for name in outermost}
     of_type = [name for name, config in owners.items() if getattr(config, "model_type", "") == model_type]
     candidates = of_type or outermost
+    if (
+        len(candidates) > 1
+    ):  # granitemoe_swa has a list of rotary embeddings, as long as that of its layers if both are 1
+        candidates = [name for name in candidates if any(is_inside(router, name) for router in routers)] or candidates
     if len(candidates) != 1:
         raise UnsupportedRouterError(
             "cannot tell which module list is the decoder",
