@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
+import weakref
 
 import pytest
 import torch
@@ -212,3 +214,110 @@ def test_rows_without_a_route_are_recomputed_as_they_were(checkpoint):
         model(inputs[1])
     one.backward()
     assert_same_gradients(unwrapped(gradients(model)), expected)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_recomputation_takes_what_was_taken_and_not_what_would_be_chosen_now(checkpoint):
+    """A near-tie may fall the other way the second time: here the routers move between forward and backward."""
+    model, replay, inputs, routes = routed_model()
+    partial = uncover(routes[0], every=2)
+    CHECKPOINTS[checkpoint](model)
+    taken = {layer: [] for layer in replay.layers}
+    for layer, site in replay.sites.items():
+        site.module.register_forward_hook(lambda m, args, out, layer=layer: taken[layer].append(out[2]))
+    for context in (lambda: replay.replay(partial), replay.record):
+        with context():
+            one = loss(model(inputs[0]))
+        perturb_routers(replay, seed=2)
+        one.backward()
+        with torch.no_grad():
+            model(inputs[0])  # natively: the routers would choose otherwise now
+        for calls in taken.values():
+            first, again, native = calls
+            assert torch.equal(again, first)
+            assert not torch.equal(native, first)
+            calls.clear()
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_backward_of_a_native_forward_inside_a_context(checkpoint):
+    model, replay, inputs, routes = routed_model()
+    loss(model(inputs[1])).backward()
+    native = gradients(model)
+    expected = expected_gradients(model, replay, inputs, routes)
+    CHECKPOINTS[checkpoint](model)
+    one = loss(model(inputs[1]))
+    with replay.replay(routes[0]):
+        one.backward()
+        assert_same_gradients(unwrapped(gradients(model)), native)
+        loss(model(inputs[0])).backward()
+    assert_same_gradients(unwrapped(gradients(model)), expected[0])
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_recording_of_several_passes_is_not_recomputed(checkpoint):
+    """Each layer keeps the routes of all its passes: which of them a backward belongs to is not known."""
+    model, replay, inputs, _ = routed_model()
+    CHECKPOINTS[checkpoint](model)
+    with replay.record(every_pass=True):
+        one = loss(model(inputs[0]))
+        model(inputs[1])
+    with pytest.raises(mr.errors.ReplayStateError, match="several passes cannot be recomputed"):
+        one.backward()
+
+
+@pytest.mark.parametrize("layer", [1, 3])
+def test_a_loss_on_router_logits_alone(layer):
+    """They are among the last outputs, in a tuple, and lead past every other tensor that a hook is on."""
+    model, replay, inputs, routes = routed_model()
+
+    def backward():
+        with replay.replay(routes[0]):
+            output = model(inputs[0], output_router_logits=True)
+        output.router_logits[layer - 1].pow(2).mean().backward()
+        return gradients(model)
+
+    expected = backward()
+    CHECKPOINTS["transformers"](model)
+    assert_same_gradients(backward(), expected)
+
+
+def test_nothing_is_kept_of_an_aborted_backward():
+    model, replay, inputs, routes = routed_model()
+    CHECKPOINTS["transformers-reentrant"](model)
+    with replay.replay(routes[0]):
+        forward_pass = weakref.ref(replay._active.opened)
+        one = loss(model(inputs[0]))
+
+    def fail(grad):
+        raise RuntimeError("planted")
+
+    handle = model.model.layers[2].self_attn.q_proj.weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        one.backward()
+    handle.remove()
+    del one
+    with torch.no_grad():
+        model(inputs[1])
+    gc.collect()
+    assert forward_pass() is None
+    assert replay._active._backwards == {}
+
+
+def test_an_aborted_backward_after_detaching():
+    model, replay, inputs, routes = routed_model()
+    CHECKPOINTS["transformers-reentrant"](model)
+    with replay.replay(routes[0]):
+        one = loss(model(inputs[0]))
+    replay.detach()
+
+    def fail(grad):
+        raise RuntimeError("planted")
+
+    handle = model.model.layers[2].self_attn.q_proj.weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        one.backward()
+    handle.remove()
+    replay.detach()
+    assert all("forward" not in vars(site.module) for site in replay.sites.values())
+    mr.attach(model)

@@ -123,6 +123,45 @@ def test_a_later_hook_that_swaps_rows(model, replay, batch, inner):
     assert torch.equal(recording.batch().fed_token_ids, IDS.flip(0).int())
 
 
+def test_the_decoder_called_as_a_module(model, replay, batch):
+    with torch.no_grad(), replay.replay(batch):
+        model.model(IDS)
+    with torch.no_grad(), pytest.raises(mr.AlignmentError, match="another token"), replay.replay(batch):
+        model.model(OTHER)
+
+
+def test_tokens_that_were_refused_are_refused_again(model, replay, batch):
+    """Also further in, where a tensor that was compared before needs no second comparison."""
+    with torch.no_grad(), pytest.raises(mr.AlignmentError, match="another token"), replay.replay(batch):
+        with pytest.raises(mr.AlignmentError, match="another token"):
+            model(OTHER)
+        model.model(OTHER)
+
+
+class FromEmbeddings(torch.nn.Module):
+    """A model whose first argument is not its token ids."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, embeddings):
+        return self.model(inputs_embeds=embeddings)
+
+
+def test_embeddings_are_not_taken_for_token_ids():
+    model = FromEmbeddings(tiny_qwen3_moe())
+    replay = mr.attach(model)
+    embeddings = model.model.model.embed_tokens(IDS)
+    with torch.no_grad(), replay.record() as recording:
+        model(embeddings)
+    assert recording.batch().fed_token_ids is None
+    with torch.no_grad(), replay.record(fed_ids=IDS) as recording:
+        model(embeddings)
+    with torch.no_grad(), replay.replay(recording.batch(), fed_ids=IDS):
+        model(embeddings)
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_recorded_ids_are_a_copy(model, replay, dtype):
     buffer = IDS.clone().to(dtype)

@@ -210,6 +210,8 @@ def test_shards_that_contradict_each_other_are_refused() -> None:
     problem = r"different routes for one token \[layer 4, token 1\]: expected \[2, 3\], found \[3, 2\]"
     with pytest.raises(TraceError, match=problem):
         RouteTrace.merge([one, other])
+    with pytest.raises(TraceError, match=r"different routes.* expected \[2, 3\], found \[2, 5\]"):
+        RouteTrace.merge([one, RouteTrace([5, 6], [[[0, 1]], [[2, 5]]], [4], num_experts=8)])
     with pytest.raises(TraceError, match="nothing to merge"):
         RouteTrace.merge([])
 
@@ -367,6 +369,17 @@ def test_a_duplicate_is_found_in_a_long_trace(place: tuple[int, int]) -> None:
     experts = np.broadcast_to(np.arange(3, dtype=np.uint8), (300, 40, 3)).copy()
     experts[place] = 5
     assert first_duplicate(experts, np.ones((300, 40), bool)) == place
+
+
+def test_each_block_of_a_long_trace_has_its_own_coverage() -> None:
+    experts = np.tile(np.uint8([[[0, 1]]]), (9000, 1, 1))
+    experts[8500] = 1  # the first block of rows is covered, what has an expert twice is not
+    valid = np.arange(9000) != 8500
+    assert RouteTrace(range(9000), experts, [3], valid, num_experts=4).covered_fraction == 8999 / 9000
+    assert first_duplicate(experts, valid[:, None]) is None
+    valid = np.arange(9000) >= 8400  # and the other way round
+    with pytest.raises(TraceError, match=r"twice in one row \[layer 3, token 8500\]"):
+        RouteTrace(range(9000), experts, [3], valid, num_experts=4)
 
 
 def test_parts_from_a_reader_are_checked_once() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -133,6 +133,12 @@ class ActivePass:
         backward = self._backwards.get(torch._C._current_graph_task_id())
         if backward is not None:
             backward.set(self._thread.slot)
+
+    def detach(self, hooks: Sequence[RouterHook]) -> None:
+        """Remove the router hooks; a backward that is still to come installs them until it ends."""
+        self.detached_hooks = tuple(hooks)
+        for hook in hooks:
+            hook.remove()
 
     def _end_backward(self, task: int) -> None:
         backward = self._backwards.pop(task, None)

@@ -131,9 +131,7 @@ class RouterReplay:
 
     def detach(self) -> None:
         """Remove all hooks from the model. Backwards of earlier forwards still recompute with their routes."""
-        for hook in self._router_hooks:
-            hook.remove()
-        self._active.detached_hooks = tuple(self._router_hooks)
+        self._active.detach([*self._router_hooks, *self._active.detached_hooks])
         for handle in self._module_hooks:
             handle.remove()
         self._router_hooks, self._module_hooks = [], []

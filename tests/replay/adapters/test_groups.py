@@ -11,11 +11,14 @@ from tests.replay.adapters.families import tiny_model
 
 GROUPS = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
 """As many groups as there are experts in one, and as many kept as are summed in each."""
+MORE_GROUPS = {"n_routed_experts": 16, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 2}
+"""More groups kept than experts chosen."""
 
 
+@pytest.mark.parametrize("groups", [GROUPS, MORE_GROUPS], ids=["as many as members", "more than experts"])
 @pytest.mark.parametrize("family", ["deepseek_v3"])
-def test_as_many_groups_as_members(family):
-    model, ids = tiny_model(family, **GROUPS).eval(), random_ids(2, 9, vocabulary=32)
+def test_groups_of_any_number(family, groups):
+    model, ids = tiny_model(family, **groups).eval(), random_ids(2, 9, vocabulary=32)
     with torch.no_grad():
         native = model(ids).logits
         replay = mr.attach(model)
