@@ -11,6 +11,7 @@ import pytest
 from moe_replay import MoeTopology, interop
 from moe_replay.errors import EngineName
 from moe_replay.rollout.sglang_wire import GenerateResponse
+from moe_replay.rollout.weights_id import CurrentWeights
 from tests.real_sglang.models import sglang_model
 
 pytest.importorskip("transformers")
@@ -37,7 +38,7 @@ def test_as_the_client_reads_them(name: str) -> None:
     for prompt, first, content in answers:
         ids = np.array(prompt, np.int32)
         sample = GenerateResponse(content, EngineName("SGLang", "0.5.23"), 0).to_sample(
-            ids, topology, lambda _: 0, first
+            ids, topology, lambda _: CurrentWeights(0, None), first
         )
         encoded, tokens = content["meta_info"]["routed_experts"], prompt + content["output_ids"]
         trace = interop.from_sglang(encoded, tokens, topology, first_token=first)
