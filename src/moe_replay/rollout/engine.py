@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from moe_replay.errors import EngineError, EngineName
+from moe_replay.errors import EngineError, EngineName, EngineOptionError
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.routes.topology import MoeTopology
 
@@ -92,6 +92,7 @@ class StartRequest:
     trust_remote_code   run Python code that comes with the model
     sleep            whether `sleep` will be called
     urls, token      of servers that run already; without a token, that of $MOE_REPLAY_TOKEN
+    min_servers      of `urls` that must be reachable; None: all
     options          the engine's own, passed on as they are
     """
 
@@ -104,6 +105,7 @@ class StartRequest:
     sleep: bool = False
     urls: tuple[str, ...] = ()
     token: str | None = field(default=None, repr=False)
+    min_servers: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -116,7 +118,7 @@ class StartRequest:
         try:
             return client(*arguments, **{**settings, **self.options})
         except TypeError as mismatch:
-            raise EngineError(
+            raise EngineOptionError(
                 f"{client.__name__} does not take these options",
                 found=mismatch,
                 remedy="Compare rollout.options with docs/engines.md",

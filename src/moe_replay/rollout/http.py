@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import httpx
 
-from moe_replay.errors import EngineError, EngineUnavailableError
+from moe_replay.errors import EngineAnswerError, EngineError, EngineUnavailableError
+from moe_replay.rollout.answers import DIGEST_HEADER, check_digest, check_samples, reading_answer
 from moe_replay.rollout.loop import AsyncSampler
 from moe_replay.rollout.types import Sample, SamplingParams
+from moe_replay.routes.topology import MoeTopology
 
 _RETRYABLE = (429, 502, 503, 504)
 
@@ -23,9 +27,20 @@ class HttpClient(AsyncSampler):
     token            sent as bearer token
     max_concurrent   concurrent requests at most; others wait in the client
     timeout          seconds for one request, from the first byte sent to the last byte received
+    vocab_size       of the model, where known: samples with other tokens are refused
+    max_answer_bytes   of one response
     """
 
-    def __init__(self, url: str, *, token: str | None = None, max_concurrent: int = 64, timeout: float = 600.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        max_concurrent: int = 64,
+        timeout: float = 600.0,
+        vocab_size: int | None = None,
+        max_answer_bytes: int = 2**32,
+    ) -> None:
         super().__init__(f"client of {url}")
         self.url = url.rstrip("/")
         headers = {"authorization": f"Bearer {token}"} if token else {}
@@ -36,11 +51,29 @@ class HttpClient(AsyncSampler):
         self._sync = httpx.Client(**options)
         self._semaphore = asyncio.Semaphore(max_concurrent)
         self._timeout = timeout
+        self._vocab_size = vocab_size
+        self._max_answer_bytes = max_answer_bytes
+
+    @cached_property
+    def topology(self) -> MoeTopology:
+        """Which layers of the model route."""
+        raise NotImplementedError
 
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
         """Return `params.n` samples of one prompt; runs in the client's own loop."""
         async with self._semaphore:
-            return await self._sample(prompt, params)
+            return await self._read_samples(self._sample(prompt, params), prompt, params)
+
+    async def _read_samples(
+        self, request: Awaitable[list[Sample]], prompt: Sequence[int], params: SamplingParams
+    ) -> list[Sample]:
+        """Return the samples of a request; raise `EngineAnswerError` if the server's answer cannot be used."""
+        with reading_answer(self.url):
+            samples = await request
+            if "topology" not in vars(self):  # fetched by a blocking call, so not in this loop
+                await asyncio.to_thread(lambda: self.topology)
+            check_samples(samples, prompt, params, url=self.url, topology=self.topology, vocab_size=self._vocab_size)
+        return samples
 
     @abstractmethod
     async def _sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
@@ -49,23 +82,43 @@ class HttpClient(AsyncSampler):
     async def _post(self, path: str, content: object) -> httpx.Response:
         """Send a request in the client's own loop."""
         try:
-            async with asyncio.timeout(self._timeout):
-                return self._checked(await self._async.post(path, json=content))
-        except (httpx.TransportError, TimeoutError) as failure:
+            async with asyncio.timeout(self._timeout), self._async.stream("POST", path, json=content) as response:
+                body = bytearray()
+                async for chunk in response.aiter_bytes():
+                    body += chunk
+                    self._check_size(len(body))
+                return self._checked(_whole(response, bytes(body)))
+        except (httpx.HTTPError, TimeoutError) as failure:
             raise self._unavailable(failure) from failure
 
     def _call(self, method: str, path: str, *, json: object = None, body: Iterable[bytes] | None = None) -> Any:
         """Send a request in the caller's thread and return the JSON of the response."""
         try:
-            return self._checked(self._sync.request(method, path, json=json, content=body)).json()
-        except httpx.TransportError as failure:
+            with self._sync.stream(method, path, json=json, content=body) as response:
+                received, begun = bytearray(), time.monotonic()
+                for chunk in response.iter_bytes():
+                    received += chunk
+                    self._check_size(len(received))
+                    if time.monotonic() - begun > self._timeout:
+                        raise httpx.ReadTimeout(f"no whole answer within {self._timeout:g} s")
+                answer = self._checked(_whole(response, bytes(received)))
+        except httpx.HTTPError as failure:
             raise self._unavailable(failure) from failure
+        with reading_answer(f"{self.url}{path}"):
+            return answer.json()
+
+    def _check_size(self, size: int) -> None:
+        if size > self._max_answer_bytes:
+            raise EngineAnswerError(
+                f"{self.url} returned more than a response may have",
+                expected=f"at most {self._max_answer_bytes} bytes (max_answer_bytes)",
+            )
 
     def healthy(self) -> bool:
         """Whether the server responds and its engine is alive."""
         try:
             return self._sync.get("/health", timeout=5.0).is_success
-        except httpx.TransportError:
+        except httpx.HTTPError:
             return False
 
     def _unavailable(self, failure: Exception) -> EngineUnavailableError:
@@ -74,6 +127,7 @@ class HttpClient(AsyncSampler):
 
     def _checked(self, response: httpx.Response) -> httpx.Response:
         if response.is_success:
+            check_digest(response.content, response.headers.get(DIGEST_HEADER), self.url)
             return response
         kind = EngineUnavailableError if response.status_code in _RETRYABLE else EngineError
         raise kind(
@@ -88,11 +142,17 @@ class HttpClient(AsyncSampler):
         super().close()
 
 
+def _whole(response: httpx.Response, body: bytes) -> httpx.Response:
+    """Return a streamed response with its body, decoded already."""
+    kept = {name: response.headers[name] for name in ("content-type", DIGEST_HEADER) if name in response.headers}
+    return httpx.Response(response.status_code, headers=kept, content=body, request=response.request)
+
+
 def _error_message(response: httpx.Response) -> str:
     """Return the message of an error response, in any of the usual JSON forms or as text."""
     try:
         body = response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         return response.text[:500]
     error = body.get("error", body) if isinstance(body, dict) else body
     return str(error.get("message", error) if isinstance(error, dict) else error)[:2000]

@@ -15,6 +15,7 @@ import numpy as np
 from moe_replay.errors import EngineError, EngineName
 from moe_replay.interop.encoding import from_base64, from_npy, max_bytes
 from moe_replay.interop.rows import PeerError
+from moe_replay.rollout.answers import reading_answer, vocabulary_size
 from moe_replay.rollout.captured_sample import captured_sample, parse_finish_reason
 from moe_replay.rollout.engine import Sampler, StartRequest
 from moe_replay.rollout.http import HttpClient
@@ -37,6 +38,7 @@ def start(request: StartRequest) -> Sampler:
         model=request.model,
         weight_version=request.weight_version,
         token=request.bearer_token,
+        vocab_size=vocabulary_size(request.model),
     )
 
 
@@ -47,6 +49,7 @@ class PlainVllmServer(HttpClient):
     topology             of that model: MoeTopology.from_config(AutoConfig.from_pretrained(...))
     processed_logprobs   whether the server was started with `--logprobs-mode processed_logprobs`, which cannot be
                          queried; without it log-probs are right only at temperature 1, top_p 1 and top_k 0
+    limits               max_concurrent, timeout and others of `HttpClient`
     """
 
     def __init__(
@@ -58,10 +61,9 @@ class PlainVllmServer(HttpClient):
         processed_logprobs: bool = False,
         weight_version: int = 0,
         token: str | None = None,
-        max_concurrent: int = 64,
-        timeout: float = 600.0,
+        **limits: Any,
     ) -> None:
-        super().__init__(url, token=token, max_concurrent=max_concurrent, timeout=timeout)
+        super().__init__(url, token=token, **limits)
         self.model = model
         self.topology = topology
         self.weight_version = weight_version
@@ -69,7 +71,9 @@ class PlainVllmServer(HttpClient):
 
     @cached_property
     def name(self) -> EngineName:
-        return EngineName("vLLM", self._call("GET", "/version")["version"])
+        answer = self._call("GET", "/version")
+        with reading_answer(self.url):
+            return EngineName("vLLM", str(answer["version"]))
 
     async def _sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
         untruncated = (params.temperature, params.top_p, params.top_k) in ((1.0, 1.0, 0), (0.0, 1.0, 0))

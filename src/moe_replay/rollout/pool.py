@@ -1,18 +1,21 @@
 """Several servers used as one engine: requests go to the least loaded one, and are retried on another if it fails.
 
 A request returns one result or fails: it is sent again only after the server that had it has failed, and a late
-response of that server is dropped.
+response of that server is dropped. A server whose answers cannot be used, or that refuses what another one serves, is
+put aside until it has taken the next weights.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,12 +24,16 @@ import numpy as np
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 from torch import Tensor
 
-from moe_replay.errors import EngineError, EngineName, EngineUnavailableError
+from moe_replay.errors import EngineAnswerError, EngineError, EngineName, EngineUnavailableError
+from moe_replay.rollout.answers import vocabulary_size
 from moe_replay.rollout.engine import Engine, StartRequest
 from moe_replay.rollout.loop import AsyncSampler
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.weights_id import CurrentWeights, identifies_weights
 from moe_replay.routes.topology import MoeTopology
+from moe_replay.utils.messages import one_line
+
+logger = logging.getLogger(__name__)
 
 
 class ServedEngine(Engine, Protocol):
@@ -41,26 +48,55 @@ class ServedEngine(Engine, Protocol):
 
 def connect(client: Callable[..., ServedEngine], request: StartRequest, **settings: Any) -> EnginePool:
     """Connect to the servers at `request.urls` as one engine; weights are replaced before they sample."""
-    servers = [request.call(client, url, token=request.bearer_token, **settings) for url in request.urls]
-    return EnginePool(servers, any_version=True)
+    settings |= {"token": request.bearer_token, "vocab_size": vocabulary_size(request.model)}
+    servers = [request.call(client, url, **settings) for url in request.urls]
+    return EnginePool(servers, any_version=True, min_servers=request.min_servers)
 
 
 class _Member:
-    """One engine of the pool, its load, and when its health is checked again after a failure."""
+    """One engine of the pool, its load, and why and for how long it is not used after a failure.
+
+    down_until   time at which its health is checked again: never, for one that is put aside; None: it is in use
+    cause        of its last failure
+    """
 
     def __init__(self, engine: ServedEngine) -> None:
         self.engine = engine
         self.active_requests = 0
-        self.down_until: float | None = None  # None: in use
+        self.down_until: float | None = None
+        self.cause = ""
+
+    def __str__(self) -> str:
+        return self.cause if self.engine.url in self.cause else f"{self.engine.url}: {self.cause or 'not reached yet'}"
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether it is not used until its next weights."""
+        return self.down_until == math.inf
+
+    def take_out(self, cause: BaseException, cooldown_s: float) -> None:
+        """Do not use the engine for a while; `math.inf`: until it has taken new weights."""
+        if self.is_aside:
+            return
+        self.down_until, self.cause = time.monotonic() + cooldown_s, one_line(cause)
+        if self.is_aside:
+            logger.warning("a rollout server is put aside until its next weight update: %s", self)
+
+    def put_back(self) -> None:
+        """Use the engine again."""
+        self.down_until, self.cause = None, ""
 
     @contextmanager
     def request(self, cooldown_s: float) -> Iterator[ServedEngine]:
-        """Run a request on this engine; if the engine is unavailable, take it out of rotation for `cooldown_s`."""
+        """Run a request on this engine; take it out of rotation if it is unavailable or its answer cannot be used."""
         self.active_requests += 1
         try:
             yield self.engine
-        except EngineUnavailableError:
-            self.down_until = time.monotonic() + cooldown_s
+        except EngineUnavailableError as failure:
+            self.take_out(failure, cooldown_s)
+            raise
+        except EngineAnswerError as wrong:
+            self.take_out(wrong, math.inf)
             raise
         finally:
             self.active_requests -= 1
@@ -73,6 +109,7 @@ class EnginePool(AsyncSampler):
     cooldown_s      seconds that an unavailable engine is left out before its health is checked again
     max_backoff_s   longest wait between two tries of a request; waits grow exponentially up to it, with jitter
     any_version     the engines may have different weights now: `update_weights` comes before the first request
+    min_servers     engines that must be reachable now, a warning tells of the others; None: all
 
     Example:
         engine = EnginePool([VllmServer(url, token=token) for url in urls])
@@ -86,31 +123,66 @@ class EnginePool(AsyncSampler):
         cooldown_s: float = 2.0,
         max_backoff_s: float = 10.0,
         any_version: bool = False,
+        min_servers: int | None = None,
     ) -> None:
         if not engines:
             raise EngineError("a pool without engines", expected="at least one")
         super().__init__("pool")
         self._members = [_Member(engine) for engine in engines]
         self._attempts, self._cooldown_s, self._max_backoff_s = attempts, cooldown_s, max_backoff_s
-        versions = {engine.url: engine.weight_version for engine in engines}
-        topologies = {engine.url: engine.topology for engine in engines}
-        one_version = any_version or len(set(versions.values())) == 1
-        if not one_version or len(set(topologies.values())) != 1:
-            super().close()
+        self._weights_id = ""  # of the last update
+        with ExitStack() as undo:
+            undo.callback(super().close)
+            self._version = self._reach(min_servers or len(engines), any_version)
+            undo.pop_all()
+
+    def _reach(self, required: int, any_version: bool) -> int:
+        """Ask every engine for its model and return the weight version; raise unless enough of them serve the same."""
+        versions: dict[str, int] = {}
+        topologies: set[MoeTopology] = set()
+        failures: list[EngineError] = []
+        for member in self._members:
+            try:
+                versions[member.engine.url] = member.engine.weight_version
+                topologies.add(member.engine.topology)
+            except EngineError as failure:
+                versions.pop(member.engine.url, None)
+                member.take_out(failure, 0.0)
+                failures.append(failure)
+        if len(versions) < required and len(failures) == 1:
+            raise failures[0]
+        if len(versions) < required:
+            raise EngineUnavailableError(
+                "too few servers can be used", expected=f"at least {required}", found=self._causes()
+            )
+        for member in self._members:
+            if member.cause:
+                logger.warning("a rollout server cannot be used and is left out until it can: %s", member)
+        if (not any_version and len(set(versions.values())) != 1) or len(topologies) != 1:
             raise EngineError(
                 "the engines of a pool serve different models", expected="one model, one weight version", found=versions
             )
-        self._version = engines[0].weight_version
-        self._weights_id = ""  # of the last update
+        return next(iter(versions.values()))
+
+    def _out_of_rotation(self) -> list[_Member]:
+        return [member for member in self._members if member.down_until is not None]
+
+    def _causes(self) -> str:
+        return "; ".join(map(str, self._out_of_rotation()))
+
+    @cached_property
+    def _first(self) -> ServedEngine:
+        """An engine that could be reached."""
+        return next(member.engine for member in self._members if "topology" in vars(member.engine))
 
     @cached_property
     def name(self) -> EngineName:
-        first = self._members[0].engine.name
+        first = self._first.name
         return EngineName(f"{len(self._members)} x {first.name}", first.version)
 
     @cached_property
     def topology(self) -> MoeTopology:
-        return self._members[0].engine.topology
+        return self._first.topology
 
     @property
     def weight_version(self) -> int:
@@ -132,21 +204,48 @@ class EnginePool(AsyncSampler):
         )
         async for attempt in tries:
             with attempt:
-                member = await self._least_loaded()
-                with member.request(self._cooldown_s) as engine:
-                    return await engine.generate_one(prompt, params)
+                return await self._sample_once(prompt, params)
         raise AssertionError("the last attempt returns or raises")
 
-    async def _least_loaded(self) -> _Member:
+    async def _sample_once(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
+        """Try each available engine until one serves the request; those that refused it before are put aside."""
+        refusals: dict[_Member, EngineError] = {}
+        while True:
+            member = await self._least_loaded(refusals)
+            try:
+                with member.request(self._cooldown_s) as engine:
+                    samples = await engine.generate_one(prompt, params)
+            except EngineUnavailableError:
+                raise
+            except EngineAnswerError:
+                continue
+            except EngineError as refusal:
+                refusals[member] = refusal
+                continue
+            for other, refusal in refusals.items():
+                other.take_out(refusal, math.inf)
+            return samples
+
+    async def _least_loaded(self, refusals: Mapping[_Member, EngineError] | None = None) -> _Member:
+        """Return the engine with the fewest requests, of those that have not refused this one."""
+        refused = refusals or {}
         await asyncio.gather(*(self._readmit(member) for member in self._members))
-        in_rotation = [member for member in self._members if member.down_until is None]
-        if not in_rotation:
-            raise EngineUnavailableError(
-                "no engine of the pool is available",
-                found=", ".join(member.engine.url for member in self._members),
-                remedy="Restart the servers; a restarted server needs the current weights before it is used",
-            )
-        return min(in_rotation, key=lambda member: member.active_requests)
+        in_rotation = [member for member in self._members if member.down_until is None and member not in refused]
+        if in_rotation:
+            return min(in_rotation, key=lambda member: member.active_requests)
+        told = [*map(one_line, refused.values()), *map(str, self._out_of_rotation())]
+        may_return = any(not member.is_aside for member in self._out_of_rotation())
+        if refused and not may_return:
+            if len(refused) == 1:
+                raise next(iter(refused.values()))
+            raise EngineError("every server refused a request", found="; ".join(told))
+        if not may_return:
+            raise EngineAnswerError("no rollout server is left", found="; ".join(told), remedy="Restart the servers")
+        raise EngineUnavailableError(
+            "no engine of the pool is available",
+            found="; ".join(told),
+            remedy="Restart the servers; a restarted server needs the current weights before it is used",
+        )
 
     async def _readmit(self, member: _Member) -> None:
         """Put an engine back into rotation after its cooldown, if it is healthy and has the current weights."""
@@ -154,11 +253,11 @@ class EnginePool(AsyncSampler):
             return
         member.down_until = time.monotonic() + self._cooldown_s  # no other task checks meanwhile
         if await asyncio.to_thread(self._is_current, member.engine):
-            member.down_until = None
+            member.put_back()
 
     def _is_current(self, engine: ServedEngine) -> bool:
         try:
-            return engine.healthy() and self._has_weights(engine)
+            return engine.healthy() and engine.topology == self.topology and self._has_weights(engine)
         except EngineError:
             return False
 
@@ -195,10 +294,9 @@ class EnginePool(AsyncSampler):
             return False
 
     def update_weights(self, weights: Weights, version: int, probe: Probe | None = None, weights_id: str = "") -> None:
-        """Send new weights to every engine, reading them once; an unavailable engine is taken out of rotation.
+        """Send new weights to every engine, reading them once; those that did not take them are taken out of rotation.
 
-        Raises if no engine took them, or if one rejected them. The update that was sent last goes to those engines only
-        that do not have it.
+        Raises if no engine took them. The update that was sent last goes to those engines only that do not have it.
         """
         again = bool(weights_id) and weights_id == self._weights_id
         self._version, self._weights_id = version, weights_id
@@ -213,15 +311,21 @@ class EnginePool(AsyncSampler):
         self._apply_outcomes(updates, members)
 
     def _apply_outcomes(self, calls: Sequence[Future[None]], members: Sequence[_Member]) -> None:
-        """Take engines whose call failed out of rotation, put the others in; raise if one rejected it or all failed."""
+        """Take engines whose call failed out of rotation, put the others in; raise if none is left."""
         failures = [call.exception() for call in calls]
         for member, failure in zip(members, failures, strict=True):
-            member.down_until = None if failure is None else time.monotonic() + self._cooldown_s
-        rejected = next((f for f in failures if f is not None and not isinstance(f, EngineUnavailableError)), None)
-        if rejected is not None:
-            raise rejected
-        if failures and all(member.down_until is not None for member in self._members):
-            raise EngineUnavailableError("no engine of the pool is available") from failures[0]
+            if failure is None:
+                member.put_back()
+            elif isinstance(failure, EngineError):
+                member.take_out(failure, self._cooldown_s if isinstance(failure, EngineUnavailableError) else math.inf)
+            else:
+                raise failure
+        rejections = [f for f in failures if f is not None and not isinstance(f, EngineUnavailableError)]
+        if failures and len(self._out_of_rotation()) == len(self._members):
+            if len(self._members) == 1 and rejections:
+                raise rejections[0]
+            kind = EngineError if rejections else EngineUnavailableError
+            raise kind("no rollout server is left", found=self._causes()) from (rejections or failures)[0]
 
     def sleep(self) -> None:
         self._on_all("sleep")

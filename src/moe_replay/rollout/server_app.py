@@ -26,6 +26,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from moe_replay.errors import EngineUnavailableError, MoeReplayError
+from moe_replay.rollout.answers import DIGEST_HEADER, content_digest
 from moe_replay.rollout.engine import Engine
 from moe_replay.rollout.sample_wire import MEDIA_TYPE, encode_samples
 from moe_replay.rollout.types import SamplingParams
@@ -138,7 +139,8 @@ class _Service:
             samples = await _while_connected(request, self.engine.generate_one(asked.prompt_ids, asked.params))
         finally:
             self._active -= 1
-        return Response(await anyio.to_thread.run_sync(encode_samples, samples), media_type=MEDIA_TYPE)
+        body = await anyio.to_thread.run_sync(encode_samples, samples)
+        return Response(body, media_type=MEDIA_TYPE, headers={DIGEST_HEADER: content_digest(body)})
 
     async def prompt_logprobs(self, request: Request) -> Response:
         """Score a given sequence."""

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from moe_replay.errors import EngineError, EngineName, EngineUnavailableError
+from moe_replay.rollout.answers import reading_answer
 from moe_replay.rollout.engine import Engine, StartRequest
 from moe_replay.rollout.http import HttpClient
 from moe_replay.rollout.model_folder import read_config
@@ -52,6 +53,7 @@ class SglangServer(HttpClient):
     weight_version   of the weights that the server was started with
     shared_folder    folder that the server can read too, for weights that come as an iterator
     token            the server's `--api-key`; its `--admin-api-key`, if it has one, to update weights
+    limits           max_concurrent, timeout and others of `HttpClient`
 
     Example:
         engine = SglangServer("http://127.0.0.1:30000")
@@ -68,10 +70,9 @@ class SglangServer(HttpClient):
         weight_version: int = 0,
         shared_folder: Path | None = None,
         token: str | None = None,
-        max_concurrent: int = 64,
-        timeout: float = 600.0,
+        **limits: Any,
     ) -> None:
-        super().__init__(url, token=token, max_concurrent=max_concurrent, timeout=timeout)
+        super().__init__(url, token=token, **limits)
         self._given_path = model_path
         self._given_topology = topology
         self._router_family = router_family
@@ -89,7 +90,9 @@ class SglangServer(HttpClient):
     @cached_property
     def _settings(self) -> dict[str, Any]:
         """The settings that the server was started with."""
-        return self._call("GET", "/server_info")
+        settings = self._call("GET", "/server_info")
+        with reading_answer(self.url):
+            return {"version": str(settings["version"]), "model_path": str(settings["model_path"]), **settings}
 
     @cached_property
     def name(self) -> EngineName:
@@ -116,7 +119,9 @@ class SglangServer(HttpClient):
 
     def current_weights(self) -> CurrentWeights:
         """Return what the server says of its weights."""
-        return self._parse_version(self._call("GET", "/model_info")["weight_version"])
+        info = self._call("GET", "/model_info")
+        with reading_answer(self.url):
+            return self._parse_version(info["weight_version"])
 
     def _parse_version(self, text: str) -> CurrentWeights:
         """Read SGLang's version text: `default` until the first update, then what the update sent."""
@@ -150,7 +155,7 @@ class SglangServer(HttpClient):
 
         async def limited() -> list[Sample]:
             async with self._semaphore:
-                return await self._sample_from(prompt, params, first_token)
+                return await self._read_samples(self._sample_from(prompt, params, first_token), prompt, params)
 
         return await self._loop.run_async(limited())
 
@@ -228,10 +233,11 @@ class SglangServer(HttpClient):
             "logprob_start_len": 0,
         }
         answer = self._call("POST", "/generate", json=request)
-        _, *rest = answer["meta_info"]["input_token_logprobs"]
-        if [token for _, token, *_ in rest] != request["input_ids"][1:]:
-            raise EngineError(f"{self._state.engine} scored another sequence than it was sent")
-        return np.asarray([logprob for logprob, *_ in rest], np.float32)
+        with reading_answer(self.url):
+            _, *rest = answer["meta_info"]["input_token_logprobs"]
+            if [token for _, token, *_ in rest] != request["input_ids"][1:]:
+                raise EngineError(f"{self._state.engine} scored another sequence than it was sent")
+            return np.asarray([logprob for logprob, *_ in rest], np.float32)
 
     # ---- weights ------------------------------------------------------------------------------------------------
 

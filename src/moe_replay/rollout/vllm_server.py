@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from moe_replay.errors import EngineName, EngineUnavailableError
+from moe_replay.errors import EngineAnswerError, EngineName, EngineUnavailableError
+from moe_replay.rollout.answers import reading_answer
 from moe_replay.rollout.engine import Engine, StartRequest
 from moe_replay.rollout.http import HttpClient
 from moe_replay.rollout.pool import connect
@@ -72,7 +72,7 @@ class VllmServer(HttpClient):
     def _info(self, method: str = "GET", path: str = "/info", body: Iterator[bytes] | None = None) -> _Info:
         try:
             return _Info.model_validate(self._call(method, path, body=body))
-        except (ValidationError, json.JSONDecodeError) as wrong:
+        except (ValidationError, EngineAnswerError) as wrong:
             raise EngineUnavailableError(
                 f"{self.url} does not answer {path} as a rollout server does",
                 expected="engine, topology and weight version as JSON",
@@ -89,7 +89,14 @@ class VllmServer(HttpClient):
     def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
         """(T - 1,) float32: log-probs of every token but the first, at temperature 1."""
         request = {"token_ids": [int(token) for token in token_ids]}
-        return np.asarray(self._call("POST", "/prompt_logprobs", json=request)["logprobs"], np.float32)
+        answer = self._call("POST", "/prompt_logprobs", json=request)
+        with reading_answer(self.url):
+            logprobs = np.asarray(answer["logprobs"], np.float32)
+        if logprobs.shape != (len(token_ids) - 1,):
+            raise EngineAnswerError(
+                f"{self.url} scored another sequence", expected=f"{len(token_ids) - 1} log-probs", found=logprobs.shape
+            )
+        return logprobs
 
     def update_weights(self, weights: Weights, version: int, probe: Probe | None = None, weights_id: str = "") -> None:
         """Stream new weights to the server; a folder must be one that the server can read.

@@ -64,5 +64,6 @@ def start_request(rollout: RolloutConfig, model: ModelConfig, folder: str, max_l
         sleep=rollout.sleep,
         urls=rollout.urls,
         token=rollout.token,
+        min_servers=rollout.min_servers,
         options=rollout.options,
     )

@@ -1,0 +1,324 @@
+"""Servers that answer with what cannot be true are put aside, and their requests move to the others."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+pytest.importorskip("tenacity")
+pytest.importorskip("transformers")
+
+from starlette.applications import Starlette
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from moe_replay.errors import EngineAnswerError, EngineError, EngineUnavailableError
+from moe_replay.rollout.answers import vocabulary_size
+from moe_replay.rollout.engine import StartRequest
+from moe_replay.rollout.pool import EnginePool, connect
+from moe_replay.rollout.server_app import build_app
+from moe_replay.rollout.sglang_server import SglangServer
+from moe_replay.rollout.transformers import TransformersEngine
+from moe_replay.rollout.types import Sample, SamplingParams
+from moe_replay.rollout.vllm_server import VllmServer
+from moe_replay.rollout.weights import checkpoint_tensors
+from moe_replay.routes.topology import MoeLayer, MoeTopology
+from moe_replay.routes.trace import RouteTrace
+from tests.ports import reserved_port
+from tests.rollout.serving import serving
+from tests.rollout.tiny import VOCABULARY, tiny_model
+
+TOKEN = "secret"
+PARAMS = SamplingParams(n=2, max_tokens=4)
+PROMPTS = [[1, 2], [3, 4], [5, 6]]
+
+Samples = Callable[[list[Sample]], list[Sample]]
+
+
+class Lying:
+    """An engine whose samples are changed before they are sent, while there is a change."""
+
+    def __init__(self, engine: TransformersEngine) -> None:
+        self._engine = engine
+        self.change: Samples | None = None
+        self.asks: Callable[[SamplingParams], SamplingParams] = lambda params: params
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate_one(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
+        samples = await self._engine.generate_one(prompt, self.asks(params))
+        return samples if self.change is None else self.change(samples)
+
+
+class Broken:
+    """An application in front of another one: answers to /generate are its own, while it has one."""
+
+    def __init__(self, app: Starlette) -> None:
+        self._app = app
+        self.answer: Callable[[], Response] | None = None
+        self.damage: Callable[[bytes], bytes] | None = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["path"] != "/generate":
+            await self._app(scope, receive, send)
+        elif self.answer is not None:
+            await self.answer()(scope, receive, send)
+        else:
+            await self._app(scope, receive, self._damaging(send))
+
+    def _damaging(self, send: Callable[[Any], Awaitable[None]]) -> Callable[[Any], Awaitable[None]]:
+        async def damaged(message: Any) -> None:
+            if self.damage is not None and message.get("body"):
+                message = message | {"body": self.damage(message["body"])}
+            await send(message)
+
+        return damaged
+
+
+class Servers:
+    """One server to break and one that works, of the same model."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        engine = TransformersEngine(tiny_model("olmoe"), max_length=64)
+        stack.callback(engine.close)
+        self.lying = Lying(engine)
+        self.broken = Broken(build_app(self.lying, TOKEN))  # type: ignore[arg-type]
+        self.urls = [stack.enter_context(serving(app)) for app in (self.broken, build_app(engine, TOKEN))]
+
+    def reset(self) -> None:
+        self.lying.change, self.lying.asks = None, lambda params: params
+        self.broken.answer = self.broken.damage = None
+
+    def pool(self, *urls: str, **settings: Any) -> EnginePool:
+        clients = [VllmServer(url, token=TOKEN, vocab_size=VOCABULARY) for url in urls or self.urls]
+        return EnginePool(clients, **{"cooldown_s": 0.05, "max_backoff_s": 0.1, "attempts": 4} | settings)
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Servers]:
+    with ExitStack() as stack:
+        yield Servers(stack)
+
+
+@pytest.fixture
+def servers(started: Servers) -> Iterator[Servers]:
+    yield started
+    started.reset()
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+def with_logprob(value: float) -> Samples:
+    def change(samples: list[Sample]) -> list[Sample]:
+        logprobs = samples[1].logprobs.copy()
+        logprobs[2] = value
+        return [samples[0], replace(samples[1], logprobs=logprobs)]
+
+    return change
+
+
+def with_token(token: int) -> Samples:
+    def change(samples: list[Sample]) -> list[Sample]:
+        first, trace = samples[0], samples[0].trace
+        completion = first.completion_ids.copy()
+        completion[-1] = token
+        tokens = np.concatenate([first.prompt_ids, completion])
+        other = RouteTrace(tokens, trace.experts, trace.layers, trace.valid, 0, num_experts=trace.num_experts)
+        return [replace(first, completion_ids=completion, trace=other), samples[1]]
+
+    return change
+
+
+SAMPLES: dict[str, tuple[Samples, str]] = {
+    "nan": (with_logprob(np.nan), "an impossible log-prob"),
+    "infinite": (with_logprob(-np.inf), "an impossible log-prob"),
+    "positive": (with_logprob(0.5), "an impossible log-prob"),
+    "one too few": (lambda samples: samples[:1], "another number of samples: expected 2, found 1"),
+    "none": (lambda samples: [], "another number of samples: expected 2, found 0"),
+    "one too many": (lambda samples: [*samples, samples[0]], "another number of samples: expected 2, found 3"),
+    "foreign token": (with_token(VOCABULARY), "a token that the model does not have"),
+}
+
+
+def assert_moved(servers: Servers, cause: str) -> None:
+    """The other server serves every request; of the one that misbehaves the cause is kept."""
+    with servers.pool() as pool:
+        groups = pool.generate(PROMPTS, PARAMS)
+        assert [[sample.prompt_ids.tolist() for sample in group] for group in groups] == [[p, p] for p in PROMPTS]
+        assert pool._members[0].is_aside
+        assert cause in str(pool._members[0])
+        assert pool._members[1].down_until is None
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_samples_that_cannot_be_true(servers: Servers, kind: str) -> None:
+    servers.lying.change, cause = SAMPLES[kind]
+    assert_moved(servers, cause)
+
+
+def test_more_tokens_than_were_asked_for(servers: Servers) -> None:
+    servers.lying.asks = lambda params: replace(params, max_tokens=params.max_tokens + 3)
+    assert_moved(servers, "more tokens than were asked for [sample 0]: expected at most 4, found 7")
+
+
+def test_samples_of_another_prompt(servers: Servers) -> None:
+    asked = servers.lying._engine.generate([[9, 9]], PARAMS)[0]
+    servers.lying.change = lambda samples: asked
+    assert_moved(servers, "a sample of another prompt")
+
+
+# ---- bodies ----------------------------------------------------------------------------------------------------------
+
+BODIES: dict[str, tuple[Callable[[], Response], str]] = {
+    "html": (lambda: HTMLResponse("<html>welcome</html>"), "cannot be read"),
+    "204": (lambda: Response(status_code=204), "truncated in the length of the header"),
+    "nothing": (lambda: Response(b""), "truncated in the length of the header"),
+    "garbage": (lambda: Response(bytes(range(256)) * 9), "cannot be read"),
+    "json": (lambda: Response(b"\x02\0\0\0[]"), "cannot be read"),
+    "deep json": (lambda: Response(b"\x10\x27\0\0" + b"[" * 10_000), "cannot be read"),
+    "not found": (lambda: HTMLResponse("<html>nothing here</html>", 404), "found 404"),
+    "error": (lambda: Response("Internal Server Error", 500), "found 500"),
+    "redirect": (lambda: Response(status_code=302, headers={"location": "http://127.0.0.1:1"}), "found 302"),
+    "refusal": (lambda: Response('{"error": "a bearer token is needed"}', 401), "a bearer token is needed"),
+}
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_bodies_that_are_no_samples(servers: Servers, kind: str) -> None:
+    servers.broken.answer, cause = BODIES[kind]
+    assert_moved(servers, cause)
+
+
+def test_a_flipped_bit_wherever_it_is(servers: Servers) -> None:
+    random, refused = np.random.default_rng(0), 0
+    with VllmServer(servers.urls[0], token=TOKEN) as client:
+        for share in random.random(40).tolist():
+
+            def flipped(body: bytes, share: float = share) -> bytes:
+                at = int(share * len(body))
+                return body[:at] + bytes([body[at] ^ 1 << at % 8]) + body[at + 1 :]
+
+            servers.broken.damage = flipped
+            with pytest.raises(EngineAnswerError, match="corrupted on its way"):
+                client.generate([[1]], SamplingParams(max_tokens=1))
+            refused += 1
+    assert refused == 40
+    assert_moved(servers, "corrupted on its way")
+
+
+def test_a_body_without_end(servers: Servers) -> None:
+    servers.broken.answer = lambda: Response(b"\0" * 100_000)
+    with (
+        VllmServer(servers.urls[0], token=TOKEN, max_answer_bytes=10_000) as client,
+        pytest.raises(EngineAnswerError, match="at most 10000 bytes"),
+    ):
+        client.generate([[1]], PARAMS)
+
+
+# ---- none is left ----------------------------------------------------------------------------------------------------
+
+
+def test_the_last_server_ends_the_run_and_each_cause_is_named(servers: Servers, port: int) -> None:
+    servers.lying.change = SAMPLES["nan"][0]
+    servers_url, dead = servers.urls[0], f"http://127.0.0.1:{port}"
+    with servers.pool(servers_url) as pool, pytest.raises(EngineAnswerError) as caught:
+        pool.generate(PROMPTS, PARAMS)
+    assert f"no rollout server is left: found {servers_url} returned an impossible log-prob" in str(caught.value)
+    with servers.pool(servers_url, dead, min_servers=1) as pool, pytest.raises(EngineUnavailableError) as unavailable:
+        pool.generate(PROMPTS, PARAMS)
+    assert f"{servers_url} returned an impossible log-prob" in str(unavailable.value)
+    assert f"{dead} cannot be reached" in str(unavailable.value)
+
+
+def test_a_server_that_was_put_aside_is_used_again_after_new_weights(servers: Servers) -> None:
+    servers.lying.change = SAMPLES["nan"][0]
+    with servers.pool() as pool:
+        pool.generate(PROMPTS, PARAMS)
+        assert pool._members[0].is_aside
+        servers.reset()
+        pool.update_weights(checkpoint_tensors(tiny_model("olmoe")), 0)
+        assert pool._members[0].down_until is None
+        assert len(pool.generate(PROMPTS, PARAMS)) == 3
+
+
+def test_a_request_that_every_server_refuses_puts_none_aside(servers: Servers) -> None:
+    with servers.pool() as pool:
+        with pytest.raises(EngineError, match=r"every server refused a request.*is empty or as long as"):
+            pool.generate([[1] * 64], PARAMS)
+        assert [member.down_until for member in pool._members] == [None, None]
+
+
+def test_an_update_that_one_server_refuses_goes_on_with_the_other(servers: Servers) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise EngineError("no room for the weights")
+
+    servers.lying.update_weights = refuse  # type: ignore[attr-defined]
+    try:
+        with servers.pool() as pool:
+            pool.update_weights(checkpoint_tensors(tiny_model("olmoe")), 0)
+            assert pool._members[0].is_aside
+            assert "no room for the weights" in str(pool._members[0])
+            assert len(pool.generate(PROMPTS, PARAMS)) == 3
+    finally:
+        del servers.lying.update_weights
+
+
+# ---- at the start ----------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_dead_at_the_start(servers: Servers, port: int, caplog: pytest.LogCaptureFixture) -> None:
+    dead, alive = f"http://127.0.0.1:{port}", servers.urls[1]
+    with pytest.raises(EngineUnavailableError, match=f"{dead} cannot be reached"):
+        servers.pool(dead, alive)
+    with reserved_port() as other, pytest.raises(EngineUnavailableError, match="too few servers can be used") as caught:
+        servers.pool(dead, f"http://127.0.0.1:{other}", alive, min_servers=2)
+    assert dead in str(caught.value)
+    request = StartRequest(model="", urls=(dead, alive), token=TOKEN, min_servers=1)
+    with caplog.at_level(logging.WARNING), connect(VllmServer, request) as pool:
+        assert f"{dead} cannot be reached" in caplog.text
+        pool.update_weights(checkpoint_tensors(tiny_model("olmoe")), 0)
+        assert len(pool.generate(PROMPTS, PARAMS)) == 3
+
+
+def test_the_vocabulary_is_that_of_the_config(tmp_path: Path) -> None:
+    assert vocabulary_size(str(tmp_path)) is None
+    for config, size in [({"vocab_size": 7}, 7), ({"text_config": {"vocab_size": 8}}, 8), ([], None), ({}, None)]:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert vocabulary_size(str(tmp_path)) == size
+
+
+# ---- other servers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *("", "<html>", "null", "[]", "[[]]", "5", '"x"', "{}", "\x00", "[" * 10_000),
+        '{"meta_info": 5}',
+        '{"meta_info": {}, "output_ids": [1]}',
+        '{"meta_info": {"finish_reason": {"type": "stop"}}, "output_ids": [1e999]}',
+    ],
+    ids=lambda body: body[:20],
+)
+def test_answers_that_are_not_sglangs(body: str) -> None:
+    async def answer(request: Any) -> Response:
+        known = {"/server_info": {"version": "0.5", "model_path": "m"}, "/model_info": {"weight_version": "default"}}
+        return Response(json.dumps(known[request.url.path]) if request.url.path in known else body)
+
+    app = Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])
+    topology = MoeTopology(1, (MoeLayer(0, 4, 2),))
+    with serving(app) as url, SglangServer(url, topology=topology) as client, pytest.raises(EngineError) as caught:
+        client.generate([[1, 2]], SamplingParams(max_tokens=2))
+    assert "\n" not in str(caught.value)
