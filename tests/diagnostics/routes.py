@@ -52,3 +52,16 @@ def with_routes(trace: mr.RouteTrace, experts: np.ndarray, valid: np.ndarray | N
     """The same tokens with other routes; rows that nobody recorded become those that were shifted into their place."""
     covered = trace.valid if valid is None else valid
     return mr.RouteTrace(trace.token_ids, experts, trace.layers, covered, num_experts=trace.num_experts)
+
+
+def siblings(seed: int, count: int = 8, prompt: int = 30, completion: int = 40, period: int = 0, **settings):
+    """(native, given) of completions of one prompt; `period`: each completion repeats its first tokens."""
+    sizes = {"noise": 0.12, "own_noise": 0.12, "alike": 0.6} | settings
+    noise, own_noise, alike = (sizes.pop(name) for name in ("noise", "own_noise", "alike"))
+    made = Routers(seed, **sizes)
+    (shared,) = made.tokens([prompt], alike)
+    tails = made.tokens([completion] * count, alike)
+    if period:
+        tails = [np.resize(t[:period], t.shape) + 0.25 * made.chance.normal(size=t.shape) for t in tails]
+    sequences = [np.concatenate([shared, tail]) for tail in tails]
+    return made.route(sequences, own_noise), made.route(sequences, noise, last=False)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_replay.diagnostics.metrics import shared_experts
+from moe_replay.diagnostics.sequential import SHAPE, TALLY
 from moe_replay.errors import AlignmentError
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import PADDING, TokenLayout
@@ -36,6 +37,8 @@ class ShiftTable:
     loads      (L, 2, E + 1): how often each expert is chosen natively and how often it is given; last, rows counted
     echo       (L, 2): what native routes share with those of the next token, summed, and the pairs compared
     sequences  (2,): sequences judged by themselves, and those of them that are lost
+    capital    (SHAPE) of `sequential.py`: log-capital of the bets against alignment
+    tally      (TALLY): units of the sequential test, and those that are suspect
     """
 
     layers: tuple[int, ...]
@@ -44,6 +47,8 @@ class ShiftTable:
     loads: Tensor
     echo: Tensor
     sequences: Tensor
+    capital: Tensor
+    tally: Tensor
 
     @classmethod
     def empty(cls, layers: tuple[int, ...], top_k: int, num_experts: int, device: torch.device | str) -> ShiftTable:
@@ -54,26 +59,41 @@ class ShiftTable:
 
         count, shifts = len(layers), len(SHIFTS)
         return cls(
-            layers, top_k, zeros(count, shifts, shifts, 5), zeros(count, 2, num_experts + 1), zeros(count, 2), zeros(2)
+            layers,
+            top_k,
+            pairs=zeros(count, shifts, shifts, 5),
+            loads=zeros(count, 2, num_experts + 1),
+            echo=zeros(count, 2),
+            sequences=zeros(2),
+            capital=zeros(*SHAPE),
+            tally=zeros(*TALLY),
         )
+
+    @property
+    def num_experts(self) -> int:
+        """Experts that loads are counted for."""
+        return self.loads.shape[-1] - 1
 
     # ---- adding up ----------------------------------------------------------------------------------------------
 
     def vector(self) -> Tensor:
         """(N,) all sums in one tensor, for one all-reduce."""
-        return torch.cat([part.flatten() for part in (self.pairs, self.loads, self.echo, self.sequences)])
+        return torch.cat([part.flatten() for part in self._parts().values()])
 
     def with_vector(self, sums: Tensor) -> ShiftTable:
         """The same table with other sums, such as `vector()` of all ranks added up."""
-        parts = (self.pairs, self.loads, self.echo, self.sequences)
-        cut = sums.split([part.numel() for part in parts])
-        pairs, loads, echo, sequences = (c.view_as(part) for c, part in zip(cut, parts, strict=True))
-        return replace(self, pairs=pairs, loads=loads, echo=echo, sequences=sequences)
+        parts = self._parts()
+        cut = sums.split([part.numel() for part in parts.values()])
+        return replace(self, **{name: c.view_as(part) for c, (name, part) in zip(cut, parts.items(), strict=True)})
 
     def __add__(self, other: ShiftTable) -> ShiftTable:
         if (self.layers, self.loads.shape) != (other.layers, other.loads.shape):
             raise AlignmentError("tables of different models cannot be added", expected=self.layers, found=other.layers)
         return self.with_vector(self.vector() + other.vector())
+
+    def _parts(self) -> dict[str, Tensor]:
+        names = ("pairs", "loads", "echo", "sequences", "capital", "tally")
+        return {name: getattr(self, name) for name in names}
 
     # ---- what it says, in host memory ---------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from moe_replay.diagnostics.sequential import EvidenceHistory, Place
 from moe_replay.diagnostics.shift import HERE, SHIFTS, ShiftTable
 from moe_replay.errors import AlignmentError
 
@@ -20,7 +21,7 @@ FEWEST_ROWS = 16  # effective rows that a layer is judged by
 
 
 class Cause(StrEnum):
-    """What is wrong with routes, as far as it shows."""
+    """What is wrong with routes, as far as they show it."""
 
     NONE = "none"
     LITTLE_EVIDENCE = "not enough evidence"
@@ -99,8 +100,45 @@ REMEDIES = {
 }
 
 
-def judge(table: ShiftTable) -> Verdict:
-    """What the table alone can tell: whether routes are aligned, and which shift of up to two explains them if not."""
+def judge(table: ShiftTable, history: EvidenceHistory | None = None) -> Verdict:
+    """Return what the sums of a step tell: whether routes are aligned, and what explains them if not.
+
+    history   evidence of the run's earlier steps, to which that of the table is added; without one, the table's alone
+    """
+    accumulated = EvidenceHistory() if history is None else history
+    accumulated.add(table.capital.cpu().numpy(), table.tally.cpu().numpy())
+    shown = _judge_step(table)
+    return weighed(accumulated) if shown.status != "misaligned" and accumulated.alarming else shown
+
+
+def weighed(history: EvidenceHistory) -> Verdict:
+    """Return the verdict on evidence that has reached an alarm."""
+    found = history.strongest()
+    rows = ("prompts", "sampled tokens", "parts of sequences")[found.segment]
+    routes = late(found.shift, "token") if found.shift else _PLACES[found.place]
+    seen = f"{found.suspects} of the {found.units} looked at are affected; " if found.suspects else ""
+    span = "one step" if history.steps == 1 else f"{history.steps} steps"
+    return Verdict(
+        status="misaligned",
+        cause=_CAUSES[found.place],
+        detail=f"routes of {rows} are {routes}{found.part} ({seen}evidence 1e{history.log10:.0f} over {span})",
+        token_shift=found.shift,
+    )
+
+
+_PLACES = {
+    Place.SHIFTED: "those of tokens before or after",
+    Place.OTHER_SEQUENCE: "those of other sequences",
+    Place.FOREIGN: "those of other tokens",
+}
+_CAUSES = {
+    Place.SHIFTED: Cause.TOKEN_SHIFT,
+    Place.OTHER_SEQUENCE: Cause.OTHER_SAMPLE,
+    Place.FOREIGN: Cause.OTHER_TOKENS,
+}
+
+
+def _judge_step(table: ShiftTable) -> Verdict:
     if not table.counts[:, HERE, HERE].any():
         return Verdict(status="unclear", cause=Cause.LITTLE_EVIDENCE, detail="no row with a recorded route was seen")
     shifts = [_shift_of_layer(table, slot) for slot in range(len(table.layers))]
@@ -111,10 +149,12 @@ def judge(table: ShiftTable) -> Verdict:
     level, deviation = _pooled(table)
     if level + CERTAIN * deviation < FLOOR:
         return _misaligned(table, range(len(table.layers)), "routes agree with native routing no better than chance")
-    if table.sequences[1] > 0:
-        detail = "routes of {:.0f} of {:.0f} sequences looked at agree with native routing no better than chance"
-        found, seen = table.sequences[1].item(), table.sequences[0].item()
-        return Verdict(status="misaligned", cause=Cause.OTHER_TOKENS, detail=detail.format(found, seen))
+    seen, found = table.sequences.tolist()
+    if found:
+        detail = (
+            f"routes of {found:.0f} of {seen:.0f} sequences looked at agree with native routing no better than chance"
+        )
+        return Verdict(status="misaligned", cause=Cause.OTHER_TOKENS, detail=detail)
     if level - CERTAIN * deviation > FLOOR:
         return Verdict(status="aligned")
     detail = f"agreement above chance is {level:.2f} +- {deviation:.2f}: look at more tokens or layers"

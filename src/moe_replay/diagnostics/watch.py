@@ -1,4 +1,4 @@
-"""`AlignmentWatch`: the shift test in training, on a small sample of what a rank replays in each step."""
+"""`AlignmentWatch`: alignment tests in training, on a small random sample of what a rank replays in each step."""
 
 from __future__ import annotations
 
@@ -8,76 +8,94 @@ import numpy as np
 import torch
 
 from moe_replay.diagnostics.compare import VerifyReport, compare
+from moe_replay.diagnostics.row_sample import RowSample
 from moe_replay.diagnostics.row_scores import row_scores
+from moe_replay.diagnostics.sequential import unit_evidence
 from moe_replay.diagnostics.shift import HERE, ShiftTable, shift_table
+from moe_replay.errors import AlignmentError
 from moe_replay.routes.batch import RouteBatch
-from moe_replay.routes.layout import PADDING, TokenLayout
+from moe_replay.routes.layout import TokenLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlignmentWatch:
-    """The shift test on a small sample of what one rank replays, cheap enough for every step.
+    """The shift test and the sequential test on a random sample of what one rank replays, cheap enough for every step.
 
-    Each step looks at other layers, sequences and tokens. `measure` gives sums; added over micro-batches and ranks
-    (`table.vector()` in an all-reduce) they are the same on every rank, and so is `judge(table)`.
+    Each step looks at other layers, sequences and tokens. `measure` returns sums: added over micro-batches and ranks
+    (`table.vector()` in an all-reduce) they are the same on every rank, and so is `judge(table, history)`.
 
     layers      layers looked at on each rank
     sequences   sequences looked at in each micro-batch
-    tokens      of each of them
+    tokens      tokens of each of them, two thirds sampled ones; more where there are fewer sequences
     """
 
-    layers: int = 4
+    layers: int = 8
     sequences: int = 8
     tokens: int = 16
     seed: int = 0
 
-    def measure(self, native: RouteBatch, given: RouteBatch, layout: TokenLayout, step: int) -> ShiftTable:
-        """The sums of one micro-batch: what `replay(given, observe=True)` would have chosen, and what it was given.
+    def measure(
+        self,
+        native: RouteBatch,
+        given: RouteBatch,
+        layout: TokenLayout,
+        step: int,
+        sampled: np.ndarray | None = None,
+    ) -> ShiftTable:
+        """Return the sums of one micro-batch: what its routers would choose (`observe=True`), and what was given.
 
-        Nothing waits for the device, if `given` lies there.
+        sampled   (num_tokens,) bool: which of the layout's concatenated tokens were sampled. They are tested apart from
+                  prompts; without it, the second half of each sequence apart from the first
+
+        Does not synchronize with the device, if `given` is there.
         """
         if not native.layers:  # a pipeline stage without routers has nothing to add
             device = native.experts.device
             return ShiftTable.empty(native.source_layers, native.top_k, native.num_experts or 0, device)
+        _check_sampled(sampled, layout)
         given = _as_replayed(given, native)
         chance = np.random.default_rng([self.seed, step])
         count = min(self.layers, len(native.layers))
         layers = tuple(sorted(chance.choice(native.layers, count, replace=False).tolist()))
-        rows, group = self._pick_rows(layout, chance)
-        table = shift_table(native, given, layout, rows=rows, layers=layers)
-        if not len(rows):
+        rows = self.sequences * self.tokens
+        sample = RowSample.draw(layout, chance, sequences=self.sequences, rows=rows, sampled=sampled)
+        picked = sample.rows[sample.present]
+        table = shift_table(native, given, layout, rows=picked, layers=layers)
+        if not len(picked):
             return table
         places = [table.layers.index(layer) for layer in layers]
         device = native.experts.device
-        scores = row_scores(
-            native.select_layers(layers),
-            given.select_layers(layers),
-            table.chance_on_device()[places, HERE],
-            torch.from_numpy(rows).to(device),
+        ours, theirs = native.select_layers(layers), given.select_layers(layers)
+        scores = row_scores(ours, theirs, table.chance_on_device()[places, HERE], torch.from_numpy(picked).to(device))
+        unit = torch.from_numpy(np.nonzero(sample.present)[0]).to(device)
+        judged, lost = (units.view(-1, 2).any(1).sum() for units in scores.at_chance(unit, len(sample.rows)))
+        evidence = unit_evidence(ours, theirs, sample, table.num_experts)
+        segment = torch.from_numpy(sample.segment).to(device)
+        return replace(
+            table,
+            sequences=torch.stack([judged, lost]).double(),
+            capital=evidence.pooled(segment),
+            tally=evidence.tally(segment),
         )
-        judged, lost = scores.at_chance(torch.from_numpy(group).to(device), int(group.max()) + 1)
-        return replace(table, sequences=torch.stack([judged.sum(), lost.sum()]).double())
 
     def explain(self, native: RouteBatch, given: RouteBatch, layout: TokenLayout) -> VerifyReport:
-        """The whole comparison on one micro-batch of this rank, to name what `judge` has found. Slow."""
+        """Return the whole comparison of one micro-batch of this rank, to name what `judge` has found. Slow."""
         places = [np.arange(length) for length in layout.lengths]  # positions stand in for token ids
         traces = (batch.to_traces(places, layout, unverified=True) for batch in (native, _as_replayed(given, native)))
         wide = layout.fed.shape[0] > 1 and layout.context_shard is None
         return compare(*traces, width=layout.fed.shape[1] if wide else None)
 
-    def _pick_rows(self, layout: TokenLayout, chance: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """(n,) rows that hold tokens of a few sequences, in order, and which of these sequences each belongs to."""
-        held = np.flatnonzero(layout.rows != PADDING)
-        sequence = np.searchsorted(layout.starts, layout.rows[held], side="right") - 1
-        present = np.unique(sequence)
-        chosen = chance.permutation(present)[: self.sequences]
-        each = self.sequences * self.tokens // max(len(chosen), 1)
-        picked = [chance.permutation(held[sequence == one])[:each] for one in chosen]
-        rows = np.concatenate([np.empty(0, np.int64), *picked])
-        return rows, np.repeat(np.arange(len(picked)), [len(part) for part in picked])
+
+def _check_sampled(sampled: np.ndarray | None, layout: TokenLayout) -> None:
+    if sampled is not None and (sampled.dtype != bool or sampled.shape != (layout.num_tokens,)):
+        raise AlignmentError(
+            "`sampled` does not say for each token of the micro-batch whether it was sampled",
+            expected=f"bool ({layout.num_tokens},): the tokens of all sequences, concatenated",
+            found=f"{sampled.dtype} {sampled.shape}",
+        )
 
 
 def _as_replayed(given: RouteBatch, native: RouteBatch) -> RouteBatch:
-    """What `replay` made of a batch: the layers that ran, on their device."""
+    """Return what `replay` made of a batch: the layers that ran, on their device."""
     chosen = given if given.layers == native.layers else given.select_layers(native.layers)
     return chosen if chosen.experts.device == native.experts.device else chosen.to(native.experts.device)

@@ -55,6 +55,11 @@ class Learner:
         """Names of the token metrics of the loss, the same on every rank."""
         return metric_names(self._policy_loss, self._loss_settings, self.backend.device)
 
+    @cached_property
+    def _alignment(self) -> Alignment:
+        """The alignment tests, whose evidence accumulates over steps."""
+        return Alignment(self.backend)
+
     def new_metrics(self) -> MetricAccumulator:
         """Return an empty accumulator of the metrics of one step, with the same layout on every rank."""
         return MetricAccumulator(
@@ -113,20 +118,21 @@ class Learner:
 
     def _compare_routes(self, batches: Sequence[MicroBatch], metrics: MetricAccumulator, step: int) -> dict[str, float]:
         """Compare the trainer's own choice under the old weights with the rollout's routes, in every mode."""
-        alignment = Alignment(self.backend, step)
+        watched = self._alignment.choose(batches, step)
         for batch in batches:
             if not batch.is_dummy:
-                self._add_routes(batch, metrics, alignment)
+                self._add_routes(batch, metrics, watch_step=step if batch is watched else None)
             batch.native_routes = {}
-        return {"routing/aligned": alignment.checked()}
+        return self._alignment.check()
 
-    def _add_routes(self, batch: MicroBatch, metrics: MetricAccumulator, alignment: Alignment) -> None:
+    def _add_routes(self, batch: MicroBatch, metrics: MetricAccumulator, watch_step: int | None) -> None:
         mode = self.plan.mode
         if mode != "r3":
             batch.add_rollout_routes(self.backend.chunk_layers)
         for chunk, routes in batch.rollout_routes.items():
             metrics.add_agreement(routes, batch.native_routes[chunk])
-        alignment.look_at(batch.native_routes, batch.rollout_routes, batch.layout)
+        if watch_step is not None:
+            self._alignment.look_at(batch, watch_step)
         used = batch.rollout_routes if mode == "r3" else batch.native_routes
         for routes in used.values():
             metrics.add_load(routes, batch.layout)

@@ -1,0 +1,143 @@
+"""`RowSample`: rows drawn at random from the sequences of a micro-batch, and the other places they are compared with.
+
+Rows of one sequence that are tested together form a unit: its prompt, or its sampled tokens; its first and its second
+half where it is not known which tokens were sampled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_replay.routes.layout import PADDING, TokenLayout
+
+PROMPT, SAMPLED, UNKNOWN = SEGMENTS = range(3)
+NUM_CONTROLS = 4
+SAMPLED_SHARE = 2 / 3  # of the rows that are drawn from a sequence
+NEAR_SHIFTS = (1, -1, 2, -2)
+MAX_SHIFT = 12
+NEAR_SEQUENCES = (1, -1, 2, -2, 3, -3)
+OTHER_SEQUENCES = 6
+SHIFTS = (*NEAR_SHIFTS, *(sign * shift for shift in range(3, MAX_SHIFT + 1) for sign in (1, -1)))
+NUM_PLACES = len(SHIFTS) + len(NEAR_SEQUENCES) + OTHER_SEQUENCES
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RowSample:
+    """Rows of U units, up to M each, and for each row the places its routes may belong to instead.
+
+    rows       (U, M) int64: rows of the layout; -1 where a unit has fewer
+    sequence   (U,) int64: the sequence of each unit
+    segment    (U,) int64: PROMPT, SAMPLED or UNKNOWN
+    places     (P, U, M) int64: rows of the other places, -1 where this rank has none: first the token that many tokens
+               before, for each of `SHIFTS`; then the same position in other sequences, the nearest first
+    controls   (NUM_CONTROLS, U, M) int64: rows drawn at random
+    """
+
+    rows: np.ndarray
+    sequence: np.ndarray
+    segment: np.ndarray
+    places: np.ndarray
+    controls: np.ndarray
+
+    @classmethod
+    def draw(
+        cls,
+        layout: TokenLayout,
+        chance: np.random.Generator,
+        *,
+        sequences: int,
+        rows: int,
+        sampled: np.ndarray | None = None,
+        held: np.ndarray | None = None,
+    ) -> RowSample:
+        """Draw `rows` rows altogether, from at most so many sequences, uniformly within each unit.
+
+        sampled   (num_tokens,) bool: which of the concatenated tokens were sampled
+        held      rows to draw from; all that hold a token where None
+        """
+        held = np.flatnonzero(layout.rows != PADDING) if held is None else held
+        sequence = _sequence_of(layout, layout.rows[held])
+        present = np.unique(sequence)
+        chosen = chance.permutation(present)[:sequences]
+        each = max(rows // max(len(chosen), 1), 2)
+        units, segments = [], []
+        for one in chosen:
+            own = held[sequence == one]
+            for segment, part in _split(layout, own, each, sampled, chance):
+                units.append(part)
+                segments.append(segment)
+        widest = max(map(len, units), default=0)
+        picked = np.full((len(units), widest), PADDING)
+        for unit, part in enumerate(units):
+            picked[unit, : len(part)] = part
+        of_unit = np.repeat(chosen, 2)
+        row_of = np.full(layout.num_tokens + 1, PADDING)
+        row_of[layout.rows[held]] = held
+        return cls(
+            rows=picked,
+            sequence=of_unit,
+            segment=np.array(segments, np.int64),
+            places=_places(layout, picked, of_unit, row_of, chance),
+            controls=_controls(picked, held, chance),
+        )
+
+    @property
+    def present(self) -> np.ndarray:
+        """(U, M) bool: where there is a row."""
+        return self.rows != PADDING
+
+
+def _split(
+    layout: TokenLayout, own: np.ndarray, each: int, sampled: np.ndarray | None, chance: np.random.Generator
+) -> list[tuple[int, np.ndarray]]:
+    """Return two units of the rows of one sequence, `each` rows together: prompt and sampled tokens, or two halves."""
+    if sampled is None:
+        ordered = own[np.argsort(layout.rows[own])]
+        half = len(ordered) // 2
+        parts, wanted = (ordered[:half], ordered[half:]), each // 2
+        segments = (UNKNOWN, UNKNOWN)
+    else:
+        is_sampled = sampled[layout.rows[own]]
+        parts, wanted = (own[~is_sampled], own[is_sampled]), round(SAMPLED_SHARE * each)
+        segments = (PROMPT, SAMPLED)
+    last = min(len(parts[1]), max(wanted, each - len(parts[0])))
+    return [
+        (segment, chance.permutation(part)[:count])
+        for segment, part, count in zip(segments, parts, (each - last, last), strict=True)
+    ]
+
+
+def _sequence_of(layout: TokenLayout, tokens: np.ndarray) -> np.ndarray:
+    return np.searchsorted(layout.starts, tokens, side="right") - 1
+
+
+def _places(
+    layout: TokenLayout, picked: np.ndarray, sequence: np.ndarray, row_of: np.ndarray, chance: np.random.Generator
+) -> np.ndarray:
+    lengths, starts = np.array(layout.lengths), layout.starts
+    known = picked != PADDING
+    position = np.where(known, layout.rows[picked] - starts[sequence][:, None], 0)  # (U, M)
+    moved = position - np.array(SHIFTS)[:, None, None]
+    others = _others(sequence, len(lengths), chance)
+    there = np.concatenate([moved, np.broadcast_to(position, (len(others), *position.shape))])
+    of = np.concatenate([np.broadcast_to(sequence, (len(SHIFTS), len(sequence))), others])[..., None]  # (P, U, 1)
+    inside = known & (of != PADDING) & (there >= 0) & (there < lengths[of])
+    return np.where(inside, row_of[np.where(inside, starts[of] + there, layout.num_tokens)], PADDING)
+
+
+def _others(sequence: np.ndarray, count: int, chance: np.random.Generator) -> np.ndarray:
+    """Return (places, U): the nearest sequences, then others at random; -1 where there are not so many."""
+    near = [step for step in NEAR_SEQUENCES if 2 * abs(step) < count or 2 * step == count]
+    far = [step for step in chance.permutation(count).tolist() if step and not {step, step - count} & set(near)]
+    steps = [*near, *[None] * (len(NEAR_SEQUENCES) - len(near)), *far[:OTHER_SEQUENCES]]
+    steps += [None] * (len(NEAR_SEQUENCES) + OTHER_SEQUENCES - len(steps))
+    return np.stack([np.full_like(sequence, PADDING) if step is None else (sequence + step) % count for step in steps])
+
+
+def _controls(picked: np.ndarray, held: np.ndarray, chance: np.random.Generator) -> np.ndarray:
+    if not len(held):
+        return np.full((NUM_CONTROLS, *picked.shape), PADDING)
+    drawn = held[chance.integers(0, len(held), (NUM_CONTROLS, *picked.shape))]
+    return np.where((drawn == picked) | (picked == PADDING), PADDING, drawn)
