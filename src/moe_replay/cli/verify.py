@@ -18,7 +18,7 @@ from moe_replay.errors import MissingExtraError, MoeReplayError
 from moe_replay.rollout.engine import TOKEN_VARIABLE, StartRequest
 from moe_replay.rollout.registry import ENGINES, engine_spec, start_sampler
 from moe_replay.tools.attribution.result import Attribution, Thresholds
-from moe_replay.utils.secrets import find_token
+from moe_replay.utils.secrets import READABLE_BY_ALL, find_token, has_password
 
 if TYPE_CHECKING:
     from moe_replay.rollout.types import Sample
@@ -115,6 +115,8 @@ class VerifyCommand:
 
     def _wrong_use(self) -> str | None:
         """What makes no sense in the options, if anything."""
+        if any(map(has_password, self.url)):
+            return f"a password {READABLE_BY_ALL}: use a token, in $MOE_REPLAY_TOKEN"
         if self.traces and (self.url or self.prompts):
             return "--traces takes the place of an engine: leave --url and --prompts out"
         if self._is_server and not self.url and not self.traces:

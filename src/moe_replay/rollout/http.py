@@ -16,6 +16,7 @@ from moe_replay.rollout.answers import DIGEST_HEADER, check_digest, check_sample
 from moe_replay.rollout.loop import AsyncSampler
 from moe_replay.rollout.types import Sample, SamplingParams
 from moe_replay.routes.topology import MoeTopology
+from moe_replay.utils.secrets import MASK, mask_passwords
 
 _RETRYABLE = (429, 502, 503, 504)
 
@@ -23,7 +24,7 @@ _RETRYABLE = (429, 502, 503, 504)
 class HttpClient(AsyncSampler):
     """A client of a server that samples.
 
-    url              of the server, e.g. http://127.0.0.1:8000
+    url              of the server, e.g. http://127.0.0.1:8000; a user and password in it are sent, and shown as ***
     token            sent as bearer token
     max_concurrent   concurrent requests at most; others wait in the client
     timeout          seconds for one request, from the first byte sent to the last byte received
@@ -41,12 +42,22 @@ class HttpClient(AsyncSampler):
         vocab_size: int | None = None,
         max_answer_bytes: int = 2**32,
     ) -> None:
-        super().__init__(f"client of {url}")
-        self.url = url.rstrip("/")
+        # The URL that errors and logs show has no password.
+        self.url = mask_passwords(url.rstrip("/"))
+        super().__init__(f"client of {self.url}")
+        address = httpx.URL(url.rstrip("/"))
+        auth = httpx.BasicAuth(address.username, address.password) if address.userinfo else None
+        self._secrets = [secret for secret in (token, address.password) if secret]
         headers = {"authorization": f"Bearer {token}"} if token else {}
         timeouts = httpx.Timeout(timeout, connect=min(timeout, 10.0))
         limits = httpx.Limits(max_connections=max_concurrent + 4, max_keepalive_connections=max_concurrent + 4)
-        options: dict[str, Any] = {"base_url": self.url, "headers": headers, "timeout": timeouts, "trust_env": False}
+        options: dict[str, Any] = {
+            "base_url": address.copy_with(userinfo=b""),
+            "auth": auth,
+            "headers": headers,
+            "timeout": timeouts,
+            "trust_env": False,
+        }
         self._async = httpx.AsyncClient(**options, limits=limits)
         self._sync = httpx.Client(**options)
         self._semaphore = asyncio.Semaphore(max_concurrent)
@@ -122,7 +133,7 @@ class HttpClient(AsyncSampler):
             return False
 
     def _unavailable(self, failure: Exception) -> EngineUnavailableError:
-        why = str(failure) or "timed out"
+        why = self._without_secrets(str(failure)) or "timed out"
         return EngineUnavailableError(f"{self.url} cannot be reached: {type(failure).__name__}: {why}")
 
     def _checked(self, response: httpx.Response) -> httpx.Response:
@@ -131,8 +142,15 @@ class HttpClient(AsyncSampler):
             return response
         kind = EngineUnavailableError if response.status_code in _RETRYABLE else EngineError
         raise kind(
-            f"{self.url} refused {response.request.url.path}: {_error_message(response)}", found=response.status_code
+            f"{self.url} refused {response.request.url.path}: {self._without_secrets(_error_message(response))}",
+            found=response.status_code,
         )
+
+    def _without_secrets(self, text: str) -> str:
+        """Return a text without the token and the password, which a proxy may quote in an error."""
+        for secret in self._secrets:
+            text = text.replace(secret, MASK)
+        return text
 
     def close(self) -> None:
         """Close the connections; the server keeps running."""

@@ -18,6 +18,7 @@ from moe_replay.train.config.sections import BackendConfig
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.engines import check_length
 from moe_replay.train.replay_mode import plan_replay
+from moe_replay.utils.secrets import mask_passwords
 
 
 def dry_run(config: TrainConfig, ranks: int | None = None) -> str:
@@ -110,7 +111,7 @@ def _policy(config: TrainConfig, parallel: Parallel, ranks: int | None) -> str:
 
 def _rollout(config: TrainConfig) -> str:
     rollout = config.rollout
-    where = f" at {', '.join(rollout.urls)}" if rollout.urls else ""
+    where = f" at {mask_passwords(', '.join(rollout.urls))}" if rollout.urls else ""
     stale = f", up to {rollout.max_staleness} steps ahead of the trainer" if rollout.max_staleness else ""
     return f"{rollout.engine}{where}, temperature {rollout.temperature:g}{stale}"
 

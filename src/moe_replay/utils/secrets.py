@@ -11,6 +11,9 @@ from moe_replay.errors import MoeReplayError
 MASK = "***"
 _PASSWORD = re.compile(r"(?P<before>[a-zA-Z][a-zA-Z0-9+.-]*://[^\s/?#@:]*:)(?P<password>[^\s/?#]*)@")
 
+_SECRET_NAME = re.compile(r"(?:^|[._])(?:token|password|secret|api_key)$")
+READABLE_BY_ALL = "on the command line can be read by every user of the machine"
+
 
 class SecretError(MoeReplayError):
     """A token that is given where others can read it, or that cannot be read."""
@@ -23,7 +26,7 @@ def find_token(argument: str | None, file: Path | None, variable: str) -> str | 
     """
     remedy = f"Set ${variable}, or name a file that only you can read: --token-file FILE"
     if argument is not None:
-        raise SecretError("a token on the command line can be read by every user of the machine", remedy=remedy)
+        raise SecretError(f"a token {READABLE_BY_ALL}", remedy=remedy)
     if file is None:
         return os.environ.get(variable)
     try:
@@ -38,6 +41,11 @@ def find_token(argument: str | None, file: Path | None, variable: str) -> str | 
 def mask_passwords(text: str) -> str:
     """Return a text with the passwords of its URLs masked: `http://user:***@host`."""
     return _PASSWORD.sub(rf"\g<before>{MASK}@", text)
+
+
+def is_secret_name(key: str) -> bool:
+    """Whether a setting of this name holds a token or a password."""
+    return _SECRET_NAME.search(key) is not None
 
 
 def has_password(url: str) -> bool:

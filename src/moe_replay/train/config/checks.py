@@ -19,6 +19,7 @@ from moe_replay.train.config.sections import (
     Sections,
 )
 from moe_replay.utils.plugins import PluginError, is_path
+from moe_replay.utils.secrets import is_masked, mask_passwords
 
 KEYS_OF_MEGATRON_SETTINGS = {
     "tensor_model_parallel_size": "backend.tensor_parallel",
@@ -159,12 +160,15 @@ def _rollout(rollout: RolloutConfig) -> Iterator[str]:
         servers = " or ".join(server_engines())
         yield f"rollout.urls: {rollout.engine} runs in this process; set rollout.engine = {servers}"
     for url in rollout.urls:
+        shown = url if "@" not in url else f"...@{url.rpartition('@')[2]}"  # a password may stand before it
         if not url.startswith(("http://", "https://")):
-            yield f"rollout.urls: {url!r} is not a URL of HTTP; write http://{url.rpartition('://')[2]}"
+            yield f"rollout.urls: {shown!r} is not a URL of HTTP; write http://{shown.rpartition('://')[2]}"
         elif problem := _url_problem(url):
-            yield f"rollout.urls: {url!r} {problem}; write e.g. http://10.0.0.2:8000"
+            yield f"rollout.urls: {shown!r} {problem}; write e.g. http://10.0.0.2:8000"
+        elif is_masked(url):
+            yield f"rollout.urls: the password of {url} was masked when it was written here; put it back"
     for url in sorted({url for url in rollout.urls if rollout.urls.count(url) > 1}):
-        yield f"rollout.urls: {url!r} is listed twice; list each server once"
+        yield f"rollout.urls: {mask_passwords(url)!r} is listed twice; list each server once"
     if rollout.min_servers is not None and rollout.min_servers > len(rollout.urls):
         yield f"rollout.min_servers: {rollout.min_servers} of {len(rollout.urls)} servers; lower it or name more urls"
     if rollout.sleep and rollout.max_staleness:
@@ -180,7 +184,8 @@ def _url_problem(url: str) -> str | None:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as wrong:  # also a port that is no number, or beyond 65535
-        return f"cannot be used: {wrong}"
+        why = wrong if "@" not in url else "special characters of a user or password are written as %.."
+        return f"cannot be used: {why}"
     if not parts.hostname or any(character.isspace() for character in url) or not url.isprintable():
         return "has no host" if not parts.hostname else "contains white space"
     if port == 0:

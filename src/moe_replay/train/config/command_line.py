@@ -24,6 +24,7 @@ from moe_replay.train.config.keys import (
     suggestion,
 )
 from moe_replay.train.config.plugin_names import PluginName
+from moe_replay.utils.secrets import READABLE_BY_ALL, has_password, is_secret_name
 
 OPTIONS = "rollout.options"
 
@@ -45,6 +46,12 @@ def apply_overrides(tables: dict[str, Any], words: Sequence[str]) -> None:
         if name not in fields:
             raise ConfigError(f"{option}: no such option{suggestion(name, '--')}")
         table, key = enclosing_table(tables, name)
+        names = [name, *values[::2]] if get_origin(fields[name].annotation) is dict else [name]
+        if any(map(is_secret_name, names)) or any(map(has_password, values)):
+            raise ConfigError(
+                f"{option}: a token or password {READABLE_BY_ALL}",
+                remedy="Put it into the recipe; a token may be in $MOE_REPLAY_TOKEN",
+            )
         value = _value(option, values, fields[name].annotation)
         known = table.get(key)
         table[key] = known | value if isinstance(value, dict) and isinstance(known, dict) else value

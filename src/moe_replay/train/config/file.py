@@ -26,6 +26,7 @@ from moe_replay.train.config.keys import (
 )
 from moe_replay.train.config.sections import Section
 from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.utils.secrets import is_secret_name, mask_passwords
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -40,7 +41,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> TrainConfig
 
 
 def to_toml(config: TrainConfig) -> str:
-    """Return the whole configuration as TOML, without the servers' token; None values are left out."""
+    """Return the whole configuration as TOML, without tokens and passwords; None values are left out."""
     parts = []
     for name, section in sections():
         values: Section = getattr(config, name) if name else config
@@ -54,7 +55,16 @@ def _items(section: Section, keys: list[str]) -> Iterator[tuple[str, Any]]:
     for key in keys:
         value = getattr(section, key)
         if value is not None and key != "token":
-            yield key, value
+            yield key, _without_secrets(value)
+
+
+def _without_secrets(value: Any) -> Any:
+    """Return a setting with passwords in URLs masked, and without options that are tokens or passwords."""
+    if isinstance(value, str):
+        return mask_passwords(value)
+    if isinstance(value, Mapping):
+        return {key: _without_secrets(item) for key, item in value.items() if not is_secret_name(key)}
+    return [_without_secrets(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def toml_value(value: Any) -> str:
@@ -112,7 +122,8 @@ def _problems(error: ValidationError) -> list[str]:
             name = next((name for name in fields if f"{key}.".startswith(f"{name}.")), key)
             text = f" ({fields[name].description})" if name in fields else ""
             message = problem["msg"].removeprefix("Input ")
-            lines[f"{key}: {message}, found {_shortened(repr(problem['input']))}{text}"] = None
+            found = "" if is_secret_name(name) else f", found {_shortened(mask_passwords(repr(problem['input'])))}"
+            lines[f"{key}: {message}{found}{text}"] = None
     return list(lines)
 
 

@@ -144,9 +144,9 @@ class RolloutConfig(Section):
     engine: EngineChoice = "vllm"
     """The engine that samples, in the trainer's process or on servers."""
     urls: tuple[str, ...] = ()
-    """Addresses of the servers, e.g. http://10.0.0.2:8000."""
+    """Addresses of the servers, e.g. http://10.0.0.2:8000; passwords in them are masked in the run's folder."""
     token: str | None = Field(None, repr=False)
-    """Token of the servers; left out: $MOE_REPLAY_TOKEN. It is never written to the run's folder."""
+    """Token of the servers, in a recipe only; left out: $MOE_REPLAY_TOKEN. It is never written to the run's folder."""
     min_servers: int | None = Field(None, ge=1)
     """Servers that must be reachable when the run starts, the others are warned about; left out: all of them."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
