@@ -35,8 +35,8 @@ QUICK = {"cooldown_s": 0.2, "max_backoff_s": 0.5}
 def server_process(folder: Path) -> Iterator[tuple[subprocess.Popen, str]]:
     """`moe-replay rollout` on a free port, ready to answer."""
     command = [sys.executable, "-m", "moe_replay.cli.main", "rollout", "--model", str(folder)]
-    command += ["--engine", "transformers", "--dtype", "float32", "--token", TOKEN]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command += ["--engine", "transformers", "--dtype", "float32"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MOE_REPLAY_TOKEN": TOKEN}
     with (
         reserved_port() as port,
         subprocess.Popen([*command, "--port", str(port)], env=environment) as process,

@@ -312,8 +312,9 @@ def test_settings_of_megatron_may_be_lists(tmp_path: Path) -> None:
     assert load_config(tmp_path / "recipe.toml") == config
 
 
-def test_the_token_is_not_written() -> None:
-    config = load_config(None, ["--rollout.token", "very-secret"])
+def test_the_token_is_not_written(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text('[rollout]\ntoken = "very-secret"\n')
+    config = load_config(tmp_path / "recipe.toml")
     assert config.rollout.token == "very-secret"
     assert "very-secret" not in to_toml(config) + repr(config)
 

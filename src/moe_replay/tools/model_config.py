@@ -7,6 +7,7 @@ from typing import Any
 
 from moe_replay.errors import MoeReplayError
 from moe_replay.megatron.weights.model import config_of
+from moe_replay.rollout.model_folder import ModelError
 
 
 class ModelConfigError(MoeReplayError):
@@ -17,15 +18,10 @@ def model_config(source: str | Path) -> Any:
     """Read a config without loading the model or running its code."""
     try:
         return config_of(source)
-    except (OSError, ValueError, KeyError) as wrong:
-        if isinstance(wrong, MoeReplayError):
-            raise
+    except ModelError as wrong:
         raise ModelConfigError(
             "the model's config cannot be read",
             expected="a folder with config.json, a config.json, or the name of a model",
-            found=f"{source}: {_first_line(wrong)}",
+            found=wrong.found,
+            remedy=wrong.remedy,
         ) from wrong
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
