@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import select
+import socket
+import struct
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -26,11 +30,13 @@ from moe_replay.errors import EngineAnswerError, EngineError, EngineUnavailableE
 from moe_replay.rollout.answers import vocabulary_size
 from moe_replay.rollout.engine import StartRequest
 from moe_replay.rollout.pool import EnginePool, connect
+from moe_replay.rollout.request_limits import RequestLimits, timed_protocol
 from moe_replay.rollout.server_app import build_app
 from moe_replay.rollout.sglang_server import SglangServer
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.rollout.types import Sample, SamplingParams
 from moe_replay.rollout.vllm_server import VllmServer
+from moe_replay.rollout.weight_stream import write_update
 from moe_replay.rollout.weights import checkpoint_tensors
 from moe_replay.routes.topology import MoeLayer, MoeTopology
 from moe_replay.routes.trace import RouteTrace
@@ -322,3 +328,133 @@ def test_answers_that_are_not_sglangs(body: str) -> None:
     with serving(app) as url, SglangServer(url, topology=topology) as client, pytest.raises(EngineError) as caught:
         client.generate([[1, 2]], SamplingParams(max_tokens=2))
     assert "\n" not in str(caught.value)
+
+
+# ---- clients that misbehave ------------------------------------------------------------------------------------------
+
+HEADERS = {"authorization": f"Bearer {TOKEN}"}
+
+
+class Served:
+    """A server with tight limits, and its clients' raw connections."""
+
+    def __init__(self, stack: ExitStack, **limits: Any) -> None:
+        self.engine = TransformersEngine(tiny_model("olmoe"), max_length=64)
+        stack.callback(self.engine.close)
+        tight = RequestLimits(**{"max_samples": 8, "max_json_bytes": 10_000} | limits)
+        app = build_app(self.engine, TOKEN, limits=tight)
+        self.url = stack.enter_context(serving(app, http=timed_protocol(tight)))
+        self._stack = stack
+
+    def connection(self) -> socket.socket:
+        address = ("127.0.0.1", int(self.url.rpartition(":")[2]))
+        return self._stack.enter_context(socket.create_connection(address, timeout=60))
+
+    def post(self, path: str, content: bytes) -> httpx.Response:
+        return httpx.post(self.url + path, content=content, headers=HEADERS, timeout=60)
+
+    def check_alive(self) -> None:
+        """It still samples, with the weights that it should have."""
+        with VllmServer(self.url, token=TOKEN) as client:
+            assert len(client.generate([[1, 2]], PARAMS)[0]) == 2
+
+
+@pytest.fixture
+def served() -> Iterator[Callable[..., Served]]:
+    with ExitStack() as stack:
+        yield lambda **limits: Served(stack, **limits)
+
+
+def request_head(path: str, length: int) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "host: a", f"authorization: Bearer {TOKEN}", f"content-length: {length}"]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def test_requests_that_would_harm_the_engine(served: Callable[..., Served]) -> None:
+    server = served()
+    fine = {"prompt_ids": [1, 2], "params": {"max_tokens": 2}}
+    bad = [{"prompt_ids": ids} for ids in ([-1], [1, VOCABULARY], [2**40], [10**400])]
+    params = [
+        {"n": 10**6},
+        {"stop_token_ids": [-1]},
+        {"stop_token_ids": [VOCABULARY]},
+        {"seed": 2**63},
+        {"top_k": 2**40},
+    ]
+    bad += [{"params": each} for each in [*params, {"max_tokens": 2**40}]]
+    contents = [json.dumps(fine | each).encode() for each in bad]
+    contents += [json.dumps(fine).replace("2}", '2, "temperature": 1e999}').encode(), b"[" * 9000, b"\xff"]
+    for content in contents:
+        answer = server.post("/generate", content)
+        assert (answer.status_code, bool(answer.json()["error"])) == (422, True), content
+    assert server.post("/prompt_logprobs", b'{"token_ids": [-1, 2]}').status_code == 422
+    assert server.post("/generate", b" " * 20_000).status_code == 413
+    server.check_alive()
+
+
+def test_the_engine_itself_refuses_tokens_that_it_does_not_have() -> None:
+    engine = TransformersEngine(tiny_model("olmoe"), max_length=64)
+    for ids in ([-1], [VOCABULARY]):
+        with pytest.raises(EngineError, match="not in the model's vocabulary"):
+            engine.generate([[1], ids], PARAMS)
+        with pytest.raises(EngineError, match="not in the model's vocabulary"):
+            engine.prompt_logprobs([1, *ids])
+    engine.close()
+
+
+@pytest.mark.parametrize("path", ["/generate", "/weights"])
+def test_half_a_body_is_not_waited_for(served: Callable[..., Served], path: str) -> None:
+    server = served(body_s=0.2)
+    body = b"".join(write_update(checkpoint_tensors(tiny_model("olmoe")), 0, None))
+    connection = server.connection()
+    connection.sendall(request_head(path, len(body)) + body[: len(body) // 2 if path == "/weights" else 10])
+    assert connection.recv(12) == b"HTTP/1.1 408"
+    if path == "/weights":
+        assert server.post("/generate", b'{"prompt_ids": [1], "params": {}}').status_code == 409
+        assert server.post("/weights", body).status_code == 200
+    server.check_alive()
+
+
+@pytest.mark.parametrize(("path", "limits"), [("/generate", {"body_s": 0.5}), ("/weights", {"update_s": 0.5})])
+def test_a_body_that_comes_byte_by_byte(served: Callable[..., Served], path: str, limits: dict[str, float]) -> None:
+    server = served(**limits)
+    connection = server.connection()
+    connection.sendall(request_head(path, 10**6) + struct.pack("<Q", 10**5))  # of weights, the size of the first part
+    while not select.select([connection], [], [], 0.02)[0]:
+        connection.sendall(b"\0")
+    assert connection.recv(12) == b"HTTP/1.1 408"
+
+
+def test_headers_that_are_never_finished(served: Callable[..., Served]) -> None:
+    server = served(header_s=0.3)
+    connections = [server.connection() for _ in range(60)]
+    for number, connection in enumerate(connections):
+        connection.sendall(request_head("/generate", 10)[: 5 + number])
+    used = server.connection()  # a later request on a connection that has served one
+    used.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+    assert used.recv(10_000).startswith(b"HTTP/1.1 200")
+    used.sendall(b"GET /health HT")
+    for connection in [*connections, server.connection(), used]:
+        assert until_closed(connection) in (b"", b'{"alive":true}')
+    server.check_alive()
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    """What is sent until the server closes the connection."""
+    received = b""
+    try:
+        while part := connection.recv(10_000):
+            received += part
+    except ConnectionResetError:
+        pass
+    return received
+
+
+def test_more_connections_than_allowed(served: Callable[..., Served]) -> None:
+    server = served(max_connections=2)
+    first, second, third = (server.connection() for _ in range(3))
+    assert until_closed(third) == b""
+    first.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+    assert b'{"alive":true}' in until_closed(first)
+    second.close()
+    server.check_alive()

@@ -114,6 +114,17 @@ def test_a_seed_that_would_kill_vllm_on_cpu_is_refused(qwen: Any) -> None:
     assert qwen.generate([[1]], SamplingParams(seed=1, temperature=0))
 
 
+@pytest.mark.parametrize("ids", [[-1], [VOCABULARY], [1, 2**31]], ids=str)
+def test_a_token_that_the_model_does_not_have_is_refused_and_kills_nothing(qwen: Any, ids: list[int]) -> None:
+    for ask in (lambda: qwen.generate([ids], SamplingParams()), lambda: qwen.prompt_logprobs([1, *ids])):
+        with pytest.raises(EngineError, match="not in the model's vocabulary"):
+            ask()
+    with pytest.raises(EngineError, match="a stop token is not in the model's vocabulary"):
+        qwen.generate([[1]], SamplingParams(stop_token_ids=tuple(ids)))
+    assert qwen.healthy()
+    assert len(qwen.generate([[1, 2]], SamplingParams(max_tokens=2))) == 1
+
+
 def test_a_prefix_from_the_cache_has_its_routes(qwen: Any) -> None:
     shared = np.random.default_rng(1).integers(1, VOCABULARY, 100).tolist()
     qwen.generate([shared], SamplingParams(max_tokens=1))

@@ -11,13 +11,13 @@ from typing import Any
 
 
 @contextmanager
-def serving(app: Any) -> Iterator[str]:
-    """The address of the application."""
+def serving(app: Any, **settings: Any) -> Iterator[str]:
+    """The address of the application; settings are uvicorn's."""
     import uvicorn
 
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", **settings))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         while not server.started:

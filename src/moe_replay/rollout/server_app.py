@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import anyio
 import anyio.from_thread
 import anyio.to_thread
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -25,15 +26,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from moe_replay.errors import EngineUnavailableError, MoeReplayError
+from moe_replay.errors import EngineError, EngineUnavailableError, MoeReplayError
 from moe_replay.rollout.answers import DIGEST_HEADER, content_digest
 from moe_replay.rollout.engine import Engine
+from moe_replay.rollout.request_limits import RequestLimits
 from moe_replay.rollout.sample_wire import MEDIA_TYPE, encode_samples
 from moe_replay.rollout.types import SamplingParams
 from moe_replay.rollout.weight_stream import read_header, read_tensors
 from moe_replay.rollout.weights_id import takes_weights_id
 
-MAX_JSON_BYTES = 2**26
 T = TypeVar("T")
 
 
@@ -50,10 +51,10 @@ class _TokenIds(BaseModel):
     token_ids: list[int] = Field(min_length=2)
 
 
-def build_app(engine: Engine, token: str, max_requests: int = 256) -> Starlette:
+def build_app(engine: Engine, token: str, max_requests: int = 256, limits: RequestLimits | None = None) -> Starlette:
     """Return the application. At most `max_requests` prompts are sampled at once; further requests get a 503."""
 
-    service = _Service(engine, token, max_requests)
+    service = _Service(engine, token, max_requests, limits or RequestLimits())
     posts = {
         "/generate": service.generate,
         "/weights": service.weights,
@@ -79,8 +80,9 @@ class _ResponseError(Exception):
 class _Service:
     """Request handlers of one engine."""
 
-    def __init__(self, engine: Engine, token: str, max_requests: int) -> None:
+    def __init__(self, engine: Engine, token: str, max_requests: int, limits: RequestLimits) -> None:
         self.engine = engine
+        self.limits = limits
         self.max_requests = max_requests
         self._token = token.encode()
         self._active = 0
@@ -131,7 +133,8 @@ class _Service:
 
     async def generate(self, request: Request) -> Response:
         """Sample one prompt; cancelled when the client disconnects."""
-        asked = _Generate.model_validate_json(await _limited_body(request))
+        asked = _Generate.model_validate_json(await self._body(request))
+        self._check(asked.prompt_ids, asked.params)
         if self._active >= self.max_requests:
             raise _ResponseError(503, f"{self._active} requests are running already")
         self._active += 1
@@ -142,20 +145,45 @@ class _Service:
         body = await anyio.to_thread.run_sync(encode_samples, samples)
         return Response(body, media_type=MEDIA_TYPE, headers={DIGEST_HEADER: content_digest(body)})
 
+    def _check(self, token_ids: list[int], params: SamplingParams | None = None) -> None:
+        """Refuse what would harm the engine."""
+        try:
+            self.limits.check(token_ids, params, getattr(self.engine, "vocab_size", None))
+        except EngineError as wrong:
+            raise _ResponseError(422, str(wrong)) from wrong
+
+    async def _body(self, request: Request) -> bytes:
+        """Return the body of a request that is not too large and does not take too long."""
+        body = bytearray()
+        try:
+            with anyio.fail_after(self.limits.body_s):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > self.limits.max_json_bytes:
+                        raise _ResponseError(413, f"a request has at most {self.limits.max_json_bytes} bytes")
+        except TimeoutError as slow:
+            raise _ResponseError(408, f"the body of a request takes at most {self.limits.body_s:g} s") from slow
+        except ClientDisconnect as gone:
+            raise _ResponseError(400, "the client disconnected during a request") from gone
+        return bytes(body)
+
     async def prompt_logprobs(self, request: Request) -> Response:
         """Score a given sequence."""
-        asked = _TokenIds.model_validate_json(await _limited_body(request))
+        asked = _TokenIds.model_validate_json(await self._body(request))
+        self._check(asked.token_ids)
         found = await anyio.to_thread.run_sync(self.engine.prompt_logprobs, asked.token_ids)
         return JSONResponse({"logprobs": found.tolist()})
 
     async def weights(self, request: Request) -> Response:
         """Update the weights, read from the request while the engine loads them."""
-        body = _BodyReader(request)
+        body = _BodyReader(request, self.limits)
         await anyio.to_thread.run_sync(self._update, body.read)
         return await self.info(request)
 
     def _update(self, read: Callable[[int], bytes]) -> None:
         header = read_header(read)
+        if header.probe is not None:
+            self._check(header.probe.token_ids)
         weights = read_tensors(read) if header.folder is None else Path(header.folder)
         if self._has_ids:
             self.engine.update_weights(weights, header.version, header.to_probe(), weights_id=header.weights_id or "")
@@ -171,35 +199,31 @@ class _Service:
 class _BodyReader:
     """Lets a worker thread read the body of a request as it arrives."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, limits: RequestLimits) -> None:
         self._stream = request.stream()
         self._buffer = bytearray()
+        self._limits = limits
+        self._ends_at = anyio.current_time() + limits.update_s
 
     def read(self, size: int) -> bytes:
-        """Return exactly `size` bytes; raise if the body ends before."""
+        """Return exactly `size` bytes; raise if the body ends before, or does not go on."""
         return anyio.from_thread.run(self._read, size)
 
     async def _read(self, size: int) -> bytes:
         try:
             while len(self._buffer) < size:
-                chunk = await anext(self._stream, None)
+                with anyio.fail_after(min(self._limits.body_s, self._ends_at - anyio.current_time())):
+                    chunk = await anext(self._stream, None)
                 if chunk is None:
                     raise _ResponseError(400, "the body of the update is truncated")
                 self._buffer += chunk
         except ClientDisconnect as gone:
             raise _ResponseError(400, "the client disconnected during an update") from gone
+        except TimeoutError as slow:
+            raise _ResponseError(408, f"an update takes at most {self._limits.update_s:g} s") from slow
         taken = bytes(self._buffer[:size])
         del self._buffer[:size]
         return taken
-
-
-async def _limited_body(request: Request) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_JSON_BYTES:
-            raise _ResponseError(413, f"a request has at most {MAX_JSON_BYTES} bytes")
-    return bytes(body)
 
 
 async def _while_connected(request: Request, work: Awaitable[T]) -> T:

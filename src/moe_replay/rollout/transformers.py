@@ -20,6 +20,7 @@ from moe_replay.errors import EngineName
 from moe_replay.replay.controller import RouterReplay, attach
 from moe_replay.rollout.engine import Engine, StartRequest, check_prompts, end_tokens
 from moe_replay.rollout.model_folder import check_finite, load_model
+from moe_replay.rollout.request_limits import check_token_ids
 from moe_replay.rollout.sampling import draw, sampled_logprobs, uniforms
 from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
@@ -70,6 +71,7 @@ class TransformersEngine:
         self.name = EngineName("Transformers", __version__)
         self.model: Any = model
         self.max_length = max_length or _text_config(model).max_position_embeddings
+        self.vocab_size: int | None = getattr(_text_config(model), "vocab_size", None)
         self.batch_size = batch_size
         self._attached_here = replay is None
         self._replay = replay or attach(model, router_family or ())
@@ -114,6 +116,8 @@ class TransformersEngine:
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Sample]]:
         """Return `params.n` samples for each prompt, in the order of the prompts."""
         check_prompts(prompts, self.max_length)
+        for prompt in prompts:
+            check_token_ids(prompt, self.vocab_size)
         at_once = max(1, self.batch_size // params.n)
         groups: list[list[Sample]] = []
         with self._lock:
@@ -131,6 +135,7 @@ class TransformersEngine:
     def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
         """(T - 1,) float32: log-probs of every token but the first, at temperature 1."""
         check_prompts([token_ids], self.max_length + 1)
+        check_token_ids(token_ids, self.vocab_size)
         with self._lock:
             return self._prompt_logprobs(token_ids)
 

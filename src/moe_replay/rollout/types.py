@@ -6,6 +6,7 @@ into one form, a `Sample` with a checked `RouteTrace`, or raise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -59,11 +60,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         checks = {
             "n": self.n >= 1,
-            "max_tokens": self.max_tokens >= 1,
-            "temperature": self.temperature >= 0,
+            "max_tokens": 1 <= self.max_tokens < 2**31,
+            "temperature": 0 <= self.temperature < math.inf,
             "top_p": 0 < self.top_p <= 1,
-            "top_k": self.top_k >= 0,
-            "seed": self.seed is None or self.seed >= 0,
+            "top_k": 0 <= self.top_k < 2**31,
+            "seed": self.seed is None or 0 <= self.seed < 2**63,
         }
         for name, fine in checks.items():
             if not fine:

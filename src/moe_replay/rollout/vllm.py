@@ -17,6 +17,7 @@ from moe_replay.rollout.captured_sample import captured_sample, parse_finish_rea
 from moe_replay.rollout.engine import Engine, StartRequest, end_tokens
 from moe_replay.rollout.loop import AsyncSampler
 from moe_replay.rollout.request_barrier import RequestBarrier
+from moe_replay.rollout.request_limits import check_token_ids
 from moe_replay.rollout.sampling import prompt_hash
 from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
@@ -88,6 +89,7 @@ class VllmEngine(AsyncSampler):
             undo.pop_all()
         config = self._llm.model_config
         self.max_length: int = config.max_model_len
+        self.vocab_size: int = config.get_vocab_size()
         self.topology = MoeTopology.from_config(config.hf_config, load_router_family(router_family))
         self._end_tokens = end_tokens(config.try_get_generation_config(), config.hf_text_config)
         self._sleep_mode_enabled: bool = config.enable_sleep_mode
@@ -160,6 +162,7 @@ class VllmEngine(AsyncSampler):
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
         """Return `params.n` samples of one prompt; runs in the engine's own loop."""
         self._check_seed(params)
+        check_token_ids(params.stop_token_ids, self.vocab_size, "a stop token")
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._end_tokens)}
         sampling = {
             "n": params.draws,
@@ -211,6 +214,7 @@ class VllmEngine(AsyncSampler):
         from vllm.sampling_params import RequestOutputKind
 
         last = None
+        check_token_ids(prompt, self.vocab_size)  # vLLM's processes would die of others
         with self._translated_errors():
             params = VllmParams(
                 **sampling, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
