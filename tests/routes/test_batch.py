@@ -390,6 +390,26 @@ def test_fed_ids_are_held_against_those_of_the_routes() -> None:
         batch.check_fed(fed.T)
 
 
+def test_tokens_in_padding_are_told_by_their_ids_or_by_a_mask() -> None:
+    """Without a mask, padding is what holds one and the same id: a lone token in the only padding passes."""
+    traces = some_traces([2, 3])
+    batch = RouteBatch.from_traces(traces, TokenLayout.padded([2, 3], width=4))
+    fed = torch.from_numpy(batch.layout.fed_token_ids(token_ids(traces), pad=0)).long()
+    mask = torch.tensor(batch.layout.fed >= 0).long()
+    fed[0, 3] = 7
+    for said in (None, mask.logical_or(fed == 7)):
+        with pytest.raises(AlignmentError, match="1 tokens, the first of id 7 in row 0, column 3"):
+            batch.check_fed(fed, said)
+    assert batch.check_fed(fed, allow_unknown=True) == 1
+    assert batch.check_fed(fed, mask) == 0
+    lone = RouteBatch.from_traces(traces, TokenLayout.padded([2, 3]))
+    assert lone.check_fed(fed[:, :3]) == 0
+    fed[0, 2] = 7
+    assert lone.check_fed(fed[:, :3]) == 0  # not seen
+    with pytest.raises(AlignmentError, match="1 tokens, the first of id 7"):
+        lone.check_fed(fed[:, :3], torch.ones(2, 3))
+
+
 def test_a_recording_is_held_against_its_own_ids_alone() -> None:
     chosen = {2: torch.zeros((4, 2), dtype=torch.uint8)}
     fed = torch.tensor([[0, 5], [6, 7]])

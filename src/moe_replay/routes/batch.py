@@ -263,7 +263,8 @@ class RouteBatch:
         """Raise unless the model is fed (B, W) the tokens that these routes belong to. One device sync.
 
         Padding may hold anything that is not a token: what `mask` (B, W) is zero for, or without a mask one and the
-        same id. Other ids are tokens without a trace: an error, or with `allow_unknown` counted and returned.
+        same id. Other ids are tokens without a trace: an error, or with `allow_unknown` counted and returned. Without a
+        mask, tokens of one id that fill all the padding cannot be told from it.
         """
         expected = self.fed_token_ids
         if expected is None:
