@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,9 +26,10 @@ from moe_replay.train.rewards import load_reward
 from moe_replay.train.rollouts import Rollouts
 from moe_replay.train.run import rng
 from moe_replay.train.run.checkpoint import Checkpoints, TrainerState
-from moe_replay.train.run.folder import Run, fixed_settings
+from moe_replay.train.run.folder import Run, RunWriteError, fixed_settings
 from moe_replay.train.run.interruption import InterruptHandler
 from moe_replay.train.run.progress import ConsoleProgress
+from moe_replay.train.run.sinks.registry import SinkError
 from moe_replay.train.sources import Sources, find_sources, load_tokenizer
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.trajectory_wire import trajectories_from_bytes, trajectories_to_bytes
@@ -249,20 +251,41 @@ class Job:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Log the metrics of a finished step."""
         self.completed_steps = step
-        self._run.log(step, metrics)
+        with raise_on_all_ranks("writing the metrics"), self._writing(f"the metrics of step {step}"):
+            self._run.log(step, metrics)
         self._progress.step(step, metrics)
 
     def save_traces(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Write the routes of the first `log.traces` trajectories to the run's folder."""
         kept = trajectories[: self.config.log.traces]
-        if not kept or rank() != 0:
+        if not kept:
             return
-        self._run.traces.mkdir(exist_ok=True)
-        path = self._run.traces / f"step-{step:08d}.mrt"
-        path.unlink(missing_ok=True)  # from before a restart
-        with TraceWriter(path) as writer:
-            for one in kept:
-                writer.append(one.trace)
+        with raise_on_all_ranks("writing traces"), self._writing(f"the traces of step {step}"):
+            if rank() == 0:
+                self._run.traces.mkdir(exist_ok=True)
+                path = self._run.traces / f"step-{step:08d}.mrt"
+                path.unlink(missing_ok=True)  # from before a restart
+                path.with_name(f"{path.name}.partial").unlink(missing_ok=True)
+                with TraceWriter(path) as writer:
+                    for one in kept:
+                        writer.append(one.trace)
+
+    @contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
+        """Turn a failed write into an error that says what is kept."""
+        try:
+            yield
+        except (OSError, SinkError) as error:
+            if isinstance(error, SinkError) and not isinstance(error.__cause__, OSError):
+                raise
+            kept = self._checkpoints.steps()
+            raise RunWriteError(
+                f"{what} could not be written to {self._run.folder}: {error}",
+                found=f"{shutil.disk_usage(self._run.folder).free / 1e9:.2f} GB free",
+                remedy=f"The checkpoint of step {kept[-1]} is kept: resume from it once there is space"
+                if kept
+                else "There is no checkpoint yet",
+            ) from error
 
     def should_save(self, step: int) -> bool:
         """Whether a checkpoint is due."""

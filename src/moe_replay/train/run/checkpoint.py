@@ -52,6 +52,12 @@ class CheckpointError(MoeReplayError):
     """A checkpoint that cannot be written, or that this run cannot resume from."""
 
 
+class CheckpointWriteError(CheckpointError):
+    """A checkpoint that could not be written, e.g. because the disk is full."""
+
+    exit_status = 1
+
+
 class Policy(Protocol):
     """The part of a `Backend` that checkpoints need."""
 
@@ -309,7 +315,7 @@ class _Staged:
             shutil.rmtree(self._path, ignore_errors=True)
         if not isinstance(error, (KeyboardInterrupt, SystemExit)):
             kept = self._checkpoints.steps()
-            raise CheckpointError(
+            raise CheckpointWriteError(
                 f"the checkpoint of step {self._step} could not be written: {type(error).__name__}: {error}",
                 found=f"{shutil.disk_usage(self._checkpoints.folder).free / 1e9:.2f} GB free",
                 remedy=f"The partial checkpoint is deleted; the checkpoint of step {kept[-1]} is kept"

@@ -17,6 +17,7 @@ import fcntl
 import logging
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import datetime
@@ -54,6 +55,12 @@ FIXED: dict[str, Sequence[str]] = {
 
 class RunError(MoeReplayError):
     """A folder that a run cannot use."""
+
+
+class RunWriteError(RunError):
+    """A file of a run that could not be written, e.g. because the disk is full."""
+
+    exit_status = 1
 
 
 def fixed_settings(config: TrainConfig) -> dict[str, Any]:
@@ -189,10 +196,28 @@ def _check_resumable(folder: Path, resume: bool) -> None:
         )
 
 
+class _LogFile(logging.FileHandler):
+    """A log file without which a run goes on: that it cannot be written is said once, in a line."""
+
+    _is_failing = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  the name that logging gives it
+        error = sys.exc_info()[1]
+        if not self._is_failing:
+            self._is_failing = True
+            print(f"WARNING: {self.baseFilename} cannot be written: {error}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError:  # of what could not be written before
+            logging.Handler.close(self)
+
+
 def _log_to(path: Path, resources: ExitStack) -> None:
     """Also write to this file what the library logs from now on."""
     logger = logging.getLogger("moe_replay")
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     level = logger.level
     logger.addHandler(handler)

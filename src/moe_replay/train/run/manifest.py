@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import re
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,10 @@ Entries = dict[str, dict[str, Any]]
 
 class DamageError(MoeReplayError):
     """A file that is missing, or is not the one that was written."""
+
+
+class UnreadableError(MoeReplayError):
+    """A file that may be whole, but that this process cannot read."""
 
 
 # ---- on all ranks: each reads its share of the files -----------------------------------------------------------------
@@ -107,9 +112,13 @@ def check(folder: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise `DamageError` at the first file that is missing or has another content than its entry says."""
     for name, entry in entries.items():
         path = folder / name
-        if not path.is_file():
-            raise DamageError(f"{name} is missing")
-        size = path.stat().st_size
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise _damage(path, error) from error
+        if not stat.S_ISREG(found.st_mode):  # reading a pipe or a device may never end
+            raise DamageError(f"{name} is not a file")
+        size = found.st_size
         if size != entry["bytes"]:
             raise DamageError(f"{name} has another size", expected=f"{entry['bytes']} bytes", found=f"{size} bytes")
         if file_digest(path) != entry["digest"]:
@@ -127,16 +136,20 @@ def file_digest(path: Path) -> str:
 
 def _bytes(path: Path) -> bytes:
     try:
+        if not path.is_file():
+            raise DamageError(f"{path.name} is missing")
         return path.read_bytes()
     except OSError as error:
         raise _damage(path, error) from error
 
 
-def _damage(path: Path, error: OSError) -> Exception:
-    """Return the damage that an error in reading means; the error itself if it means none, e.g. no permission."""
-    if error.errno in (errno.ENOENT, errno.EISDIR, errno.ENOTDIR):
+def _damage(path: Path, error: OSError) -> MoeReplayError:
+    """Return what an error in reading means: damage, or only that this process cannot read it, e.g. no permission."""
+    if error.errno in (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP):
         return DamageError(f"{path.name} is missing")
-    return DamageError(f"{path.name} cannot be read: {error.strerror}") if error.errno == errno.EIO else error
+    if error.errno == errno.EIO:
+        return DamageError(f"{path.name} cannot be read: {error.strerror}")
+    return UnreadableError(f"{path} cannot be read: {error.strerror}", remedy="Make it readable for this user")
 
 
 def _digest_of_entries(files: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from moe_replay.errors import MoeReplayError
 from moe_replay.train.run.sinks.types import Metrics, SinkContext
 from moe_replay.utils.files import write_whole
+from moe_replay.utils.messages import one_line
 
 FILE = "metrics.jsonl"
 
@@ -30,15 +31,24 @@ class JsonLines:
         path = context.folder / FILE
         cut_lines(path, context.last_step)
         self._file = path.open("a", buffering=1, encoding="utf-8")
+        self._has_failed = False
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Append a line, which can be read at once."""
         line = {"step": step, "time": time.time(), **{name: _as_json(value) for name, value in metrics.items()}}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        try:
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        except OSError:
+            self._has_failed = True
+            raise
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file; what could not be written before is not reported again."""
+        try:
+            self._file.close()
+        except OSError:
+            if not self._has_failed:
+                raise
 
 
 # ---- the file -------------------------------------------------------------------------------------------------------
@@ -46,14 +56,21 @@ class JsonLines:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield every step of a metrics.jsonl; a last line that was cut short when a run was killed is skipped."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         try:
-            yield json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines) and not line.endswith("\n"):
+            step = json.loads(line)
+        except (ValueError, RecursionError) as error:  # neither JSON nor UTF-8, or nested too deeply
+            if number == len(lines) and not line.endswith(b"\n"):
                 return
-            raise MetricsError(f"{path}, line {number} is not JSON: {error}") from error
+            raise _damaged(path, number, f"is not JSON: {one_line(error)}") from error
+        if not isinstance(step, dict) or not isinstance(step.get("step"), int):
+            raise _damaged(path, number, "is not the metrics of a step")
+        yield step
+
+
+def _damaged(path: Path, number: int, what: str) -> MetricsError:
+    return MetricsError(f"{path}, line {number} {what}", remedy="Delete the line, or move the file away to resume")
 
 
 def cut_lines(path: Path, after: int) -> None:
