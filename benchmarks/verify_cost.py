@@ -3,8 +3,9 @@
 python benchmarks/verify_cost.py                    # a model of the proportions of Qwen3-30B-A3B, small, on the CPU
 python benchmarks/verify_cost.py --device cuda      # larger
 
-Watching a step needs the routers' own choice besides the replayed one (one more top-k a layer, in the micro-batch that
-is looked at), the sums of one micro-batch, and the verdict. Each is timed by itself; times are medians.
+Watching a step needs the routers' own choice besides the replayed one (one more top-k a layer), the sums of one
+micro-batch, and the verdict with its transfer to the host. Each is timed by itself; times are medians. A step is one
+micro-batch here; with more of them only the top-k is repeated.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import statistics
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 import moe_replay as mr
+from moe_replay.diagnostics.sequential import EvidenceHistory
 from moe_replay.diagnostics.verdict import judge
 from moe_replay.diagnostics.watch import AlignmentWatch
 
@@ -85,15 +88,16 @@ def main() -> None:
     seen: list[mr.RouteBatch] = []
     step(observe=True)
     native = seen.pop()
-    tables = [watch.measure(native, given, layout, 0)]
-    verdict = judge(tables[0])
+    sampled = np.tile(np.arange(shape["width"]) >= shape["width"] // 4, shape["batch"])
+    table, history = watch.measure(native, given, layout, 0, sampled), EvidenceHistory()
+    verdict = judge(table, history)
     assert verdict.aligned, verdict
     scores = torch.rand(layout.num_rows, shape["experts"], device=options.device)
 
     parts: dict[str, Callable[[], object]] = {
         "native top-k of all rows and layers": native_choice,
-        "watch.measure": lambda: watch.measure(native, given, layout, 1),
-        "judge": lambda: judge(tables[0].with_vector(tables[0].vector())),  # a new table: nothing is remembered
+        "watch.measure": lambda: watch.measure(native, given, layout, 1, sampled),
+        "judge": lambda: judge(table.with_vector(table.vector().cpu()), history),  # a new table: nothing is remembered
     }
     steps = [timed(lambda: step(observe=False)) for _ in range(options.repeats)]
     whole = statistics.median(steps)
@@ -101,9 +105,12 @@ def main() -> None:
         f"{shape['layers']} MoE layers, top {shape['top_k']} of {shape['experts']}, hidden {shape['hidden']}, "
         f"{shape['batch']} x {shape['width']} tokens, {options.device}; forward + backward with replay: {whole:.3f} s"
     )
-    for name, action in parts.items():
-        spent = statistics.median(timed(action) for _ in range(10 * options.repeats))
-        print(f"{name:40} {spent / whole:8.2%} of a step ({spent * 1e3:.2f} ms)")
+    spent = {
+        name: statistics.median(timed(action) for _ in range(10 * options.repeats)) for name, action in parts.items()
+    }
+    spent["together"] = sum(spent.values())
+    for name, seconds in spent.items():
+        print(f"{name:40} {seconds / whole:8.2%} of a step ({seconds * 1e3:.2f} ms)")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import moe_replay as mr
+from moe_replay.diagnostics.compare import compare
 from moe_replay.diagnostics.row_sample import NUM_PLACES, PROMPT, SAMPLED, SHIFTS, UNKNOWN, RowSample
 from moe_replay.diagnostics.sequential import FALSE_ALARMS, SHAPE, TALLY, EvidenceHistory, unit_evidence
 from moe_replay.diagnostics.verdict import Cause, judge
@@ -153,6 +154,32 @@ def test_a_fault_that_begins_late_is_refused_as_fast_as_one_from_the_beginning()
     assert (judge(wrong, fresh).status, judge(wrong, old).status) == ("misaligned", "misaligned")
     assert old.log10 == pytest.approx(fresh.log10, abs=0.5)
     assert old.steps <= 2  # the steps that the evidence is from
+
+
+VERIFIED = [  # fault, share, routers, cause
+    (completions_of_siblings, 0.1, {}, Cause.OTHER_SAMPLE),
+    (rows_of_siblings, 0.5, {}, Cause.OTHER_SAMPLE),
+    (rows_of_siblings, 0.2, {}, Cause.OTHER_SAMPLE),
+    (late_completions, 0.2, CLOSE, Cause.TOKEN_SHIFT),
+    (late_completions, 0.5, FEW, Cause.TOKEN_SHIFT),
+    (late_by_a_period, 1.0, {"period": 6}, Cause.TOKEN_SHIFT),
+    (every_second_token_foreign, 0, {}, Cause.OTHER_TOKENS),
+    (half_the_layers_of_two, 0, {}, Cause.OTHER_TOKENS),
+]
+
+
+@pytest.mark.parametrize(("plant", "share", "routers", "cause"), VERIFIED)
+def test_the_whole_comparison_finds_them_too(plant, share, routers, cause):
+    native, given = siblings(0, **routers)
+    assert compare(native, given).aligned
+    verdict = compare(native, plant(given, share, np.random.default_rng(0))).verdict
+    assert (verdict.status, verdict.cause) == ("misaligned", cause)
+
+
+def test_layers_and_samples_of_a_partial_fault_are_named():
+    native, given = siblings(0)
+    verdict = compare(native, half_the_layers_of_two(given, 0, np.random.default_rng(0))).verdict
+    assert (verdict.layers, verdict.samples) == ((1, 3, 5, 7), (1, 4))
 
 
 # ---- no alarm without a fault ----------------------------------------------------------------------------------------

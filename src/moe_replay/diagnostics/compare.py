@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from moe_replay.diagnostics.affected import affected_parts
 from moe_replay.diagnostics.causes import explain
 from moe_replay.diagnostics.evidence import Evidence
 from moe_replay.diagnostics.row_scores import RowScores, misrouted_rows, row_scores
@@ -77,20 +78,21 @@ def compare(native: Sequence[RouteTrace], given: Sequence[RouteTrace], *, width:
     else:
         scores = row_scores(ours, theirs, table.chance_on_device()[:, HERE])
         lost = np.flatnonzero(misrouted_rows(ours, theirs, scores, layout.starts))
+        wrong = verdict.layers or ours.layers
+        evidence = Evidence(
+            native=ours,
+            given=theirs,
+            starts=layout.starts,
+            chance=table.chance[:, HERE],
+            rows=np.flatnonzero(covered),
+            slots=np.array([ours.layers.index(layer) for layer in wrong]),
+            width=width,
+        )
         if verdict.status == "misaligned" or len(lost):
-            wrong = verdict.layers or ours.layers
-            in_all_layers = len(wrong) == len(ours.layers)
-            some_rows = in_all_layers and _only_these(lost, scores, np.flatnonzero(covered))
-            evidence = Evidence(
-                native=ours,
-                given=theirs,
-                starts=layout.starts,
-                chance=table.chance[:, HERE],
-                rows=lost if some_rows else np.flatnonzero(covered),
-                slots=np.array([ours.layers.index(layer) for layer in wrong]),
-                width=width,
-            )
-            verdict = _better(verdict, explain(evidence))
+            some_rows = len(wrong) == len(ours.layers) and _only_these(lost, scores, evidence.rows)
+            verdict = _better(verdict, explain(replace(evidence, rows=lost) if some_rows else evidence))
+        elif affected := affected_parts(evidence, layout):
+            verdict = explain(replace(evidence, rows=affected.rows, slots=affected.slots))
     share = float(theirs.valid.float().mean()) if theirs.valid.numel() else 0.0
     return VerifyReport(verdict=verdict, table=table, covered=share, notes=tuple(_gaps(given)))
 

@@ -88,6 +88,17 @@ class RowSample:
         """(U, M) bool: where there is a row."""
         return self.rows != PADDING
 
+    def part(self, first: int, last: int) -> RowSample:
+        """Return the units from `first` up to `last`."""
+        units = slice(first, last)
+        return RowSample(
+            rows=self.rows[units],
+            sequence=self.sequence[units],
+            segment=self.segment[units],
+            places=self.places[:, units],
+            controls=self.controls[:, units],
+        )
+
 
 def _split(
     layout: TokenLayout, own: np.ndarray, each: int, sampled: np.ndarray | None, chance: np.random.Generator
