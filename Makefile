@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 WORKERS ?= 2
+KILLS ?= 20
 # A file of tests runs in one worker, so that what its tests share is made once; those that take long come first.
 # Not loadgroup: with pytest 9.2, pytest-xdist 3.8 ignores its groups without a word.
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -18,7 +19,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train docs test test-quick lint types unit test-transformers4 test-transformers-between test-sglang test-megatron-versions format bench clean
+.PHONY: help train docs test test-quick test-faults lint types unit test-transformers4 test-transformers-between test-sglang test-megatron-versions format bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-26s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +50,10 @@ unit: .venv/.ready ## Tests on transformers 5.x
 test-quick: .venv/.ready ## Tests that start no engine, no ranks and no training: an answer in three minutes
 	@echo "==> quick tests"
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(PARALLEL) -m "not slow and not distributed and not engine"
+
+test-faults: .venv/.ready ## Kills at random moments with the real vLLM, and what is left of it; KILLS times each. Minutes, and not part of `make test`
+	@echo "==> faults"
+	MOE_REPLAY_KILLS=$(KILLS) OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/faults
 
 test-transformers4: .venv-tf4/.ready ## Tests of what depends on transformers, on 4.57
 	@echo "==> tests on transformers 4.57"

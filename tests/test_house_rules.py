@@ -82,6 +82,9 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "patched_class": {
         "src/moe_replay/megatron/cpu/patches.py": "Megatron-Core asks for CUDA where it needs none; undone on leaving",
     },
+    "eager_import": {
+        "src/moe_replay/rollout/vllm_processes.py": "classes that vLLM imports by name, in processes of its own",
+    },
     "long_file": {
         "src/moe_replay/routes/trace.py": "one value: what a trace may be, and every way a rollout makes it grow",
     },

@@ -47,10 +47,11 @@ class RolloutCommand:
     """More of the engine's own options, e.g. --engine-options tensor_parallel_size 2 enable_sleep_mode True."""
 
     def __call__(self) -> None:
-        """Start the engine and serve requests until interrupted."""
+        """Start the engine and serve requests until a signal, then return."""
         try:
-            import uvicorn
+            import uvicorn  # noqa: F401  looked for before the engine is started
 
+            from moe_replay.rollout.serve import Server, listening
             from moe_replay.rollout.server_app import build_app
         except ImportError as missing:
             raise MissingExtraError(
@@ -61,13 +62,8 @@ class RolloutCommand:
         if not token:
             token = secrets.token_urlsafe(32)
             print(f"token: {token}", flush=True)
-        engine = self._start()
-        try:
-            uvicorn.run(
-                build_app(engine, token, self.max_requests), host=self.host, port=self.port, log_level="warning"
-            )
-        finally:
-            engine.close()
+        with listening(self.host, self.port) as opened:
+            Server(opened).run(self._start, lambda engine: build_app(engine, token, self.max_requests))
 
     def _start(self) -> Engine:
         if engine_spec(self.engine, key="--engine").is_server:

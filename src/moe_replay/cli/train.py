@@ -73,8 +73,14 @@ class TrainCommand:
             raise
         from moe_replay.report.run_report import write_run_report
         from moe_replay.train.loop import train
+        from moe_replay.train.run.interruption import INTERRUPTED_STATUS, InterruptHandler
 
-        train(config, write_report=write_run_report)
+        with InterruptHandler(ends_process=True) as interruption:
+            folder = train(config, write_report=write_run_report, interruption=interruption)
+        if interruption.stopped_after is not None:
+            if is_rank_0:
+                print(f"interrupted; to resume: moe-replay train {folder / 'config.toml'}", file=sys.stderr)
+            sys.exit(INTERRUPTED_STATUS)
 
     def _config(self) -> TrainConfig:
         try:

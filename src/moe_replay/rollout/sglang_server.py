@@ -7,7 +7,6 @@ request. `Session` keeps the routes that it has and adds the new ones.
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -29,6 +28,7 @@ from moe_replay.rollout.weights import packed, safetensors_files
 from moe_replay.rollout.weights_id import CurrentWeights, WeightsLedger
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
+from moe_replay.utils.processes import owned_folder
 
 CHUNK_BYTES = 2**30
 
@@ -250,10 +250,10 @@ class SglangServer(HttpClient):
         if isinstance(weights, Path):
             self._update(weights, version, probe, weights_id)
             return
-        with tempfile.TemporaryDirectory(dir=self._shared_folder, prefix="moe-replay-") as folder:
+        with owned_folder(self._shared_folder) as folder:
             for number, chunk in enumerate(packed(weights, CHUNK_BYTES)):
                 Path(folder, f"model-{number:05d}.safetensors").write_bytes(chunk)
-            self._update(Path(folder), version, probe, weights_id)
+            self._update(folder, version, probe, weights_id)
 
     def _update(self, folder: Path, version: int, probe: Probe | None, weights_id: str) -> None:
         safetensors_files(folder)

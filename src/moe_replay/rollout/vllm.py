@@ -25,6 +25,7 @@ from moe_replay.rollout.weights import as_files, packed, safetensors_files
 from moe_replay.rollout.weights_id import CurrentWeights
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
+from moe_replay.utils.processes import list_shared_files, owned_folder
 
 # Variables by which a launcher tells a trainer its process group: the engine's own processes form another group.
 _LAUNCHER_VARIABLES = (
@@ -85,8 +86,10 @@ class VllmEngine(AsyncSampler):
         super().__init__("vllm")
         with ExitStack() as undo:
             undo.callback(self._loop.close)
+            notes = undo.enter_context(owned_folder())
             self._llm = self._loop.run(self._start(arguments))
-            undo.pop_all()
+            list_shared_files(notes)
+            self._resources = undo.pop_all()
         config = self._llm.model_config
         self.max_length: int = config.max_model_len
         self.vocab_size: int = config.get_vocab_size()
@@ -142,10 +145,10 @@ class VllmEngine(AsyncSampler):
         return AsyncEngineArgs(**defaults | options | fixed)
 
     async def _start(self, arguments: Any) -> Any:
-        from vllm.v1.engine.async_llm import AsyncLLM
+        from moe_replay.rollout.vllm_processes import start_llm
 
         try:
-            llm = AsyncLLM.from_engine_args(arguments)
+            llm = start_llm(arguments)
         except (ValueError, NotImplementedError, AssertionError, RuntimeError) as failure:
             raise EngineError(
                 f"{self.name} did not start with routes: {failure}",
@@ -342,8 +345,8 @@ class VllmEngine(AsyncSampler):
         """End vLLM's processes."""
         if not self._closed:
             self._closed = True
-            self._loop.run(self._shutdown())
-            self._loop.close()
+            with self._resources:
+                self._loop.run(self._shutdown())
 
     async def _shutdown(self) -> None:
         self._llm.shutdown()

@@ -6,10 +6,13 @@ instead of raising: an exception of a worker arrives as a bare `Exception` witho
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from moe_replay.utils.processes import end_with_parent
 
 OK = ""
 
@@ -20,6 +23,13 @@ class WeightUpdates:
     model_runner: Any  # vLLM's
     vllm_config: Any
     replay_updating: bool = False
+
+    def __new__(cls, *arguments: Any, **options: Any) -> WeightUpdates:
+        """Make the worker end with the process that started it, before it takes any memory."""
+        parent = multiprocessing.parent_process()
+        if parent is not None and parent.pid is not None:
+            end_with_parent(parent.pid)
+        return super().__new__(cls)
 
     def replay_allow_amx(self) -> str:
         """Request permission for AMX tile registers, which vLLM's bfloat16 attention uses without requesting it.

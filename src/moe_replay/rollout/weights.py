@@ -6,10 +6,11 @@ checkpoints, so weights are sent in that form.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from moe_replay.errors import EngineError
 from moe_replay.rollout.types import Weights
+from moe_replay.utils.processes import owned_folder
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -61,12 +63,19 @@ def packed(weights: NamedTensors, chunk_bytes: int) -> Iterator[bytes]:
 
 
 def as_files(chunks: Iterable[bytes]) -> Iterator[Path]:
-    """Yield each chunk as a file in shared memory, deleted when the next one is requested.
+    """Yield each chunk as a file in memory for the processes of this machine, deleted when the next one is requested.
 
-    Each has its own name, so a reader that still has the last one mapped is not disturbed.
+    On Linux the file has no name in any folder: it is gone with this process, however that ends, and /dev/shm, which
+    containers keep small, is not used. A reader that still has the last one mapped is not disturbed.
     """
-    memory = Path("/dev/shm")
-    with TemporaryDirectory(dir=memory if memory.is_dir() else None, prefix="moe-replay-") as folder:
+    if sys.platform == "linux":
+        for number, chunk in enumerate(chunks):
+            with os.fdopen(os.memfd_create(f"moe-replay weights {number}"), "wb") as memory:
+                memory.write(chunk)
+                memory.flush()
+                yield Path(f"/proc/{os.getpid()}/fd/{memory.fileno()}")
+        return
+    with owned_folder() as folder:
         for number, chunk in enumerate(chunks):
             file = Path(folder, f"{number}.safetensors")
             file.write_bytes(chunk)

@@ -86,16 +86,21 @@ class Job:
     @classmethod
     @contextmanager
     def open(
-        cls, config: TrainConfig, engine: Engine | None = None, write_report: ReportWriter | None = None
+        cls,
+        config: TrainConfig,
+        engine: Engine | None = None,
+        write_report: ReportWriter | None = None,
+        interruption: InterruptHandler | None = None,
     ) -> Iterator[Job]:
         """Open backend and engine, resume from a checkpoint if there is one, and sync the weights."""
         with ExitStack() as stack:
+            interruption = interruption or stack.enter_context(InterruptHandler())
+            launch.end_with_launcher()
             device = launch.choose_device(config)
             stack.enter_context(launch.process_group(device))
             rng.seed(config.seed)
             run = stack.enter_context(Run.open(config))
             progress = stack.enter_context(ConsoleProgress(config.steps))
-            interruption = stack.enter_context(InterruptHandler())
             sources = _sources_on_all_ranks(config, progress)
             backend = launch.open_backend(config, sources.model, device)
             stack.callback(backend.close)
@@ -155,11 +160,12 @@ class Job:
         self.sync_weights(version=self.completed_steps)  # shows at once whether the engine accepts them
 
     def finish(self) -> Path:
-        """Save, write the report, and return the folder of the run."""
-        self.save(self.completed_steps)
+        """Save, write the report, and return the folder of the run; nothing is saved before the first step."""
+        if self.completed_steps:
+            self.save(self.completed_steps)
         if rank() == 0:
             self._progress.message(f"run: {self._run.folder}")
-            if self._write_report is not None:
+            if self._write_report is not None and self.completed_steps:
                 self._progress.message(f"report: {self._report(self._write_report)}")
         return self._run.folder
 
@@ -313,7 +319,8 @@ class Job:
                 remedy="Look at mismatch/* and loss/* of the last steps; lower optim.lr, or set algorithm.correction",
             )
         if self._interruption.stop_requested(self.backend.device):
-            self._progress.message("interrupted: saving")
+            self._progress.message("interrupted: saving" if step else "interrupted before the first step")
+            self._interruption.stopped_after = step if step < self.config.steps else None
             return True
         return False
 

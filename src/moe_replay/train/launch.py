@@ -12,6 +12,7 @@ import torch.distributed as dist
 from moe_replay.errors import MoeReplayError
 from moe_replay.train.backends.base import Backend
 from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.utils.processes import on_end_of_parent
 
 
 class LaunchError(MoeReplayError):
@@ -30,6 +31,17 @@ def choose_device(config: TrainConfig) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
+
+
+def end_with_launcher() -> None:
+    """End this rank when the agent of torchrun that started it is gone: nobody else would."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        on_end_of_parent(_end)
+
+
+def _end() -> None:
+    os.write(2, f"rank {os.environ.get('RANK')}: torchrun is gone: ending\n".encode())
+    os._exit(1)
 
 
 @contextmanager

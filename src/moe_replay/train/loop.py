@@ -8,15 +8,24 @@ from moe_replay.rollout.engine import Engine
 from moe_replay.train.clock import Clock
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.job import Job, ReportWriter
+from moe_replay.train.run.interruption import InterruptHandler
 
 
-def train(config: TrainConfig, engine: Engine | None = None, write_report: ReportWriter | None = None) -> Path:
+def train(
+    config: TrainConfig,
+    engine: Engine | None = None,
+    write_report: ReportWriter | None = None,
+    interruption: InterruptHandler | None = None,
+) -> Path:
     """Train as configured, on all ranks that the launcher has started; return the folder of the run.
 
     `engine` is used in place of the one that the config names; the caller closes it.
     `write_report` is called on rank 0 with the folder of the finished run (see `moe_replay.report.run_report`).
+    `interruption`, if given, is open already; its `stopped_after` says whether a signal has ended the run early.
     """
-    with Job.open(config, engine, write_report) as job:
+    with Job.open(config, engine, write_report, interruption) as job:
+        if job.should_stop(job.completed_steps):
+            return job.finish()
         for step in range(job.completed_steps + 1, config.steps + 1):
             metrics, clock = job.learner.new_metrics(), Clock()
 

@@ -1,20 +1,26 @@
-"""Ctrl-C and SIGTERM: finish and save the current step first."""
+"""Ctrl-C, SIGTERM and SIGHUP: finish and save the current step first."""
 
 from __future__ import annotations
 
 import signal
-import threading
-from types import FrameType, TracebackType
-from typing import Any
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from moe_replay.utils.signals import EndSignals
+
+INTERRUPTED_STATUS = 75
+"""Exit status of a run that a signal stopped after a step, saved: the same command resumes it (EX_TEMPFAIL)."""
 
 
 class InterruptHandler:
-    """While open, the first signal only sets a flag that the loop checks after each step; the second one interrupts.
+    """While open, the first signal only sets a flag that the loop checks after each step.
+
+    Inside a program of the user's own the second one raises KeyboardInterrupt, and the third ends the process. With
+    `ends_process`, as in the command line, the second one ends it, whatever it waits for.
+
+    stopped_after   the step after which the flag has ended the run, if it has
 
     with InterruptHandler() as interrupts:
         for step in ...:
@@ -23,21 +29,22 @@ class InterruptHandler:
                 break
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ends_process: bool = False) -> None:
+        self.stopped_after: int | None = None
         self._received = False
-        self._previous: dict[signal.Signals, Any] = {}
+        self._ends_process = ends_process
+        farewell = "ended without saving; the run resumes from its newest checkpoint"
+        self._signals = EndSignals(self._handle, end_after=2 if ends_process else 3, farewell=farewell)
 
     def __enter__(self) -> InterruptHandler:
-        if threading.current_thread() is threading.main_thread():  # Python allows it in no other thread
-            self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self._signals.__enter__()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._signals.__exit__(kind, error, traceback)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._received:
+    def _handle(self, number: signal.Signals, count: int) -> None:
+        if self._received and not self._ends_process:
             raise KeyboardInterrupt
         self._received = True
 

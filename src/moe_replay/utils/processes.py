@@ -1,0 +1,167 @@
+"""Processes that end with their parent, and what a process that was killed has left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 1.0  # where the system cannot report the end of a process
+
+
+def end_with_parent(parent: int) -> None:
+    """Have Linux kill this process when the thread that started it ends, or its process; now if it has.
+
+    parent   process id of the one that started it
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the call
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def on_end_of_parent(then: Callable[[], None]) -> threading.Thread:
+    """Call `then` when the parent of this process ends, in a thread of its own."""
+    watch = threading.Thread(target=_wait_for_parent, args=(os.getppid(), then), name="parent watch", daemon=True)
+    watch.start()
+    return watch
+
+
+def _wait_for_parent(parent: int, then: Callable[[], None]) -> None:
+    try:
+        descriptor = os.pidfd_open(parent)
+    except (AttributeError, OSError):  # not Linux, or it is gone already
+        while os.getppid() == parent:
+            time.sleep(_POLL_S)
+    else:
+        if os.getppid() == parent:
+            select.select([descriptor], [], [])
+        os.close(descriptor)
+    then()
+
+
+def leave_process_group() -> None:
+    """Move this process to a group of its own, which signals of the terminal do not reach."""
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+
+
+# ---- leftovers ------------------------------------------------------------------------------------------------------
+
+_LIST = "shared-memory"
+_SHARED = Path("/dev/shm")
+_SHARED_NAME = r"(?:psm_|sem\.mp-)[\w-]+"
+_OWNED = re.compile(r"moe-replay-(?P<host>[0-9a-z]+)-(?P<pid>\d+)-(?P<start>\d+)-.*")
+
+
+@contextmanager
+def owned_folder(parent: Path | None = None) -> Iterator[Path]:
+    """Make a temporary folder that is named after this process, and remove those of processes that are gone."""
+    parent = Path(tempfile.gettempdir()) if parent is None else parent
+    clear_leftovers(parent)
+    prefix = f"moe-replay-{_host()}-{os.getpid()}-{start_time(os.getpid()) or 0}-"
+    with tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as folder:
+        yield Path(folder)
+
+
+def clear_leftovers(parent: Path) -> list[Path]:
+    """Remove this user's folders of `owned_folder` whose process on this machine is gone; return them.
+
+    With each go the files in shared memory that it lists and no process uses.
+    """
+    found = [(path, _OWNED.fullmatch(path.name)) for path in parent.glob("moe-replay-*") if _is_own(path)]
+    dead = [path for path, name in found if name is not None and name["host"] == _host() and not _alive(name)]
+    for path in dead:
+        _remove_shared_files(path / _LIST)
+        shutil.rmtree(path, ignore_errors=True)  # another process may be removing it too
+    return dead
+
+
+def list_shared_files(folder: Path) -> None:
+    """Write the names of the files in shared memory that this process and those below it use to an `owned_folder`.
+
+    A resource tracker of Python removes them, unless it is killed together with everything else.
+    """
+    names = {name for pid in [os.getpid(), *_descendants(os.getpid())] for name in shared_files(pid)}
+    (folder / _LIST).write_text("\n".join(sorted(names)), encoding="utf-8")
+
+
+def shared_files(pid: int) -> set[str]:
+    """Return the names in /dev/shm of Python's shared memory and semaphores that a process has mapped."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return set()
+    return set(re.findall(rf"{_SHARED}/({_SHARED_NAME})$", maps, re.MULTILINE))
+
+
+def _remove_shared_files(listed: Path) -> None:
+    if not listed.is_file():
+        return
+    names = set(re.findall(rf"^{_SHARED_NAME}$", listed.read_text(encoding="utf-8", errors="replace"), re.MULTILINE))
+    used = {name for path in Path("/proc").glob("[0-9]*") for name in shared_files(int(path.name))} if names else set()
+    for name in names - used:
+        with suppress(OSError):  # removed already, or of another user
+            (_SHARED / name).unlink()
+
+
+def _descendants(pid: int) -> list[int]:
+    children: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            children += map(int, task.read_text().split())
+    return children + [below for child in children for below in _descendants(child)]
+
+
+def _is_own(path: Path) -> bool:
+    try:
+        return path.lstat().st_uid == os.getuid() and not path.is_symlink()
+    except OSError:
+        return False  # removed meanwhile
+
+
+def _alive(name: re.Match[str]) -> bool:
+    now = start_time(int(name["pid"]))
+    if now is None:
+        return _exists(int(name["pid"]))
+    return now == int(name["start"])
+
+
+def _exists(pid: int) -> bool:
+    if sys.platform == "linux":
+        return False  # its start time would be known
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def start_time(pid: int) -> int | None:
+    """Return when a process started, in ticks since the system did; None if there is no such process, or not Linux.
+
+    A process id is given again to a later process; the two together are not.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def _host() -> str:
+    return re.sub("[^0-9a-z]", "", socket.gethostname().lower()) or "host"

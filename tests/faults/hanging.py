@@ -1,0 +1,13 @@
+"""What users write and runs hang in; each says so first."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    """Never returns."""
+    print("hanging", flush=True)
+    threading.Event().wait()
+    return [0.0 for _ in completions]

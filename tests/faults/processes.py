@@ -1,0 +1,113 @@
+"""Processes of a test: what they have started, and waiting until it is gone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from moe_replay.utils.processes import shared_files, start_time
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 600.0  # only ends what hangs
+
+
+class Process(NamedTuple):
+    """A process, told from a later one with the same number."""
+
+    pid: int
+    started: int | None
+
+    @property
+    def alive(self) -> bool:
+        if self.started is None or start_time(self.pid) != self.started:
+            return False
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def process(pid: int) -> Process:
+    return Process(pid, start_time(pid))
+
+
+def descendants(pid: int) -> list[Process]:
+    """All processes below one, however deep."""
+    parents: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                stat = (folder / "stat").read_text(errors="replace")
+            except OSError:
+                continue  # it ended meanwhile
+            parents.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(folder.name))
+    found, below = [], [pid]
+    while below:
+        below = [child for each in below for child in parents.get(each, [])]
+        found += [process(child) for child in below]
+    return found
+
+
+def title(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+
+
+def wait_until_gone(processes: Iterable[Process]) -> list[Process]:
+    """Those that still live when the limit is over: none, or the test fails."""
+    left, end = list(processes), time.monotonic() + 120.0
+    while left and time.monotonic() < end:
+        left = [each for each in left if each.alive]
+        time.sleep(0.05)
+    return left
+
+
+def wait_for_line(stream: IO[str], start: str) -> str:
+    """Read until a line begins so, spaces aside; a stream that ends before fails the test."""
+    seen = []
+    for line in stream:
+        seen.append(line)
+        if " ".join(line.split("\r")[-1].split()).startswith(start):
+            return line
+    raise AssertionError(f"no line {start!r} in:\n{''.join(seen)}")
+
+
+def start_python(code: str, *arguments: str, **options: object) -> subprocess.Popen[str]:
+    """Run a program in a Python of its own, in a process group of its own, with its output as a pipe."""
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def start_command(*words: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    """Run `moe-replay`, in a process group of its own; output and errors are one pipe."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "moe_replay.cli.main", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | (environment or {}),
+    )
+
+
+def shared_memory(processes: Iterable[Process]) -> set[Path]:
+    """Files in shared memory that any of these processes uses."""
+    return {Path("/dev/shm", name) for each in processes for name in shared_files(each.pid)}
+
+
+def wait_until_removed(files: Iterable[Path]) -> list[Path]:
+    """Those that still exist when the limit is over: none, or the test fails."""
+    left, end = list(files), time.monotonic() + 120.0
+    while left and time.monotonic() < end:
+        left = [each for each in left if each.exists()]
+        time.sleep(0.05)
+    return left

@@ -1,0 +1,138 @@
+"""Ctrl-C, SIGTERM and SIGHUP: the first one saves, the second one ends whatever hangs. vLLM: test_vllm_processes.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_replay.train.config.file import to_toml
+from moe_replay.train.run.interruption import INTERRUPTED_STATUS
+from tests.faults.processes import LIMIT_S, ROOT, start_command, start_python, wait_for_line
+from tests.train.runs import tiny_config
+
+
+def recipe(demo_files: Any, folder: Path, **overrides: Any) -> str:
+    config = tiny_config(demo_files.model, demo_files.train, folder / "run", **overrides)
+    path = folder / "recipe.toml"
+    path.write_text(to_toml(config))
+    return str(path)
+
+
+def test_a_signal_saves_the_step_and_the_run_resumes(demo_files: Any, tmp_path: Path) -> None:
+    """With a status of its own, for each of the signals; the run goes on where it was."""
+    made = recipe(demo_files, tmp_path, steps=40, replay={"compare_every": 0}, checkpoint={"every": 0})
+    reached = 0
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+        with start_command("train", made) as run:
+            assert run.stdout is not None
+            wait_for_line(run.stdout, f"step {reached + 1}/40")
+            run.send_signal(number)
+            rest = run.stdout.read()
+            assert run.wait(LIMIT_S) == INTERRUPTED_STATUS == 75, rest
+        (checkpoint,) = [path for path in (tmp_path / "run/checkpoints").iterdir() if path.name > f"step-{reached:08d}"]
+        reached = int(checkpoint.name.removeprefix("step-"))
+        assert 0 < reached < 40
+        assert "to resume: moe-replay train" in rest
+
+
+def test_a_second_signal_ends_a_run_that_hangs(demo_files: Any, tmp_path: Path) -> None:
+    made = recipe(demo_files, tmp_path, reward={"functions": ["tests.faults.hanging:reward"]})
+    with start_command("train", made) as run:
+        assert run.stdout is not None
+        wait_for_line(run.stdout, "hanging")
+        run.send_signal(signal.SIGINT)
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(LIMIT_S) in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+        assert "ended without saving" in run.stdout.read()
+
+
+# Locks a mutex twice: a wait that signals do not interrupt, as in a collective with a rank that is gone.
+DEADLOCK = """
+import ctypes, sys
+from moe_replay.train.run.interruption import InterruptHandler
+
+with InterruptHandler(ends_process=sys.argv[1] == "command"):
+    lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(128)
+    lock(mutex)
+    print("ready", flush=True)
+    lock(mutex)
+"""
+
+
+@pytest.mark.parametrize(("where", "signals"), [("command", 2), ("program", 3)])
+def test_a_main_thread_that_never_returns_to_python_is_ended(where: str, signals: int) -> None:
+    with start_python(DEADLOCK, where, stderr=subprocess.DEVNULL) as stuck:
+        assert stuck.stdout is not None
+        wait_for_line(stuck.stdout, "ready")
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)[:signals]:
+            assert stuck.poll() is None
+            stuck.send_signal(number)
+        assert stuck.wait(LIMIT_S) > 128
+
+
+FORKED = """
+import os, signal, time
+from moe_replay.train.run.interruption import InterruptHandler
+
+with InterruptHandler(ends_process=True) as interruption:
+    ready, done = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(ready[1], b".")
+        os.read(done[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+        os.kill(child, number)
+        time.sleep(0.2)
+    os.write(done[1], b".")
+    os.waitpid(child, 0)
+    print("not mine", interruption._received, flush=True)
+"""
+
+
+def test_signals_of_a_forked_child_are_not_the_parents() -> None:
+    """A child has the handlers of its parent, until it sets its own."""
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S)
+    assert (done.returncode, done.stdout.strip()) == (0, "not mine False"), done.stderr
+
+
+IGNORED = """
+import os, signal
+from moe_replay.train.run.interruption import InterruptHandler
+
+with InterruptHandler(ends_process=True) as interruption:
+    os.kill(os.getpid(), signal.SIGHUP)
+    os.kill(os.getpid(), signal.SIGHUP)
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("noted", interruption._received)
+"""
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IGNORED],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=LIMIT_S,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "noted True"), done.stderr
+
+
+def test_handlers_and_the_wakeup_descriptor_are_restored() -> None:
+    from moe_replay.train.run.interruption import InterruptHandler
+
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    with InterruptHandler() as interruption:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert interruption._received
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+    assert signal.set_wakeup_fd(-1) == -1

@@ -1,0 +1,146 @@
+"""The real vLLM under signals and kills: it finishes the step, and nothing of it outlives the process it serves.
+
+Three starts of vLLM; `make test-faults` adds kills at random moments, with counts.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.faults.processes import (
+    LIMIT_S,
+    Process,
+    descendants,
+    process,
+    shared_memory,
+    start_command,
+    title,
+    wait_for_line,
+    wait_until_gone,
+    wait_until_removed,
+)
+from tests.faults.test_signals import recipe
+from tests.ports import reserved_port
+from tests.real_vllm.conftest import NEEDS_VLLM
+
+pytest.importorskip("vllm", reason=NEEDS_VLLM)
+pytestmark = pytest.mark.engine
+
+ENGINE: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 2**26}
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "MOE_REPLAY_TOKEN": "secret"}
+
+
+def engine_core(pid: int) -> Process:
+    """The process in which vLLM computes."""
+    (found,) = [each for each in descendants(pid) if "EngineCore" in title(each.pid)]
+    return found
+
+
+def vllm_recipe(demo_files: Any, folder: Path, **overrides: Any) -> str:
+    rollout = {"engine": "vllm", "dtype": "float32", "options": ENGINE}
+    return recipe(demo_files, folder, rollout=rollout, replay={"compare_every": 0}, **overrides)
+
+
+def start_training(made: str) -> subprocess.Popen[str]:
+    return start_command("train", made, environment=QUIET)
+
+
+def start_server(demo_files: Any, port: int) -> subprocess.Popen[str]:
+    words = ["rollout", "--model", str(demo_files.model), "--dtype", "float32", "--max-length", "64"]
+    options = [str(word) for pair in ENGINE.items() for word in pair]
+    return start_command(*words, "--port", str(port), "--engine-options", *options, environment=QUIET)
+
+
+def wait_until_healthy(server: subprocess.Popen[str], port: int) -> None:
+    while server.poll() is None:
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/health", timeout=60).is_success:
+                return
+        except httpx.TransportError:
+            time.sleep(0.2)
+    raise AssertionError(f"the server did not start: {server.stdout.read() if server.stdout else ''}")
+
+
+def test_ctrl_c_and_a_second_signal(demo_files: Any, tmp_path: Path) -> None:
+    """Ctrl-C reaches the whole process group and the step is saved; then an engine that hangs, and two signals."""
+    made = vllm_recipe(demo_files, tmp_path, steps=40, checkpoint={"every": 0})
+    with start_training(made) as run:
+        assert run.stdout is not None
+        wait_for_line(run.stdout, "step 1/40")
+        below, core = descendants(run.pid), engine_core(run.pid)
+        files = shared_memory(below)
+        assert os.getpgid(core.pid) != os.getpgid(run.pid)
+        os.killpg(run.pid, signal.SIGINT)
+        rest = run.stdout.read()
+        assert run.wait(LIMIT_S) == 75, rest
+    assert wait_until_gone(below) == []
+    (checkpoint,) = (tmp_path / "run/checkpoints").iterdir()
+    assert checkpoint.name > "step-00000000"
+    with start_training(made) as run:
+        assert run.stdout is not None
+        wait_for_line(run.stdout, f"step {int(checkpoint.name.removeprefix('step-')) + 1}/40")
+        below, core = descendants(run.pid), engine_core(run.pid)
+        files |= shared_memory(below)
+        os.kill(core.pid, signal.SIGSTOP)  # whatever waits for it waits forever
+        run.send_signal(signal.SIGTERM)
+        time.sleep(1)  # it does not end by the first one
+        assert run.poll() is None
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(LIMIT_S) == 128 + signal.SIGTERM
+    assert wait_until_gone(below) == []
+    assert wait_until_removed(files) == []
+
+
+def test_sigterm_ends_a_server_and_its_engine(demo_files: Any, port: int) -> None:
+    with start_server(demo_files, port) as server:
+        wait_until_healthy(server, port)
+        below = descendants(server.pid)
+        files = shared_memory(below)
+        assert engine_core(server.pid) in below
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(LIMIT_S) == 0
+    assert wait_until_gone(below) == []
+    assert wait_until_removed(files) == []
+
+
+# ---- make test-faults -----------------------------------------------------------------------------------------------
+
+KILLS = int(os.environ.get("MOE_REPLAY_KILLS", "0"))
+
+
+@pytest.mark.skipif(not KILLS, reason="`make test-faults` runs it")
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("victim", ["trainer", "server"])
+def test_kills_at_random_moments_leave_nothing(
+    victim: str, demo_files: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By SIGKILL, from the moment on that the first process below it exists, during vLLM's start and afterwards."""
+    drawn = random.Random(0)
+    made = vllm_recipe(demo_files, tmp_path, steps=1000, checkpoint={"every": 1, "keep": 2})
+    for number in range(KILLS):
+        with reserved_port() as port:
+            begin: Callable[[], subprocess.Popen[str]] = (
+                (lambda: start_training(made)) if victim == "trainer" else (lambda: start_server(demo_files, port))
+            )
+            with begin() as run:
+                while run.poll() is None and not descendants(run.pid):
+                    time.sleep(0.05)
+                time.sleep(drawn.uniform(0, 60))
+                below = [*descendants(run.pid), process(run.pid)]
+                files = shared_memory(below)
+                run.kill()
+                run.wait(LIMIT_S)
+        assert wait_until_gone(below) == []
+        assert wait_until_removed(files) == []
+        with capsys.disabled():
+            print(f"{victim}: killed {number + 1} of {KILLS}, {len(below) - 1} processes below it, none left")
