@@ -123,6 +123,28 @@ def test_a_later_hook_that_swaps_rows(model, replay, batch, inner):
     assert torch.equal(recording.batch().fed_token_ids, IDS.flip(0).int())
 
 
+def test_a_later_hook_that_swaps_rows_in_place(model, replay, batch):
+    def swap(module, args):
+        args[0].copy_(args[0].flip(0))
+
+    model.register_forward_pre_hook(swap)
+    with torch.no_grad(), pytest.raises(mr.AlignmentError, match="another token"), replay.replay(batch):
+        model(IDS.clone())
+
+
+@pytest.mark.parametrize("context", ["replay", "record"])
+def test_a_forward_that_stopped_half_way(model, replay, batch, context):
+    model.model.layers[2].register_forward_pre_hook(fail)
+    opened = replay.replay(batch) if context == "replay" else replay.record()
+    with (
+        torch.no_grad(),
+        pytest.raises(mr.errors.ReplayStateError, match=r"did not run .*\[layer 2, 3\]"),
+        opened,
+        pytest.raises(RuntimeError, match="planted"),
+    ):
+        model(IDS)
+
+
 def test_the_decoder_called_as_a_module(model, replay, batch):
     with torch.no_grad(), replay.replay(batch):
         model.model(IDS)

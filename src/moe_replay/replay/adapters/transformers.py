@@ -82,9 +82,7 @@ def _decoder_name(
     owners = {name: _config_of(modules[outer] for outer in _outwards(name)) for name in outermost}
     of_type = [name for name, config in owners.items() if getattr(config, "model_type", "") == model_type]
     candidates = of_type or outermost
-    if (
-        len(candidates) > 1
-    ):  # granitemoe_swa has a list of rotary embeddings, as long as that of its layers if both are 1
+    if len(candidates) > 1:  # granitemoe_swa of one layer has a list of one rotary embedding beside it
         candidates = [name for name in candidates if any(is_inside(router, name) for router in routers)] or candidates
     if len(candidates) != 1:
         raise UnsupportedRouterError(
