@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -65,17 +66,21 @@ def test_ranks_end_with_the_agent_of_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_server_and_closes_its_engine(number: signal.Signals, port: int) -> None:
     pytest.importorskip("tyro")
     pytest.importorskip("uvicorn")
     words = ["rollout", "--model", "none", "--engine", "tests.faults.engines:start", "--port", str(port)]
+    words += ["--limits.header-s", "0.5"]
     with start_command(*words, environment={"MOE_REPLAY_TOKEN": "secret"}) as server:
         assert server.stdout is not None
         engine = process(int(wait_for_line(server.stdout, "engine ").split()[1]))
         while not answers(port):
             assert server.poll() is None
             time.sleep(0.1)
+        with socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as slow:
+            slow.sendall(b"GET /health HTTP/1.1\r\nHost: ")  # and no more
+            assert slow.recv(1) == b""
         server.send_signal(number)
         rest = server.stdout.read()  # until everything that can write to it is gone
         assert server.wait(LIMIT_S) == 0, rest

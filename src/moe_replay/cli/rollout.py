@@ -12,6 +12,7 @@ from typing_extensions import Doc
 from moe_replay.errors import EngineError, MissingExtraError
 from moe_replay.rollout.engine import TOKEN_VARIABLE, Engine, StartRequest
 from moe_replay.rollout.registry import ENGINES, engine_spec, start_engine
+from moe_replay.rollout.request_limits import RequestLimits
 from moe_replay.utils.secrets import find_token
 
 SERVED = [name for name, spec in ENGINES.items() if not spec.is_server]
@@ -43,6 +44,8 @@ class RolloutCommand:
     """Prompts sampled at once; further requests are answered with 503."""
     weight_version: int = 0
     """Version of the weights in `model`."""
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    """What one client may ask for."""
     engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)
     """More of the engine's own options, e.g. --engine-options tensor_parallel_size 2 enable_sleep_mode True."""
 
@@ -63,7 +66,8 @@ class RolloutCommand:
             token = secrets.token_urlsafe(32)
             print(f"token: {token}", flush=True)
         with listening(self.host, self.port) as opened:
-            Server(opened).run(self._start, lambda engine: build_app(engine, token, self.max_requests))
+            server = Server(opened, self.limits)
+            server.run(self._start, lambda engine: build_app(engine, token, self.max_requests, self.limits))
 
     def _start(self) -> Engine:
         if engine_spec(self.engine, key="--engine").is_server:

@@ -12,6 +12,7 @@ from typing import Any
 
 from moe_replay.errors import EngineError, EngineUnavailableError
 from moe_replay.rollout.engine import Engine
+from moe_replay.rollout.request_limits import RequestLimits, timed_protocol
 from moe_replay.utils.signals import EndSignals
 
 GRACE_S = 5.0
@@ -41,8 +42,9 @@ class Server:
             Server(opened).run(start_the_engine, make_the_application)
     """
 
-    def __init__(self, opened: socket.socket) -> None:
+    def __init__(self, opened: socket.socket, limits: RequestLimits | None = None) -> None:
         self._socket = opened
+        self._limits = limits or RequestLimits()
         self._server: Any = None
         self._asked = threading.Event()
 
@@ -64,7 +66,7 @@ class Server:
         import uvicorn
 
         settings: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": int(GRACE_S)}
-        self._server = server = uvicorn.Server(uvicorn.Config(app, **settings))
+        self._server = server = uvicorn.Server(uvicorn.Config(app, http=timed_protocol(self._limits), **settings))
         # In a thread uvicorn leaves signals alone; in the main thread it would end the process before the engine.
         thread = threading.Thread(target=server.run, kwargs={"sockets": [self._socket]}, name="server")
         thread.start()
