@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from moe_replay.errors import EngineError
-from moe_replay.rollout.loop import AsyncSampler
+from moe_replay.rollout.loop import AsyncSampler, while_alive
 from moe_replay.rollout.types import Sample, SamplingParams
 
 
@@ -97,3 +97,17 @@ def test_a_blocking_call_from_the_engines_own_loop_is_refused() -> None:
 
     with Blocking() as engine, pytest.raises(EngineError, match="deadlock"):
         engine.generate([[1]], SamplingParams())
+
+
+def test_a_call_to_a_dead_process_does_not_wait_for_its_answer() -> None:
+    deaths = iter([None, None, EngineError("it has died")])
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    async def answered() -> int:
+        return 5
+
+    with pytest.raises(EngineError, match="it has died"):
+        asyncio.run(while_alive(never(), lambda: next(deaths), check_s=0.01))
+    assert asyncio.run(while_alive(answered(), lambda: EngineError("not asked"))) == 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Self, TypeVar
 
 from moe_replay.errors import EngineError
@@ -64,6 +64,24 @@ class LoopThread:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
+
+
+async def while_alive(call: Awaitable[T], failure: Callable[[], Exception | None], check_s: float = 1.0) -> T:
+    """Return the result of `call`; raise what `failure` returns as soon as it returns something.
+
+    For calls to a process that nothing answers once that process is dead.
+    """
+    task = asyncio.ensure_future(call)
+    try:
+        while True:
+            done, _ = await asyncio.wait({task}, timeout=check_s)
+            if done:
+                return task.result()
+            found = failure()
+            if found is not None:
+                raise found
+    finally:
+        task.cancel()
 
 
 async def _cancel_all() -> None:

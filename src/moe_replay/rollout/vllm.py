@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ import torch
 from moe_replay.errors import EngineError, EngineName, EngineUnavailableError, MissingExtraError
 from moe_replay.rollout.captured_sample import captured_sample, parse_finish_reason
 from moe_replay.rollout.engine import Engine, StartRequest, end_tokens
-from moe_replay.rollout.loop import AsyncSampler
+from moe_replay.rollout.loop import AsyncSampler, while_alive
 from moe_replay.rollout.request_barrier import RequestBarrier
 from moe_replay.rollout.request_limits import check_token_ids
 from moe_replay.rollout.sampling import prompt_hash
@@ -40,6 +40,7 @@ _LAUNCHER_VARIABLES = (
 )
 WORKING_VERSIONS = "0.30.0 (tested); docs/engines.md says what is known of others"
 CHUNK_BYTES = 256 * 2**20
+T = TypeVar("T")
 
 
 def start(request: StartRequest) -> Engine:
@@ -263,7 +264,16 @@ class VllmEngine(AsyncSampler):
         )
 
     async def _abort(self) -> None:
-        await self._llm.abort(list(self._barrier.active))
+        await self._answered(self._llm.abort(list(self._barrier.active)))
+
+    async def _answered(self, call: Awaitable[T]) -> T:
+        """Return the result of a call to vLLM's processes; raise if they are dead: nobody would answer it."""
+        return await while_alive(call, self._death)
+
+    def _death(self) -> EngineUnavailableError | None:
+        if not self._llm.errored:
+            return None
+        return EngineUnavailableError(f"{self.name} has died", remedy="Its log names the cause")
 
     def abort(self) -> None:
         """Abort running requests; unfinished samples come back with `FinishReason.ABORT`."""
@@ -298,7 +308,7 @@ class VllmEngine(AsyncSampler):
     async def _finish_update(self, version: int, probe: Probe | None, weights_id: str) -> None:
         with self._barrier.open_on_error():
             await self._call_workers("replay_finish_update")
-            if not await self._llm.reset_prefix_cache():
+            if not await self._answered(self._llm.reset_prefix_cache()):
                 raise EngineError(f"{self.name} did not drop its prefix cache, which is of older weights")
             if probe is not None:
                 found = await self._prompt_logprobs_now(probe.token_ids, self._barrier.new_request_id())
@@ -308,7 +318,7 @@ class VllmEngine(AsyncSampler):
 
     async def _call_workers(self, method: str, *arguments: str) -> None:
         with self._barrier.open_on_error(), self._translated_errors():
-            errors = await self._llm.collective_rpc(method, args=arguments)
+            errors = await self._answered(self._llm.collective_rpc(method, args=arguments))
             failed = [(rank, error) for rank, error in enumerate(errors) if error]
             if failed:
                 rank, error = failed[0]
@@ -328,7 +338,7 @@ class VllmEngine(AsyncSampler):
         if not self._state.asleep:
             await self._barrier.close(self._abort)
             with self._barrier.open_on_error():
-                await self._llm.sleep(level=1 if self._sleep_mode_enabled else 0)
+                await self._answered(self._llm.sleep(level=1 if self._sleep_mode_enabled else 0))
                 self._state.asleep = True
             self._barrier.open()
 
@@ -338,7 +348,7 @@ class VllmEngine(AsyncSampler):
 
     async def _wake(self) -> None:
         if self._state.asleep:
-            await self._llm.wake_up(None if self._sleep_mode_enabled else ["scheduling"])
+            await self._answered(self._llm.wake_up(None if self._sleep_mode_enabled else ["scheduling"]))
             self._state.asleep = False
 
     def close(self) -> None:
