@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from moe_replay.diagnostics.verdict import Cause, judge
 from moe_replay.diagnostics.watch import AlignmentWatch
 from tests.diagnostics.faults import moved
 from tests.diagnostics.routes import Routers, healthy, siblings, with_routes
+from tests.models import tiny_qwen3_moe
 
 PROMPT_TOKENS = 30
 
@@ -180,6 +182,56 @@ def test_layers_and_samples_of_a_partial_fault_are_named():
     native, given = siblings(0)
     verdict = compare(native, half_the_layers_of_two(given, 0, np.random.default_rng(0))).verdict
     assert (verdict.layers, verdict.samples) == ((1, 3, 5, 7), (1, 4))
+
+
+@pytest.fixture(scope="module")
+def policy():
+    """A model of three MoE layers, top 2 of 8, as the rollout (float32) and as the trainer (bfloat16)."""
+    model = tiny_qwen3_moe()
+    return model, copy.deepcopy(model).to(torch.bfloat16)
+
+
+def replayed(policy, plant, step: int, period: int = 0):
+    """(native, given, layout) of one micro-batch of 8 siblings under replay of what `plant` makes of their routes."""
+    chance = np.random.default_rng(step)
+    prompt = chance.integers(1, 97, PROMPT_TOKENS)
+    tails = [np.resize(chance.integers(1, 97, period or 40), 40) for _ in range(8)]
+    ids = [np.concatenate([prompt, tail]) for tail in tails]
+    layout = mr.TokenLayout.padded([70] * 8)
+    fed = torch.from_numpy(layout.fed_token_ids(ids)).long()
+    rollout, trainer = map(mr.attach, policy)
+    with torch.no_grad(), rollout.record() as recording:
+        policy[0](input_ids=fed)
+    traces = [
+        with_routes(t, t.experts, np.arange(70) < 69) for t in recording.traces(layout, [i.tolist() for i in ids])
+    ]
+    given = mr.RouteBatch.from_traces(plant(traces, chance), layout)
+    with torch.no_grad(), trainer.replay(given, observe=True) as replaying:
+        policy[1](input_ids=fed)
+    rollout.detach()
+    trainer.detach()
+    return replaying.native(), given, layout
+
+
+REPLAYED = [  # fault, period of completions, refused within so many steps
+    (lambda traces, chance: completions_of_siblings(traces, 0.5, chance), 0, 1),
+    (lambda traces, chance: late_completions(traces, 0.2, chance), 0, 4),
+    (lambda traces, chance: late_by_a_period(traces, 1.0, chance), 6, 4),
+]
+
+
+@pytest.mark.parametrize(("plant", "period", "steps"), REPLAYED, ids=["siblings", "late", "one period late"])
+def test_faults_in_what_a_model_replays_are_refused(policy, plant, period, steps):
+    watch, healthy_run, history = AlignmentWatch(), EvidenceHistory(), EvidenceHistory()
+    for step in range(steps):
+        native, given, layout = replayed(policy, lambda traces, _: traces, step, period)
+        assert judge(watch.measure(native, given, layout, step, sampled_tokens(layout)), healthy_run).aligned
+        native, given, layout = replayed(policy, plant, step, period)
+        verdict = judge(watch.measure(native, given, layout, step, sampled_tokens(layout)), history)
+        if verdict.status == "misaligned":
+            break
+    assert verdict.status == "misaligned", history.log10
+    assert healthy_run.log10 < 0.1
 
 
 # ---- no alarm without a fault ----------------------------------------------------------------------------------------

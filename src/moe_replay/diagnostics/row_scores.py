@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_replay.diagnostics.metrics import shared_experts
+from moe_replay.diagnostics.shift import chunks
 from moe_replay.diagnostics.verdict import CERTAIN, FLOOR
 from moe_replay.routes.batch import RouteBatch
 
@@ -53,13 +54,14 @@ def row_scores(native: RouteBatch, given: RouteBatch, chance: Tensor, rows: Tens
     count = native.num_rows if rows is None else len(rows)
     agreement = torch.zeros(count, dtype=torch.float64, device=native.experts.device)
     max_agreement = torch.zeros_like(agreement)
-    for slot in range(len(native.layers)):
-        pick = slice(None) if rows is None else rows
-        informative = given.valid[slot, pick] & (1 - chance[slot] > MIN_INFORMATION)
-        expected = chance[slot].nan_to_num()
-        shared = shared_experts(native.experts[slot, pick], given.experts[slot, pick]).double()
-        agreement += torch.where(informative, shared - expected, 0)
-        max_agreement += torch.where(informative, 1 - expected, 0)
+    pick = slice(None) if rows is None else rows
+    for part in chunks(np.arange(len(native.layers)), count * native.top_k**2):
+        slots = slice(int(part[0]), int(part[-1]) + 1)
+        expected = chance[slots].nan_to_num()[:, None]
+        informative = given.valid[slots][:, pick] & (1 - chance[slots] > MIN_INFORMATION)[:, None]
+        shared = shared_experts(native.experts[slots][:, pick], given.experts[slots][:, pick]).double()
+        agreement += torch.where(informative, shared - expected, 0).sum(0)
+        max_agreement += torch.where(informative, 1 - expected, 0).sum(0)
     return RowScores(agreement, max_agreement, native.top_k)
 
 

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from moe_replay.diagnostics.row_sample import NEAR_SHIFTS, NUM_PLACES, SEGMENTS, SHIFTS, RowSample
 from moe_replay.routes.batch import RouteBatch
+from moe_replay.utils.device import to_device
 
 
 class Place(IntEnum):
@@ -99,14 +100,14 @@ class UnitEvidence(NamedTuple):
 
     @property
     def _prior(self) -> Tensor:
-        return torch.from_numpy(_LOG_PRIOR).to(self.capital.device)[:, None]
+        return to_device(_LOG_PRIOR, self.capital.device)[:, None]
 
 
 def unit_evidence(native: RouteBatch, given: RouteBatch, sample: RowSample, num_experts: int) -> UnitEvidence:
     """Return the evidence of a row sample, over all layers of the batches. Does not synchronize with the device."""
     device = native.experts.device
     index = np.concatenate([sample.rows[None], sample.places, sample.controls]).astype(np.int32)
-    votes, weight, names = _votes(native, given, torch.from_numpy(index).to(device).long(), num_experts)
+    votes, weight, names = _votes(native, given, to_device(index, device).long(), num_experts)
     (at_place, at_random), (weight, controls) = (
         part.split([NUM_PLACES, len(sample.controls)], 1) for part in (votes, weight)
     )
@@ -121,7 +122,7 @@ def unit_evidence(native: RouteBatch, given: RouteBatch, sample: RowSample, num_
 
     kinds = []
     for stake in STAKES:
-        stakes = torch.tensor([stake[0]] * NUM_PLACES + [stake[1]], device=device)[:, None, None]
+        stakes = to_device(np.array([stake[0]] * NUM_PLACES + [stake[1]], np.float32), device)[:, None, None]
         gain = torch.log1p(stakes * ahead) * weight
         by_row, by_layer = gain.sum(0), gain.sum(-1)  # (H, U, M), (L, H, U)
         some_rows = [_mixed(by_row, share).sum(-1) for share in SOME]
@@ -233,7 +234,7 @@ def _votes(native: RouteBatch, given: RouteBatch, index: Tensor, num_experts: in
     weight = difference.clamp(max=1)
     weight[:, len(SHIFTS) :].floor_()
     weight = weight * (compared & (differing > 0))
-    names = torch.from_numpy(np.random.default_rng(0).integers(1, 1 << 24, num_experts, np.int32)).to(index.device)
+    names = to_device(np.random.default_rng(0).integers(1, 1 << 24, num_experts, np.int32), index.device)
     return ahead / differing.clamp(min=1), weight, names[routes].sum(-1, dtype=torch.int32)
 
 

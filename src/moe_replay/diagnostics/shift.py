@@ -6,6 +6,7 @@ every rank can judge the same whole (`verdict.py`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,9 +19,11 @@ from moe_replay.diagnostics.sequential import SHAPE, TALLY
 from moe_replay.errors import AlignmentError
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import PADDING, TokenLayout
+from moe_replay.utils.device import to_device
 
 SHIFTS = (-2, -1, 0, 1, 2)
 HERE = SHIFTS.index(0)
+CELLS = 1 << 22  # ids compared at once
 _PAIRS, _SHARED, _SQUARED, _LEAD, _LEAD_SQUARED = range(5)
 
 
@@ -214,35 +217,43 @@ def shift_table(
     picked = np.flatnonzero(layout.rows != PADDING) if rows is None else rows
     near, inside = neighbours(layout, picked)
     device = native.experts.device
-    here, moved = (torch.from_numpy(a).to(device) for a in (picked, near))
-    exists = torch.from_numpy(inside).to(device)
+    here, moved, exists = (to_device(array, device) for array in (picked, near, inside))
     # Equal on all ranks, since `replay()` refuses ids that the router does not have; else wide enough for any id.
     experts = max(native.num_experts or 0, given.num_experts or 0, (given.max_expert or 0) + 1)
     table = ShiftTable.empty(native.source_layers, native.top_k, experts, device)
-    place = {layer: slot for slot, layer in enumerate(table.layers)}
-
-    wanted = native.layers if layers is None else layers
-    seen = {slot + shift for slot in map(native.layers.index, wanted) for shift in SHIFTS}
-    for slot in sorted(seen & set(range(len(native.layers)))):
-        _count(table.loads[place[native.layers[slot]], 1], given.experts[slot, here], given.valid[slot, here])
-    for layer in wanted:
-        slot = native.layers.index(layer)
-        chosen = native.experts[slot, here]  # (n, K)
-        counted = given.valid[slot, here]  # (n,)
-        _count(table.loads[place[layer], 0], chosen, counted)
+    wanted = np.array([native.layers.index(layer) for layer in (native.layers if layers is None else layers)])
+    place = np.searchsorted(table.layers, native.layers)  # of each slot in the table
+    count = len(native.layers)
+    around = wanted[:, None] + np.array(SHIFTS)  # (l, S)
+    seen = np.unique(around[(around >= 0) & (around < count)])
+    for part in chunks(seen, len(picked) * native.top_k):
+        slots, rank = (to_device(array, device) for array in (part, place[part]))
+        table.loads[rank, 1] = _loads(given.experts[slots][:, here], given.valid[slots][:, here], experts)
+    for part in chunks(np.arange(len(wanted)), len(picked) * (len(SHIFTS) * native.top_k) ** 2):
+        slots, rank = (to_device(array, device) for array in (wanted[part], place[wanted[part]]))
+        chosen = native.experts[slots][:, here]  # (l, n, K)
+        counted = given.valid[slots][:, here]  # (l, n)
+        table.loads[rank, 0] = _loads(chosen, counted, experts)
         after = HERE + 1
         follows = counted & exists[after]
-        echoed = shared_experts(chosen, native.experts[slot, moved[after]]).double() * follows
-        table.echo[place[layer]] = torch.stack([echoed.sum(), follows.sum(dtype=torch.float64)])
+        echoed = shared_experts(chosen, native.experts[slots][:, moved[after]]).double() * follows
+        table.echo[rank] = torch.stack([echoed.sum(1), follows.sum(1, dtype=torch.float64)], 1)
 
-        first, last = max(0, slot + SHIFTS[0]), min(len(native.layers), slot + SHIFTS[-1] + 1)
-        both = given.valid[first:last, moved] & exists & counted  # (s, S, n)
-        shared = shared_experts(chosen, given.experts[first:last, moved]).double()
-        lead = shared[slot - first, HERE] - shared
+        near_slots = to_device(around[part], device)
+        inside_model = ((near_slots >= 0) & (near_slots < count))[..., None, None]
+        there = near_slots.clamp(0, count - 1)[..., None, None]  # (l, S, 1, 1)
+        both = given.valid[there, moved] & exists & counted[:, None, None] & inside_model  # (l, S, S, n)
+        shared = shared_experts(chosen[:, None, None], given.experts[there, moved]).double()
+        lead = shared[:, HERE, HERE, None, None] - shared
         sums = [torch.ones_like(shared), shared, shared.square(), lead, lead.square()]
-        column = first - slot + HERE
-        table.pairs[place[layer], column : column + last - first] = torch.stack([(s * both).sum(-1) for s in sums], -1)
+        table.pairs[rank] = torch.stack([(one * both).sum(-1) for one in sums], -1)
     return table
+
+
+def chunks(slots: np.ndarray, cells: int) -> Iterator[np.ndarray]:
+    """Split layers so that about `CELLS` ids are compared at once; `cells` of each layer."""
+    step = max(1, CELLS // max(cells, 1))
+    return (slots[first : first + step] for first in range(0, len(slots), step))
 
 
 def check_comparable(native: RouteBatch, given: RouteBatch, layout: TokenLayout) -> None:
@@ -270,11 +281,13 @@ def neighbours(layout: TokenLayout, rows: np.ndarray) -> tuple[np.ndarray, np.nd
     return np.maximum(found, 0), found != PADDING
 
 
-def _count(load: Tensor, experts: Tensor, counted: Tensor) -> None:
-    """Add the experts (n, K) of the rows that count to a load (E + 1,)."""
+def _loads(experts: Tensor, counted: Tensor, num_experts: int) -> Tensor:
+    """Return (l, E + 1): how often each expert occurs in the rows (l, n, K) that count (l, n); last, these rows."""
     weight = counted.double()
-    load[:-1].scatter_add_(0, experts.long().flatten(), weight[:, None].expand(experts.shape).flatten())
-    load[-1] += weight.sum()
+    load = torch.zeros(len(experts), num_experts + 1, dtype=torch.float64, device=experts.device)
+    load.scatter_add_(1, experts.long().flatten(1), weight[..., None].expand(experts.shape).flatten(1))
+    load[:, -1] = weight.sum(1)
+    return load
 
 
 def _ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ from moe_replay.diagnostics.shift import HERE, ShiftTable, shift_table
 from moe_replay.errors import AlignmentError
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import TokenLayout
+from moe_replay.utils.device import to_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +64,14 @@ class AlignmentWatch:
         table = shift_table(native, given, layout, rows=picked, layers=layers)
         if not len(picked):
             return table
-        places = [table.layers.index(layer) for layer in layers]
         device = native.experts.device
-        ours, theirs = native.select_layers(layers), given.select_layers(layers)
-        scores = row_scores(ours, theirs, table.chance_on_device()[places, HERE], torch.from_numpy(picked).to(device))
-        unit = torch.from_numpy(np.nonzero(sample.present)[0]).to(device)
+        places = to_device(np.searchsorted(table.layers, layers), device)
+        ours, theirs = (_selected(batch, layers) for batch in (native, given))
+        scores = row_scores(ours, theirs, table.chance_on_device()[places, HERE], to_device(picked, device))
+        unit = to_device(np.nonzero(sample.present)[0], device)
         judged, lost = (units.view(-1, 2).any(1).sum() for units in scores.at_chance(unit, len(sample.rows)))
         evidence = unit_evidence(ours, theirs, sample, table.num_experts)
-        segment = torch.from_numpy(sample.segment).to(device)
+        segment = to_device(sample.segment, device)
         return replace(
             table,
             sequences=torch.stack([judged, lost]).double(),
@@ -93,6 +94,14 @@ def _check_sampled(sampled: np.ndarray | None, layout: TokenLayout) -> None:
             expected=f"bool ({layout.num_tokens},): the tokens of all sequences, concatenated",
             found=f"{sampled.dtype} {sampled.shape}",
         )
+
+
+def _selected(batch: RouteBatch, layers: tuple[int, ...]) -> RouteBatch:
+    """Return `batch.select_layers(layers)` without synchronizing with the device."""
+    slots = to_device(np.searchsorted(batch.layers, layers), batch.experts.device)
+    all_valid = tuple(batch.all_valid[batch.layers.index(layer)] for layer in layers)
+    chosen = {"layers": layers, "experts": batch.experts[slots], "valid": batch.valid[slots], "all_valid": all_valid}
+    return replace(batch, **chosen, coverage=None)
 
 
 def _as_replayed(given: RouteBatch, native: RouteBatch) -> RouteBatch:
