@@ -383,6 +383,21 @@ def test_an_update_pauses_loads_flushes_and_stamps(tmp_path: Path) -> None:
         assert client.weight_version == 9
 
 
+def test_samples_of_weights_that_were_not_sent_are_refused(tmp_path: Path) -> None:
+    """A server that restarts has its start weights, under a version that may be that of the update."""
+    model("glm4_moe").save_pretrained(tmp_path)
+    prompt, params, _ = case("glm4_moe", "length")
+    with stub() as (server, client):
+        client.update_weights(tmp_path, 3, weights_id="run-3-a")
+        assert client.current_weights() == (3, "run-3-a")
+        server.answer_of("length")["meta_info"] |= {"weight_version": "3@run-3-a", "weight_versions": None}
+        ((sample,),) = client.generate([prompt], params)
+        assert (sample.weight_version, sample.weights_id) == (3, "run-3-a")
+        server.answer_of("length")["meta_info"]["weight_version"] = server.version = "default"
+        with pytest.raises(EngineUnavailableError, match=r"not sent.*update run-3-a.*version 3 of no update"):
+            client.generate([prompt], params)
+
+
 def test_an_iterator_is_written_where_the_server_can_read_it(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

@@ -212,13 +212,13 @@ def _gpu(system: SystemInfo) -> Finding:
 def _shared_memory(system: SystemInfo) -> Finding:
     free = system.shared_bytes
     if free is None:
-        return Finding("shared memory", Status.NOTE, "none", "no /dev/shm: weights cannot be sent to vLLM in memory")
+        return Finding("shared memory", Status.NOTE, "none", "no /dev/shm, which NCCL and the workers of vLLM use")
     found = f"{free / _GIB:.2f} GiB free"
     if free < MIN_SHARED_BYTES:
-        text = "too small for weight updates and NCCL; engines hang or crash at start"
+        text = "too small for NCCL and the workers of vLLM; engines hang or crash at start"
         remedy = "In a container: --shm-size=16g or --ipc=host"
         return Finding("shared memory", Status.BROKEN, found, text, remedy)
-    return Finding("shared memory", Status.OK, found, "enough for weight updates")
+    return Finding("shared memory", Status.OK, found, "enough for NCCL and the workers of vLLM")
 
 
 def _disk(system: SystemInfo) -> Finding:
