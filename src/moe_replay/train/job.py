@@ -30,7 +30,7 @@ from moe_replay.train.run.folder import Run, RunWriteError, fixed_settings
 from moe_replay.train.run.interruption import InterruptHandler
 from moe_replay.train.run.progress import ConsoleProgress
 from moe_replay.train.run.sinks.registry import SinkError
-from moe_replay.train.sources import Sources, find_sources, load_tokenizer
+from moe_replay.train.sources import Sources, check_export, find_sources, load_tokenizer
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.trajectory_wire import trajectories_from_bytes, trajectories_to_bytes
 from moe_replay.train.types import RolloutBatch, Trajectory
@@ -335,4 +335,5 @@ def _sources_on_all_ranks(config: TrainConfig, progress: ConsoleProgress) -> Sou
     with raise_on_all_ranks("looking for model and data"):
         if rank() == 0:
             found = find_sources(config, progress.message)
+            check_export(found.model)
     return found if found is not None else find_sources(config, progress.message)

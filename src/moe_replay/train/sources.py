@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_replay.errors import MissingExtraError, MoeReplayError
 from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.train.run import manifest
+from moe_replay.train.run.checkpoint import EXPORT
 from moe_replay.utils.messages import one_line
 from moe_replay.utils.progress import StatusCallback
+
+WEIGHTS = re.compile(rf"{EXPORT}/.*\.safetensors")
 
 
 class SourceError(MoeReplayError):
@@ -47,6 +52,18 @@ def load_tokenizer(folder: str, *, trust_remote_code: bool = False) -> Any:
     if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):  # Transformers makes one from nothing
         raise SourceError(f"no tokenizer in {folder}: it would have no vocabulary", remedy=remedy)
     return tokenizer
+
+
+def check_export(folder: str) -> None:
+    """Raise if the folder is the export in a checkpoint, and its weights are not those that were written."""
+    checkpoint = Path(folder).absolute().parent
+    if Path(folder).name != EXPORT or not (checkpoint / manifest.FILE).is_file():
+        return
+    try:
+        entries = manifest.read(checkpoint)
+        manifest.check(checkpoint, {name: entries[name] for name in entries if WEIGHTS.fullmatch(name)})
+    except manifest.DamageError as error:
+        raise SourceError(f"{folder} is damaged: {error}", remedy="Use the export of another checkpoint") from error
 
 
 def model_folder(path: str) -> str:
