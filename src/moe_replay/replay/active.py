@@ -29,7 +29,7 @@ class ActivePass:
 
     def __init__(self) -> None:
         self.opened: ForwardPass | None = None
-        self.run_eagerly: Callable[..., None] = torch.compiler.disable(_call)
+        self.run_eagerly: Callable[..., None] = torch.compiler.disable(_hook_outside_the_graph)
         self.detached_hooks: tuple[RouterHook, ...] = ()
         self._recomputes = False
         self._has_opened = False
@@ -194,5 +194,5 @@ class _Backward:
             slot.use(previous)
 
 
-def _call(hook: Callable[..., None], *args: Any) -> None:
+def _hook_outside_the_graph(hook: Callable[..., None], *args: Any) -> None:
     hook(*args)
