@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from moe_replay.diagnostics.row_sample import RowSample
 from moe_replay.diagnostics.sequential import EvidenceHistory, unit_evidence
 from moe_replay.routes.layout import TokenLayout
 
+FALSE_ALARMS = 1e-6  # a call, at most
 ROWS = 8192  # of all sequences together, but
 ROWS_OF_SEQUENCE = (16, 64)  # at least and at most so many of each
 LAYERS = 16
@@ -48,7 +50,7 @@ def affected_parts(evidence: Evidence, layout: TokenLayout) -> Affected | None:
         capital, tally = capital + found.pooled(segment).numpy(), tally + found.tally(segment).numpy()
         suspects.append(found.suspects().numpy() >= 0)
     history.add(capital, tally)
-    if not history.alarming:
+    if history.log10 < -math.log10(FALSE_ALARMS):
         return None
     suspect = np.concatenate(suspects)
     rows = _rows_of_units(evidence, sample, np.flatnonzero(suspect) if suspect.any() else np.arange(len(suspect)))

@@ -57,6 +57,8 @@ NUM_HYPOTHESES = NUM_PLACES + 1
 SHAPE = (len(SEGMENTS), len(AFFECTED), NUM_KINDS, len(STAKES), 1 + NUM_HYPOTHESES)
 TALLY = (len(SEGMENTS), 1 + len(Place))
 _LARGE = 30.0
+_BITS = 12  # of a count of experts
+_MASK = (1 << _BITS) - 1
 _NEAR, _FAR = len(NEAR_SHIFTS), NUM_PLACES - len(NEAR_SHIFTS)
 # A third each for the near shifts, for all other places, and for no place at all.
 _LOG_PRIOR = -np.log(3.0 * np.array([_NEAR] * _NEAR + [_FAR] * _FAR + [1]))
@@ -214,19 +216,18 @@ def _votes(native: RouteBatch, given: RouteBatch, index: Tensor, num_experts: in
     """
     exists, index = index >= 0, index.clamp(min=0)
     routes = native.experts[:, index].long()  # (L, 1 + P, U, M, K)
-    own, other = routes[:, :1], routes[:, 1:]
     taken = given.experts[:, index[:1]].long()
+    # What is known of each expert in one number: its name, whether the own place has it, whether the given routes do.
+    # Then one gather and one sum serve three counts.
+    names = to_device(np.random.default_rng(0).integers(1, 1 << 24, num_experts) << (2 * _BITS), index.device)
+    facts = names.expand(*taken.shape[:-1], num_experts).clone()
+    facts += torch.zeros_like(facts).scatter_(-1, routes[:, :1], 1 << _BITS)
+    facts += torch.zeros_like(facts).scatter_(-1, taken, 1)
+    sums = facts.expand(-1, routes.shape[1], -1, -1, -1).gather(-1, routes).sum(-1)
+    name, in_own, in_taken = sums >> (2 * _BITS), (sums >> _BITS) & _MASK, sums & _MASK
 
-    def members(experts: Tensor) -> Tensor:
-        nothing = torch.zeros((*experts.shape[:-1], num_experts), dtype=torch.bool, device=experts.device)
-        return nothing.scatter_(-1, experts, True)
-
-    def common(held: Tensor, experts: Tensor) -> Tensor:
-        return held.expand(-1, experts.shape[1], -1, -1, -1).gather(-1, experts).sum(-1)
-
-    in_taken = members(taken)
-    differing = native.top_k - common(members(own), other)
-    ahead = common(in_taken, other) - common(in_taken, own)
+    differing = native.top_k - in_own[:, 1:]
+    ahead = in_taken[:, 1:] - in_taken[:, :1]
     covered = (given.valid & native.valid)[:, index[:1]] & exists[:1]
     compared = covered & exists[1:] & native.valid[:, index[1:]]
     possible = native.top_k * compared.sum(0, keepdim=True)
@@ -234,8 +235,7 @@ def _votes(native: RouteBatch, given: RouteBatch, index: Tensor, num_experts: in
     weight = difference.clamp(max=1)
     weight[:, len(SHIFTS) :].floor_()
     weight = weight * (compared & (differing > 0))
-    names = to_device(np.random.default_rng(0).integers(1, 1 << 24, num_experts, np.int32), index.device)
-    return ahead / differing.clamp(min=1), weight, names[routes].sum(-1, dtype=torch.int32)
+    return ahead / differing.clamp(min=1), weight, name.int()
 
 
 def _times_asked(question: Tensor, counted: Tensor) -> Tensor:
