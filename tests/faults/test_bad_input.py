@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +17,21 @@ import pytest
 
 pytest.importorskip("pydantic", reason="the trainer's own dependency")
 pytest.importorskip("tyro", reason="the command line needs tyro")
+pytest.importorskip("starlette", reason="the server comes with vLLM")
+pytest.importorskip("transformers", reason="tiny models")
 
 from moe_replay.cli.main import main
 from moe_replay.demo.settings import RECIPE
 from moe_replay.distributed.ranks import OtherRankError
-from moe_replay.errors import EngineError, MoeReplayError
+from moe_replay.errors import EngineError, EngineOptionError, MoeReplayError
+from moe_replay.rollout.engine import StartRequest
+from moe_replay.rollout.registry import start_engine
+from moe_replay.rollout.server_app import build_app
+from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.train.config.file import load_config
 from moe_replay.train.data import DataError, Rows, load_prompts, read_rows
+from tests.rollout.serving import serving
+from tests.rollout.tiny import tiny_model
 
 SERVED = ["--rollout.engine", "vllm_server", "--rollout.urls"]
 
@@ -275,6 +286,69 @@ def test_a_damaged_parquet_file(tmp_path: Path) -> None:
     assert refused > len(damaged) // 2
 
 
+# ---- names and options that do not exist -----------------------------------------------------------------------------
+
+MEGATRON = ["--backend.kind", "megatron", "--backend.megatron"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--model.attention", "spda"], "model.attention: Transformers has no such attention"),
+        (["--model.attention", ""], "model.attention: Transformers has no such attention"),
+        (["--reward.functions", "no_such_module:f"], "reward 'no_such_module:f' cannot be loaded: No module named"),
+        (["--reward.functions", "verl:no_such_module:f"], "'no_such_module:f' cannot be loaded: No module named"),
+        (["--reward.functions", "os:path"], "reward.functions: 'os:path' is no function"),
+        (["--rollout.environment", "os:nothing"], "environment 'os:nothing' cannot be loaded"),
+        (["--algorithm.baseline", "os:sep"], "algorithm.baseline: 'os:sep' is no function"),
+        (["--log.sinks", "a..b:c"], "metric sink 'a..b:c' cannot be loaded"),
+        (["--rollout.engine", "..:c"], "engine '..:c' cannot be loaded"),
+        ([*MEGATRON, "recompute_granularty", "full"], "Did you mean 'recompute_granularity'?"),
+        ([*MEGATRON, "no_such_setting", "1"], "backend.megatron.no_such_setting: Megatron-Core has no such setting"),
+    ],
+)
+def test_names_that_do_not_exist_are_found_before_anything_is_loaded(
+    ended: Callable[..., str], words: list[str], told: str
+) -> None:
+    pytest.importorskip("megatron.core" if words[0] == "--backend.kind" else "transformers")
+    assert told in ended(*words, "--dry-run")
+
+
+@pytest.mark.parametrize("options", [{"enforce_eager": True}, {"max_length": 5, "weights": 1}, {"batch_size": "x"}])
+def test_options_that_an_engine_does_not_have(tmp_path: Path, options: dict[str, Any]) -> None:
+    pytest.importorskip("transformers")
+    tiny_model("olmoe").save_pretrained(tmp_path)
+    with pytest.raises(EngineOptionError) as caught:
+        start_engine("transformers", StartRequest(model=str(tmp_path), max_length=32, options=options))
+    assert caught.value.exit_status == 2
+    assert "\n" not in str(caught.value)
+    engine = start_engine("transformers", StartRequest(model=str(tmp_path), max_length=32, options={"batch_size": 3}))
+    assert engine.healthy()
+    engine.close()
+
+
+def test_options_that_a_client_does_not_have() -> None:
+    pytest.importorskip("tenacity")
+    request = StartRequest(model="m", urls=("http://127.0.0.1:1",), options={"enforce_eager": True})
+    for name in ("vllm_server", "sglang_server"):
+        with pytest.raises(EngineOptionError, match=r"does not take these options.*enforce_eager"):
+            start_engine(name, request)
+
+
+@pytest.mark.parametrize("where", ["taken", "impossible", "elsewhere", "nonsense"])
+def test_a_port_that_cannot_be_listened_on(where: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1] if where == "taken" else 99999 if where == "impossible" else 0
+        host = {"elsewhere": "192.0.2.1", "nonsense": "a" * 300}.get(where, "127.0.0.1")
+        with pytest.raises(SystemExit) as left:
+            main(["rollout", "--model", str(tmp_path), "--port", str(port), "--host", host])
+    assert left.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: cannot listen on {host} port {port}: ")
+    assert told.count("\n") == 1
+
+
 # ---- once for all ranks ----------------------------------------------------------------------------------------------
 
 
@@ -328,3 +402,23 @@ def test_another_engine_does_not_get_the_options_of_the_recipes(tmp_path: Path) 
     for words in ([*other, "--rollout.options", "batch_size", "3"], ["--rollout.options", "batch_size", "3", *other]):
         assert load_config(RECIPE, words).rollout.options == {"batch_size": 3}
     assert load_config(RECIPE, [*SERVED, "http://a"]).rollout.options == {}
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm_server"])
+def test_the_embedded_recipe_trains_with_another_engine(
+    engine: str, demo_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe names vLLM and options of vLLM; the quick model stands in for the one that it would make."""
+    monkeypatch.setattr("moe_replay.demo.prepare", lambda **_: demo_files)
+    monkeypatch.setenv("MOE_REPLAY_TOKEN", "secret")
+    sizes = ["--steps", "1", "--rollout.prompts-per-step", "2", "--replay.compare-every", "0", "--checkpoint.no-export"]
+    words = ["train", "--output", str(tmp_path / "run"), *sizes, "--rollout.engine", engine]
+    with ExitStack() as stack:
+        if engine == "vllm_server":
+            pytest.importorskip("starlette")
+            served = TransformersEngine.from_pretrained(demo_files.model)
+            stack.callback(served.close)
+            words += ["--rollout.urls", stack.enter_context(serving(build_app(served, "secret")))]
+        main(words)
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["step"] == 1

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from moe_replay.errors import EngineError, EngineUnavailableError
+from moe_replay.errors import EngineError, EngineOptionError, EngineUnavailableError
 from moe_replay.rollout.engine import Engine
 from moe_replay.rollout.request_limits import RequestLimits, timed_protocol
 from moe_replay.utils.signals import EndSignals
@@ -27,8 +27,8 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             opened.bind((host, port))
-        except (OSError, OverflowError) as error:
-            raise EngineError(
+        except (OSError, OverflowError, ValueError) as error:
+            raise EngineOptionError(
                 f"cannot listen on {host} port {port}: {error}", remedy="Choose another --port, or another --host"
             ) from error
         yield opened

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moe_replay.errors import EngineName
+from moe_replay.errors import EngineName, EngineOptionError
 from moe_replay.replay.controller import RouterReplay, attach
 from moe_replay.rollout.engine import Engine, StartRequest, check_prompts, end_tokens
-from moe_replay.rollout.model_folder import check_finite, load_model
+from moe_replay.rollout.model_folder import ModelError, check_finite, load_model
 from moe_replay.rollout.request_limits import check_token_ids
 from moe_replay.rollout.sampling import draw, sampled_logprobs, uniforms
 from moe_replay.rollout.state import EngineState
@@ -34,16 +34,25 @@ from moe_replay.utils.eval_mode import evaluating
 
 def start(request: StartRequest) -> Engine:
     """Load the model into this process, on a GPU if there is one."""
-    options = {"device_map": "cuda" if torch.cuda.is_available() else "cpu", **request.options}
-    return TransformersEngine.from_pretrained(
-        request.model,
-        max_length=request.max_length,
-        weight_version=request.weight_version,
-        dtype=request.dtype,
-        router_family=request.router_family,
-        trust_remote_code=request.trust_remote_code,
-        **options,
-    )
+    try:
+        return request.call(
+            TransformersEngine.from_pretrained,
+            request.model,
+            max_length=request.max_length,
+            weight_version=request.weight_version,
+            dtype=request.dtype,
+            router_family=request.router_family,
+            trust_remote_code=request.trust_remote_code,
+            device_map="cuda" if torch.cuda.is_available() else "cpu",
+        )
+    except ModelError as error:
+        if request.options and "unexpected keyword argument" in str(error):
+            raise EngineOptionError(
+                "the Transformers engine does not have one of these options",
+                found=", ".join(request.options),
+                remedy="rollout.options are those of Transformers' from_pretrained, and batch_size",
+            ) from error
+        raise
 
 
 class TransformersEngine:
@@ -68,6 +77,8 @@ class TransformersEngine:
     ) -> None:
         from transformers import __version__
 
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise EngineOptionError("batch_size is not a number of sequences", found=repr(batch_size))
         self.name = EngineName("Transformers", __version__)
         self.model: Any = model
         self.max_length = max_length or _text_config(model).max_position_embeddings
@@ -87,12 +98,19 @@ class TransformersEngine:
         max_length: int | None = None,
         weight_version: int = 0,
         router_family: str | None = None,
+        batch_size: int = 64,
         **options: Any,
     ) -> TransformersEngine:
         """Load a model by folder or name; options are those of Transformers' `from_pretrained` (dtype, device_map)."""
         model = load_model(path, **options)
         check_finite(model.named_parameters(), path)
-        return cls(model, max_length=max_length, weight_version=weight_version, router_family=router_family)
+        return cls(
+            model,
+            max_length=max_length,
+            weight_version=weight_version,
+            router_family=router_family,
+            batch_size=batch_size,
+        )
 
     @property
     def topology(self) -> MoeTopology:

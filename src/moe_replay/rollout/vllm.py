@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from moe_replay.errors import EngineError, EngineName, EngineUnavailableError, MissingExtraError
+from moe_replay.errors import EngineError, EngineName, EngineOptionError, EngineUnavailableError, MissingExtraError
 from moe_replay.rollout.captured_sample import captured_sample, parse_finish_reason
 from moe_replay.rollout.engine import Engine, StartRequest, end_tokens
 from moe_replay.rollout.loop import AsyncSampler, while_alive
@@ -25,6 +25,7 @@ from moe_replay.rollout.weights import as_files, packed, safetensors_files
 from moe_replay.rollout.weights_id import CurrentWeights
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
+from moe_replay.utils.messages import one_line
 from moe_replay.utils.processes import list_shared_files, owned_folder
 
 # Variables by which a launcher tells a trainer its process group: the engine's own processes form another group.
@@ -45,15 +46,12 @@ T = TypeVar("T")
 
 def start(request: StartRequest) -> Engine:
     """Start vLLM in this process."""
-    options = {
-        "max_model_len": request.max_length,
-        "trust_remote_code": request.trust_remote_code,
-        **request.options,
-    }
+    options = {"max_model_len": request.max_length, "trust_remote_code": request.trust_remote_code}
     if request.sleep and torch.cuda.is_available():  # on CPU there is no memory to free: it only stops sampling
-        options.setdefault("enable_sleep_mode", True)
+        options["enable_sleep_mode"] = True
     with _without_launcher_variables():
-        return VllmEngine(
+        return request.call(
+            VllmEngine,
             request.model,
             weight_version=request.weight_version,
             router_family=request.router_family,
@@ -136,23 +134,29 @@ class VllmEngine(AsyncSampler):
         }
         taken = sorted(fixed.keys() & options.keys())
         if taken:
-            raise EngineError("vLLM options that moe-replay sets itself", found=", ".join(taken))
+            raise EngineOptionError("vLLM options that moe-replay sets itself", found=", ".join(taken))
         unknown = sorted(options.keys() - {field.name for field in dataclasses.fields(AsyncEngineArgs)})
         if unknown:
-            raise EngineError(f"{self.name} does not have these options", found=", ".join(unknown))
+            raise EngineOptionError(f"{self.name} does not have these options", found=", ".join(unknown))
         defaults: dict[str, Any] = {"disable_log_stats": True}
         if _on_cpu() and "max_num_batched_tokens" not in options:
             defaults["enable_chunked_prefill"] = False  # or seeds could not be used: see _check_seed
-        return AsyncEngineArgs(**defaults | options | fixed)
+        try:
+            return AsyncEngineArgs(**defaults | options | fixed)
+        except (ValueError, TypeError, LookupError, AttributeError) as wrong:
+            raise EngineOptionError(f"{self.name} does not take these options: {one_line(wrong)}") from wrong
 
     async def _start(self, arguments: Any) -> Any:
         from moe_replay.rollout.vllm_processes import start_llm
 
         try:
             llm = start_llm(arguments)
-        except (ValueError, NotImplementedError, AssertionError, RuntimeError) as failure:
+        except (
+            *(ValueError, TypeError, LookupError, AttributeError),
+            *(ImportError, NotImplementedError, AssertionError, RuntimeError),
+        ) as failure:
             raise EngineError(
-                f"{self.name} did not start with routes: {failure}",
+                f"{self.name} did not start with routes: {one_line(failure)}",
                 expected=f"vLLM {WORKING_VERSIONS}",
                 remedy="Its log above names the cause; without routes it cannot be used here",
             ) from failure

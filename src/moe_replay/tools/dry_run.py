@@ -17,12 +17,14 @@ from moe_replay.train.config.keys import ConfigError
 from moe_replay.train.config.sections import BackendConfig
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.engines import check_length
+from moe_replay.train.inputs import check_names
 from moe_replay.train.replay_mode import plan_replay
 from moe_replay.utils.secrets import mask_passwords
 
 
 def dry_run(config: TrainConfig, ranks: int | None = None) -> str:
     """Return the report, or raise for an impossible layout. `ranks` None: the fewest ranks that the layout allows."""
+    check_names(config)
     replay = plan_replay(config)
     parallel = parallel_of(config.backend, ranks)
     lines = [

@@ -18,11 +18,11 @@ from moe_replay.routes.trace_file import TraceWriter
 from moe_replay.train import launch
 from moe_replay.train.backends.base import Backend
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.data import Prompt, PromptStream, load_prompts, read_rows
-from moe_replay.train.engines import longest_sequence, open_engine, vocabulary_size
+from moe_replay.train.data import Prompt, PromptStream
+from moe_replay.train.engines import open_engine
+from moe_replay.train.inputs import Inputs, check_names, read_inputs
 from moe_replay.train.learner import Learner
 from moe_replay.train.probe import ProbeSequence
-from moe_replay.train.rewards import load_reward
 from moe_replay.train.rollouts import Rollouts
 from moe_replay.train.run import rng
 from moe_replay.train.run.checkpoint import Checkpoints, TrainerState
@@ -30,7 +30,7 @@ from moe_replay.train.run.folder import Run, RunWriteError, fixed_settings
 from moe_replay.train.run.interruption import InterruptHandler
 from moe_replay.train.run.progress import ConsoleProgress
 from moe_replay.train.run.sinks.registry import SinkError
-from moe_replay.train.sources import Sources, check_export, find_sources, load_tokenizer
+from moe_replay.train.sources import Sources, check_export, find_sources
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.trajectory_wire import trajectories_from_bytes, trajectories_to_bytes
 from moe_replay.train.types import RolloutBatch, Trajectory
@@ -101,47 +101,39 @@ class Job:
             rng.seed(config.seed)
             run = stack.enter_context(Run.open(config))
             progress = stack.enter_context(ConsoleProgress(config.steps))
+            with raise_on_all_ranks("checking the configuration"):
+                if rank() == 0:
+                    check_names(config)
             sources = _sources_on_all_ranks(config, progress)
+            inputs: Inputs | None = None
+            with raise_on_all_ranks("reading the data"):
+                if rank() == 0:
+                    inputs = read_inputs(config, sources, progress.message)
             backend = launch.open_backend(config, sources.model, device)
             stack.callback(backend.close)
             job = cls(config, run, backend, progress, interruption, sources.model, write_report)
             job._checkpoints.check_room(backend, job._export_like)
             with raise_on_all_ranks("opening the rollout engine"):
-                if rank() == 0:
-                    job._open_rollouts(sources, engine, stack)
+                if inputs is not None:
+                    job._open_rollouts(sources, inputs, engine, stack)
             job._checkpoints.require_equal(data=from_rank_0(lambda: job._rows_identity, "reading the data"))
             job._probe = ProbeSequence.broadcast(job._rollouts.probe_tokens if job._rollouts else None, backend)
             job._probe.check_packing(backend, config.rollout.probe_tolerance)
             job._resume()
             yield job
 
-    def _open_rollouts(self, sources: Sources, engine: Engine | None, stack: ExitStack) -> None:
+    def _open_rollouts(self, sources: Sources, inputs: Inputs, engine: Engine | None, stack: ExitStack) -> None:
         config = self.config
-        trusted = config.model.trust_remote_code
-        tokenizer = load_tokenizer(sources.model, trust_remote_code=trusted)
-        max_length = longest_sequence(config, sources.model)
-        max_prompt = min(config.data.max_prompt_tokens, max_length - 1)
-        rows = read_rows(sources.data)
-        self._rows_identity = rows.identity
-        vocab_size = vocabulary_size(sources.model, trust_remote_code=trusted)
-        prompts = load_prompts(rows, tokenizer, max_prompt, vocab_size)
-        if len(prompts) < len(rows):
-            left_out = f"{len(rows) - len(prompts)} of {len(rows)} prompts are left out"
-            self._progress.message(f"{left_out}: empty or longer than {max_prompt} tokens")
-        if config.eval.every and sources.eval:
-            eval_rows = read_rows(sources.eval)
-            self._eval_prompts = load_prompts(eval_rows, tokenizer, max_prompt, vocab_size)[: config.eval.prompts]
-        weights = config.reward.weights or (1.0,) * len(config.reward.functions)
-        rewards = [
-            load_reward(name, weight, config.reward.timeout_s)
-            for name, weight in zip(config.reward.functions, weights, strict=True)
-        ]
+        self._rows_identity = inputs.identity
+        self._eval_prompts = inputs.eval_prompts
         if engine is None:
             self._progress.message(f"starting the rollout engine: {config.rollout.engine}")
             engine = open_engine(config, sources.model)
             stack.callback(engine.close)
-        stream = PromptStream(prompts, seed=config.seed, shuffle=config.data.shuffle)
-        self._rollouts = Rollouts(config, SyncedEngine(engine), stream, tokenizer, rewards, max_length)
+        stream = PromptStream(inputs.prompts, seed=config.seed, shuffle=config.data.shuffle)
+        self._rollouts = Rollouts(
+            config, SyncedEngine(engine), stream, inputs.tokenizer, inputs.rewards, inputs.max_length
+        )
         stack.callback(self._rollouts.close)
 
     def _resume(self) -> None:

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from moe_replay.errors import MoeReplayError
 from moe_replay.train.backends.base import Backend
 from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.utils.messages import one_line
 from moe_replay.utils.processes import on_end_of_parent
 
 
 class LaunchError(MoeReplayError):
-    """A device that is not available."""
+    """A device that is not available, or ranks that cannot be connected."""
 
 
 def choose_device(config: TrainConfig) -> torch.device:
@@ -52,7 +53,13 @@ def process_group(device: torch.device) -> Iterator[None]:
         return
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        try:
+            dist.init_process_group(backend)
+        except (dist.DistError, ValueError) as error:
+            raise LaunchError(
+                f"the ranks cannot be connected: {one_line(error)}",
+                remedy="Start with torchrun; --master-port must be free, and --master-addr that of the first machine",
+            ) from error
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:

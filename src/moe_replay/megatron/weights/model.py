@@ -14,6 +14,7 @@ from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.family import Family, rope_parameters
 from moe_replay.replay.adapters.megatron_settings import WRONG_EXPERT_GRADIENTS, has_wrong_expert_gradients
 from moe_replay.rollout.model_folder import read_config
+from moe_replay.utils.messages import one_line
 
 _REPLAY = "moe_enable_routing_replay"  # Megatron-Core has it from 0.16 on
 
@@ -73,7 +74,12 @@ def recipe(hf_config: Any, family: Family, settings: dict[str, Any]) -> Megatron
     kind = MLATransformerConfig if chosen.get("multi_latent_attention") else TransformerConfig
     if _REPLAY not in {field.name for field in fields(kind)}:
         del chosen[_REPLAY]
-    config = kind(**chosen)
+    try:
+        config = kind(**chosen)
+    except (ValueError, TypeError, AssertionError, LookupError, AttributeError) as wrong:
+        raise WeightMapError(
+            f"Megatron-Core does not take these settings: {one_line(wrong)}", found=", ".join(map(str, settings))
+        ) from wrong
     if hf_config.vocab_size % config.tensor_model_parallel_size:
         raise WeightMapError(
             "the vocabulary cannot be sharded evenly, and padding it would change the log-probabilities",

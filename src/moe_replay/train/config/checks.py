@@ -68,8 +68,8 @@ def _unusable(config: Sections) -> Iterator[str]:
         yield "output: an empty path; name a folder, or leave it out for a new one in runs/"
     if config.rollout.sequences > MANY:
         yield (
-            f"rollout.prompts_per_step: {config.rollout.prompts_per_step} prompts x {config.rollout.num_generations} "
-            f"generations are more sequences than a step can have; use at most {MANY} in all"
+            f"rollout.prompts_per_step, rollout.num_generations: {config.rollout.prompts_per_step} prompts x "
+            f"{config.rollout.num_generations} are more sequences than a step can have; use at most {MANY} in all"
         )
 
 

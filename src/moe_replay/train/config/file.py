@@ -124,7 +124,7 @@ def _problems(error: ValidationError) -> list[str]:
             message = problem["msg"].removeprefix("Input ")
             found = "" if is_secret_name(name) else f", found {_shortened(mask_passwords(repr(problem['input'])))}"
             lines[f"{key}: {message}{found}{text}"] = None
-    return list(lines)
+    return [_shortened(line, 1000) for line in lines]
 
 
 def _shortened(text: str, length: int = 200) -> str:

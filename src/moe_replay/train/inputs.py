@@ -1,0 +1,121 @@
+"""What rank 0 reads and checks before a model is loaded: names, options, tokenizer, prompts and rewards."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from moe_replay.train.config.keys import ConfigError, all_fields
+from moe_replay.train.config.plugin_names import PluginName
+from moe_replay.train.config.sections import BackendConfig
+from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.train.data import Prompt, load_prompts, read_rows
+from moe_replay.train.engines import longest_sequence, vocabulary_size
+from moe_replay.train.rewards import Reward, load_reward
+from moe_replay.train.sources import Sources, load_tokenizer
+from moe_replay.utils.plugins import import_path, is_path
+from moe_replay.utils.progress import StatusCallback
+
+_FUNCTIONS = ("rollout.environment", "algorithm.baseline", "algorithm.policy_loss", "reward.functions", "log.sinks")
+
+
+def check_names(config: TrainConfig) -> None:
+    """Raise for modules that cannot be imported, and for names that Transformers or Megatron-Core do not know."""
+    for key, path, kind in _paths(config):
+        found = import_path(path, kind=kind, key=key)
+        if key in _FUNCTIONS and not callable(found):
+            raise ConfigError(f"{key}: {path!r} is no function", found=type(found).__name__)
+    if config.backend.kind == "megatron":
+        _check_megatron(config.backend)
+    else:
+        _check_attention(config.model.attention)
+
+
+def _paths(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield key, `module:name` and kind of every implementation of the user's own."""
+    for key, field in all_fields().items():
+        if (plugin := PluginName.of(field)) is not None:
+            section, _, name = key.rpartition(".")
+            value = getattr(getattr(config, section), name)
+            for path in [value] if isinstance(value, str) else value or ():
+                path = path.removeprefix("verl:") if path.count(":") > 1 else path
+                if path not in plugin.registry() and is_path(path):
+                    yield key, path, plugin.kind
+
+
+def _check_attention(name: str) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    known = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
+    if name not in known and "/" not in name:  # with a slash: a kernel of the hub
+        near = difflib.get_close_matches(name, known, n=1)
+        raise ConfigError(
+            "model.attention: Transformers has no such attention",
+            expected=f"one of {', '.join(known)}",
+            found=repr(name),
+            remedy=f"Did you mean {near[0]!r}?" if near else None,
+        )
+
+
+def _check_megatron(backend: BackendConfig) -> None:
+    try:
+        from megatron.core.transformer.transformer_config import MLATransformerConfig
+    except ModuleNotFoundError:
+        return  # where it is needed, that is an error of its own
+    known = [field.name for field in fields(MLATransformerConfig)]
+    for name in backend.megatron:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"backend.megatron.{name}: Megatron-Core has no such setting",
+                expected="a field of its TransformerConfig",
+                remedy=f"Did you mean {near[0]!r}?" if near else None,
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What rollouts need besides an engine.
+
+    identity     of the rows, for a resumed run
+    max_length   tokens of a sequence at most
+    """
+
+    tokenizer: Any
+    prompts: Sequence[Prompt]
+    eval_prompts: Sequence[Prompt]
+    rewards: Sequence[Reward]
+    identity: str
+    max_length: int
+
+
+def read_inputs(config: TrainConfig, sources: Sources, status: StatusCallback) -> Inputs:
+    """Read the data and load the rewards; raise for what the model cannot be trained with."""
+    trusted = config.model.trust_remote_code
+    max_length = longest_sequence(config, sources.model)
+    tokenizer = load_tokenizer(sources.model, trust_remote_code=trusted)
+    max_prompt = min(config.data.max_prompt_tokens, max_length - 1)
+    vocab_size = vocabulary_size(sources.model, trust_remote_code=trusted)
+    rows = read_rows(sources.data)
+    prompts = load_prompts(rows, tokenizer, max_prompt, vocab_size)
+    if len(prompts) < len(rows):
+        left_out = f"{len(rows) - len(prompts)} of {len(rows)} prompts are left out"
+        status(f"{left_out}: empty or longer than {max_prompt} tokens")
+    eval_prompts: Sequence[Prompt] = ()
+    if config.eval.every and sources.eval:
+        eval_rows = read_rows(sources.eval)
+        eval_prompts = load_prompts(eval_rows, tokenizer, max_prompt, vocab_size)[: config.eval.prompts]
+    weights = config.reward.weights or (1.0,) * len(config.reward.functions)
+    return Inputs(
+        tokenizer=tokenizer,
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        rewards=[
+            load_reward(name, weight, config.reward.timeout_s)
+            for name, weight in zip(config.reward.functions, weights, strict=True)
+        ],
+        identity=rows.identity,
+        max_length=max_length,
+    )
