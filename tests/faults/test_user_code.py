@@ -217,3 +217,41 @@ def test_a_process_ends_although_a_thread_of_a_users_function_does_not() -> None
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert done.stderr == "error: environment mine:game did not return within 1 s\n"
+
+
+def test_a_reward_that_keeps_the_interpreters_lock_ends_the_process_and_is_named() -> None:
+    code = textwrap.dedent("""
+        import re
+        from moe_replay.train.rewards import Reward, score
+        from moe_replay.utils import hang_watch
+
+        def backtracking(completions, **_):
+            return [float(bool(re.match("(a+)+$", text))) for text in completions]
+
+        hang_watch.GRACE_S = 0.1
+        print(score([Reward("quick", backtracking, timeout_s=0.1)], ["p"], ["aaa"], {}), flush=True)
+        score([Reward("mine", backtracking, timeout_s=0.1)], ["p"], ["a" * 60 + "b"], {})
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "{'quick': array([1.])}\n"
+    assert done.returncode == 1
+    assert "in backtracking" in done.stderr
+
+
+def test_the_watch_ends_with_the_wait() -> None:
+    """What hangs in Python alone is an error, after which the process lives on."""
+    code = textwrap.dedent("""
+        import threading, time
+        from moe_replay.train.rewards import Reward, RewardError, score
+        from moe_replay.utils import hang_watch
+
+        hang_watch.GRACE_S = 0.1
+        try:
+            score([Reward("mine", lambda **_: threading.Event().wait(), timeout_s=0.1)], ["p"], ["c"], {})
+        except RewardError as error:
+            print(error, flush=True)
+        time.sleep(1)
+        print("alive", flush=True)
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout.endswith("alive\n")) == (0, True)

@@ -28,6 +28,7 @@ from moe_replay.train.episode import Episode, EpisodeError
 from moe_replay.train.rewards import Reward, score, total
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.types import Group, RolloutBatch, Trajectory
+from moe_replay.utils.hang_watch import WATCH
 from moe_replay.utils.progress import ProgressCallback
 
 PROBE_TOKENS = 128
@@ -139,15 +140,22 @@ class Rollouts:
             return group.result()
         limit_s = self._config.rollout.environment_timeout_s
         answered, since = self._loop.ping(), time.monotonic()
-        while not wait([group], timeout=1.0).done:
-            if answered.is_set():
-                answered, since = self._loop.ping(), time.monotonic()
-            elif time.monotonic() - since > limit_s:
-                raise EpisodeError(
-                    f"environment {environment_name(self._environment)} has blocked the event loop for {limit_s:g} s",
-                    remedy="Await what takes long, e.g. with asyncio.to_thread, or raise rollout.environment_timeout_s",
-                )
+        with WATCH.waiting(limit_s):  # without a gap between the waits inside, each of which starts its timer anew
+            while not self._is_done(group, limit_s):
+                if answered.is_set():
+                    answered, since = self._loop.ping(), time.monotonic()
+                elif time.monotonic() - since > limit_s:
+                    name = environment_name(self._environment)
+                    raise EpisodeError(
+                        f"environment {name} has blocked the event loop for {limit_s:g} s",
+                        remedy="Await what takes long, e.g. with asyncio.to_thread, "
+                        "or raise rollout.environment_timeout_s",
+                    )
         return group.result()
+
+    def _is_done(self, group: Future[Group], limit_s: float) -> bool:
+        with WATCH.waiting(limit_s):
+            return bool(wait([group], timeout=1.0).done)
 
     def _batch(self, groups: Sequence[Group], dropped: int, version: int) -> RolloutBatch:
         rewards = np.stack([group.rewards for group in groups])

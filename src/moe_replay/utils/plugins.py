@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from moe_replay.errors import MoeReplayError
+from moe_replay.utils.hang_watch import WATCH
 from moe_replay.utils.messages import one_line
 
 T = TypeVar("T")
@@ -139,8 +140,9 @@ def call_user_code(
         else:
             future.set_result(value)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
-    wait([future], timeout=None if limit_s == math.inf else min(limit_s, threading.TIMEOUT_MAX))
+    with WATCH.waiting(limit_s):  # from before the function can take the interpreter's lock
+        threading.Thread(target=run, name=name, daemon=True).start()
+        wait([future], timeout=None if limit_s == math.inf else min(limit_s, threading.TIMEOUT_MAX))
     if not future.done():
         raise error_type(f"{name} did not return within {limit_s:g} s", **{**details, "remedy": too_long})
     return future.result()
