@@ -51,9 +51,9 @@ test-quick: .venv/.ready ## Tests that start no engine, no ranks and no training
 	@echo "==> quick tests"
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(PARALLEL) -m "not slow and not distributed and not engine"
 
-test-faults: .venv/.ready ## Kills at random moments with the real vLLM, and what is left of it; KILLS times each. Minutes, and not part of `make test`
+test-faults: .venv/.ready ## Faults, counted: kills at random moments with the real vLLM, KILLS times each, and flipped bits. Minutes, and not part of `make test`
 	@echo "==> faults"
-	MOE_REPLAY_KILLS=$(KILLS) OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/faults
+	MOE_REPLAY_KILLS=$(KILLS) OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/faults -m "faults_long or not faults_long"
 
 test-transformers4: .venv-tf4/.ready ## Tests of what depends on transformers, on 4.57
 	@echo "==> tests on transformers 4.57"

@@ -148,10 +148,13 @@ def test_misaligned_traces_fail_by_name(
     assert "FAILED: misaligned: routes are one layer late" in capsys.readouterr().out
 
 
-def test_traces_of_another_model_end_with_an_error(folder: str, samples: list[Sample], tmp_path: Path) -> None:
+def test_traces_of_another_model_end_with_an_error(
+    folder: str, samples: list[Sample], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trace = samples[0].trace
     other = mr.RouteTrace(trace.token_ids, trace.experts, (0, 1, 2), trace.valid, num_experts=trace.num_experts)
-    assert "layers [1, 2, 3]" in str(status("--model", folder, "--traces", file_of(tmp_path / "other.mrt", [other])))
+    assert status("--model", folder, "--traces", file_of(tmp_path / "other.mrt", [other])) == 1
+    assert "layers [1, 2, 3]" in capsys.readouterr().err
 
 
 # ---- wrong use -------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from moe_replay.train import launch
 from moe_replay.train.backends.sharded_model import sharded_model
 from moe_replay.train.config.sections import ModelConfig
 from moe_replay.train.sources import SourceError, load_tokenizer
+from tests.distributed.harness import run_ranks
 from tests.models import tiny_qwen3_moe
 
 CPU = torch.device("cpu")
@@ -135,6 +136,20 @@ def test_the_trainer_refuses(folder: Path, name: str, capfd: pytest.CaptureFixtu
         sharded_model(str(folder), ModelConfig(dtype="float32"), CPU, trained=True)
     assert "\n" not in str(raised.value)
     assert "LOAD REPORT" not in capfd.readouterr().err
+
+
+def load_on_rank(folder: str) -> str:
+    with pytest.raises(MoeReplayError) as raised:
+        sharded_model(folder, ModelConfig(dtype="float32"), CPU, trained=True)
+    return f"{type(raised.value).__name__} {raised.value.known_on_all_ranks}: {raised.value}"
+
+
+@pytest.mark.distributed
+def test_all_ranks_refuse_what_rank_0_reads(folder: Path) -> None:
+    without("layers.1.self_attn.q_proj")(folder)
+    first, second = run_ranks(2, load_on_rank, str(folder))
+    assert first.startswith("ModelError True: 1 weights of the model are not in")
+    assert second.startswith("OtherRankError True: loading the model failed on rank 0: ModelError: 1 weights")
 
 
 @pytest.mark.parametrize("name", ["a tensor is missing", "the last expert", "renamed", "cut short", "vision", "NaN"])

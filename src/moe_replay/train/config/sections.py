@@ -245,7 +245,7 @@ class AlgorithmConfig(Section):
 class OptimConfig(Section):
     """AdamW and its schedule."""
 
-    lr: float = Field(1e-6, ge=0)
+    lr: float = Field(1e-6, ge=0, le=1e30)
     """Learning rate after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of the first and second moment."""
