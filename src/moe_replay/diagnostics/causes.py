@@ -32,7 +32,7 @@ class Explanation:
 
 
 def explain(evidence: Evidence) -> Verdict:
-    """The verdict on routes that are wrong, with the best explanation of them."""
+    """Return the verdict on routes that are wrong, with their best explanation."""
     made_up = _empty_capture(evidence)
     if made_up is not None:
         return _verdict(evidence, made_up)
@@ -53,11 +53,11 @@ def _verdict(evidence: Evidence, why: Explanation) -> Verdict:
     )
 
 
-# ---- rows that nobody recorded ---------------------------------------------------------------------------------------
+# ---- rows that were never recorded -----------------------------------------------------------------------------------
 
 
 def _empty_capture(evidence: Evidence) -> Explanation | None:
-    """Every row that is wrong names the same experts, while native routing does not."""
+    """Return an explanation where all wrong rows name the same experts, while native routing does not."""
     rows, alike, natural, names = evidence.rows, [], [], Counter[tuple[int, ...]]()
     for slot in evidence.slots:
         valid = evidence.given.valid[slot].numpy()[rows]
@@ -82,7 +82,7 @@ def _sets(rows: np.ndarray) -> Counter[tuple[int, ...]]:
 
 
 def _tail(evidence: Evidence) -> str:
-    """Where the wrong rows begin, if in each sample they are several rows up to its end, but not the whole of it."""
+    """Return where the wrong rows begin, if in each sample they are several up to its end, but not all of it."""
     texts = []
     for sample, rows in _by_sample(evidence):
         covered = np.flatnonzero(evidence.given.valid[:, evidence.starts[sample] : evidence.starts[sample + 1]].any(0))
@@ -96,7 +96,7 @@ def _tail(evidence: Evidence) -> str:
 
 
 def _where(evidence: Evidence) -> str:
-    """In words, which tokens of which samples are wrong; nothing where all are."""
+    """Return in words which tokens of which samples are wrong; empty where all are."""
     samples = _by_sample(evidence)
     covered = evidence.given.valid.any(0).numpy()
     if len(evidence.rows) == covered.sum():
@@ -115,7 +115,7 @@ def _where(evidence: Evidence) -> str:
 
 
 def _by_sample(evidence: Evidence) -> list[tuple[int, np.ndarray]]:
-    """(sample, its wrong rows)"""
+    """Return (sample, its wrong rows) of each sample that has any."""
     of_row = evidence.sample_of(evidence.rows)
     return [(int(sample), evidence.rows[of_row == sample]) for sample in np.unique(of_row)]
 
@@ -124,7 +124,7 @@ def _by_sample(evidence: Evidence) -> list[tuple[int, np.ndarray]]:
 
 
 def _by_layers(evidence: Evidence) -> Iterator[Explanation]:
-    """Routes of one layer stand in the place of another."""
+    """Explain by routes of other layers."""
     source, scores = evidence.source_layers(evidence.spread(evidence.rows, 4 * PROBES))
     slots = evidence.slots
     moved = (scores > EXPLAINS) & (source != slots)
@@ -151,14 +151,14 @@ def _by_layers(evidence: Evidence) -> Iterator[Explanation]:
 
 
 def _reversed_chunks(source: list[int]) -> bool:
-    """Runs of neighbouring layers, each whole, in the reverse of the right order."""
+    """Return whether runs of neighbouring layers, each whole, are in reverse order."""
     cuts = [i + 1 for i, (a, b) in enumerate(pairwise(source)) if b != a + 1]
     heads = [source[i] for i in [0, *cuts]]
     return sorted(source) == list(range(len(source))) and len(heads) > 1 and heads == sorted(heads, reverse=True)
 
 
 def _by_ids(evidence: Evidence) -> Iterator[Explanation]:
-    """The same experts under other names."""
+    """Explain by the same experts under other ids."""
     largest, known = int(evidence.given.experts.max()), evidence.native.num_experts
     if known is not None and largest >= known:
         yield Explanation(
@@ -171,7 +171,7 @@ def _by_ids(evidence: Evidence) -> Iterator[Explanation]:
 
 
 def _by_rows(evidence: Evidence) -> Iterator[Explanation]:
-    """Routes of some tokens stand at others."""
+    """Explain by routes of other tokens."""
     slots = evidence.telling_slots(PROBED_LAYERS)
     rows = evidence.spread(evidence.rows, PROBES)
     for cause, detail, sources in (*transpositions(evidence, rows), *context_orders(evidence, rows)):
@@ -213,7 +213,7 @@ def _from_token(evidence: Evidence) -> str:
 
 
 def _unexplained(evidence: Evidence) -> Explanation:
-    """No known way: routes of this model for other tokens have its loads, those of other routers have others."""
+    """Explain by expert loads alone: routes of this model for other tokens have its loads, other routers do not."""
     layers = range_of_layers([evidence.native.layers[s] for s in evidence.slots], list(evidence.native.layers))
     where = f"{layers}{_where(evidence)}"
     if evidence.load_distance(evidence.spread(evidence.rows, 64 * PROBES)) > 0.1:

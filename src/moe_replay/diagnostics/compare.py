@@ -98,7 +98,7 @@ def compare(native: Sequence[RouteTrace], given: Sequence[RouteTrace], *, width:
 
 
 def _only_these(lost: np.ndarray, scores: RowScores, covered: np.ndarray) -> bool:
-    """Whether the other covered rows agree with native routing. Where all are wrong, few may show it for certain."""
+    """Return whether the other covered rows agree. Where all are wrong, it may be certain for a few only."""
     rest = np.setdiff1d(covered, lost)
     if not len(lost) or len(lost) > WHOLE * len(covered):
         return False
@@ -106,7 +106,7 @@ def _only_these(lost: np.ndarray, scores: RowScores, covered: np.ndarray) -> boo
 
 
 def _better(shown: Verdict, explained: Verdict) -> Verdict:
-    """A shift of both layers and tokens shows in the table only; everything else is explained better."""
+    """Return the better of two verdicts: only the table shows a shift of both layers and tokens."""
     both = bool(shown.layer_shift and shown.token_shift)
     unexplained = explained.cause in (Cause.OTHER_TOKENS, Cause.OTHER_ROUTERS)
     return shown if both or (unexplained and shown.cause in (Cause.LAYER_SHIFT, Cause.TOKEN_SHIFT)) else explained
@@ -136,14 +136,14 @@ def _checked_lengths(native: Sequence[RouteTrace], given: Sequence[RouteTrace]) 
 
 
 def _spread(rows: np.ndarray) -> np.ndarray:
-    """At most so many rows as the table needs, evenly spread."""
+    """Return at most `ROWS_IN_TABLE` of the rows, evenly spread."""
     if len(rows) <= ROWS_IN_TABLE:
         return rows
     return rows[np.linspace(0, len(rows) - 1, ROWS_IN_TABLE).astype(np.int64)]
 
 
 def _gaps(given: Sequence[RouteTrace]) -> Iterator[str]:
-    """Tokens at the end of samples, and layers, that have no routes. The last token never has: nobody routed it."""
+    """Describe tokens at the end of samples, and layers, without routes; the last token never has one."""
     cut = []
     for sample, trace in enumerate(given):
         covered = np.flatnonzero(trace.valid.any(1))

@@ -39,21 +39,21 @@ class Evidence:
         return np.diff(self.starts)
 
     def sample_of(self, rows: np.ndarray) -> np.ndarray:
-        """The sequence that each row belongs to."""
+        """Return the sequence that each row belongs to."""
         return np.searchsorted(self.starts, rows, side="right") - 1
 
     def spread(self, values: np.ndarray, count: int) -> np.ndarray:
-        """At most `count` of the values, evenly spread."""
+        """Return at most `count` of the values, evenly spread."""
         if len(values) <= count:
             return values
         return values[np.linspace(0, len(values) - 1, count).astype(np.int64)]
 
     def telling_slots(self, count: int) -> np.ndarray:
-        """Of the layers that are wrong, at most `count` that can tell most."""
+        """Return at most `count` of the layers that are wrong, those that can tell most."""
         return self.slots[np.argsort(np.nan_to_num(self.chance[self.slots], nan=1.0))[:count]]
 
     def explained_by(self, rows: np.ndarray, sources: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """(H,): agreement above chance of the routes given to `rows` (n,) with native ones of `sources` (H, n).
+        """Return (H,): agreement above chance of the routes given to `rows` (n,) with native ones of `sources` (H, n).
 
         A source of -1 is none, and explains its row no better than chance.
         """
@@ -72,7 +72,7 @@ class Evidence:
         return result
 
     def source_layers(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For each slot that is wrong, the slot whose native routes explain it best, and how well they do."""
+        """Return, for each slot that is wrong, the slot whose native routes explain it best, and how well."""
         best, score = np.empty(len(self.slots), np.int64), np.empty(len(self.slots))
         native = self.native.experts[:, rows]
         own_load = self._load(native, torch.ones(native.shape[:2], dtype=torch.bool))
@@ -86,7 +86,7 @@ class Evidence:
         return best, score
 
     def relabelled(self, rows: np.ndarray) -> float:
-        """Agreement above chance once the expert ids given to each layer are renamed as fits native routing best.
+        """Return the agreement above chance once the expert ids given to each layer are renamed to fit native routing.
 
         The names are fitted on every other row and tried on the rest.
         """
@@ -109,7 +109,7 @@ class Evidence:
         return gained / possible if possible > 0 else 0.0
 
     def load_distance(self, rows: np.ndarray) -> float:
-        """How much further given loads are from native ones than halves of native ones are from each other: 0 to 1."""
+        """Return how much further given loads are from native ones than halves of each from each other, 0 to 1."""
         native, given = self.native.experts[self.slots], self.given.experts[self.slots]
         valid = self.given.valid[self.slots]
         halves = [self._load(native[:, part], valid[:, part]) for part in (rows[::2], rows[1::2])]
@@ -121,7 +121,7 @@ class Evidence:
         return apart(halves[0], given_halves[1]) - max(apart(*halves), apart(*given_halves))
 
     def _load(self, experts: Tensor, valid: Tensor) -> Tensor:
-        """(l, E) share of all choices (l, n, K) that goes to each expert; every id has a column."""
+        """Return (l, E): the share of all choices (l, n, K) that goes to each expert; every id has a column."""
         count = max(self.native.num_experts or 0, int(self.given.experts.max()) + 1)
         load = torch.zeros(len(experts), count, dtype=torch.float64)
         load.scatter_add_(1, experts.flatten(1).long(), valid[..., None].expand(experts.shape).flatten(1).double())

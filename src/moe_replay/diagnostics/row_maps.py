@@ -17,7 +17,7 @@ LARGEST_MOVE = 4096
 
 
 def transpositions(evidence: Evidence, rows: np.ndarray) -> Iterator[RowMap]:
-    """Rows flattened batch-first taken for sequence-first, and the other way round, in micro-batches of any size."""
+    """Yield rows flattened batch-first and read sequence-first, and the reverse, in micro-batches of any size."""
     sample, count = evidence.sample_of(rows), len(evidence.lengths)
     position = rows - evidence.starts[sample]
     for size in (n for n in range(2, count + 1) if count % n == 0):
@@ -40,7 +40,7 @@ def transpositions(evidence: Evidence, rows: np.ndarray) -> Iterator[RowMap]:
 
 
 def context_orders(evidence: Evidence, rows: np.ndarray) -> Iterator[RowMap]:
-    """Routes cut contiguously for tokens cut in zigzag among context parallel ranks, and the other way round."""
+    """Yield routes cut contiguously where tokens are cut in zigzag over context parallel ranks, and the reverse."""
     sample = evidence.sample_of(rows)
     position = rows - evidence.starts[sample]
     for size in CONTEXT_SIZES:
@@ -56,7 +56,7 @@ def context_orders(evidence: Evidence, rows: np.ndarray) -> Iterator[RowMap]:
 
 
 def moves_of_sample(evidence: Evidence, sample: int, rows: np.ndarray) -> tuple[list[tuple[int, int]], np.ndarray]:
-    """((sample of origin, tokens late) of each of H ways, sources (H, n)): moved in the sample, or from another one."""
+    """Return (sample of origin, tokens late) of H ways to move routes in or into a sample, and sources (H, n)."""
     begin, length = evidence.starts[sample], int(evidence.lengths[sample])
     position = rows - begin
     reach = min(length - 1, LARGEST_MOVE)
@@ -69,7 +69,7 @@ def moves_of_sample(evidence: Evidence, sample: int, rows: np.ndarray) -> tuple[
 
 
 def _row(evidence: Evidence, sample: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """The row of each token; -1 where there is no such token."""
+    """Return the row of each token; -1 where there is no such token."""
     known = (sample >= 0) & (sample < len(evidence.lengths))
     held = np.where(known, sample, 0)
     inside = known & (position >= 0) & (position < evidence.lengths[held])

@@ -55,7 +55,7 @@ class ShiftTable:
 
     @classmethod
     def empty(cls, layers: tuple[int, ...], top_k: int, num_experts: int, device: torch.device | str) -> ShiftTable:
-        """Nothing seen yet."""
+        """Return a table without any pairs."""
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
@@ -80,11 +80,11 @@ class ShiftTable:
     # ---- adding up ----------------------------------------------------------------------------------------------
 
     def vector(self) -> Tensor:
-        """(N,) all sums in one tensor, for one all-reduce."""
+        """Return all sums in one tensor (N,), for one all-reduce."""
         return torch.cat([part.flatten() for part in self._parts().values()])
 
     def with_vector(self, sums: Tensor) -> ShiftTable:
-        """The same table with other sums, such as `vector()` of all ranks added up."""
+        """Return the same table with other sums, such as `vector()` added up over all ranks."""
         parts = self._parts()
         cut = sums.split([part.numel() for part in parts.values()])
         return replace(self, **{name: c.view_as(part) for c, (name, part) in zip(cut, parts.items(), strict=True)})
@@ -116,7 +116,7 @@ class ShiftTable:
         return self.chance_on_device().cpu().numpy()
 
     def chance_on_device(self) -> Tensor:
-        """`chance` where the sums are: the mean over all pairs of different tokens. NaN where there are none."""
+        """Return `chance` on the device of the sums: the mean over all pairs of different tokens, NaN without any."""
         native, given = self.loads.unbind(1)
         expected = torch.full(self.pairs.shape[:2], torch.nan, dtype=torch.float64, device=self.loads.device)
         for column, shift in enumerate(SHIFTS):
@@ -177,7 +177,7 @@ class ShiftTable:
         return _ratio(unmoved_mean - here, 1 - here) - moved
 
     def pooled(self) -> np.ndarray:
-        """(S, S): `above_chance` of all layers together, each weighted by what it can tell."""
+        """Return (S, S): `above_chance` of all layers together, each weighted by what it can tell."""
         weight = np.nan_to_num(self.counts * (1 - self.chance[..., None]))
         return _ratio((np.nan_to_num(self.above_chance) * weight).sum(0), weight.sum(0))
 
@@ -209,9 +209,9 @@ def shift_table(
     rows: np.ndarray | None = None,
     layers: tuple[int, ...] | None = None,
 ) -> ShiftTable:
-    """The table of these routes: over all rows that hold a token, or `rows` (n,) of them; of all layers, or `layers`.
+    """Return the table of these routes: over all rows that hold a token, or `rows` (n,); of all layers, or `layers`.
 
-    native and given have the same layers and rows. Nothing waits for the device.
+    native and given have the same layers and rows. Does not synchronize with the device.
     """
     check_comparable(native, given, layout)
     picked = np.flatnonzero(layout.rows != PADDING) if rows is None else rows
@@ -269,7 +269,7 @@ def check_comparable(native: RouteBatch, given: RouteBatch, layout: TokenLayout)
 
 
 def neighbours(layout: TokenLayout, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(S, n) the row of the token that many tokens further in the same sequence, and whether this rank has it."""
+    """Return (S, n): the row of the token so many tokens further in its sequence, and whether this rank has it."""
     row_of = np.full(layout.num_tokens, PADDING)
     held = np.flatnonzero(layout.rows != PADDING)
     row_of[layout.rows[held]] = held
@@ -291,11 +291,11 @@ def _loads(experts: Tensor, counted: Tensor, num_experts: int) -> Tensor:
 
 
 def _ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
-    """Above / below, NaN where there is nothing below."""
+    """Return above / below, NaN where `below` is not positive."""
     return np.divide(above, below, out=np.full(np.broadcast(above, below).shape, np.nan), where=below > 0)
 
 
 def _error(variance: np.ndarray, rows: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """The standard error of a mean over `rows`, in units of `scale`; infinite where either is nothing."""
+    """Return the standard error of a mean over `rows`, in units of `scale`; infinite where either is zero."""
     scaled = _ratio(np.sqrt(_ratio(np.maximum(variance, 0), rows)), scale)
     return np.where(np.isnan(scaled), np.inf, scaled)

@@ -162,14 +162,14 @@ def _judge_step(table: ShiftTable) -> Verdict:
 
 
 def lost_slots(table: ShiftTable) -> list[int]:
-    """Layers, as places in the table, whose routes agree with native routing no better than chance, for certain."""
+    """Return layers, as places in the table, whose routes agree no better than chance, for certain."""
     level = np.nan_to_num(table.above_chance[:, HERE, HERE], nan=1.0)
     certain = level + CERTAIN * table.deviation < FLOOR
     return np.flatnonzero(certain & (table.effective_rows >= FEWEST_ROWS)).tolist()
 
 
 def _shift_of_layer(table: ShiftTable, slot: int) -> tuple[int, int] | None:
-    """(layers, tokens) by which the routes of one layer are late, where another shift beats none for certain."""
+    """Return (layers, tokens) by which the routes of a layer are late, where another shift beats none for certain."""
     level = np.nan_to_num(table.above_chance[slot], nan=-1.0)
     ahead = np.nan_to_num(-table.lead[slot], nan=-1.0)
     beats = (ahead > LEAD) & (ahead > CERTAIN * table.lead_deviation[slot]) & (level > FLOOR)
@@ -180,7 +180,7 @@ def _shift_of_layer(table: ShiftTable, slot: int) -> tuple[int, int] | None:
 
 
 def _moved(table: ShiftTable, wrong: list[int], shifts: list[tuple[int, int] | None]) -> Verdict:
-    """The verdict on layers that are wrong, each with the shift that explains it, if one does."""
+    """Return the verdict on layers that are wrong, each with the shift that explains it, if one does."""
     (shift, _), *_ = Counter(shift for shift in shifts if shift).most_common(1) or [(None, 0)]
     # A layer whose routes would stand outside the model can show no shift; most of the others must show this one.
     explained = [
@@ -209,7 +209,7 @@ def _misaligned(table: ShiftTable, wrong: list[int] | range, detail: str) -> Ver
 
 
 def _pooled(table: ShiftTable) -> tuple[float, float]:
-    """`above_chance` of all layers together and its standard error."""
+    """Return `above_chance` of all layers together and its standard error."""
     weight = table.counts[:, HERE, HERE] * table.information
     known = np.isfinite(table.deviation) & (weight > 0)
     if not known.any():
@@ -219,23 +219,23 @@ def _pooled(table: ShiftTable) -> tuple[float, float]:
 
 
 def late(shift: int, unit: str) -> str:
-    """In words: "one layer late", "3 tokens early"."""
+    """Return a shift in words: "one layer late", "3 tokens early"."""
     number = {1: f"one {unit}", 2: f"two {unit}s"}.get(abs(shift), f"{abs(shift)} {unit}s")
     return f"{number} {'late' if shift > 0 else 'early'}"
 
 
 def _range_of_layers(table: ShiftTable, wrong: list[int]) -> str:
-    """In words, which of the layers that were looked at are wrong."""
+    """Return in words which of the layers that were looked at are wrong."""
     return range_of_layers([table.layers[slot] for slot in wrong], seen_layers(table))
 
 
 def seen_layers(table: ShiftTable) -> list[int]:
-    """Decoder layers that have rows to compare."""
+    """Return the decoder layers that have rows to compare."""
     return [layer for layer, count in zip(table.layers, table.counts[:, HERE, HERE], strict=True) if count]
 
 
 def range_of_layers(wrong: list[int], seen: list[int]) -> str:
-    """In words: "from layer 3 on", "up to layer 5", "in all layers", "in layers 2, 7"."""
+    """Return layers in words: "from layer 3 on", "up to layer 5", "in all layers", "in layers 2, 7"."""
     if wrong == seen:
         return "in all layers" if len(seen) > 1 else f"in layer {seen[0]}"
     if wrong == seen[-len(wrong) :]:
@@ -246,6 +246,6 @@ def range_of_layers(wrong: list[int], seen: list[int]) -> str:
 
 
 def listed(items: Sequence[object]) -> str:
-    """The items with commas between them, shortened where they are many."""
+    """Return the items separated by commas, shortened where they are many."""
     shown = [str(item) for item in items]
     return ", ".join(shown if len(shown) <= 8 else [*shown[:6], "...", shown[-1]])

@@ -31,7 +31,7 @@ def verify(
     replay: RouterReplay | None = None,
     batch_size: int = 8,
 ) -> VerifyReport:
-    """Let a Transformers model route the samples' tokens natively, and hold the samples' routes against that.
+    """Route the samples' tokens natively with a Transformers model, and compare the samples' routes with that.
 
     replay       the controller of the model, if it is attached already
     batch_size   samples that go through the model together, padded on the right
