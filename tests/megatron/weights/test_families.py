@@ -67,6 +67,19 @@ def test_what_would_be_another_model_is_refused(variant: str, changes: dict[str,
         settings_of(variant, **changes)
 
 
+def test_enums_of_megatron_core_are_given_by_name() -> None:
+    pytest.importorskip("megatron.core")
+    from megatron.core.transformer.enums import AttnBackend
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from moe_replay.megatron.weights.model import _enum_settings
+
+    found = _enum_settings(TransformerConfig, {"attention_backend": "flash", "num_layers": 2})
+    assert found == {"attention_backend": AttnBackend.flash}
+    with pytest.raises(WeightMapError, match=r"attention_backend: expected flash, .*auto.*found 'flsh'"):
+        _enum_settings(TransformerConfig, {"attention_backend": "flsh"})
+
+
 def test_an_unknown_family_says_what_exists() -> None:
     with pytest.raises(
         WeightMapError, match=r"deepseek_v3, mixtral, olmoe, qwen3_moe, .*found 'gpt_oss'.*megatron-weights"

@@ -191,6 +191,28 @@ def _latent_attention_without_te(undo: ExitStack) -> None:
         _replace(undo, multi_latent_attention, "HAVE_TE", False)
 
 
+TRANSFORMER_ENGINE_PATCHES = (
+    Patch(
+        "gating without Transformer Engine",
+        "moe_utils.py:34 binds te_general_gemm only if Transformer Engine imports; :1192 reads it always",
+        "when the name is bound to None in the except branch",
+        _gating_without_te,
+    ),
+    Patch(
+        "checkpoint without fp8",
+        "tensor_parallel/random.py:636 `self.fp8 = fp8 is not None` is true for the default False",
+        "when the comparison is fixed",
+        _checkpoint_without_fp8,
+    ),
+    Patch(
+        "latent attention without Transformer Engine",
+        "multi_latent_attention.py:62 sets HAVE_TE although its classes are None",
+        "when HAVE_TE is False without its classes",
+        _latent_attention_without_te,
+    ),
+)
+"""What Megatron-Core needs wherever Transformer Engine is not installed, on a GPU as well."""
+
 PATCHES = (
     Patch(
         "no compiler",
@@ -241,12 +263,6 @@ PATCHES = (
         _type_names,
     ),
     Patch(
-        "gating without Transformer Engine",
-        "moe_utils.py:34 binds te_general_gemm only if Transformer Engine imports; :1192 reads it always",
-        "when the name is bound to None in the except branch",
-        _gating_without_te,
-    ),
-    Patch(
         "splits as numbers",
         "moe_utils.py:1078 turns split sizes into numbers only on their way from a GPU",
         "when maybe_move_tensor_to_cpu honours as_numpy for CPU tensors",
@@ -258,16 +274,5 @@ PATCHES = (
         "when WrappedTorchNorm sets parameter.sequence_parallel itself",
         _norm_of_a_sequence_shard,
     ),
-    Patch(
-        "checkpoint without fp8",
-        "tensor_parallel/random.py:636 `self.fp8 = fp8 is not None` is true for the default False",
-        "when the comparison is fixed",
-        _checkpoint_without_fp8,
-    ),
-    Patch(
-        "latent attention without Transformer Engine",
-        "multi_latent_attention.py:62 sets HAVE_TE although its classes are None",
-        "when HAVE_TE is False without its classes",
-        _latent_attention_without_te,
-    ),
+    *TRANSFORMER_ENGINE_PATCHES,
 )

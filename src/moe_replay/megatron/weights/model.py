@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from moe_replay.megatron import cpu as megatron_cpu
+from moe_replay.megatron import without_transformer_engine
 from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.family import Family, rope_parameters
 from moe_replay.replay.adapters.megatron_settings import WRONG_EXPERT_GRADIENTS, has_wrong_expert_gradients
@@ -70,8 +72,11 @@ def recipe(hf_config: Any, family: Family, settings: dict[str, Any]) -> Megatron
     """Return the recipe for a Transformers config. `settings` of a `TransformerConfig` override those of the family."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+    if torch.cuda.is_available():
+        without_transformer_engine.enable()
     chosen = {**family.settings(hf_config), **_runtime_settings(settings), **settings}
     kind = MLATransformerConfig if chosen.get("multi_latent_attention") else TransformerConfig
+    chosen |= _enum_settings(kind, chosen)
     if _REPLAY not in {field.name for field in fields(kind)}:
         del chosen[_REPLAY]
     try:
@@ -103,6 +108,20 @@ def recipe(hf_config: Any, family: Family, settings: dict[str, Any]) -> Megatron
     }
     engine = torch.cuda.is_available() and find_spec("transformer_engine") is not None
     return MegatronRecipe(family, config, arguments, engine)
+
+
+def _enum_settings(kind: type, settings: dict[str, Any]) -> dict[str, Enum]:
+    """Return the settings that are enums in Megatron-Core and are given by name, e.g. attention_backend = "flash"."""
+    enums = {field.name: type(field.default) for field in fields(kind) if isinstance(field.default, Enum)}
+    named = {name: value for name, value in settings.items() if name in enums and isinstance(value, str)}
+    for name, value in named.items():
+        if value not in enums[name].__members__:
+            raise WeightMapError(
+                f"no such value of the Megatron-Core setting {name}",
+                expected=", ".join(enums[name].__members__),
+                found=repr(value),
+            )
+    return {name: enums[name][value] for name, value in named.items()}
 
 
 def config_of(source: Any, *, trust_remote_code: bool = False) -> Any:
