@@ -98,6 +98,7 @@ class Job:
             launch.end_with_launcher()
             device = launch.choose_device(config)
             stack.enter_context(launch.process_group(device))
+            stack.enter_context(launch.deterministic_kernels(config.replay.deterministic))
             rng.seed(config.seed)
             run = stack.enter_context(Run.open(config))
             progress = stack.enter_context(ConsoleProgress(config.steps))

@@ -46,6 +46,21 @@ def _end() -> None:
 
 
 @contextmanager
+def deterministic_kernels(wanted: bool) -> Iterator[None]:
+    """Use deterministic kernels where there are some, if wanted; Megatron-Core follows torch's setting."""
+    if not wanted:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used
+    before = torch.get_deterministic_debug_mode()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
+@contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
     """Open the process group of all ranks: an existing one, the launcher's (torchrun), or this process alone."""
     if dist.is_initialized():

@@ -14,11 +14,11 @@ from functools import cached_property
 from torch import Tensor
 
 from moe_replay.diagnostics.accumulator import MetricAccumulator
-from moe_replay.errors import ReplayStateError
 from moe_replay.train.alignment import Alignment
 from moe_replay.train.backends.base import Backend, LossFunction, Routing, Scores
 from moe_replay.train.batches import mini_batches
 from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.train.first_update import FirstUpdateCheck
 from moe_replay.train.losses.registry import LossError, load_loss, metric_names
 from moe_replay.train.losses.types import LossInputs, LossOutput, LossSettings
 from moe_replay.train.micro_batch import MicroBatch
@@ -39,6 +39,7 @@ class Learner:
         self.plan = plan_replay(config)
         self.skipped_in_a_row = 0
         self._config = config
+        self._first_update = FirstUpdateCheck(config.replay.first_ratio_tolerance)
         self._policy_loss = load_loss(config.algorithm.policy_loss)
         self._loss_settings = LossSettings(
             level=config.algorithm.level,
@@ -217,24 +218,13 @@ class Learner:
 
     # ---- the end of the step ------------------------------------------------------------------------------------
 
-    def summarize(self, metrics: MetricAccumulator) -> dict[str, float]:
+    def summarize(self, metrics: MetricAccumulator, updates: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
         """Return the metrics of the step over all ranks; raise where the first update shows that replay failed."""
         reduced = metrics.reduce(report_tokens=self.backend.reports_metrics)
-        self.check_first_update(reduced.maxima[FIRST_UPDATE])
+        self.check_first_update(reduced.maxima[FIRST_UPDATE], next(filter(None, updates), ()))
         return reduced.metrics
 
-    def check_first_update(self, largest: float) -> None:
-        """Raise unless log-probs of old-log-prob pass and first update are within the tolerance of each other.
-
-        In the first update of a step weights and replayed routes are those of the old-log-prob pass: the ratio is 1.
-        """
-        tolerance = self._config.replay.first_ratio_tolerance
-        if self.plan.mode != "off" and not largest <= tolerance:
-            raise ReplayStateError(
-                "the first update of the step computes other log-probs than the old-log-prob pass, although weights "
-                "and replayed routes are the same",
-                expected=f"a ratio of exactly 1 (log-probs within {tolerance})",
-                found=f"log-probs up to {largest:.3g} apart",
-                remedy="Something in the model is random or depends on the pass (dropout, jitter, kernels that are not "
-                "deterministic); for the last, raise replay.first_ratio_tolerance",
-            )
+    def check_first_update(self, largest: float, batches: Sequence[MicroBatch] = ()) -> None:
+        """Raise if old log-probs and those of the first update, in these micro-batches, are too far apart."""
+        if self.plan.mode != "off":
+            self._first_update.check(largest, self.backend, batches, self.plan.updating)

@@ -36,7 +36,7 @@ def train(
                 scored = job.learner.score(updates, metrics, step, compare=job.should_compare(step))
             with clock("train"):
                 learned = job.learner.update(updates, metrics, step, job.report_updates)
-                measured = job.learner.summarize(metrics)
+                measured = job.learner.summarize(metrics, updates)
             with clock("sync"):
                 job.sync_weights(version=step)
             with clock("eval"):

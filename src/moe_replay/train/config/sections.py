@@ -200,8 +200,11 @@ class ReplayConfig(Section):
     """Every so many steps score the batch without replay as well, to see what replay does; 0: never."""
     observe: bool = True
     """Compare the rollout's routes with the trainer's own choice: routing/agreement, and a shift test each step."""
-    first_ratio_tolerance: float = Field(0.0, ge=0)
-    """How far apart the log-probs of the old pass and of a step's first update may be, where routes are replayed."""
+    first_ratio_tolerance: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
+    """How far apart the log-probs of the old pass and of a step's first update may be, where routes are replayed;
+    auto: not at all, or by the noise between two identical passes where kernels are not deterministic."""
+    deterministic: bool = False
+    """Use deterministic kernels in the trainer; on a GPU, Megatron-Core otherwise adds up experts in varying order."""
 
     @field_validator("mode", mode="before")
     @classmethod

@@ -1,0 +1,75 @@
+"""The check of a step's first update: with replay it must compute the log-probs of the old-log-prob pass."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from moe_replay.errors import ReplayStateError
+from moe_replay.train.backends.base import Backend, Routing
+from moe_replay.train.micro_batch import MicroBatch
+
+logger = logging.getLogger(__name__)
+
+NOISE_MARGIN = 8.0
+"""Differences of up to this many times the largest one between two identical passes are noise."""
+
+
+class FirstUpdateCheck:
+    """Compares the log-probs of the first update of each step with the old ones.
+
+    Weights and replayed routes are the same, so the difference is exactly 0 where kernels are deterministic. Where they
+    are not (adding up experts by atomics on a GPU), it is held to the noise floor of the stack: the largest difference
+    between two passes over the same batch that replay the same routes.
+
+    tolerance   "auto", or the largest difference that is accepted
+    """
+
+    def __init__(self, tolerance: float | Literal["auto"]) -> None:
+        self._tolerance = tolerance
+        self.noise = 0.0
+
+    @property
+    def limit(self) -> float:
+        """The largest difference that is accepted as of now."""
+        return NOISE_MARGIN * self.noise if self._tolerance == "auto" else self._tolerance
+
+    def check(self, largest: float, backend: Backend, batches: Sequence[MicroBatch], routing: Routing) -> None:
+        """Raise if the log-probs of the update are further apart than the stack explains. All ranks call it.
+
+        largest   over all ranks
+        batches   micro-batches of the update on this rank, and how they are routed in it
+        """
+        if not largest <= self.limit and self._tolerance == "auto" and batches:
+            self._measure(backend, batches, routing)
+        if not largest <= self.limit:
+            exact = f"within {NOISE_MARGIN:g} times the noise floor of {self.noise:.3g}" if self.noise else "exactly 1"
+            raise ReplayStateError(
+                "the first update of the step computes other log-probs than the old-log-prob pass, although weights "
+                "and replayed routes are the same",
+                expected=f"a ratio of {exact} (log-probs within {self.limit:.3g})",
+                found=f"log-probs up to {largest:.3g} apart",
+                remedy="Something in the model is random or depends on the pass (dropout, jitter, kernels that behave "
+                "differently with gradients); if that is intended, set replay.first_ratio_tolerance",
+            )
+
+    def _measure(self, backend: Backend, batches: Sequence[MicroBatch], routing: Routing) -> None:
+        """Raise the noise floor to the largest difference of two identical passes on all ranks."""
+        first, second = (backend.score(batches, routing) for _ in range(2))
+        largest = torch.zeros((), device=backend.device)
+        for batch, one, two in zip(batches, first, second, strict=True):
+            if one is not None and two is not None and not batch.is_dummy and one.logprobs.numel():
+                largest = torch.maximum(largest, (one.logprobs - two.logprobs).abs().max().float())
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        known, self.noise = self.noise, max(self.noise, float(largest))
+        if self.noise > known:
+            logger.warning(
+                "two identical passes give log-probs up to %.3g apart: kernels on this device are not deterministic. "
+                "The first update of each step is held to %g times that; replay.deterministic = true makes it exact",
+                self.noise,
+                NOISE_MARGIN,
+            )
