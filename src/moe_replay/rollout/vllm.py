@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
+import asyncio
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from moe_replay.errors import EngineError, EngineName, EngineOptionError, EngineUnavailableError, MissingExtraError
+from moe_replay.errors import EngineError, EngineName, EngineUnavailableError
 from moe_replay.rollout.captured_sample import captured_sample, parse_finish_reason
 from moe_replay.rollout.engine import Engine, StartRequest, end_tokens
 from moe_replay.rollout.loop import AsyncSampler, while_alive
@@ -21,6 +20,14 @@ from moe_replay.rollout.request_limits import check_token_ids
 from moe_replay.rollout.sampling import prompt_hash
 from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
+from moe_replay.rollout.vllm_arguments import (
+    WORKING_VERSIONS,
+    engine_arguments,
+    on_cpu,
+    vllm_version,
+    without_launcher_variables,
+)
+from moe_replay.rollout.vllm_capture import Capture, RouteSource, returns_routes
 from moe_replay.rollout.weights import as_files, packed, safetensors_files
 from moe_replay.rollout.weights_id import CurrentWeights
 from moe_replay.routes.router_families import load_router_family
@@ -28,28 +35,16 @@ from moe_replay.routes.topology import MoeTopology
 from moe_replay.utils.messages import one_line
 from moe_replay.utils.processes import list_shared_files, owned_folder
 
-# Variables by which a launcher tells a trainer its process group: the engine's own processes form another group.
-_LAUNCHER_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-WORKING_VERSIONS = "0.30.0 (tested); docs/engines.md says what is known of others"
 CHUNK_BYTES = 256 * 2**20
 T = TypeVar("T")
 
 
 def start(request: StartRequest) -> Engine:
     """Start vLLM in this process."""
-    options = {"max_model_len": request.max_length, "trust_remote_code": request.trust_remote_code}
+    options: dict[str, Any] = {"max_model_len": request.max_length, "trust_remote_code": request.trust_remote_code}
     if request.sleep and torch.cuda.is_available():  # on CPU there is no memory to free: it only stops sampling
         options["enable_sleep_mode"] = True
-    with _without_launcher_variables():
+    with without_launcher_variables():
         return request.call(
             VllmEngine,
             request.model,
@@ -58,15 +53,6 @@ def start(request: StartRequest) -> Engine:
             dtype=request.dtype,
             **options,
         )
-
-
-@contextmanager
-def _without_launcher_variables() -> Iterator[None]:
-    hidden = {name: os.environ.pop(name) for name in _LAUNCHER_VARIABLES if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
 
 
 class VllmEngine(AsyncSampler):
@@ -78,15 +64,23 @@ class VllmEngine(AsyncSampler):
     """
 
     def __init__(
-        self, model: str | Path, *, weight_version: int = 0, router_family: str | None = None, **options: Any
+        self,
+        model: str | Path,
+        *,
+        weight_version: int = 0,
+        router_family: str | None = None,
+        capture: Capture = "auto",
+        **options: Any,
     ) -> None:
-        self.name = EngineName("vLLM", _vllm_version())
-        arguments = self._arguments(str(model), options)
+        self.name = EngineName("vLLM", vllm_version())
+        self._routes = RouteSource(capture, options, str(self.name))
+        arguments = engine_arguments(self.name, str(model), self._routes.capture, options)
         super().__init__("vllm")
         with ExitStack() as undo:
             undo.callback(self._loop.close)
             notes = undo.enter_context(owned_folder())
-            self._llm = self._loop.run(self._start(arguments))
+            undo.callback(self._routes.close)
+            self._llm = self._loop.run(self._start(arguments, notes))
             list_shared_files(notes)
             self._resources = undo.pop_all()
         config = self._llm.model_config
@@ -95,16 +89,21 @@ class VllmEngine(AsyncSampler):
         self.topology = MoeTopology.from_config(config.hf_config, load_router_family(router_family))
         self._end_tokens = end_tokens(config.try_get_generation_config(), config.hf_text_config)
         self._sleep_mode_enabled: bool = config.enable_sleep_mode
-        self._crashes_on_seeds = _on_cpu() and self._llm.vllm_config.scheduler_config.enable_chunked_prefill
+        self._crashes_on_seeds = on_cpu() and self._llm.vllm_config.scheduler_config.enable_chunked_prefill
         self._state = EngineState(str(self.name), weight_version)
         self._barrier = RequestBarrier(self._loop.loop)
         self._closed = False
-        if _on_cpu():
+        if on_cpu():
             self._loop.run(self._call_workers("replay_allow_amx"))
 
     @property
     def weight_version(self) -> int:
         return self._state.weight_version
+
+    @property
+    def capture(self) -> str:
+        """Who records routes: "ours", "vllm", or "checked" for both."""
+        return self._routes.capture
 
     @property
     def weights_id(self) -> str:
@@ -117,36 +116,7 @@ class VllmEngine(AsyncSampler):
 
     # ---- startup ------------------------------------------------------------------------------------------------
 
-    def _arguments(self, model: str, options: dict[str, Any]) -> Any:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-
-        if "enable_return_routed_experts" not in {field.name for field in dataclasses.fields(AsyncEngineArgs)}:
-            raise EngineError(
-                f"{self.name} cannot return routes", expected=f"vLLM {WORKING_VERSIONS}", found=self.name.version
-            )
-        fixed: dict[str, Any] = {
-            "model": model,
-            "enable_return_routed_experts": True,
-            "logprobs_mode": "processed_logprobs",  # of the distribution sampled from, temperature included
-            "worker_extension_cls": "moe_replay.rollout.vllm_worker.WeightUpdates",
-            "skip_tokenizer_init": True,  # token ids in, token ids out: nothing is re-tokenised
-            "generation_config": "vllm",  # the model's own defaults would silently change the sampling
-        }
-        taken = sorted(fixed.keys() & options.keys())
-        if taken:
-            raise EngineOptionError("vLLM options that moe-replay sets itself", found=", ".join(taken))
-        unknown = sorted(options.keys() - {field.name for field in dataclasses.fields(AsyncEngineArgs)})
-        if unknown:
-            raise EngineOptionError(f"{self.name} does not have these options", found=", ".join(unknown))
-        defaults: dict[str, Any] = {"disable_log_stats": True}
-        if _on_cpu() and "max_num_batched_tokens" not in options:
-            defaults["enable_chunked_prefill"] = False  # or seeds could not be used: see _check_seed
-        try:
-            return AsyncEngineArgs(**defaults | options | fixed)
-        except (ValueError, TypeError, LookupError, AttributeError) as wrong:
-            raise EngineOptionError(f"{self.name} does not take these options: {one_line(wrong)}") from wrong
-
-    async def _start(self, arguments: Any) -> Any:
+    async def _start(self, arguments: Any, folder: Path) -> Any:
         from moe_replay.rollout.vllm_processes import start_llm
 
         try:
@@ -160,9 +130,10 @@ class VllmEngine(AsyncSampler):
                 expected=f"vLLM {WORKING_VERSIONS}",
                 remedy="Its log above names the cause; without routes it cannot be used here",
             ) from failure
-        if not llm.model_config.enable_return_routed_experts:
+        if self._routes.capture != "ours" and not returns_routes(llm):
             llm.shutdown()
             raise EngineError(f"{self.name} disabled the return of routes", expected=f"vLLM {WORKING_VERSIONS}")
+        await self._routes.connect(llm, folder)
         return llm
 
     # ---- sampling -----------------------------------------------------------------------------------------------
@@ -186,12 +157,14 @@ class VllmEngine(AsyncSampler):
         async with self._barrier.request() as request_id:
             self._state.require_ready()
             weights = CurrentWeights(self.weight_version, self.weights_id)  # cannot change while a request is running
-            output = await self._output(prompt, sampling, request_id)
-        completions = sorted(output.outputs, key=lambda completion: completion.index)
-        if [completion.index for completion in completions] != list(range(params.draws)):
-            raise EngineError(f"{self.name} lost samples", expected=params.draws, found=len(completions))
-        ids = np.asarray(prompt, np.int32)
-        samples = [self._to_sample(ids, output, weights, index) for index, output in enumerate(completions)]
+            async with self._routes.request(request_id, params.draws) as captured:
+                output = await self._output(prompt, sampling, request_id)
+                completions = sorted(output.outputs, key=lambda completion: completion.index)
+                if [completion.index for completion in completions] != list(range(params.draws)):
+                    raise EngineError(f"{self.name} lost samples", expected=params.draws, found=len(completions))
+                routes = [await captured(one, len(prompt)) for one in completions]
+        # In a thread: the loop must stay free for the outputs of other requests.
+        samples = await asyncio.to_thread(self._to_samples, prompt, completions, routes, weights)
         return samples * (params.n // params.draws)
 
     def _check_seed(self, params: SamplingParams) -> None:
@@ -248,17 +221,32 @@ class VllmEngine(AsyncSampler):
                 f"{self.name} failed: {failure}", remedy="Its log names the cause"
             ) from failure
 
-    def _to_sample(self, prompt: np.ndarray, output: Any, weights: CurrentWeights, index: int) -> Sample:
+    def _to_samples(
+        self,
+        prompt: Sequence[int],
+        outputs: Sequence[Any],
+        routes: Sequence[np.ndarray | None],
+        weights: CurrentWeights,
+    ) -> list[Sample]:
+        ids = np.asarray(prompt, np.int32)
+        return [
+            self._to_sample(ids, output, captured, weights, index)
+            for index, (output, captured) in enumerate(zip(outputs, routes, strict=True))
+        ]
+
+    def _to_sample(
+        self, prompt: np.ndarray, output: Any, captured: np.ndarray | None, weights: CurrentWeights, index: int
+    ) -> Sample:
         completion = np.asarray(output.token_ids, np.int32)
         reason = parse_finish_reason(output.finish_reason, self.name, index)
         aborted_before_prefill = reason is FinishReason.ABORT and not len(completion)
-        if output.routed_experts is None and not aborted_before_prefill:
+        if captured is None and not aborted_before_prefill:
             raise EngineError(f"{self.name} returned no routes", sample=index, expected=f"vLLM {WORKING_VERSIONS}")
         return captured_sample(
             prompt,
             completion,
             lambda: _token_logprobs(output.logprobs),
-            output.routed_experts,
+            captured,
             finish_reason=reason,
             topology=self.topology,
             engine=self.name,
@@ -369,24 +357,6 @@ class VllmEngine(AsyncSampler):
 
 def _seed_of(prompt: Sequence[int], params: SamplingParams) -> int | None:
     return None if params.seed is None else params.seed ^ prompt_hash(prompt)
-
-
-def _vllm_version() -> str:
-    try:
-        import vllm
-    except ImportError as missing:
-        raise MissingExtraError(
-            "vLLM is not installed",
-            expected=f"vLLM {WORKING_VERSIONS}",
-            remedy="pip install 'moe-replay[vllm]'; on CPU see requirements/test.txt",
-        ) from missing
-    return vllm.__version__
-
-
-def _on_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return current_platform.is_cpu()
 
 
 def _token_logprobs(logprobs: Any) -> np.ndarray:

@@ -1,0 +1,85 @@
+"""vLLM's engine arguments: what moe-replay sets itself, what is refused, and the environment vLLM is started in."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from moe_replay.errors import EngineError, EngineName, EngineOptionError, MissingExtraError
+from moe_replay.rollout.vllm_capture import capture_arguments
+from moe_replay.utils.messages import one_line
+
+# Variables by which a launcher tells a trainer its process group: the engine's own processes form another group.
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+WORKING_VERSIONS = "0.30.0 or 0.32.0; docs/engines.md says what is known of others"
+
+
+def engine_arguments(engine: EngineName, model: str, capture: str, options: dict[str, Any]) -> Any:
+    """Return vLLM's engine arguments for a model, who records routes, and options of the caller."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    if "enable_return_routed_experts" not in {field.name for field in dataclasses.fields(AsyncEngineArgs)}:
+        raise EngineError(f"{engine} cannot return routes", expected=f"vLLM {WORKING_VERSIONS}", found=engine.version)
+    fixed: dict[str, Any] = {
+        "model": model,
+        "logprobs_mode": "processed_logprobs",  # of the distribution sampled from, temperature included
+        "worker_extension_cls": "moe_replay.rollout.vllm_worker.WeightUpdates",
+        "skip_tokenizer_init": True,  # token ids in, token ids out: nothing is re-tokenised
+        "generation_config": "vllm",  # the model's own defaults would silently change the sampling
+        **capture_arguments(capture, on_cpu=on_cpu()),
+    }
+    taken = sorted(fixed.keys() & options.keys())
+    if taken:
+        raise EngineOptionError("vLLM options that moe-replay sets itself", found=", ".join(taken))
+    unknown = sorted(options.keys() - {field.name for field in dataclasses.fields(AsyncEngineArgs)})
+    if unknown:
+        raise EngineOptionError(f"{engine} does not have these options", found=", ".join(unknown))
+    defaults: dict[str, Any] = {"disable_log_stats": True}
+    if on_cpu() and "max_num_batched_tokens" not in options:
+        defaults["enable_chunked_prefill"] = False  # or seeds could not be used: see _check_seed
+    try:
+        return AsyncEngineArgs(**defaults | options | fixed)
+    except (ValueError, TypeError, LookupError, AttributeError) as wrong:
+        raise EngineOptionError(f"{engine} does not take these options: {one_line(wrong)}") from wrong
+
+
+@contextmanager
+def without_launcher_variables() -> Iterator[None]:
+    """Hide the process group of the trainer from the processes that vLLM starts."""
+    hidden = {name: os.environ.pop(name) for name in _LAUNCHER_VARIABLES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def vllm_version() -> str:
+    """Return the installed version; raise if there is none."""
+    try:
+        import vllm
+    except ImportError as missing:
+        raise MissingExtraError(
+            "vLLM is not installed",
+            expected=f"vLLM {WORKING_VERSIONS}",
+            remedy="pip install 'moe-replay[vllm]'; on CPU see requirements/test.txt",
+        ) from missing
+    return vllm.__version__
+
+
+def on_cpu() -> bool:
+    """Whether the installed vLLM computes on CPUs."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()

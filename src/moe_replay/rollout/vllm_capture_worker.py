@@ -1,0 +1,66 @@
+"""vLLM's worker with route capture, named to vLLM as its `worker_cls`: `GpuWorker` or `CpuWorker`."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from moe_replay.rollout.route_channel import RouteSender
+from moe_replay.rollout.slot_routes import SlotRoutes
+
+
+class RouteCapture:
+    """Keeps what the routers choose in every step, and sends it when a request ends. Mixed into a worker of vLLM."""
+
+    model_runner: Any  # vLLM's
+    vllm_config: Any
+    replay_routes: SlotRoutes | None = None
+    replay_sender: RouteSender | None = None
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Allocate the KV cache, and one row of expert ids for each of its slots; CUDA graphs are captured later."""
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        self.replay_routes = SlotRoutes(self.model_runner, self.vllm_config, kv_cache_config)
+
+    def replay_send_routes_to(self, path: str) -> None:
+        """Connect to the engine. All ranks of a tensor-parallel group choose alike: the first one sends."""
+        from vllm.distributed.parallel_state import get_tp_group
+
+        if get_tp_group().is_first_rank and self.replay_routes is not None:
+            self.replay_sender = RouteSender(path, self.replay_routes.shape)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Run one step. Routes of requests that have ended are read before its forward can overwrite their slots."""
+        routes, sender = self.replay_routes, self.replay_sender
+        if routes is None or sender is None:
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
+        final, preempted = scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ()
+        with torch.inference_mode():
+            if final or preempted:
+                sender.send(*routes.read(sorted(final), sorted(preempted)))
+            if copies := getattr(scheduler_output, "kv_cache_block_copies", None):
+                routes.copy_blocks(copies)
+        output = super().execute_model(scheduler_output)  # type: ignore[misc]
+        tokens = scheduler_output.total_num_scheduled_tokens
+        if tokens:
+            with torch.inference_mode():
+                routes.store(tokens, scheduler_output.num_scheduled_tokens)
+        return output
+
+
+def __getattr__(name: str) -> type:
+    """Return a worker class; vLLM is imported only where one is used."""
+    if name not in ("GpuWorker", "CpuWorker"):
+        raise AttributeError(name)
+    return _worker_class(name)
+
+
+@cache
+def _worker_class(name: str) -> type:
+    if name == "GpuWorker":
+        from vllm.v1.worker.gpu_worker import Worker
+    else:
+        from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+    return type(name, (RouteCapture, Worker), {"__module__": __name__})
