@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from moe_replay.errors import AlignmentError, EngineError, EngineUnavailableError
+from moe_replay.errors import AlignmentError, EngineAnswerError, EngineError, EngineUnavailableError
 from moe_replay.rollout.pool import EnginePool
 from moe_replay.rollout.server_app import build_app
 from moe_replay.rollout.transformers import TransformersEngine
@@ -207,11 +207,12 @@ def test_what_answers_without_the_weights_has_not_taken_them(served: Any, answer
         routes=[Route("/weights", swallow, methods=["POST"]), Route("/info", pass_on), Route("/health", pass_on)]
     )
     with serving(proxy) as behind, VllmServer(behind, token=TOKEN) as client:
-        with pytest.raises(EngineUnavailableError, match=r"/weights|does not have them"):
+        with pytest.raises(EngineAnswerError, match=r"/weights|does not have them"):
             client.update_weights(newer(), 1, weights_id="run-1-a")
         with quick_pool(behind, url) as pool:  # the other server has them
             pool.update_weights(newer(), 1, weights_id="run-1-a")
             assert {s.weights_id for (s,) in pool.generate([[i + 1] for i in range(4)], SHORT)} == {"run-1-a"}
+            assert not pool.lacks_weights()  # that has lost them: it is not sent them in every step
     assert engine.weights_id == "run-1-a"
 
 

@@ -283,9 +283,10 @@ class EnginePool(AsyncSampler):
         return bool(self._weights_id) and bool(self._without_weights())
 
     def _without_weights(self) -> list[_Member]:
-        with ThreadPoolExecutor(len(self._members)) as threads:
-            lacking = list(threads.map(self._lacks_weights, (member.engine for member in self._members)))
-        return [member for member, lacks in zip(self._members, lacking, strict=True) if lacks]
+        asked = [member for member in self._members if not member.is_aside]  # others did not take them
+        with ThreadPoolExecutor(len(asked) or 1) as threads:
+            lacking = list(threads.map(self._lacks_weights, (member.engine for member in asked)))
+        return [member for member, lacks in zip(asked, lacking, strict=True) if lacks]
 
     def _lacks_weights(self, engine: ServedEngine) -> bool:
         try:

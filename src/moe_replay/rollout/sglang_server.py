@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_replay.errors import EngineError, EngineName, EngineUnavailableError
+from moe_replay.errors import EngineAnswerError, EngineError, EngineName
 from moe_replay.rollout.answers import reading_answer
 from moe_replay.rollout.engine import Engine, StartRequest
 from moe_replay.rollout.http import HttpClient
@@ -264,7 +264,7 @@ class SglangServer(HttpClient):
                 self._post_blocking("/update_weights_from_disk", update)
                 self._post_blocking("/flush_cache")
             if weights_id and self.current_weights() != (version, weights_id):
-                raise EngineUnavailableError(
+                raise EngineAnswerError(
                     f"{self._state.engine} answered an update of its weights and does not have them",
                     expected=text,
                     found=self._call("GET", "/model_info")["weight_version"],

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from moe_replay.errors import EngineAnswerError, EngineName, EngineUnavailableError
+from moe_replay.errors import EngineAnswerError, EngineName
 from moe_replay.rollout.answers import reading_answer
 from moe_replay.rollout.engine import Engine, StartRequest
 from moe_replay.rollout.http import HttpClient
@@ -73,7 +73,7 @@ class VllmServer(HttpClient):
         try:
             return _Info.model_validate(self._call(method, path, body=body))
         except (ValidationError, EngineAnswerError) as wrong:
-            raise EngineUnavailableError(
+            raise EngineAnswerError(
                 f"{self.url} does not answer {path} as a rollout server does",
                 expected="engine, topology and weight version as JSON",
                 found=" ".join(str(wrong).split())[:300],
@@ -109,7 +109,7 @@ class VllmServer(HttpClient):
         self._ledger.record(version, weights_id)
         info = self._info("POST", "/weights", write_update(weights, version, probe, sent_id))
         if (info.weight_version, info.weights_id or "") != (version, sent_id):
-            raise EngineUnavailableError(
+            raise EngineAnswerError(
                 f"{self.url} answered an update of its weights and does not have them",
                 expected=f"version {version}" + (f" of update {sent_id}" if sent_id else ""),
                 found=f"version {info.weight_version} of update {info.weights_id or 'unknown'}",
