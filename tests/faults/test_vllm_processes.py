@@ -135,7 +135,7 @@ def test_kills_at_random_moments_leave_nothing(
             with begin() as run:
                 while run.poll() is None and not descendants(run.pid):
                     time.sleep(0.05)
-                time.sleep(drawn.uniform(0, 60))
+                time.sleep(drawn.uniform(0, 40))
                 below = [*descendants(run.pid), process(run.pid)]
                 files = shared_memory(below)
                 run.kill()

@@ -1,12 +1,14 @@
 """vLLM's processes: in a group of their own, so that Ctrl-C does not reach them, and ended with the process they serve.
 
-The engine core and its workers are started by vLLM. An executor is the first thing of ours that runs in the core; the
-worker extension (vllm_worker.py) is that in the workers.
+The engine core and its workers are started by vLLM. A core that is spawned imports this module for its executor, before
+it waits for the process that started it; one that is forked first runs ours in the executor. In the workers that is the
+extension (vllm_worker.py).
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +38,7 @@ class OwnGroupMultiprocExecutor(MultiprocExecutor):
         super()._init_executor()
 
 
+_PARENT = "MOE_REPLAY_ENGINE_PARENT"
 _VARIANTS: dict[Any, Any] = {
     UniProcExecutor: OwnGroupUniProcExecutor,
     MultiprocExecutor: OwnGroupMultiprocExecutor,
@@ -50,7 +53,7 @@ def start_llm(arguments: Any) -> Any:
 
     config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     executor = Executor.get_class(config)
-    with _signals_blocked():
+    with _prepared():
         return AsyncLLM(
             vllm_config=config,
             executor_class=_VARIANTS.get(executor, executor),
@@ -61,14 +64,23 @@ def start_llm(arguments: Any) -> Any:
 
 
 @contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Block the signals in this thread: processes that it starts begin with them blocked, until `_detach`."""
+def _prepared() -> Iterator[None]:
+    """Let processes that this thread starts know their parent, and begin with the signals blocked until `_detach`."""
     resource_tracker.ensure_running()  # it would unblock them
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    os.environ[_PARENT] = str(os.getpid())
     try:
         yield
     finally:
+        os.environ.pop(_PARENT, None)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _end_with_announced_parent() -> None:
+    parent = os.environ.pop(_PARENT, None)
+    if parent is not None and int(parent) != os.getpid():
+        leave_process_group()
+        end_with_parent(int(parent))
 
 
 def _detach() -> None:
@@ -76,6 +88,7 @@ def _detach() -> None:
     parent = multiprocessing.parent_process()
     if parent is None:
         return  # vLLM runs in the process itself
+    os.environ.pop(_PARENT, None)  # after a fork: the workers have another one
     signal.set_wakeup_fd(-1)  # after a fork it is the parent's
     leave_process_group()
     for number in SIGNALS:
@@ -84,3 +97,6 @@ def _detach() -> None:
         signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
     if parent.pid is not None:
         end_with_parent(parent.pid)
+
+
+_end_with_announced_parent()  # where vLLM has spawned the process that imports this
