@@ -25,9 +25,11 @@ from moe_replay.demo.settings import RECIPE
 from moe_replay.distributed.ranks import OtherRankError
 from moe_replay.errors import EngineError, EngineOptionError, MoeReplayError
 from moe_replay.rollout.engine import StartRequest
+from moe_replay.rollout.model_folder import ModelError, read_config
 from moe_replay.rollout.registry import start_engine
 from moe_replay.rollout.server_app import build_app
 from moe_replay.rollout.transformers import TransformersEngine
+from moe_replay.tools.dry_run import parallel_of, work_of
 from moe_replay.train.config.file import load_config
 from moe_replay.train.data import DataError, Rows, load_prompts, read_rows
 from tests.rollout.serving import serving
@@ -80,6 +82,9 @@ def ended(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
         (["--seed", 2**63], "seed: should be less than"),
         (["--data.path", "a\0b"], r"data.path: 'a\x00b' is not text"),
         (["--data.path", "caf\udce9"], r"data.path: 'caf\udce9' is not text"),
+        (["--data.path", "a" * 300], "data.path: a name of more than 255 bytes"),
+        (["--model.path", f"b/{'é' * 200}", "--data.path", "x"], "model.path: a name of more than 255 bytes"),
+        (["--output", "a" * 300], "output: a name of more than 255 bytes"),
         ([*SERVED, "http://"], "rollout.urls: 'http://' has no host"),
         ([*SERVED, "http://a:99999"], "Port out of range"),
         ([*SERVED, "http://a:0"], "port 0"),
@@ -124,6 +129,19 @@ def test_a_recipe_that_is_no_file(ended: Callable[..., str], tmp_path: Path) -> 
     os.mkfifo(tmp_path / "pipe.toml")
     for path in (tmp_path, tmp_path / "pipe.toml", tmp_path / "none.toml"):
         assert ended(path).startswith(f"error: {path} cannot be read: ")
+
+
+def test_a_config_of_a_model_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelError, match="the model cannot be read"):
+        read_config(tmp_path)
+
+
+def test_the_largest_micro_batch_is_planned_at_once() -> None:
+    """A dry run plans no more sequences than a step has."""
+    config = load_config(RECIPE, ["--batch.tokens-per-micro-batch", str(2**31 - 1)])
+    work = work_of(config, parallel_of(config.backend, 1))
+    assert (len(work.lengths), work.micro_batches) == (config.rollout.sequences, 1)
 
 
 def test_limits_may_be_infinite() -> None:

@@ -41,7 +41,7 @@ def read_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
     from_transformers = _transformers()
     try:
         return from_transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, *_strict_errors()) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, *_strict_errors()) as error:
         raise ModelError(
             "the model cannot be read",
             expected="a folder with config.json, or a name that Transformers can load",

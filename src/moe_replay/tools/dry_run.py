@@ -88,7 +88,7 @@ def work_of(config: TrainConfig, parallel: Parallel) -> Work:
 
 
 def _longest_in_micro_batch(config: TrainConfig) -> int:
-    return max(config.batch.tokens_per_micro_batch // config.max_length, 1)
+    return min(max(config.batch.tokens_per_micro_batch // config.max_length, 1), config.rollout.sequences)
 
 
 def _model(path: str) -> Any:

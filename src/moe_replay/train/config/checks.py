@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from math import isqrt
 from pathlib import Path
@@ -36,6 +37,7 @@ MANY = 2**20
 """More than any run needs of what is counted in ranks, and in sequences of a step."""
 LARGEST = 2**31 - 1
 """Of all other whole numbers but these."""
+LONGEST_NAME = 255
 _LARGER = ("seed", "rollout.options", "backend.megatron", "rollout.prompts_per_step", "rollout.num_generations")
 _LIMITED = ("model.lora_rank", "rollout.max_turns", "algorithm.updates_per_rollout", "algorithm.max_refills")
 
@@ -64,6 +66,11 @@ def _unusable(config: Sections) -> Iterator[str]:
             yield f"{key}: {value} is too large; use at most {largest}"
         if isinstance(value, str) and ("\0" in value or not _is_unicode(value)):
             yield f"{key}: {value!r} is not text; remove NUL characters and bytes that are not UTF-8"
+    paths = {"model.path": config.model.path, "model.reference": config.model.reference, "data.path": config.data.path}
+    paths |= {"data.eval_path": config.data.eval_path, "output": None if config.output is None else str(config.output)}
+    for key, path in paths.items():
+        if path is not None and any(len(os.fsencode(part)) > LONGEST_NAME for part in path.split("/")):
+            yield f"{key}: a name of more than {LONGEST_NAME} bytes, which no file can have; shorten it"
     if config.output is not None and config.output == Path():
         yield "output: an empty path; name a folder, or leave it out for a new one in runs/"
     if config.rollout.sequences > MANY:
