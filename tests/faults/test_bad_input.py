@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -407,6 +408,15 @@ def test_an_error_of_all_ranks_is_printed_once(
     with pytest.raises(SystemExit) as left:
         main(["train"])
     assert (capsys.readouterr().err, left.value.code) == (told, status)
+
+
+@pytest.mark.distributed
+def test_torchrun_prints_it_once() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "-m", "moe_replay.cli.main"]
+    done = subprocess.run([*command, "train", "--steps", "0"], capture_output=True, text=True, timeout=600)
+    assert done.returncode != 0
+    assert done.stderr.count("the configuration is invalid") == 1
+    assert done.stderr.count("error on rank 0: ") == 1
 
 
 # ---- options of one engine are not those of another ------------------------------------------------------------------

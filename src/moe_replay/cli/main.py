@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from moe_replay.cli.compare import CompareCommand
@@ -29,6 +30,7 @@ COMMANDS: dict[str, Callable[..., Callable[[], None]]] = {
 }
 
 EXIT_S = 60.0
+SILENT_S = 10.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -40,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         text = f"error: {error}" if os.environ.get("WORLD_SIZE", "1") == "1" else f"error on rank {rank}: {error}"
         if rank == "0" or not error.known_on_all_ranks:
             print(text, file=sys.stderr, flush=True)
+        elif arguments is None:
+            time.sleep(SILENT_S)  # torchrun ends all ranks as soon as one has ended: rank 0 is to be the first
         if arguments is None:  # this process is the command
             _end_within(EXIT_S, error.exit_status)
         ending = SystemExit(text)
