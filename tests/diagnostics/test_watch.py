@@ -299,6 +299,7 @@ def test_the_false_alarm_rate_is_that_of_a_bet_whose_expectation_is_one():
 
 
 def test_an_alarm_needs_evidence_of_one_over_the_stated_rate():
+    assert FALSE_ALARMS == 1e-10  # docs/verify.md states it
     history = EvidenceHistory()
     history.add(np.full(SHAPE, np.log(0.99 / FALSE_ALARMS)), np.zeros(TALLY))
     assert not history.alarming
@@ -334,6 +335,17 @@ def test_a_question_that_is_asked_many_times_counts_once():
     sample = RowSample.draw(layout, np.random.default_rng(0), sequences=1, rows=32)
     capital = unit_evidence(ours, theirs, sample, 8).capital[0, :, 0].exp()
     assert capital.max() < 2 * (1 + 0.9) ** 2
+
+
+def test_the_same_prompt_in_two_sequences_is_not_compared():
+    """Its native routes differ by numerical noise alone, which may side with one sequence in every step of a run."""
+    ours, theirs, layout = batches(*siblings(0, own_noise=0.03))
+    sample = RowSample.draw(layout, np.random.default_rng(0), sequences=8, rows=128, sampled=sampled_tokens(layout))
+    routes, prompts = ours.experts.view(8, 8, -1, 4), sample.segment == PROMPT
+    assert not torch.equal(routes[:, 0, :PROMPT_TOKENS], routes[:, 1, :PROMPT_TOKENS])
+    capital = unit_evidence(ours, theirs, sample, 32).capital[:, :, len(SHIFTS) : NUM_PLACES]
+    assert not capital[..., prompts].any()
+    assert capital[..., ~prompts].any()
 
 
 def test_rows_are_drawn_from_prompts_and_sampled_tokens_apart():
