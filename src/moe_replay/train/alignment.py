@@ -60,7 +60,7 @@ class Alignment:
                 remedy="Nothing was trained on the routes of this step; `moe-replay verify` shows where they go wrong",
             )
         self._table, self._seen = self._empty, None
-        return {"routing/aligned": verdict.metric, "routing/misalignment_evidence": self._history.log10}
+        return {"routing/aligned": verdict.metric, "routing/misalignment_evidence": round(self._history.log10, 2)}
 
     def _named(self) -> str:
         """Name the cause, from the whole micro-batch that this rank looked at."""
