@@ -3,13 +3,13 @@
 A row has given routes. Its own place and another one (a token before or after, the same position of another sequence, a
 row at random) have native routes. Only the experts that one of the two places has and the other has not tell them
 apart: the vote of a (row, layer) is the fraction of these that the given routes share with the other place, minus the
-fraction that they share with the own one: -1 where all speak for the own place, 1 where all speak for the other. How
-well engine and trainer agree does not enter: both places are compared with the same given routes.
+fraction that they share with the own one: -1 where all speak for the own place, 1 where all speak for the other.
 
-A healthy run, whatever was seen before, has on average
+The null hypothesis, whatever was seen before: the expected vote is at most
 
-- votes for a given other place of at most LEAD;
-- votes for a random row of at most -FLOOR.
+- AHEAD for a given other place. It does not matter how well engine and trainer agree, since both places are compared with
+  the same given routes;
+- -BEHIND for a random row: routes agree with native ones that much better than chance.
 
 Against each of these the test bets: capital grows by 1 + stake * (vote - bound), whose expectation is then at most 1.
 There is a bet on every hypothesis: which place the routes of a unit (`row_sample.py`) belong to instead; whether all of
