@@ -7,8 +7,8 @@ fraction that they share with the own one: -1 where all speak for the own place,
 
 The null hypothesis, whatever was seen before: the expected vote is at most
 
-- AHEAD for a given other place. It does not matter how well engine and trainer agree, since both places are compared with
-  the same given routes;
+- AHEAD for a given other place. It does not matter how well engine and trainer agree, since both places are compared
+  with the same given routes;
 - -BEHIND for a random row: routes agree with native ones that much better than chance.
 
 Against each of these the test bets: capital grows by 1 + stake * (vote - bound), whose expectation is then at most 1.
