@@ -40,9 +40,11 @@ from moe_replay.rollout.weight_stream import write_update
 from moe_replay.rollout.weights import checkpoint_tensors
 from moe_replay.routes.topology import MoeLayer, MoeTopology
 from moe_replay.routes.trace import RouteTrace
+from moe_replay.train.loop import train
 from tests.ports import reserved_port
 from tests.rollout.serving import serving
 from tests.rollout.tiny import VOCABULARY, tiny_model
+from tests.train.runs import tiny_config
 
 TOKEN = "secret"
 PARAMS = SamplingParams(n=2, max_tokens=4)
@@ -279,6 +281,28 @@ def test_an_update_that_one_server_refuses_goes_on_with_the_other(servers: Serve
             assert len(pool.generate(PROMPTS, PARAMS)) == 3
     finally:
         del servers.lying.update_weights
+
+
+def test_a_run_goes_on_as_if_nothing_had_happened(
+    demo_files: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of two servers returns NaN in every step: the metrics are those of a run without it."""
+
+    def run(name: str, *urls: str) -> list[dict[str, Any]]:
+        rollout = {"engine": "vllm_server", "urls": urls, "token": TOKEN}
+        config = tiny_config(demo_files.model, demo_files.train, tmp_path / name, steps=2, rollout=rollout)
+        lines = [json.loads(line) for line in (train(config) / "metrics.jsonl").read_text().splitlines()]
+        return [{key: line[key] for key in line if not key.startswith("time")} for line in lines]
+
+    with ExitStack() as stack:
+        engines = [TransformersEngine.from_pretrained(demo_files.model) for _ in range(2)]
+        lying = Lying(engines[0])
+        lying.change = lambda samples: [replace(each, logprobs=each.logprobs * np.nan) for each in samples]
+        apps = [build_app(lying, TOKEN), build_app(engines[1], TOKEN)]  # type: ignore[list-item]
+        bad, good = (stack.enter_context(serving(app)) for app in apps)
+        disturbed = run("disturbed", bad, good)
+        assert f"put aside until its next weight update: {bad} returned an impossible log-prob" in caplog.text
+        assert disturbed == run("calm", good)
 
 
 # ---- at the start ----------------------------------------------------------------------------------------------------
