@@ -126,7 +126,7 @@ def from_npy(raw: bytes, peer: str, sample: int | None = None) -> np.ndarray:
             f"routes of {peer} are laid out in an unknown way",
             sample=sample,
             expected="little-endian integers in C order",
-            found=f"{dtype}, {'Fortran' if order == 'True' else 'C'} order",
+            found=f"{'objects' if dtype.endswith('O') else dtype}, {'Fortran' if order == 'True' else 'C'} order",
         )
     shape = [int(number) for number in sizes.split(",") if number.strip()]
     return array_of(raw[stop:], _NPY_INTEGERS[dtype], shape, peer, sample)
