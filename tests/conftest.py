@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -24,6 +25,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)
 settings.load_profile("ci")
+
+# A shell that runs the tests in the background ignores SIGINT, nohup ignores SIGHUP, and processes inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 MARKS_OF_FOLDERS = {"distributed": "distributed", "real_vllm": "engine", "real_sglang": "engine"}
 MARKS_OF_FIXTURES = {"demo_files": "slow"}  # who asks for it trains

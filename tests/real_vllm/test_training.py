@@ -77,11 +77,13 @@ def test_generation_runs_ahead_and_is_resumed_with_new_weights(server: str, demo
     overrides = {
         "steps": 6,
         "rollout": {
-            **{"engine": "vllm_server", "urls": [server], "token": TOKEN, "prompts_per_step": 2, "max_tokens": 24},
+            **{"engine": "vllm_server", "urls": [server], "token": TOKEN, "prompts_per_step": 8, "max_tokens": 40},
             **{"max_staleness": 2, "reproducible": False, "temperature": 2.0},  # long, since nothing likely ends it
+            "check_weights": False,
         },
+        "replay": {"observe": False},  # nothing that would make a training step longer than its sampling
         "optim": {"lr": 1e-4},
-        "log": {"traces": 8},
+        "log": {"traces": 32},
     }
     arguments = (str(demo_files.model), str(demo_files.train), str(tmp_path / "run"), overrides)
     (lines,) = run_ranks(1, train_on_rank, *arguments)
