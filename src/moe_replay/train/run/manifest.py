@@ -115,7 +115,7 @@ def check(folder: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
         try:
             found = path.stat()
         except OSError as error:
-            raise _damage(path, error) from error
+            raise _damage(path, error, name) from error
         if not stat.S_ISREG(found.st_mode):  # reading a pipe or a device may never end
             raise DamageError(f"{name} is not a file")
         size = found.st_size
@@ -143,12 +143,13 @@ def _bytes(path: Path) -> bytes:
         raise _damage(path, error) from error
 
 
-def _damage(path: Path, error: OSError) -> MoeReplayError:
+def _damage(path: Path, error: OSError, name: str = "") -> MoeReplayError:
     """Return what an error in reading means: damage, or only that this process cannot read it, e.g. no permission."""
+    name = name or path.name
     if error.errno in (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP):
-        return DamageError(f"{path.name} is missing")
+        return DamageError(f"{name} is missing")
     if error.errno == errno.EIO:
-        return DamageError(f"{path.name} cannot be read: {error.strerror}")
+        return DamageError(f"{name} cannot be read: {error.strerror}")
     return UnreadableError(f"{path} cannot be read: {error.strerror}", remedy="Make it readable for this user")
 
 
