@@ -80,6 +80,7 @@ def test_megatron_forward_step() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)  # many minutes on a CPU that has no bfloat16
 def test_trl_grpo(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl")
     table = run_here("trl_grpo.py", capsys, monkeypatch).partition("without")[2]
