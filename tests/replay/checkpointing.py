@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -40,3 +41,15 @@ CHECKPOINTS = {
 
 def unwrapped(found):
     return {name.replace("_checkpoint_wrapped_module.", ""): gradient for name, gradient in found.items()}
+
+
+def abort_backward(loss, parameter):
+    """Run a backward that fails where the gradient of a parameter arrives."""
+
+    def fail(grad):
+        raise RuntimeError("planted")
+
+    handle = parameter.register_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        loss.backward()
+    handle.remove()

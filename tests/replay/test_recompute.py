@@ -12,7 +12,7 @@ import torch
 
 import moe_replay as mr
 from tests.models import assert_same_gradients, gradients, loss, perturb_routers, random_ids, tiny_qwen3_moe, uncover
-from tests.replay.checkpointing import CHECKPOINTS, unwrapped
+from tests.replay.checkpointing import CHECKPOINTS, abort_backward, unwrapped
 
 MICRO_BATCHES = 3
 
@@ -184,14 +184,7 @@ def test_a_failed_backward_leaves_no_routes_behind(checkpoint):
     CHECKPOINTS[checkpoint](model)
     with replay.replay(routes[0]):
         one = loss(model(inputs[0]))
-
-    def fail(grad):
-        raise RuntimeError("planted")
-
-    handle = model.model.embed_tokens.weight.register_hook(fail)
-    with pytest.raises(RuntimeError, match="planted"):
-        one.backward()
-    handle.remove()
+    abort_backward(one, model.model.embed_tokens.weight)
     model.zero_grad()
     with torch.no_grad():
         assert torch.equal(model(inputs[1]).logits, native)
@@ -288,14 +281,7 @@ def test_nothing_is_kept_of_an_aborted_backward():
     with replay.replay(routes[0]):
         forward_pass = weakref.ref(replay._active.opened)
         one = loss(model(inputs[0]))
-
-    def fail(grad):
-        raise RuntimeError("planted")
-
-    handle = model.model.layers[2].self_attn.q_proj.weight.register_hook(fail)
-    with pytest.raises(RuntimeError, match="planted"):
-        one.backward()
-    handle.remove()
+    abort_backward(one, model.model.layers[2].self_attn.q_proj.weight)
     del one
     with torch.no_grad():
         model(inputs[1])
@@ -310,14 +296,7 @@ def test_an_aborted_backward_after_detaching():
     with replay.replay(routes[0]):
         one = loss(model(inputs[0]))
     replay.detach()
-
-    def fail(grad):
-        raise RuntimeError("planted")
-
-    handle = model.model.layers[2].self_attn.q_proj.weight.register_hook(fail)
-    with pytest.raises(RuntimeError, match="planted"):
-        one.backward()
-    handle.remove()
+    abort_backward(one, model.model.layers[2].self_attn.q_proj.weight)
     replay.detach()
     assert all("forward" not in vars(site.module) for site in replay.sites.values())
     mr.attach(model)
