@@ -6,7 +6,6 @@ import asyncio
 import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Iterable, Sequence
-from functools import cached_property
 from typing import Any
 
 import httpx
@@ -65,10 +64,10 @@ class HttpClient(AsyncSampler):
         self._vocab_size = vocab_size
         self._max_answer_bytes = max_answer_bytes
 
-    @cached_property
+    @property
+    @abstractmethod
     def topology(self) -> MoeTopology:
         """Which layers of the model route."""
-        raise NotImplementedError
 
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
         """Return `params.n` samples of one prompt; runs in the client's own loop."""

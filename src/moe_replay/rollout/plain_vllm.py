@@ -65,9 +65,13 @@ class PlainVllmServer(HttpClient):
     ) -> None:
         super().__init__(url, token=token, **limits)
         self.model = model
-        self.topology = topology
+        self._topology = topology
         self.weight_version = weight_version
         self.processed_logprobs = processed_logprobs
+
+    @property
+    def topology(self) -> MoeTopology:
+        return self._topology
 
     @cached_property
     def name(self) -> EngineName:
