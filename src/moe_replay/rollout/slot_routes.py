@@ -107,22 +107,19 @@ class SlotRoutes:
     shape   (layers, K) of a token, all decoder layers counted
     """
 
-    def __init__(self, runner: Any, vllm_config: Any, kv_cache_config: Any) -> None:
-        from vllm.v1.kv_cache_interface import is_full_attention_spec
+    def __init__(self, runner: Runner, captured: Tensor, blocks: tuple[int, int], num_experts: int) -> None:
+        """Make room for every slot.
 
-        groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        full = [number for number, spec in enumerate(groups) if is_full_attention_spec(spec)]
-        if not full:
-            raise ValueError("no layer attends to all tokens, so the KV cache forgets slots before a request ends")
-        self._runner: Runner = (RunnerV2 if hasattr(runner, "block_tables") else RunnerV1)(runner, full[0])
-        capturer = _capturer(runner, vllm_config, kv_cache_config)
-        self._captured = capturer.device_buffer
-        self.shape: tuple[int, int] = tuple(self._captured.shape[1:])
-        experts = vllm_config.model_config.get_num_experts()
+        captured   (tokens, layers, K): what the routers write in each forward
+        blocks     of the KV cache, and slots of each
+        """
+        self._runner = runner
+        self._captured = captured
+        self.shape: tuple[int, int] = (captured.shape[1], captured.shape[2])
         self._routes = torch.zeros(
-            (kv_cache_config.num_blocks, groups[full[0]].block_size, self.shape[0] * self.shape[1]),
-            dtype=torch.uint8 if experts <= 256 else torch.int16,
-            device=self._captured.device,
+            (*blocks, self.shape[0] * self.shape[1]),
+            dtype=torch.uint8 if num_experts <= 256 else torch.int16,
+            device=captured.device,
         )
         self._preempted: dict[str, int] = {}  # request -> tokens in its last step since it was resumed
 
@@ -156,6 +153,22 @@ class SlotRoutes:
             return bool(blocks)
         computed, needed = self._runner.progress(request_id)
         return computed + self._preempted[request_id] >= needed
+
+
+def capture_routes(runner: Any, vllm_config: Any, kv_cache_config: Any) -> SlotRoutes:
+    """Return the routes of a worker's slots; its routers write to them from now on."""
+    from vllm.v1.kv_cache_interface import is_full_attention_spec
+
+    groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    full = [number for number, spec in enumerate(groups) if is_full_attention_spec(spec)]
+    if not full:
+        raise ValueError("no layer attends to all tokens, so the KV cache forgets slots before a request ends")
+    return SlotRoutes(
+        (RunnerV2 if hasattr(runner, "block_tables") else RunnerV1)(runner, full[0]),
+        _capturer(runner, vllm_config, kv_cache_config).device_buffer,
+        (kv_cache_config.num_blocks, groups[full[0]].block_size),
+        vllm_config.model_config.get_num_experts(),
+    )
 
 
 def _capturer(runner: Any, vllm_config: Any, kv_cache_config: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moe_replay.rollout.route_channel import RouteSender
-from moe_replay.rollout.slot_routes import SlotRoutes
+from moe_replay.rollout.slot_routes import SlotRoutes, capture_routes
 
 
 class RouteCapture:
@@ -22,7 +22,7 @@ class RouteCapture:
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Allocate the KV cache, and one row of expert ids for each of its slots; CUDA graphs are captured later."""
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
-        self.replay_routes = SlotRoutes(self.model_runner, self.vllm_config, kv_cache_config)
+        self.replay_routes = capture_routes(self.model_runner, self.vllm_config, kv_cache_config)
 
     def replay_send_routes_to(self, path: str) -> None:
         """Connect to the engine. All ranks of a tensor-parallel group choose alike: the first one sends."""
