@@ -5,29 +5,22 @@ Types and bounds stand with the fields, checks across fields in `checks.py`; `fi
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import AllowInfNan, BeforeValidator, Field, field_validator
 
 from moe_replay.megatron.weights import WEIGHT_MAPS
 from moe_replay.rollout.registry import ENGINES, engine_spec, trainable_engines
 from moe_replay.routes.router_families import ROUTER_FAMILIES
 from moe_replay.train.advantages import ADVANTAGES
+from moe_replay.train.config.data_sections import CheckpointConfig, DataConfig, EvalConfig, LogConfig, RewardConfig
 from moe_replay.train.config.plugin_names import PluginName
+from moe_replay.train.config.section import Limit, Section
 from moe_replay.train.environments import ENVIRONMENTS
 from moe_replay.train.losses.aggregation import Aggregation
 from moe_replay.train.losses.registry import LOSSES
 from moe_replay.train.losses.types import Correction, Level
-from moe_replay.train.rewards import REWARDS
-from moe_replay.train.run.sinks.registry import SINKS
-
-
-def _not_nan(value: float) -> float:
-    if math.isnan(value):
-        raise ValueError("must be a number")
-    return value
 
 
 def _finite_size(value: Any) -> Any:
@@ -37,8 +30,6 @@ def _finite_size(value: Any) -> Any:
     return value
 
 
-Limit = Annotated[float, AllowInfNan(), AfterValidator(_not_nan)]
-"""A number above which something happens; infinity: never."""
 Setting = Annotated[int | Annotated[float, AllowInfNan()] | bool | str, BeforeValidator(_finite_size)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 ReplayMode = Literal["off", "r2", "r3", "auto"]
@@ -48,24 +39,12 @@ EngineChoice = Annotated[str, PluginName(lambda: ENGINES, "engine", offered=trai
 EnvironmentChoice = Annotated[str | None, PluginName(lambda: ENVIRONMENTS, "environment")]
 AdvantageChoice = Annotated[str, PluginName(lambda: ADVANTAGES, "advantage estimator")]
 LossChoice = Annotated[str, PluginName(lambda: LOSSES, "policy loss")]
-RewardChoices = Annotated[
-    tuple[str, ...], PluginName(lambda: REWARDS, "reward", forms=("module:name", "verl:module:name"))
-]
-SinkChoices = Annotated[tuple[str, ...], PluginName(lambda: SINKS, "metric sink")]
 
 
 def replay_mode_name(value: Any) -> Any:
     """Return our name of a replay mode that is spelled as in ms-swift (R2, R3, disabled)."""
     name = value.lower() if isinstance(value, str) else value
     return "off" if name == "disabled" else name
-
-
-class Section(BaseModel):
-    """A table of the configuration: immutable, and unknown keys are refused."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
-    )
 
 
 class ModelConfig(Section):
@@ -112,7 +91,7 @@ class BackendConfig(Section):
     """Chunks of layers in each stage, for the interleaved schedule (megatron)."""
     context_parallel: int = Field(1, ge=1)
     """Ranks that share a sequence (megatron)."""
-    megatron: dict[str, Setting | list[str]] = {}
+    megatron: dict[str, Setting | list[str]] = Field({})
     """More of Megatron-Core's TransformerConfig, e.g. recompute_granularity = "selective"; lists are allowed."""
     weight_family: WeightFamilyChoice = None
     """How weights of Transformers map onto Megatron-Core; left out: by the model_type of the model (megatron)."""
@@ -123,19 +102,6 @@ class BackendConfig(Section):
     def model_parallel(self) -> int:
         """Ranks that hold one copy of the dense layers."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
-
-
-class DataConfig(Section):
-    """Prompts."""
-
-    path: str = ""
-    """A .jsonl or .parquet file, or a datasets folder; empty: sums that come with the library's own model."""
-    max_prompt_tokens: int = Field(512, ge=1)
-    """Longer prompts are left out."""
-    shuffle: bool = True
-    """A new order for each pass over the data."""
-    eval_path: str | None = None
-    """Prompts for evaluation, in the same forms."""
 
 
 class RolloutConfig(Section):
@@ -177,7 +143,7 @@ class RolloutConfig(Section):
     """After each update of the weights, compare log-probs of engine and trainer on a probe."""
     probe_tolerance: Limit = Field(0.05, gt=0)
     """Median difference of log-probs on the probe above which the run stops."""
-    options: dict[str, Setting] = {}
+    options: dict[str, Setting] = Field({})
     """More of the engine's own options, e.g. gpu_memory_utilization = 0.3."""
 
     @property
@@ -273,60 +239,6 @@ class BatchConfig(Section):
     """Sequences one after the other without padding; otherwise in rows, padded on the right."""
     tokens_per_micro_batch: int = Field(8192, ge=1)
     """Tokens of a micro-batch, padding included; a longer sequence has one for itself."""
-
-
-class RewardConfig(Section):
-    """Rewards and their weights."""
-
-    functions: RewardChoices = Field(("accuracy",), min_length=1)
-    """Reward functions; the reward of a sample is their weighted sum."""
-    weights: tuple[float, ...] | None = None
-    """Weight of each in the sum; left out: 1."""
-    timeout_s: Limit = Field(600.0, gt=0)
-    """Seconds that a reward function may take for the samples of one prompt."""
-
-
-class CheckpointConfig(Section):
-    """What is kept of a run."""
-
-    every: int = Field(50, ge=0)
-    """Steps between checkpoints; 0: only at the end."""
-    keep: int = Field(2, ge=1)
-    """Newest checkpoints that stay."""
-    export: bool = True
-    """Put the weights in each checkpoint as a Transformers folder too."""
-
-
-class EvalConfig(Section):
-    """Rewards on prompts that are not trained on."""
-
-    every: int = Field(0, ge=0)
-    """Steps between evaluations; 0: none."""
-    prompts: int = Field(64, ge=1)
-    """Prompts of an evaluation at most."""
-    temperature: float = Field(0.0, ge=0)
-    """Sampling temperature; 0: greedy."""
-
-
-class LogConfig(Section):
-    """Where metrics go, besides metrics.jsonl and the console."""
-
-    tensorboard: bool = False
-    """Write TensorBoard files to the run's folder."""
-    wandb: bool = False
-    """Send metrics to Weights & Biases."""
-    sinks: SinkChoices = ()
-    """More destinations of metrics."""
-    project: str = "moe-replay"
-    """Project in Weights & Biases."""
-    traces: int = Field(0, ge=0)
-    """Samples of each step whose route traces are kept in the run's folder."""
-
-    @property
-    def enabled_sinks(self) -> tuple[str, ...]:
-        """Names of all metric sinks of the run, metrics.jsonl first."""
-        switches = {"tensorboard": self.tensorboard, "wandb": self.wandb}
-        return tuple(dict.fromkeys(["jsonl", *(name for name, on in switches.items() if on), *self.sinks]))
 
 
 class Sections(Section):

@@ -1,0 +1,84 @@
+"""Settings of what a run reads and keeps: prompts, rewards, checkpoints, evaluation and logs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from moe_replay.train.config.plugin_names import PluginName
+from moe_replay.train.config.section import Limit, Section
+from moe_replay.train.rewards import REWARDS
+from moe_replay.train.run.sinks.registry import SINKS
+
+RewardChoices = Annotated[
+    tuple[str, ...], PluginName(lambda: REWARDS, "reward", forms=("module:name", "verl:module:name"))
+]
+SinkChoices = Annotated[tuple[str, ...], PluginName(lambda: SINKS, "metric sink")]
+
+
+class DataConfig(Section):
+    """Prompts."""
+
+    path: str = ""
+    """A .jsonl or .parquet file, or a datasets folder; empty: sums that come with the library's own model."""
+    max_prompt_tokens: int = Field(512, ge=1)
+    """Longer prompts are left out."""
+    shuffle: bool = True
+    """A new order for each pass over the data."""
+    eval_path: str | None = None
+    """Prompts for evaluation, in the same forms."""
+
+
+class RewardConfig(Section):
+    """Rewards and their weights."""
+
+    functions: RewardChoices = Field(("accuracy",), min_length=1)
+    """Reward functions; the reward of a sample is their weighted sum."""
+    weights: tuple[float, ...] | None = None
+    """Weight of each in the sum; left out: 1."""
+    timeout_s: Limit = Field(600.0, gt=0)
+    """Seconds that a reward function may take for the samples of one prompt."""
+
+
+class CheckpointConfig(Section):
+    """What is kept of a run."""
+
+    every: int = Field(50, ge=0)
+    """Steps between checkpoints; 0: only at the end."""
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints that stay."""
+    export: bool = True
+    """Put the weights in each checkpoint as a Transformers folder too."""
+
+
+class EvalConfig(Section):
+    """Rewards on prompts that are not trained on."""
+
+    every: int = Field(0, ge=0)
+    """Steps between evaluations; 0: none."""
+    prompts: int = Field(64, ge=1)
+    """Prompts of an evaluation at most."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature; 0: greedy."""
+
+
+class LogConfig(Section):
+    """Where metrics go, besides metrics.jsonl and the console."""
+
+    tensorboard: bool = False
+    """Write TensorBoard files to the run's folder."""
+    wandb: bool = False
+    """Send metrics to Weights & Biases."""
+    sinks: SinkChoices = ()
+    """More destinations of metrics."""
+    project: str = "moe-replay"
+    """Project in Weights & Biases."""
+    traces: int = Field(0, ge=0)
+    """Samples of each step whose route traces are kept in the run's folder."""
+
+    @property
+    def enabled_sinks(self) -> tuple[str, ...]:
+        """Names of all metric sinks of the run, metrics.jsonl first."""
+        switches = {"tensorboard": self.tensorboard, "wandb": self.wandb}
+        return tuple(dict.fromkeys(["jsonl", *(name for name, on in switches.items() if on), *self.sinks]))
