@@ -54,6 +54,8 @@ PARTITIONED = [
     ("qwen3_moe-tied", "tp2-pp2-ep2"),
     ("mixtral", "tp2-ep2-etp2"),
     ("olmoe", "tp2-pp2-ep2"),
+    ("qwen2_moe", "tp2-pp2-ep2"),
+    ("glm4_moe", "tp2-pp2-ep2"),
 ]
 TOLERANCE = 1e-5
 
@@ -154,6 +156,7 @@ def test_what_does_not_fit_is_refused_before_a_weight_is_written(tmp_path: Path)
     (found,) = harness.run_ranks(1, refusals, str(tmp_path), list(changes))
     said = found["messages"]
     assert found["kept"]
+    assert_same_bytes(saved_tensors(tmp_path / "exported"), whole | predicted)
     for name, expected in {
         "missing": rf"1 tensors are missing from the checkpoint \(deepseek_v3\), the first is {gate} \[layer 2\]: "
         r"expected shape \(16, 32\) for decoder\.layers\.\{layer\}\.mlp\.experts",

@@ -61,12 +61,34 @@ _YARN = {
     "original_max_position_embeddings": 16,
 }
 
+_GLM = _SIZES | {
+    "moe_intermediate_size": 16,
+    "head_dim": 16,
+    "n_shared_experts": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+}
+_QWEN2 = _SIZES | {
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+    "num_experts": 8,
+    "mlp_only_layers": [1],
+}
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", _QWEN3),
     "qwen3_moe-unnormalized": ("qwen3_moe", _QWEN3 | {"norm_topk_prob": False, "mlp_only_layers": []}),
     "qwen3_moe-every-second": ("qwen3_moe", _QWEN3 | {"decoder_sparse_step": 2, "mlp_only_layers": []}),
     "qwen3_moe-tied": ("qwen3_moe", _QWEN3 | {"tie_word_embeddings": True}),
     "qwen3_moe-one-group": ("qwen3_moe", _QWEN3 | {"num_key_value_heads": 1}),
+    "qwen2_moe": ("qwen2_moe", _QWEN2),
+    "qwen2_moe-normalized": ("qwen2_moe", _QWEN2 | {"norm_topk_prob": True, "qkv_bias": False}),
+    "glm4_moe": ("glm4_moe", _GLM),
+    "glm4_moe-plain": ("glm4_moe", _GLM | {"attention_bias": False, "use_qk_norm": False}),
     "mixtral": ("mixtral", _SIZES | {"num_local_experts": 8}),
     "olmoe": ("olmoe", _SIZES | {"num_experts": 8}),
     "olmoe-normalized": ("olmoe", _SIZES | {"num_experts": 8, "norm_topk_prob": True, "num_key_value_heads": 4}),

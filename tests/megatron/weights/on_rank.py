@@ -98,6 +98,7 @@ def refusals(folder: str, broken: list[str]) -> dict[str, Any]:
     before = [parameter.clone() for parameter in chunks[0].parameters()]
     messages = {name: _refusal(weights.load_hf, f"{folder}/{name}", chunks) for name in broken}
     kept = all(map(torch.equal, before, chunks[0].parameters()))
+    weights.export_hf(chunks, f"{folder}/exported", like=f"{folder}/predicted and said so")
     unmapped = [*chunks]
     unmapped[0].decoder.layers[0].extra = nn.Linear(2, 2, bias=False)
     messages["parameter"] = _refusal(weights.load_hf, folder, unmapped)

@@ -40,8 +40,10 @@ __all__ = [
 
 WEIGHT_MAPS: Mapping[str, Family | str] = {
     "deepseek_v3": "moe_replay.megatron.weights.deepseek_v3:DEEPSEEK_V3",
+    "glm4_moe": "moe_replay.megatron.weights.glm4_moe:GLM4_MOE",
     "mixtral": "moe_replay.megatron.weights.mixtral:MIXTRAL",
     "olmoe": "moe_replay.megatron.weights.olmoe:OLMOE",
+    "qwen2_moe": "moe_replay.megatron.weights.qwen2_moe:QWEN2_MOE",
     "qwen3_moe": "moe_replay.megatron.weights.qwen3_moe:QWEN3_MOE",
 }
 """`model_type` of a Transformers config -> its family, or where to import it from."""

@@ -22,6 +22,11 @@ HF_LAYER = "model.layers.{layer}."
 ADD_A_FAMILY = "docs/megatron-weights.md explains how to add a family"
 
 
+def no_arguments(hf: Any) -> dict[str, Any]:
+    """Return no arguments besides those of every `GPTModel`."""
+    return {}
+
+
 def unchanged_spec(spec: Any, config: Any) -> Any:
     """Return the layer spec as Megatron-Core makes it."""
     return spec
@@ -43,6 +48,7 @@ class Family:
     rules          Megatron-Core parameter -> rule, for checkpoints with one tensor per expert
     fused_rules    rules that replace them for checkpoints with all experts of a layer in one tensor
     settings       Transformers config -> settings of a `TransformerConfig`; refuses what Megatron-Core cannot compute
+    arguments      Transformers config -> arguments of a `GPTModel` that differ from those of other families
     adapt_spec     (layer spec, config) -> the layer spec of this family
     after_build    changes a built chunk in place, where a layer spec cannot
     extra_tensors  config.json -> pattern of checkpoint tensors that are not part of the model
@@ -51,6 +57,7 @@ class Family:
     rules: Rules
     fused_rules: Rules
     settings: Callable[[Any], dict[str, Any]]
+    arguments: Callable[[Any], dict[str, Any]] = no_arguments
     adapt_spec: Callable[[Any, Any], Any] = unchanged_spec
     after_build: Callable[[Any], None] = unchanged_chunk
     extra_tensors: Callable[[Mapping[str, Any]], re.Pattern[str] | None] = no_extra_tensors
@@ -78,14 +85,14 @@ def decoder_rules() -> dict[str, Rule]:
 
 
 def attention_rules() -> dict[str, Rule]:
-    """Return the rules of grouped-query attention."""
+    """Return the rules of grouped-query attention, whose projections may have biases."""
     inside = HF_LAYER + "self_attn."
-    return {
-        LAYER + "self_attention.linear_qkv.weight": GroupedQkv(
-            inside + "q_proj.weight", inside + "k_proj.weight", inside + "v_proj.weight"
-        ),
-        LAYER + "self_attention.linear_proj.weight": Plain(inside + "o_proj.weight"),
-    }
+    rules: dict[str, Rule] = {}
+    for part in ("weight", "bias"):
+        query, key, value = (f"{inside}{name}_proj.{part}" for name in "qkv")
+        rules[LAYER + f"self_attention.linear_qkv.{part}"] = GroupedQkv(query, key, value)
+        rules[LAYER + f"self_attention.linear_proj.{part}"] = Plain(f"{inside}o_proj.{part}")
+    return rules
 
 
 def query_key_norm_rules() -> dict[str, Rule]:
@@ -134,13 +141,18 @@ def fused_expert_rules() -> dict[str, Rule]:
 # ---- shared settings -------------------------------------------------------------------------------------------------
 
 
-def decoder_settings(hf: Any) -> dict[str, Any]:
-    """Return the settings of a pre-norm decoder with gated MLPs and experts, and refuse other activations."""
+def decoder_settings(hf: Any, *, qkv_bias: bool = False) -> dict[str, Any]:
+    """Return the settings of a pre-norm decoder with gated MLPs and experts, and refuse other activations.
+
+    qkv_bias   whether the projections of queries, keys and values have a bias, and that of the output has none;
+               False: the config must not ask for biases
+    """
     from torch.nn.functional import silu
 
     topology = MoeTopology.from_config(hf)
     require(hf, "hidden_act", "silu")
-    require(hf, "attention_bias", False, None)
+    if not qkv_bias:
+        require(hf, "attention_bias", False, None)
     return {
         "num_layers": topology.num_layers,
         "hidden_size": hf.hidden_size,
@@ -157,6 +169,7 @@ def decoder_settings(hf: Any) -> dict[str, Any]:
         "gated_linear_unit": True,
         "activation_func": silu,
         "add_bias_linear": False,
+        "add_qkv_bias": qkv_bias,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
@@ -164,7 +177,8 @@ def decoder_settings(hf: Any) -> dict[str, Any]:
 
 def attention_settings(hf: Any) -> dict[str, Any]:
     """Return the settings of causal grouped-query attention with unscaled rotary embeddings; refuse other kinds."""
-    require(hf, "sliding_window", None)
+    if getattr(hf, "sliding_window", None) != 0:  # as Qwen2-MoE writes none
+        require(hf, "sliding_window", None)
     kind = rope_parameters(hf).get("rope_type", "default")
     if kind != "default":
         raise WeightMapError(
@@ -183,14 +197,15 @@ def softmax_router_settings(normalized: bool) -> dict[str, Any]:
     return {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not normalized}
 
 
-def softmax_moe_settings(hf: Any, *, expert_size: int, normalized: bool) -> dict[str, Any]:
+def softmax_moe_settings(hf: Any, *, expert_size: int, normalized: bool, qkv_bias: bool = False) -> dict[str, Any]:
     """Return the settings of a decoder with grouped-query attention and softmax-routed experts.
 
     expert_size   hidden size of an expert
     normalized    whether the gate weights of a token add up to one
+    qkv_bias      as in `decoder_settings`
     """
     return {
-        **decoder_settings(hf),
+        **decoder_settings(hf, qkv_bias=qkv_bias),
         **attention_settings(hf),
         **softmax_router_settings(normalized),
         "moe_ffn_hidden_size": expert_size,

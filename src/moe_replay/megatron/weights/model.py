@@ -104,7 +104,9 @@ def recipe(hf_config: Any, family: Family, settings: dict[str, Any]) -> Megatron
         "max_sequence_length": hf_config.max_position_embeddings,
         "position_embedding_type": "rope",
         "rotary_base": rope_parameters(hf_config)["rope_theta"],
+        "rotary_percent": rope_parameters(hf_config).get("partial_rotary_factor", 1.0),
         "share_embeddings_and_output_weights": hf_config.tie_word_embeddings,
+        **family.arguments(hf_config),
     }
     engine = torch.cuda.is_available() and find_spec("transformer_engine") is not None
     return MegatronRecipe(family, config, arguments, engine)

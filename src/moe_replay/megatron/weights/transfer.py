@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,9 +123,23 @@ def export_tensors(chunks: Chunks, like: Checkpoint, family: Family) -> Iterator
 
 
 def write(chunks: Chunks, folder: str | Path, like: Checkpoint, family: Family, file_bytes: int = FILE_BYTES) -> None:
-    """Write the current weights as a checkpoint folder on rank 0. A collective call."""
-    write_folder(export_tensors(chunks, like, family), folder, like.folder, file_bytes)
+    """Write the current weights as a checkpoint folder on rank 0. A collective call.
+
+    Tensors of `like` that are not part of the model (multi-token prediction layers) are copied unchanged.
+    """
+    tensors = chain(export_tensors(chunks, like, family), _extra_tensors(like, family))
+    write_folder(tensors, folder, like.folder, file_bytes)
     dist.barrier()  # no rank returns before the folder is complete
+
+
+def _extra_tensors(like: Checkpoint, family: Family) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that are not part of the model, on rank 0, which writes them."""
+    extra = family.extra_tensors(like.config)
+    if extra is None or dist.get_rank() != 0:
+        return
+    for name in sorted(like.names):
+        if extra.match(name):
+            yield name, like.read(name, tuple(slice(0, size) for size in like.shape(name)))
 
 
 def _export_order(local: LocalModel) -> list[tuple[int, ParameterSpec]]:
