@@ -16,8 +16,9 @@ from moe_replay.tools.plan.text import plan_text
 from moe_replay.train.config.keys import ConfigError
 from moe_replay.train.config.sections import BackendConfig
 from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.train.data import read_rows
 from moe_replay.train.engines import check_length
-from moe_replay.train.inputs import check_names
+from moe_replay.train.inputs import check_names, steps_of_epochs
 from moe_replay.train.replay_mode import plan_replay
 from moe_replay.utils.secrets import mask_passwords
 
@@ -119,11 +120,22 @@ def _rollout(config: TrainConfig) -> str:
 
 
 def _step(config: TrainConfig) -> str:
-    rollout, updates = config.rollout, config.algorithm.updates_per_rollout
+    rollout, updates, passes = config.rollout, config.algorithm.updates_per_rollout, config.algorithm.num_iterations
     return (
         f"{rollout.prompts_per_step} prompts x {rollout.num_generations} generations = {rollout.sequences} sequences; "
-        f"{updates} update{'s' * (updates > 1)} of {config.sequences_per_update}; {config.steps} steps"
+        f"{f'{passes} passes of ' if passes > 1 else ''}{updates} update{'s' * (updates > 1)} of "
+        f"{config.sequences_per_update}; {_steps(config)}"
     )
+
+
+def _steps(config: TrainConfig) -> str:
+    epochs, path = config.data.epochs, Path(config.data.path)
+    if epochs is None:
+        return f"{config.steps} steps"
+    if not config.data.path or not path.exists():
+        return f"steps for {epochs:g} epoch{'s' * (epochs != 1)}"
+    rows = len(read_rows(path))
+    return f"{steps_of_epochs(config, rows)} steps: {epochs:g} epoch{'s' * (epochs != 1)} of {rows} rows"
 
 
 def _tokens(config: TrainConfig) -> str:

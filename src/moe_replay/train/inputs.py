@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from moe_replay.train.config.checks import warmup_problem
 from moe_replay.train.config.keys import ConfigError, all_fields
 from moe_replay.train.config.plugin_names import PluginName
 from moe_replay.train.config.sections import BackendConfig
@@ -89,6 +91,15 @@ class Inputs:
     rewards: Sequence[Reward]
     identity: str
     max_length: int
+
+
+def steps_of_epochs(config: TrainConfig, num_prompts: int) -> int:
+    """Return the steps in which every prompt is drawn `data.epochs` times; the last one may begin another epoch."""
+    assert config.data.epochs is not None
+    steps = math.ceil(config.data.epochs * num_prompts / config.rollout.prompts_per_step)
+    if problem := warmup_problem(config, steps):
+        raise ConfigError(problem, found=f"data.epochs = {config.data.epochs:g} of {num_prompts} prompts")
+    return steps
 
 
 def read_inputs(config: TrainConfig, sources: Sources, status: StatusCallback) -> Inputs:

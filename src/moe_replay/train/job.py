@@ -20,7 +20,7 @@ from moe_replay.train.backends.base import Backend
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt, PromptStream
 from moe_replay.train.engines import open_engine
-from moe_replay.train.inputs import Inputs, check_names, read_inputs
+from moe_replay.train.inputs import Inputs, check_names, read_inputs, steps_of_epochs
 from moe_replay.train.learner import Learner
 from moe_replay.train.probe import ProbeSequence
 from moe_replay.train.rollouts import Rollouts
@@ -110,6 +110,8 @@ class Job:
             with raise_on_all_ranks("reading the data"):
                 if rank() == 0:
                     inputs = read_inputs(config, sources, progress.message)
+            if config.data.epochs is not None:
+                config = _with_steps(config, inputs, run, progress)
             backend = launch.open_backend(config, sources.model, device)
             stack.callback(backend.close)
             job = cls(config, run, backend, progress, interruption, sources.model, write_report)
@@ -320,6 +322,23 @@ class Job:
     @property
     def _export_like(self) -> Path | None:
         return self._base if self.config.checkpoint.export else None
+
+
+def _with_steps(config: TrainConfig, inputs: Inputs | None, run: Run, progress: ConsoleProgress) -> TrainConfig:
+    """Return the config with the number of steps that its epochs amount to, on every rank."""
+
+    def count() -> str:
+        assert inputs is not None
+        return str(steps_of_epochs(config, len(inputs.prompts)))
+
+    steps = int(from_rank_0(count, "counting the steps"))
+    counted = config.model_copy(update={"steps": steps})
+    run.update(counted)
+    progress.plan(steps)
+    if inputs is not None:
+        epochs = config.data.epochs
+        progress.message(f"{steps} steps: {epochs:g} epoch{'s' * (epochs != 1)} of {len(inputs.prompts)} prompts")
+    return counted
 
 
 def _sources_on_all_ranks(config: TrainConfig, progress: ConsoleProgress) -> Sources:

@@ -156,19 +156,24 @@ class Learner:
         step: int,
         progress: ProgressCallback | None = None,
     ) -> dict[str, float]:
-        """Take one optimizer step on each mini-batch; return the metrics that are the same on all ranks."""
+        """Take one optimizer step on each mini-batch, in each of the passes over the samples.
+
+        All passes have the same micro-batches, old log-probs and replayed routes. Returns the metrics that are the
+        same on all ranks.
+        """
         lr = learning_rate(self._config.optim, step, self._config.steps)
         norms, skipped = [], 0
-        for number, batches in enumerate(updates):
+        all_updates = [batches for _ in range(self._config.algorithm.num_iterations) for batches in updates]
+        for number, batches in enumerate(all_updates):
             if not batches:  # no sequence of it is trained on
                 continue
-            loss = self._loss(metrics, 1 / len(updates), first=not norms)
+            loss = self._loss(metrics, 1 / len(all_updates), first=not norms)
             result = self.backend.update(batches, loss, self.plan.updating, lr)
             norms.append(result.grad_norm)
             skipped += not result.applied
             self.skipped_in_a_row = 0 if result.applied else self.skipped_in_a_row + 1
             if progress is not None:
-                progress(number + 1, len(updates))
+                progress(number + 1, len(all_updates))
             if self.skipped_in_a_row > self._config.optim.max_bad_steps:
                 break
         norm = sum(norms) / len(norms) if norms else 0.0

@@ -26,7 +26,7 @@ def train(
     with Job.open(config, engine, write_report, interruption) as job:
         if job.should_stop(job.completed_steps):
             return job.finish()
-        for step in range(job.completed_steps + 1, config.steps + 1):
+        for step in range(job.completed_steps + 1, job.config.steps + 1):
             metrics, clock = job.learner.new_metrics(), Clock()
 
             with clock("rollout"):

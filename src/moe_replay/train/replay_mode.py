@@ -45,7 +45,7 @@ def plan_replay(config: TrainConfig) -> ReplayPlan:
     asked, correction, observe = config.replay.mode, config.algorithm.correction, config.replay.observe
     if asked != "auto":
         return ReplayPlan(asked, "asked for", correction, observe)
-    updates = config.algorithm.updates_per_rollout * (1 + config.rollout.max_staleness)
+    updates = config.updates_per_step * (1 + config.rollout.max_staleness)
     if updates == 1:
         corrected: Correction = "token_truncate" if correction == "off" else correction
         reason = (

@@ -101,6 +101,11 @@ class Rollouts:
             pending.group.cancel()
         self._pending.clear()
 
+    def _epochs(self) -> float:
+        """Return how often the batches so far have passed over the prompts; groups in flight do not count."""
+        state = self.state
+        return state["epoch"] + state["position"] / len(self._stream.prompts)
+
     # ---- one step -----------------------------------------------------------------------------------------------
 
     def next(self, version: int, progress: ProgressCallback | None = None) -> RolloutBatch:
@@ -181,6 +186,7 @@ class Rollouts:
             "completion/groups_dropped": float(dropped),
             "completion/staleness_mean": float(staleness.mean()),
             "completion/staleness_max": float(staleness.max()),
+            "data/epoch": self._epochs(),
         }
         for reward in self._rewards:
             scores = np.concatenate([group.scores[reward.name] for group in groups])

@@ -39,7 +39,13 @@ LARGEST = 2**31 - 1
 """Of all other whole numbers but these."""
 LONGEST_NAME = 255
 _LARGER = ("seed", "rollout.options", "backend.megatron", "rollout.prompts_per_step", "rollout.num_generations")
-_LIMITED = ("model.lora_rank", "rollout.max_turns", "algorithm.updates_per_rollout", "algorithm.max_refills")
+_LIMITED = (
+    "model.lora_rank",
+    "rollout.max_turns",
+    "algorithm.updates_per_rollout",
+    "algorithm.num_iterations",
+    "algorithm.max_refills",
+)
 
 
 def problems(config: Sections) -> Iterator[str]:
@@ -217,11 +223,16 @@ def _algorithm(config: Sections) -> Iterator[str]:
 def _optim(config: Sections) -> Iterator[str]:
     if not all(0 <= beta < 1 for beta in config.optim.betas):
         yield f"optim.betas: both must be at least 0 and below 1, found {config.optim.betas}"
-    if config.optim.warmup_steps > config.steps:
-        yield (
-            f"optim.warmup_steps: the warm-up of {config.optim.warmup_steps} steps is longer than the run; "
-            f"set at most steps = {config.steps}"
-        )
+    if config.data.epochs is None and (problem := warmup_problem(config, config.steps)):
+        yield problem
+
+
+def warmup_problem(config: Sections, steps: int) -> str | None:
+    """Say if the warm-up is longer than a run of `steps` steps; None if it is not."""
+    warmup = config.optim.warmup_steps
+    if warmup <= steps:
+        return None
+    return f"optim.warmup_steps: the warm-up of {warmup} steps is longer than the run; set at most steps = {steps}"
 
 
 def _reward(reward: RewardConfig) -> Iterator[str]:

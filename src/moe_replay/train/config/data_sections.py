@@ -26,6 +26,8 @@ class DataConfig(Section):
     """Longer prompts are left out."""
     shuffle: bool = True
     """A new order for each pass over the data."""
+    epochs: float | None = Field(None, gt=0, le=1e6)
+    """Passes over the prompts, also parts of one; replaces `steps`, whose number follows from it."""
     eval_path: str | None = None
     """Prompts for evaluation, in the same forms."""
 

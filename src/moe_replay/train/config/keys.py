@@ -17,6 +17,7 @@ ALIASES = {
     "replay.router_replay_mode": "replay.mode",
     "steps_per_generation": "algorithm.updates_per_rollout",
     "algorithm.steps_per_generation": "algorithm.updates_per_rollout",
+    "num_iterations": "algorithm.num_iterations",
 }
 """Names of our keys in other trainers; accepted wherever ours are."""
 

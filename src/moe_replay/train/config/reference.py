@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
@@ -19,7 +19,7 @@ from moe_replay.train.config.train_config import TrainConfig
 INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `python -m moe_replay.train.config.reference`. Edit train/config/sections.py, not this. -->
+<!-- Written by `python -m moe_replay.train.config.reference`. Edit the sections in train/config/, not this. -->
 
 Every key of `moe-replay train`. A section is a table of a TOML file, and each of its keys an option of the command
 line, which wins over the file:
@@ -108,6 +108,8 @@ def _named(kind: Any) -> str:
         return "list"
     if get_origin(kind) is dict:
         return "table"
+    if get_origin(kind) is Annotated:  # its other arguments are bounds
+        return _named(get_args(kind)[0])
     if parts := get_args(kind):
         return " ".join(filter(None, map(_named, parts)))
     return KINDS.get(kind, "path")
@@ -119,7 +121,7 @@ def _default(field: FieldInfo) -> str:
 
 def _in_table(text: str) -> str:
     """Escape what Markdown would read as a column or as HTML; code in backticks is shown as it is."""
-    parts = text.replace("|", "\\|").split("`")
+    parts = " ".join(text.split()).replace("|", "\\|").split("`")
     return "`".join(part if number % 2 else part.replace("<", "&lt;") for number, part in enumerate(parts))
 
 

@@ -161,7 +161,7 @@ class ReplayConfig(Section):
     """Which routes the trainer's routers take."""
 
     mode: ReplayMode = "auto"
-    """off: their own; r2: those of the old-log-prob pass; r3: those of the rollout; auto: by updates_per_rollout."""
+    """off: their own; r2: those of the old-log-prob pass; r3: those of the rollout; auto: by updates per rollout."""
     compare_every: int = Field(0, ge=0)
     """Every so many steps score the batch without replay as well, to see what replay does; 0: never."""
     observe: bool = True
@@ -182,7 +182,10 @@ class AlgorithmConfig(Section):
     """The policy loss."""
 
     updates_per_rollout: int = Field(1, ge=1)
-    """Optimizer steps on the samples of one rollout (also steps_per_generation)."""
+    """Mini-batches that the samples of one rollout are split into, with one optimizer step on each
+    (also steps_per_generation)."""
+    num_iterations: int = Field(1, ge=1)
+    """Passes over the samples of one rollout, each of updates_per_rollout optimizer steps."""
     baseline: AdvantageChoice = "std"
     """Advantage estimator of the samples of one prompt."""
     level: Level = "token"
@@ -251,7 +254,7 @@ class Sections(Section):
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of everything that is drawn: torch, numpy and Python too."""
     steps: int = Field(100, ge=1)
-    """Steps; each is one rollout and its updates."""
+    """Steps; each is one rollout and its updates. With data.epochs the number follows from the data."""
     resume: bool = True
     """Go on from the newest checkpoint in the folder of the run, if there is one."""
 
@@ -267,6 +270,11 @@ class Sections(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps on the samples of one rollout, over all passes."""
+        return self.algorithm.updates_per_rollout * self.algorithm.num_iterations
 
     @property
     def sequences_per_update(self) -> int:

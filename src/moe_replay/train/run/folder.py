@@ -96,6 +96,11 @@ class Run:
         """Folder of the saved traces."""
         return self.folder / "traces"
 
+    def update(self, config: TrainConfig) -> None:
+        """Write the configuration again, with what has been found out since the run was opened. All ranks call it."""
+        self._config = config
+        from_rank_0(lambda: _write_config(config, self.folder), "writing the configuration")
+
     def begin(self, after: int) -> None:
         """Open the metric sinks for step `after` + 1; what a run before its resume logged of later steps is removed."""
         from_rank_0(lambda: self._open_sinks(after), "opening the metric sinks")
@@ -129,16 +134,13 @@ class Run:
 
 
 def _claim(config: TrainConfig, resources: ExitStack) -> Path:
-    from moe_replay.train.config.file import to_toml
-
     for name in config.log.enabled_sinks:
         load_sink(name)
     try:
         folder = _folder(config)
         resources.enter_context(_locked(folder))
         _check_resumable(folder, config.resume)
-        # with the folder in it, so that training from this file resumes this run
-        write_whole(folder / "config.toml", to_toml(config.model_copy(update={"output": folder})))
+        _write_config(config, folder)
         _log_to(folder / "log.txt", resources)
     except OSError as error:
         resources.close()
@@ -147,6 +149,14 @@ def _claim(config: TrainConfig, resources: ExitStack) -> Path:
         resources.close()
         raise
     return folder
+
+
+def _write_config(config: TrainConfig, folder: Path) -> str:
+    """Write config.toml with the folder in it, so that training from this file resumes this run."""
+    from moe_replay.train.config.file import to_toml
+
+    write_whole(folder / "config.toml", to_toml(config.model_copy(update={"output": folder})))
+    return ""
 
 
 def _folder(config: TrainConfig) -> Path:

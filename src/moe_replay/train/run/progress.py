@@ -42,6 +42,10 @@ class ConsoleProgress:
         self._live = None
         self._open.close()
 
+    def plan(self, steps: int) -> None:
+        """Count up to this number of steps from now on."""
+        self._steps = steps
+
     def resume(self, step: int) -> None:
         """Count on from this step, the last completed one."""
         self._current = step
