@@ -30,6 +30,7 @@ PROMPT = 3
 UPDATES = 2
 LEARNING_RATE = 0.05
 BUDGET = 24  # so that there are several micro-batches of different widths
+LOGIT_CHUNK = 5  # so that log-probs come in several slices
 
 REPLAY = Routing("replay", "rollout", observe=True)
 
@@ -81,7 +82,7 @@ def make_config(folder: str, kind: str = "megatron", **settings: Any) -> TrainCo
             "rollout": {"temperature": 1.3},
             "backend": {"kind": kind, "device": "cpu", **settings},
             "optim": {"lr": LEARNING_RATE, "eps": 1e-2, "weight_decay": 0.1, "max_grad_norm": 2.0},
-            "batch": {"packed": packed, "tokens_per_micro_batch": BUDGET},
+            "batch": {"packed": packed, "tokens_per_micro_batch": BUDGET, "logit_chunk": LOGIT_CHUNK},
             "algorithm": {"beta": beta},
         }
     )

@@ -1,4 +1,4 @@
-"""Parts of the Megatron-Core backend that need no ranks: log-probs, and what a config becomes."""
+"""Parts of the Megatron-Core backend that need no ranks: what a config becomes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers", minversion="5.0")
@@ -16,68 +14,9 @@ pytest.importorskip("pydantic")
 
 from moe_replay.errors import LayoutError
 from moe_replay.megatron import cpu as megatron_cpu
-from moe_replay.train.backends import megatron_build, megatron_logprobs
+from moe_replay.train.backends import megatron_build
 from moe_replay.train.config.train_config import TrainConfig
 from tests.megatron.weights.models import save_checkpoint, tiny
-
-
-class OneRank:
-    """A group of one."""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
-
-
-# ---- log-probs ------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 12), st.sampled_from([0.6, 1.0, 1.7]), st.integers(0, 99))
-def test_logprobs_entropy_and_gradient_are_those_of_log_softmax(scored: int, temperature: float, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    logits = (8 * torch.randn(13, 11, generator=generator)).requires_grad_()
-    places = torch.randperm(13, generator=generator)[:scored]
-    targets = torch.randint(11, (scored,), generator=generator)
-    weights = torch.randn(scored, generator=generator)
-
-    whole = (logits[places] / temperature).log_softmax(-1)
-    wanted = whole.gather(-1, targets[:, None])[:, 0]
-    (gradient,) = torch.autograd.grad((wanted * weights).sum(), logits)
-    found, entropy = megatron_logprobs._VocabularyParallel.apply(logits, places, targets, temperature, OneRank())
-    (found_gradient,) = torch.autograd.grad((found * weights).sum(), logits)
-
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropy, -(whole.exp() * whole).sum(-1), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found_gradient, gradient, rtol=1e-5, atol=1e-6)
-    assert not entropy.requires_grad
-
-
-def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = torch.randn(40, 7, requires_grad=True)
-    places, targets = torch.arange(0, 40, 2), torch.randint(7, (20,))
-
-    def scores() -> list[torch.Tensor]:
-        made = megatron_logprobs._VocabularyParallel.apply(logits, places, targets, 1.0, OneRank())
-        return [*made, *torch.autograd.grad(made[0].square().sum(), logits)]
-
-    at_once = scores()
-    monkeypatch.setattr(megatron_logprobs, "ROWS_PER_SLICE", 3)
-    assert all(map(torch.equal, scores(), at_once))
-
-
-def test_logits_in_half_precision_are_read_in_float32() -> None:
-    logits = torch.randn(5, 9, dtype=torch.bfloat16, requires_grad=True)
-    places, targets = torch.arange(5), torch.arange(5)
-    found, _ = megatron_logprobs._VocabularyParallel.apply(logits, places, targets, 1.0, OneRank())
-    wanted = logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
-    found.sum().backward()
-    assert logits.grad is not None
-    assert logits.grad.dtype == torch.bfloat16
-
 
 # ---- what a config becomes ------------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from moe_replay.train.backends.base import Backend, LossFunction, Routing, Score
 from moe_replay.train.backends.fsdp_state import FsdpState
 from moe_replay.train.backends.routing import apply_routing
 from moe_replay.train.backends.sharded_model import sharded_model
-from moe_replay.train.backends.transformers_logprobs import in_token_order, sampled_logprobs, scored_logits
+from moe_replay.train.backends.transformers_logprobs import HeadScores
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.micro_batch import MicroBatch
 
@@ -50,6 +49,9 @@ class FsdpBackend(Backend):
             weight_decay=config.optim.weight_decay,
         )
         self._state = FsdpState(self.model, self._optimizer)
+        # Last: the forward inside leaves gathered parameters in the root module, which nothing above may keep.
+        self._scores = HeadScores(self.model, config.batch.logit_chunk)
+        self._reference_scores = HeadScores(self._reference, config.batch.logit_chunk) if self._reference else None
 
     def _reference_model(self, config: TrainConfig, folder: str) -> nn.Module | None:
         """Return the reference model; None if beta is 0, or if the policy without its adapters is the reference."""
@@ -78,20 +80,15 @@ class FsdpBackend(Backend):
         with torch.no_grad():
             for batch in batches:
                 with apply_routing(self.replay, batch, 0, routing):
-                    logits = scored_logits(self.model, batch, temperature or self._temperature)
-                logprobs = logits.log_softmax(-1)
-                entropy = -(logprobs.exp() * logprobs).sum(-1)
-                scores.append(Scores(sampled_logprobs(logprobs, batch), in_token_order(entropy, batch)))
+                    scores.append(self._scores(batch, temperature or self._temperature))
         return scores
 
     def score_reference(self, batches: Sequence[MicroBatch]) -> list[Tensor | None]:
         """Return log-probs of the reference model, or of the policy without its adapters."""
-        own = self._reference is None
-        model = self.model if own else cast(nn.Module, self._reference)
+        scores, model = self._reference_scores or self._scores, self._reference or self.model
         model.eval()
-        with torch.no_grad(), lora.adapters_off(model) if own else nullcontext():
-            scored = ((batch, scored_logits(model, batch, self._temperature)) for batch in batches)
-            return [sampled_logprobs(logits.log_softmax(-1), batch) for batch, logits in scored]
+        with torch.no_grad(), lora.adapters_off(model) if model is self.model else nullcontext():
+            return [scores(batch, self._temperature, entropy=False).logprobs for batch in batches]
 
     def update(self, batches: Sequence[MicroBatch], loss: LossFunction, routing: Routing, lr: float) -> UpdateResult:
         """Run forward and backward of each micro-batch in turn, then one AdamW step."""
@@ -99,8 +96,7 @@ class FsdpBackend(Backend):
         self._optimizer.zero_grad()
         for batch in batches:
             with apply_routing(self.replay, batch, 0, routing):
-                logits = scored_logits(self.model, batch, self._temperature)
-            logprobs = sampled_logprobs(logits.log_softmax(-1), batch)
+                logprobs = self._scores(batch, self._temperature, entropy=False).logprobs
             # FSDP averages gradients over ranks, but the loss is a sum over ranks
             (loss(batch, logprobs) * self.data_size).backward()
         gradients = [p.grad for p in self._parameters if p.grad is not None]

@@ -20,7 +20,7 @@ from moe_replay.replay.controller import attach
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.train.backends import megatron_build as build
 from moe_replay.train.backends.base import Backend, LossFunction, Routing, Scores, UpdateResult
-from moe_replay.train.backends.megatron_logprobs import token_scores
+from moe_replay.train.backends.megatron_logprobs import hidden_states_only, token_scores
 from moe_replay.train.backends.megatron_state import MegatronState
 from moe_replay.train.backends.routing import apply_routing
 from moe_replay.train.config.train_config import TrainConfig
@@ -29,7 +29,7 @@ from moe_replay.train.micro_batch import MicroBatch
 Forward = Callable[[MicroBatch, int, nn.Module], Tensor]
 """(micro-batch, chunk, model) -> output of the chunk."""
 Finish = Callable[[int, Tensor], Tensor]
-"""(index of the micro-batch, logits) -> scalar, on the last stage."""
+"""(index of the micro-batch, hidden states) -> scalar, on the last stage."""
 
 
 class MegatronBackend(Backend):
@@ -53,6 +53,7 @@ class MegatronBackend(Backend):
         self._packed = config.batch.packed
         self._temperature = config.rollout.temperature
         self._max_grad_norm = config.optim.max_grad_norm
+        self._logit_chunk = config.batch.logit_chunk
 
         recipe = build.recipe_for(config, folder)
         self._config = recipe.config
@@ -102,9 +103,12 @@ class MegatronBackend(Backend):
         # Megatron divides the loss by the number of micro-batches and gradients by the number of data-parallel ranks.
         scale = len(batches) * self.data_size
 
-        def scaled_loss(number: int, logits: Tensor) -> Tensor:
+        def scaled_loss(number: int, hidden: Tensor) -> Tensor:
             batch = batches[number]
-            return loss(batch, token_scores(logits, batch, self._temperature).logprobs) * scale
+            scores = token_scores(
+                *(hidden, self.models[-1], batch), temperature=self._temperature, rows=self._logit_chunk, entropy=False
+            )
+            return loss(batch, scores.logprobs) * scale
 
         self._zero_gradients()
         self._run(self.models, batches, self._policy_forward(routing), scaled_loss, forward_only=False)
@@ -147,13 +151,14 @@ class MegatronBackend(Backend):
 
     def _native_forward(self, batch: MicroBatch, chunk: int, model: nn.Module) -> Tensor:
         half = self._config.bf16 or self._config.fp16
-        return model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            attention_mask=None,  # causal, and padding comes last
-            packed_seq_params=self._packed_params(batch.layout) if self._packed else None,
-            **({"fp32_output": False} if half else {}),  # log-probs convert the logits to float32 slice by slice
-        )
+        with hidden_states_only(model):
+            return model(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids,
+                attention_mask=None,  # causal, and padding comes last
+                packed_seq_params=self._packed_params(batch.layout) if self._packed else None,
+                **({"fp32_output": False} if half else {}),
+            )
 
     def _packed_params(self, layout: TokenLayout) -> Any:
         """Return the boundaries of packed sequences, padding included, over all context-parallel ranks."""
@@ -176,8 +181,10 @@ class MegatronBackend(Backend):
     ) -> list[Scores | None]:
         scores: list[Scores | None] = [None] * len(batches)
 
-        def keep(number: int, logits: Tensor) -> Tensor:
-            scores[number] = token_scores(logits, batches[number], temperature)
+        def keep(number: int, hidden: Tensor) -> Tensor:
+            scores[number] = token_scores(
+                hidden, models[-1], batches[number], temperature=temperature, rows=self._logit_chunk
+            )
             return torch.zeros((), device=self.device)
 
         with torch.no_grad():
@@ -200,7 +207,7 @@ class MegatronBackend(Backend):
         def forward_step(numbers: Iterator[int], model: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
             number = next(numbers)
             output = forward(batches[number], models.index(model), model)
-            return output, lambda logits: (finish(number, logits), {})
+            return output, lambda hidden: (finish(number, hidden), {})
 
         interleaved = self._config.virtual_pipeline_model_parallel_size is not None
         numbers = [iter(range(len(batches))) for _ in models]

@@ -242,6 +242,8 @@ class BatchConfig(Section):
     """Sequences one after the other without padding; otherwise in rows, padded on the right."""
     tokens_per_micro_batch: int = Field(8192, ge=1)
     """Tokens of a micro-batch, padding included; a longer sequence has one for itself."""
+    logit_chunk: int = Field(1024, ge=1)
+    """Tokens whose logits are computed at once, in float32; the backward computes them again."""
 
 
 class Sections(Section):

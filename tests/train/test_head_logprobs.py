@@ -1,0 +1,182 @@
+"""Log-probs through the LM head by slices: the values of whole logits, without ever holding them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+pytest.importorskip("transformers", minversion="5.0")
+
+import moe_replay as mr
+from moe_replay.train.backends.base import Scores
+from moe_replay.train.backends.head_logprobs import Head, head_logprobs
+from moe_replay.train.backends.transformers_logprobs import HeadScores
+from moe_replay.train.micro_batch import MicroBatch
+from tests.models import tiny_qwen3_moe
+from tests.train.trajectories import random_trajectory
+
+VOCABULARY, CHUNK = 512, 40
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 12), st.sampled_from([0.6, 1.0, 1.7]), st.booleans(), st.integers(1, 13), st.integers(0, 99))
+def test_logprobs_entropy_and_gradients_are_those_of_log_softmax(
+    scored: int, temperature: float, has_bias: bool, chunk: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight, bias = (
+        (3 * torch.randn(*shape, generator=generator)).requires_grad_() for shape in ((scored, 5), (11, 5), (11,))
+    )
+    inputs = [hidden, weight, bias] if has_bias else [hidden, weight]
+    targets = torch.randint(11, (scored,), generator=generator)
+    weights = torch.randn(scored, generator=generator)
+
+    whole = (nn.functional.linear(*inputs) / temperature).log_softmax(-1)
+    wanted = whole.gather(-1, targets[:, None])[:, 0]
+    gradients = torch.autograd.grad((wanted * weights).sum(), inputs)
+    found, entropy = head_logprobs(hidden, Head(*inputs[1:]), targets, temperature=temperature, chunk=chunk)
+    found_gradients = torch.autograd.grad((found * weights).sum(), inputs)
+
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, -(whole.exp() * whole).sum(-1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found_gradients, gradients, rtol=1e-4, atol=1e-5)
+    assert not entropy.requires_grad
+
+
+def test_logits_in_half_precision_are_read_in_float32() -> None:
+    hidden, weight = (torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((9, 6), (7, 6)))
+    targets = torch.arange(9) % 7
+    found, _ = head_logprobs(hidden, Head(weight), targets, temperature=1.0, chunk=4)
+    logits = torch.cat([rows @ weight.T for rows in hidden.split(4)])
+    torch.testing.assert_close(found, logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0])
+    gradients = torch.autograd.grad(found.sum(), [hidden, weight])
+    assert {gradient.dtype for gradient in gradients} == {torch.bfloat16}
+    whole = (hidden @ weight.T).float().log_softmax(-1).gather(-1, targets[:, None]).sum()
+    torch.testing.assert_close(gradients, torch.autograd.grad(whole, [hidden, weight]), rtol=0.03, atol=0.03)
+
+
+# ---- a model --------------------------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the number of elements of the largest tensor over the vocabulary that is made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        sizes = [tensor.numel() for tensor in tensors if VOCABULARY in tensor.shape]
+        self.numel = max([self.numel, *sizes])
+        return result
+
+
+def micro_batch(packed: bool) -> MicroBatch:
+    trajectories = [random_trajectory(row, 3, 60 + row) for row in range(3)]
+    lengths = [len(one) for one in trajectories]
+    layout = mr.TokenLayout.packed(lengths) if packed else mr.TokenLayout.padded(lengths)
+    return MicroBatch.of(trajectories, [1.0] * 3, layout, torch.device("cpu"))
+
+
+def plain_model(tied: bool = False) -> Any:
+    return tiny_qwen3_moe(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, tie_word_embeddings=tied)
+
+
+def whole_scores(model: nn.Module, batch: MicroBatch, temperature: float) -> Scores:
+    logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+    logprobs = (logits.flatten(0, 1)[batch.target_positions].float() / temperature).log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return Scores(logprobs.gather(-1, batch.target_ids[:, None])[:, 0], entropy)
+
+
+def gradients_of(model: nn.Module, logprobs: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_scored_by_slices_gives_the_values_and_gradients_of_whole_logits(packed: bool, tied: bool) -> None:
+    model, batch = plain_model(tied), micro_batch(packed)
+    scores = HeadScores(model, CHUNK)
+    assert scores.is_chunked
+    found, wanted = scores(batch, 0.7), whole_scores(model, batch, 0.7)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    one, other = gradients_of(model, found.logprobs), gradients_of(model, wanted.logprobs)
+    assert one.keys() == other.keys()
+    assert "lm_head.weight" in one or tied
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_scoring_and_training_give_the_same_log_probs_bit_for_bit() -> None:
+    model, batch = plain_model(), micro_batch(packed=True)
+    scores = HeadScores(model, CHUNK)
+    with torch.no_grad():
+        old = scores(batch, 0.7).logprobs
+    assert torch.equal(scores(batch, 0.7, entropy=False).logprobs, old)
+
+
+def test_no_pass_holds_more_than_one_slice_of_logits() -> None:
+    model, batch = plain_model(), micro_batch(packed=True)
+    scores = HeadScores(model, CHUNK)
+    assert batch.target_ids.numel() > 4 * CHUNK
+    with Largest() as largest:
+        with torch.no_grad():
+            scores(batch, 0.7)
+        gradients_of(model, scores(batch, 0.7).logprobs)
+    assert largest.numel == CHUNK * VOCABULARY
+    with Largest() as of_whole_logits:
+        gradients_of(model, whole_scores(model, batch, 0.7).logprobs)
+    assert of_whole_logits.numel >= batch.input_ids.numel() * VOCABULARY
+
+
+def scaled_logits() -> Any:
+    from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
+
+    config = GraniteMoeConfig(
+        **{"vocab_size": 97, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2},
+        logits_scaling=3.0,
+    )
+    torch.manual_seed(0)
+    return GraniteMoeForCausalLM(config).eval()
+
+
+def adapted_head() -> Any:
+    peft = pytest.importorskip("peft")
+    model = plain_model()
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
+    return model
+
+
+@pytest.mark.parametrize("make", [scaled_logits, adapted_head])
+def test_other_heads_are_scored_from_whole_logits_and_the_log_says_so(
+    make: Callable[[], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, batch = make(), micro_batch(packed=True)
+    with caplog.at_level(logging.WARNING):
+        scores = HeadScores(model, CHUNK)
+    assert "batch.logit_chunk has no effect" in caplog.text
+    assert not scores.is_chunked
+    torch.testing.assert_close(scores(batch, 0.7), whole_scores(model, batch, 0.7), rtol=1e-5, atol=1e-5)
+
+
+def test_the_head_is_itself_again_after_a_pass_even_one_that_failed() -> None:
+    model, batch = plain_model(), micro_batch(packed=True)
+    before = model(batch.input_ids).logits
+    scores = HeadScores(model, CHUNK)
+    scores(batch, 1.0)
+    batch.target_ids = batch.target_ids[:-1]
+    with pytest.raises(RuntimeError):
+        scores(batch, 1.0)
+    assert torch.equal(model(batch.input_ids).logits, before)
