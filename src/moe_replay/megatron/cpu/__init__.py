@@ -9,7 +9,8 @@ Megatron-Core requires CUDA in dozens of places that do not need it. `patches.py
 each patch can be removed. Nothing is patched on import, and enabling is refused where CUDA is available.
 
 Context parallelism, packed sequences and multi-latent attention need a core attention that Megatron-Core provides only
-through Transformer Engine: `attention.py` has one in plain torch, put into a layer spec by `use_plain_attention`.
+through Transformer Engine: `megatron/core_attention.py` has one in torch, put into a layer spec by
+`use_plain_attention`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from moe_replay.errors import MissingExtraError, ReplayStateError
-from moe_replay.megatron.cpu.attention import PlainCoreAttention, use_plain_attention
+from moe_replay.megatron.core_attention import PlainCoreAttention, use_plain_attention
 from moe_replay.megatron.cpu.patches import PATCHES, SETTINGS, Patch
 
 __all__ = ["PATCHES", "SETTINGS", "Patch", "PlainCoreAttention", "enable", "enabled", "use_plain_attention"]

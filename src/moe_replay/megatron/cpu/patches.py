@@ -210,6 +210,12 @@ TRANSFORMER_ENGINE_PATCHES = (
         "when HAVE_TE is False without its classes",
         _latent_attention_without_te,
     ),
+    Patch(
+        "norm of a sequence shard",
+        "torch_norm.py:32 refuses sequence parallelism; the norm is token-wise and needs a mark on its weight only",
+        "when WrappedTorchNorm sets parameter.sequence_parallel itself",
+        _norm_of_a_sequence_shard,
+    ),
 )
 """What Megatron-Core needs wherever Transformer Engine is not installed, on a GPU as well."""
 
@@ -267,12 +273,6 @@ PATCHES = (
         "moe_utils.py:1078 turns split sizes into numbers only on their way from a GPU",
         "when maybe_move_tensor_to_cpu honours as_numpy for CPU tensors",
         _splits_as_numbers,
-    ),
-    Patch(
-        "norm of a sequence shard",
-        "torch_norm.py:32 refuses sequence parallelism; the norm is token-wise and needs a mark on its weight only",
-        "when WrappedTorchNorm sets parameter.sequence_parallel itself",
-        _norm_of_a_sequence_shard,
     ),
     *TRANSFORMER_ENGINE_PATCHES,
 )

@@ -12,6 +12,7 @@ import torch
 
 from moe_replay.megatron import cpu as megatron_cpu
 from moe_replay.megatron import without_transformer_engine
+from moe_replay.megatron.core_attention import use_plain_attention
 from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.family import Family, rope_parameters
 from moe_replay.replay.adapters.megatron_settings import WRONG_EXPERT_GRADIENTS, has_wrong_expert_gradients
@@ -41,11 +42,14 @@ class MegatronRecipe:
 
         spec = get_gpt_decoder_block_spec(self.config, self.transformer_engine, vp_stage=vp_stage)
         spec = self.family.adapt_spec(spec, self.config)
-        if not torch.cuda.is_available() and (
-            packed or self.config.multi_latent_attention or self.config.context_parallel_size > 1
-        ):
-            megatron_cpu.use_plain_attention(spec)
+        if not self.transformer_engine and (torch.cuda.is_available() or packed or self._needs_plain_attention):
+            use_plain_attention(spec)
         return spec
+
+    @property
+    def _needs_plain_attention(self) -> bool:
+        """Whether Megatron-Core's own attention does not compute this model."""
+        return self.config.multi_latent_attention or self.config.context_parallel_size > 1
 
     def build(self, *, packed: bool = False) -> list[Any]:
         """Build the model chunks of this rank, with random weights."""

@@ -80,17 +80,6 @@ def _check(config: TrainConfig, recipe: weights.MegatronRecipe) -> None:
             expected="moe_token_dispatcher_type = 'alltoall' or 'flex'",
             found="'allgather' with expert_parallel > 1",
         )
-    if torch.cuda.is_available() and not recipe.transformer_engine:
-        wanted = {
-            "batch.packed = true": config.batch.packed,
-            "context_parallel > 1": config.backend.context_parallel > 1,
-        }
-        if found := [name for name, is_set in wanted.items() if is_set]:
-            raise MissingExtraError(
-                "Megatron-Core has this attention in Transformer Engine only, which is not installed",
-                found=", ".join(found),
-                remedy="Install transformer-engine, or set batch.packed = false and context_parallel = 1",
-            )
 
 
 def load_chunks(recipe: weights.MegatronRecipe, folder: str, device: torch.device, *, packed: bool) -> list[nn.Module]:
