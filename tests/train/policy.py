@@ -54,5 +54,8 @@ class SmallPolicy:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.model.state_dict().items()
 
+    def adapter(self) -> None:
+        return None
+
     def state_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.everything())

@@ -163,6 +163,30 @@ def test_lora_trains_adapters_and_keeps_the_base(config: Config, metrics_of: Met
     assert {name.split(".")[-2] for name in changed} <= {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
+def test_lora_on_experts_and_router_trains_with_gspo_and_r3(config: Config, metrics_of: Metrics) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("transformers", "5")
+    made = config(
+        model={"lora_rank": 4, "lora_targets": ["all-linear", "router"], "lora_merge": False},
+        algorithm={"level": "sequence", "updates_per_rollout": 2},
+        checkpoint={"export": True},
+        steps=2,
+    )
+    folder = train(made)
+    lines = metrics_of(folder)
+    assert all(line["loss/grad_norm"] > 0 and line["routing/aligned"] != 0 for line in lines)
+    exported = folder / "checkpoints/step-00000002"
+    assert not (exported / "hf").exists()
+    from peft import PeftConfig
+    from safetensors.torch import load_file
+
+    tensors = load_file(exported / "adapter/adapter_model.safetensors")
+    assert all(tensor.any() for tensor in tensors.values())  # every part of the adapter was trained
+    assert any(".mlp.gate.lora_B" in name for name in tensors)
+    assert any(".experts.3.up_proj.lora_B" in name for name in tensors)
+    assert PeftConfig.from_pretrained(str(exported / "adapter")).peft_type == "LORA"
+
+
 def test_dynamic_sampling_refills(config: Config, metrics_of: Metrics) -> None:
     made = config(
         algorithm={"dynamic_sampling": True, "max_refills": 20},

@@ -13,6 +13,7 @@ from moe_replay.routes.topology import MoeTopology, text_config
 from moe_replay.tools.model_config import ModelConfigError, model_config
 from moe_replay.tools.plan import Dimensions, Parallel, Work, plan_layout
 from moe_replay.tools.plan.text import plan_text
+from moe_replay.train.backends.lora_targets import check_targets
 from moe_replay.train.config.keys import ConfigError
 from moe_replay.train.config.sections import BackendConfig
 from moe_replay.train.config.train_config import TrainConfig
@@ -46,6 +47,8 @@ def dry_run(config: TrainConfig, ranks: int | None = None) -> str:
         if replay.mode != "off":
             raise
         return "\n".join([*lines, "", f"The layout is not checked: {unsupported}"])
+    if config.model.lora_rank:
+        check_targets(model, config.model)
     plan = plan_layout(topology, parallel, work_of(config, parallel), dimensions=Dimensions.from_config(model))
     return "\n".join([*lines, "", "If every sequence has its maximum length:", plan_text(plan)])
 
@@ -105,7 +108,8 @@ def _model(path: str) -> Any:
 
 
 def _policy(config: TrainConfig, parallel: Parallel, ranks: int | None) -> str:
-    weights = f"LoRA of rank {config.model.lora_rank}" if config.model.lora_rank else "all weights"
+    adapters = f"LoRA of rank {config.model.lora_rank} on {', '.join(config.model.lora_targets)}"
+    weights = adapters if config.model.lora_rank else "all weights"
     fewest = "" if ranks is not None else ", the fewest for this layout"
     model = config.model.path or "the embedded default model"
     on_ranks = f"{parallel.world} rank{'s' * (parallel.world > 1)}{fewest}"

@@ -73,7 +73,12 @@ class Job:
         self._progress = progress
         self._interruption = interruption
         self._write_report = write_report
-        self._checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep, settings=fixed_settings(config))
+        self._checkpoints = Checkpoints(
+            run.checkpoints,
+            keep=config.checkpoint.keep,
+            settings=fixed_settings(config),
+            merge=config.model.lora_merge,
+        )
         self._rollouts: Rollouts | None = None  # on rank 0 only
         self._rows_identity = ""
         self._eval_prompts: Sequence[Prompt] = ()

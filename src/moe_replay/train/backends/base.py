@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_replay.rollout.adapter import Adapter
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.train.micro_batch import MicroBatch
@@ -109,6 +110,10 @@ class Backend(ABC):
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over all weights as the checkpoint names, shapes and types them. All ranks must exhaust it."""
+
+    def adapter(self) -> Adapter | None:
+        """Return the LoRA adapter, whose tensors all ranks must exhaust; None if all weights are trained."""
+        return None
 
     @abstractmethod
     def save(self, folder: Path) -> None:

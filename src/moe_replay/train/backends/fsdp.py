@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moe_replay.replay.controller import attach
+from moe_replay.rollout.adapter import Adapter
 from moe_replay.rollout.weights import checkpoint_tensors
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.train.backends import lora
@@ -35,8 +36,9 @@ class FsdpBackend(Backend):
         self._temperature = config.rollout.temperature
         self._max_grad_norm = config.optim.max_grad_norm
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
-        self._lora_scale = config.model.lora_alpha / config.model.lora_rank if config.model.lora_rank else None
+        self._lora = config.model if config.model.lora_rank else None
         self.model = sharded_model(folder, config.model, device, trained=True)
+        self._adapted = () if self._lora is None else lora.adapted_weights(self.model)
         self._reference = self._reference_model(config, folder)
         self.replay = attach(self.model, config.model.router_family or ())
         self.topology = self.replay.topology
@@ -55,7 +57,7 @@ class FsdpBackend(Backend):
 
     def _reference_model(self, config: TrainConfig, folder: str) -> nn.Module | None:
         """Return the reference model; None if beta is 0, or if the policy without its adapters is the reference."""
-        own = config.model.reference is None and self._lora_scale is not None
+        own = config.model.reference is None and self._lora is not None
         if config.algorithm.beta == 0 or own:
             return None
         return sharded_model(config.model.reference or folder, config.model, self.device, trained=False)
@@ -116,10 +118,21 @@ class FsdpBackend(Backend):
         """Iterate over the weights in the model's dtype, gathering one at a time; tied ones come once."""
         every = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         tied = every - {name for name, _ in self.model.named_parameters()}
-        held = ((name, tensor) for name, tensor in self.model.state_dict().items() if name not in tied)
-        state = ((name, _whole(tensor.detach().to(self._dtype))) for name, tensor in held)
-        plain = state if self._lora_scale is None else lora.merged(state, self._lora_scale)
+        held = {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
+        if self._lora is None:
+            plain = ((name, _whole(tensor.detach().to(self._dtype))) for name, tensor in held.items())
+        else:
+            scale = self._lora.lora_alpha / self._lora.lora_rank
+            plain = lora.merged_state(held, self._adapted, scale, self._dtype, _whole)
         return checkpoint_tensors(self.model, plain)
+
+    def adapter(self) -> Adapter | None:
+        """Return the adapter, gathered one tensor at a time when it is read; None if all weights are trained."""
+        if self._lora is None:
+            return None
+        tensors = lora.adapter_state(self.model, self.model.state_dict(), self._adapted, _whole)
+        fused = lora.fused_parameters(self.model, self._adapted)
+        return Adapter(tensors, self._lora.lora_rank, self._lora.lora_alpha, fused)
 
     def save(self, folder: Path) -> None:
         """Write the shards of every rank to a safetensors file of its own."""

@@ -25,8 +25,8 @@ def sharded_model(folder: str, config: ModelConfig, device: torch.device, *, tra
     with raise_on_all_ranks("loading the model"):
         settings = read_config(folder, trust_remote_code=config.trust_remote_code)
         settings.update({name: 0.0 for name in _RANDOM_IN_TRAINING if getattr(settings, name, 0.0)})
+        model = _prepared(_empty(settings, config), config, trained)  # adapters that cannot be added fail here, at once
         whole = _prepared(_loaded(folder, settings, config), config, trained) if dist.get_rank() == 0 else None
-        model = _prepared(_empty(settings, config), config, trained)
     if trained and config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     _shard(model, getattr(torch, config.dtype), device)

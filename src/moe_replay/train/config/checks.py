@@ -117,6 +117,11 @@ def _model(model: ModelConfig, backend: BackendConfig) -> Iterator[str]:
         yield "model.lora_rank: LoRA needs backend.kind = fsdp; with megatron set lora_rank = 0"
     if model.lora_rank and not model.lora_targets:
         yield "model.lora_targets: no layers to adapt; name some, or set model.lora_rank = 0"
+    for name in model.lora_targets:
+        if not name or "." in name:
+            yield f"model.lora_targets: {name!r} is not the last name of a layer; write e.g. q_proj"
+    if not model.lora_rank and (model.lora_targets != ModelConfig().lora_targets or not model.lora_merge):
+        yield "model.lora_rank: 0 trains all weights, without adapters; set a rank, or remove the other lora settings"
     if model.router_family is not None and backend.kind == "megatron":
         yield "model.router_family: Megatron-Core's own routers are replayed; remove it, or set backend.kind = fsdp"
     if model.attention.startswith("flash_attention"):

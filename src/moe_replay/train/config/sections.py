@@ -69,7 +69,10 @@ class ModelConfig(Section):
     lora_alpha: float = Field(32.0, gt=0)
     """Scale of the adapters: they add alpha / rank times their product."""
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    """Names of the linear layers that get an adapter."""
+    """Layers that get an adapter, by their last name in the checkpoint (q_proj, down_proj, ...; those of experts too);
+    also router, and all-linear: everything but embeddings, output projection and routers."""
+    lora_merge: bool = True
+    """Export merged weights beside the adapter; false: the adapter alone, as a PEFT folder."""
 
 
 class BackendConfig(Section):

@@ -5,6 +5,7 @@
         policy/                    what `Backend.save` writes: weights and optimizer
         rng/rank-00000.safetensors states of the random generators of each rank
         hf/                        optional: the weights as a folder that Transformers and vLLM load
+        adapter/                   optional, of LoRA: the adapter by itself as a folder that peft and vLLM load
         trainer.json               step, weight version, position in the data, and what must be equal to resume
         manifest.json              size and digest of every file, see manifest.py
 
@@ -36,6 +37,7 @@ from torch import Tensor
 from moe_replay.distributed.ranks import from_rank_0, raise_on_all_ranks, rank, world_size
 from moe_replay.errors import MoeReplayError
 from moe_replay.megatron.weights.checkpoint import write_folder
+from moe_replay.rollout.adapter import Adapter, write_adapter
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.train.run import manifest, rng
 from moe_replay.utils.files import flush, flush_tree, sizes, write_whole
@@ -44,6 +46,7 @@ from moe_replay.utils.progress import StatusCallback
 FORMAT = 2
 RECORD = "trainer.json"
 EXPORT = "hf"
+ADAPTER = "adapter"
 DAMAGED = ".damaged"
 logger = logging.getLogger(__name__)
 
@@ -72,6 +75,8 @@ class Policy(Protocol):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]: ...
 
+    def adapter(self) -> Adapter | None: ...
+
     def state_bytes(self) -> int: ...
 
 
@@ -97,13 +102,17 @@ class Checkpoints:
     """The checkpoints of one run; the newest `keep` are retained.
 
     settings   of the run, by name; a checkpoint that was written with other values is refused
+    merge      an export of a policy with an adapter has the merged weights too, not the adapter alone
     """
 
-    def __init__(self, folder: Path, *, keep: int = 2, settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, keep: int = 2, settings: Mapping[str, Any] | None = None, merge: bool = True
+    ) -> None:
         if keep < 1:
             raise CheckpointError("no checkpoint would be retained", expected="keep >= 1", found=keep)
         self.folder = folder
         self._keep = keep
+        self._merge = merge
         self._settings = json.loads(json.dumps(dict(settings or {})))  # as it will be read back
         self._current: int | None = None  # the step whose state is both on disk and in memory
         from_rank_0(self._prepare, "preparing the checkpoint folder")
@@ -135,7 +144,7 @@ class Checkpoints:
     def check_room(self, policy: Policy, export_like: Path | None = None) -> None:
         """Raise unless all checkpoints that will exist at once fit on the disk; call it before training."""
         each = policy.state_bytes()
-        if export_like is not None:
+        if export_like is not None and self._merge:
             each += sum(file.stat().st_size for file in export_like.glob("*.safetensors"))
         from_rank_0(lambda: self._check_room(each), "checking the disk space for checkpoints")
 
@@ -174,7 +183,7 @@ class Checkpoints:
                 policy.save(_created(staged / "policy"))
                 rng.save(_created(staged / "rng"), policy.device)
                 if export_like is not None:
-                    write_folder(policy.weights(), staged / EXPORT, export_like)
+                    self._export(policy, staged, export_like)
             from_rank_0(lambda: self._write_record(policy, state, staged), f"writing {RECORD}")
             manifest.write_on_all_ranks(staged)
             with raise_on_all_ranks("flushing a checkpoint to disk"):
@@ -185,6 +194,13 @@ class Checkpoints:
         from_rank_0(self._remove_old, "deleting old checkpoints")
         logger.info("saved %s in %.1f s", target, time.monotonic() - began)
         return target
+
+    def _export(self, policy: Policy, staged: Path, like: Path) -> None:
+        adapter = policy.adapter()
+        if adapter is not None:
+            write_adapter(adapter, staged / ADAPTER, str(like), here=rank() == 0)
+        if adapter is None or self._merge:
+            write_folder(policy.weights(), staged / EXPORT, like)
 
     def _write_record(self, policy: Policy, state: TrainerState, staged: Path) -> str:
         from moe_replay.version import __version__
@@ -340,7 +356,7 @@ def _damage(folder: Path) -> str:
     """Return what is damaged in a checkpoint, "" if nothing is. All ranks call it."""
     from_rank_0(lambda: _check_format(folder), "reading a checkpoint")
     # An export is not needed to resume, and may have been deleted.
-    return manifest.damage_on_all_ranks(folder, ignore=f"{EXPORT}/")
+    return manifest.damage_on_all_ranks(folder, ignore=(f"{EXPORT}/", f"{ADAPTER}/"))
 
 
 def _check_format(folder: Path) -> str:

@@ -53,8 +53,8 @@ def write_on_all_ranks(folder: Path) -> None:
     from_rank_0(write_all, f"writing {FILE}")
 
 
-def damage_on_all_ranks(folder: Path, ignore: str) -> str:
-    """Return what is damaged in a folder, "" if nothing is; files whose path begins with `ignore` are not read."""
+def damage_on_all_ranks(folder: Path, ignore: tuple[str, ...]) -> str:
+    """Return what is damaged in a folder, "" if nothing is; files that begin with one of `ignore` are not read."""
 
     def listed() -> str:
         try:
