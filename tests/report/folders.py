@@ -52,7 +52,7 @@ updates_per_rollout = 4
 FIGURES = {
     *("reward", "rewards", "length", "signal", "staleness"),
     *("mismatch-k3-kl", "mismatch-logprob-abs-diff-mean", "mismatch-ratio-max", "mismatch-beyond-two"),
-    *("policy-change", "agreement", "agreement-layers", "replayed", "load"),
+    *("ratio-mean", "policy-change", "agreement", "agreement-layers", "replayed", "load"),
     *("loss", "grad-norm", "entropy", "clipped", "time", "speed"),
 }
 ATTRIBUTION_FIGURES = {"scatter", "ratios", "agreement-positions", "shifts", "agreement-bars", "differing"}
@@ -70,6 +70,7 @@ def full_line(step: int, chance: random.Random) -> dict[str, Any]:
         "time": ("rollout", "score", "train", "sync", "step", "tokens_per_second"),
         "mismatch/rollout_vs_old": MISMATCH,
         "mismatch/old_vs_train": MISMATCH,
+        "mismatch/rollout_vs_train": MISMATCH,
     }
     for section, names in parts.items():
         line |= {f"{section}/{name}": 0.2 + 0.2 * chance.random() for name in names}

@@ -17,6 +17,7 @@ from moe_replay.report.record import ReportError
 from moe_replay.report.rendering import render
 from moe_replay.report.run_report import write_run_report
 from moe_replay.tools.attribution.result import Attribution
+from moe_replay.train.run.completions import Completion, write_completions
 from tests.report.folders import (
     ATTRIBUTION_FIGURES,
     FIGURES,
@@ -272,3 +273,49 @@ def test_the_commands_write_and_say_where(tmp_path: Path, capsys: pytest.Capture
     assert (tmp_path / "both.html").is_file()
     with pytest.raises(SystemExit, match="not a run folder"):
         main(["report", str(tmp_path)])
+
+
+# ---- completions -----------------------------------------------------------------------------------------------------
+
+
+def kept(step: int, sample: int, completion: str = "<b>2</b>") -> Completion:
+    return Completion(
+        row=5,
+        group=step,
+        sample=sample,
+        prompt="1+1=",
+        completion=completion,
+        reward=float(sample),
+        advantage=sample - 0.5,
+        scores={"accuracy": float(sample)},
+        tokens=2,
+        finish_reason="stop",
+        weight_version=step,
+    )
+
+
+def test_completions_are_in_the_report_and_on_a_page_of_their_own(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    run = write_run(tmp_path / "run", [{"step": 1, "reward/mean": 0.5}])
+    for step in range(1, 41):
+        write_completions(run, step, [kept(step, sample, f"<b>answer {step}.{sample}</b>") for sample in range(40)])
+    report = write_run_report(run)
+    text = report.read_text()
+    assert "Completions of step 40" in text
+    assert "&lt;b&gt;answer 40.39&lt;/b&gt;" in text  # the best one, and as text
+    assert "answer 40.0&lt;" in text
+    assert "answer 40.20&lt;" not in text
+    check_stands_alone(report)
+    page = (run / "completions.html").read_text()
+    assert "<h2>Step 1</h2>" in page
+    assert "<h2>Step 40</h2>" in page
+    assert page.count("<h2>") == 16
+    assert "answer 1.39&lt;" in page
+    check_stands_alone(run / "completions.html")
+
+
+def test_completions_that_cannot_be_read_are_a_warning(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [{"step": 1, "reward/mean": 0.5}])
+    (run / "completions").mkdir()
+    (run / "completions/step-00000001.parquet").write_bytes(b"PAR1")
+    assert "Completions are not shown" in write_run_report(run).read_text()

@@ -41,6 +41,8 @@ _METRICS = {
         _Metric("mismatch/rollout_vs_old/logprob_abs_diff/mean", "|Δ log p|, as trained", "min", log=True),
         _Metric("mismatch/rollout_vs_old/ratio/max", "Largest ratio, as trained", "min", log=True),
         _Metric("mismatch/rollout_vs_old/beyond_two", "F(2), as trained", "min", share=True),
+        _Metric("mismatch/old_vs_train/ratio/mean", "Mean ratio, train / old"),
+        _Metric("mismatch/rollout_vs_train/ratio/mean", "Mean ratio, train / rollout"),
         _Metric("mismatch/old_vs_train/k3_kl", "Policy change within a step", log=True),
     ),
     "Routes": (

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 from moe_replay.report.colours import INK, INK_ON_DARK, css_variables
 from moe_replay.report.rendering import RenderedFigure
@@ -69,6 +70,11 @@ th {{ color: var(--faint); font-weight: 500; }}
 .swatch {{
   display: inline-block; width: 14px; height: 4px; border-radius: 2px; margin-right: 6px; vertical-align: middle;
 }}
+.sample {{ margin: 12px 0; border: 1px solid var(--line); border-radius: 8px; padding: 4px 12px 8px; }}
+pre {{
+  margin: 6px 0; white-space: pre-wrap; overflow-wrap: anywhere; background: var(--card); padding: 6px 8px;
+  border-radius: 4px; font: .84rem/1.45 ui-monospace, "SF Mono", Menlo, Consolas, monospace;
+}}
 details {{ margin: 12px 0; }}
 summary {{ cursor: pointer; color: var(--faint); }}
 footer {{ margin-top: 40px; color: var(--faint); font-size: .82rem; }}
@@ -111,6 +117,19 @@ class Table:
         return f'<div class="scroll"><table{kind}>{top}<tbody>\n{rows}</tbody></table></div>'
 
 
+class TextSample(NamedTuple):
+    """A prompt and its completion, with a line of facts about them."""
+
+    facts: str
+    prompt: str
+    completion: str
+
+    def html(self) -> str:
+        """Return the texts as they are, line breaks included."""
+        texts = f'<pre class="faint">{escape(self.prompt)}</pre><pre>{escape(self.completion)}</pre>'
+        return f'<div class="sample"><p class="faint">{escape(self.facts)}</p>{texts}</div>\n'
+
+
 @dataclass(slots=True)
 class Page:
     """A page built from top to bottom; all text is escaped here."""
@@ -135,6 +154,11 @@ class Page:
             items = "".join(f"<li>{escape(text)}</li>" for text in texts)
             self._parts.append(f'<div class="warnings"><strong>Warnings</strong><ul>{items}</ul></div>')
 
+    def append(self, other: Page) -> None:
+        """Add everything that another page contains, except its title."""
+        self._parts += other._parts
+        self.figures += other.figures
+
     def heading(self, title: str) -> None:
         """Add a section heading."""
         self._parts.append(f"<h2>{escape(title)}</h2>")
@@ -154,6 +178,12 @@ class Page:
         if rendered:
             self._parts.append(f'<div class="figures">\n{"".join(map(_figure, rendered))}</div>')
         self.figures += rendered
+
+    def text_section(self, title: str, text: str, samples: Iterable[TextSample]) -> None:
+        """Add a heading, text, and samples one below the other."""
+        self.heading(title)
+        self._parts.append(f'<p class="faint">{escape(text)}</p>')
+        self._parts += [sample.html() for sample in samples]
 
     def details(self, title: str, table: Table) -> None:
         """Add a collapsed table."""

@@ -66,6 +66,15 @@ def mismatch_figures(run: RunRecord) -> Iterator[RenderedFigure]:
         share = key == "beyond_two"
         name = f"mismatch-{key.replace('/', '-').replace('_', '-')}"
         yield from curve_figure(name, title, caption, curves, unit, log=not share, share=share)
+    ratios = [
+        Curve(run["mismatch/old_vs_train/ratio/mean"], "train / old", "plain"),
+        Curve(run["mismatch/rollout_vs_train/ratio/mean"], "train / rollout", "second"),
+    ]
+    text = (
+        "Mean over tokens of the probability in the updates over that of the old-log-prob pass, and over that of the "
+        "rollout. 1: nothing lies between them. A gap between the curves is the mismatch of engine and trainer."
+    )
+    yield from curve_figure("ratio-mean", "Mean importance ratio", text, ratios, "mean ratio")
     moved = [Curve(run["mismatch/old_vs_train/k3_kl"], "", "plain")]
     text = "How far the updates of a step moved the policy from where it was before them (k3)."
     yield from curve_figure("policy-change", "Policy change within a step", text, moved, "k3", log=True)

@@ -11,6 +11,7 @@ import numpy as np
 
 from moe_replay.report import run_figures
 from moe_replay.report.attribution_report import add_attribution, read_attribution
+from moe_replay.report.completions_report import add_completions
 from moe_replay.report.formatting import describe_change, format_number, format_percent
 from moe_replay.report.page import Page, Table
 from moe_replay.report.record import RunRecord, read_run
@@ -31,6 +32,8 @@ def write_run_report(folder: Path) -> Path:
     page.head(_subtitle(run), _summary(run))
     page.cards(_cards(run))
     found, problems = _attribution(folder / "attribution.json")
+    texts = Page("")  # shown below, but what cannot be shown is said above
+    problems += add_completions(texts, folder)
     page.warnings([*warnings(run), *problems])
     samples = [*run_figures.reward_figures(run), *run_figures.sample_figures(run)]
     page.section("Reward and samples", samples, "Long curves are drawn faint, with their moving average on top.")
@@ -38,6 +41,7 @@ def write_run_report(folder: Path) -> Path:
     page.section("Routes", run_figures.route_figures(run))
     page.section("Learning", run_figures.learning_figures(run))
     page.section("Time", run_figures.time_figures(run))
+    page.append(texts)
     if found is not None:
         add_attribution(page, found)
     page.heading("Numbers")

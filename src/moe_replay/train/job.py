@@ -26,6 +26,7 @@ from moe_replay.train.probe import ProbeSequence
 from moe_replay.train.rollouts import Rollouts
 from moe_replay.train.run import rng
 from moe_replay.train.run.checkpoint import Checkpoints, TrainerState
+from moe_replay.train.run.completions import Completion, best_and_worst, write_completions
 from moe_replay.train.run.folder import Run, RunWriteError, fixed_settings
 from moe_replay.train.run.interruption import InterruptHandler
 from moe_replay.train.run.progress import ConsoleProgress
@@ -184,6 +185,7 @@ class Job:
         Servers that restarted get the weights again, before sampling or when no other server is left.
         """
         content, metrics = None, {}
+        completions: Sequence[Completion] = ()
         for tries_left in reversed(range(MAX_REFITS + 1)):
             self._refit()
             with raise_on_all_ranks("sampling"):
@@ -191,6 +193,7 @@ class Job:
                     try:
                         batch = self._rollouts.next(self.completed_steps, self._report_samples)
                         content, metrics = trajectories_to_bytes(batch.trajectories), batch.metrics
+                        completions = batch.completions
                     except EngineUnavailableError:
                         if not tries_left or not self._rollouts.engine.lacks_weights():
                             raise
@@ -199,7 +202,7 @@ class Job:
             sent = broadcast_bytes(content)
             if sent:
                 break
-        return RolloutBatch(trajectories_from_bytes(sent), metrics)
+        return RolloutBatch(trajectories_from_bytes(sent), metrics, completions)
 
     def _refit(self) -> None:
         """Send the weights again if a server has lost them; all ranks take part."""
@@ -275,6 +278,15 @@ class Job:
                 with TraceWriter(path) as writer:
                     for one in kept:
                         writer.append(one.trace)
+
+    def save_completions(self, step: int, completions: Sequence[Completion]) -> None:
+        """Write the texts of the step to the run's folder, and show some of them."""
+        if not self.config.log.completions:
+            return
+        with raise_on_all_ranks("writing completions"), self._writing(f"the completions of step {step}"):
+            if completions:
+                write_completions(self._run.folder, step, completions)
+        self._progress.completions(best_and_worst(completions, self.config.log.shown_completions))
 
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:

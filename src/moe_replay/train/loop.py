@@ -45,6 +45,7 @@ def train(
             timed = clock.metrics(batch.num_tokens)
             job.log(step, {**batch.metrics, **scored, **learned, **measured, **evaluated, **timed})
             job.save_traces(step, batch.trajectories)
+            job.save_completions(step, batch.completions)
             if job.should_save(step):
                 job.save(step)
             if job.should_stop(step):

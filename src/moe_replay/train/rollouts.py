@@ -26,6 +26,7 @@ from moe_replay.train.data import Prompt, PromptStream
 from moe_replay.train.environments import environment_name, load_environment, run_environment
 from moe_replay.train.episode import Episode, EpisodeError
 from moe_replay.train.rewards import Reward, score, total
+from moe_replay.train.run.completions import Completion
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.types import Group, RolloutBatch, Trajectory
 from moe_replay.utils.hang_watch import WATCH
@@ -192,7 +193,21 @@ class Rollouts:
             scores = np.concatenate([group.scores[reward.name] for group in groups])
             if not np.isnan(scores).all():
                 metrics[f"reward/{reward.name}"] = float(np.nanmean(scores))
-        return RolloutBatch(trajectories, metrics)
+        return RolloutBatch(trajectories, metrics, self._completions(groups, trajectories))
+
+    def _completions(self, groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> list[Completion]:
+        if not self._config.log.completions:
+            return []
+        scores = [
+            {name: float(values[sample]) for name, values in group.scores.items()}
+            for group in groups
+            for sample in range(len(group.trajectories))
+        ]
+        counts = [sample for group in groups for sample in range(len(group.trajectories))]
+        return [
+            completion_of(trajectory, sample, given, self._tokenizer)
+            for trajectory, sample, given in zip(trajectories, counts, scores, strict=True)
+        ]
 
     def _check_staleness(self, staleness: np.ndarray) -> None:
         """Raise if a trajectory was sampled by weights older than `max_staleness` steps, or by later ones."""
@@ -296,6 +311,24 @@ class Rollouts:
         scores = {name: np.concatenate([one[name] for one in by_prompt]) for name in by_prompt[0]}
         metrics = {"eval/reward": float(np.nanmean(total(self._rewards, scores)))}
         return metrics | {f"eval/{name}": float(np.nanmean(values)) for name, values in scores.items()}
+
+
+def completion_of(trajectory: Trajectory, sample: int, scores: Mapping[str, float], tokenizer: Any) -> Completion:
+    """Return a trajectory as text, special tokens included."""
+    start = int(trajectory.sampled.argmax())
+    return Completion(
+        row=trajectory.row,
+        group=trajectory.group,
+        sample=sample,
+        prompt=tokenizer.decode(trajectory.token_ids[:start], skip_special_tokens=False),
+        completion=tokenizer.decode(trajectory.token_ids[start:], skip_special_tokens=False),
+        reward=trajectory.reward,
+        advantage=trajectory.advantage,
+        scores=scores,
+        tokens=int(trajectory.sampled.sum()),
+        finish_reason=trajectory.finish_reason.value,
+        weight_version=int(trajectory.versions[trajectory.sampled].min(initial=np.iinfo(np.int64).max)),
+    )
 
 
 def score_completions(

@@ -12,6 +12,7 @@ import numpy as np
 
 from moe_replay.errors import AlignmentError
 from moe_replay.rollout.types import FinishReason, SampledSequence
+from moe_replay.train.run.completions import Completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,10 +81,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
-    """The trajectories of one training step, and the metrics of their rollout (empty on ranks other than 0)."""
+    """The trajectories of one training step, the metrics of their rollout, and their texts where they are logged.
+
+    Metrics and completions are those of rank 0, and empty on other ranks.
+    """
 
     trajectories: Sequence[Trajectory]
     metrics: dict[str, float]
+    completions: Sequence[Completion] = ()
 
     @property
     def num_tokens(self) -> int:

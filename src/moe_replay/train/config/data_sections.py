@@ -78,6 +78,10 @@ class LogConfig(Section):
     """Project in Weights & Biases."""
     traces: int = Field(0, ge=0)
     """Samples of each step whose route traces are kept in the run's folder."""
+    completions: bool = False
+    """Keep prompts and completions of each step with their rewards and advantages, as parquet in the run's folder."""
+    shown_completions: int = Field(4, ge=0)
+    """Completions of each step in a table on the console, best and worst, where `completions` is set; 0: none."""
 
     @property
     def enabled_sinks(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ ALIASES = {
     "steps_per_generation": "algorithm.updates_per_rollout",
     "algorithm.steps_per_generation": "algorithm.updates_per_rollout",
     "num_iterations": "algorithm.num_iterations",
+    "log_completions": "log.completions",
 }
 """Names of our keys in other trainers; accepted wherever ours are."""
 

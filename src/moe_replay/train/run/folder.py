@@ -6,6 +6,7 @@
       log.txt          what the library logs
       checkpoints/     see checkpoint.py
       traces/          routes of some samples, where log.traces asks for them
+      completions/     texts with rewards and advantages, where log.completions asks for them; see completions.py
       report.html
 
 All ranks open it and get the same folder; rank 0 writes.
@@ -27,6 +28,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from moe_replay.distributed.ranks import from_rank_0, rank
 from moe_replay.errors import MoeReplayError
+from moe_replay.train.run.completions import remove_completions, require_pyarrow
 from moe_replay.train.run.sinks.registry import Sinks, load_sink
 from moe_replay.train.run.sinks.types import Metrics, SinkContext
 from moe_replay.utils.files import write_whole
@@ -106,6 +108,7 @@ class Run:
         from_rank_0(lambda: self._open_sinks(after), "opening the metric sinks")
 
     def _open_sinks(self, after: int) -> str:
+        remove_completions(self.folder, after)
         log = self._config.log
         self._sinks = Sinks(log.enabled_sinks, SinkContext(self.folder, self._config.name, after, log.project))
         self._resources.callback(self._sinks.close)
@@ -134,6 +137,8 @@ class Run:
 
 
 def _claim(config: TrainConfig, resources: ExitStack) -> Path:
+    if config.log.completions:
+        require_pyarrow()
     for name in config.log.enabled_sinks:
         load_sink(name)
     try:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import IO, Any
 
 from moe_replay.distributed.ranks import rank
 from moe_replay.errors import MissingExtraError
+from moe_replay.train.run.completions import Completion, printable
 from moe_replay.train.run.sinks.types import Metrics
 
+LOG_WIDTH = 160
+SHOWN_PROMPT, SHOWN_TEXT = 240, 800  # characters of a table's cells
 PHASES = ("rollout", "score", "train", "sync")  # time/<phase> of a step
 
 
@@ -60,6 +63,18 @@ class ConsoleProgress:
         self._current = step
         self.message(step_line(step, self._steps, metrics))
 
+    def completions(self, completions: Sequence[Completion]) -> None:
+        """Print a table of completions with their rewards and advantages; nothing if there are none."""
+        if completions and self._is_shown:
+            self._print_table(completions)
+
+    def _print_table(self, completions: Sequence[Completion]) -> None:
+        table = completion_table(completions)
+        if self._live is not None:
+            self._live.print(table)
+        else:
+            _console(self._file).print(table)
+
     def message(self, text: str) -> None:
         """Print one line of text."""
         if self._live is not None:
@@ -72,15 +87,11 @@ class _LiveLine:
     """The line that is redrawn at the bottom of a terminal."""
 
     def __init__(self, file: IO[str]) -> None:
-        try:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-        except ImportError as error:
-            raise MissingExtraError(
-                "progress in a terminal needs rich", remedy="pip install 'moe-replay[train]'"
-            ) from error
+        console = _console(file)
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._rich: Any = Progress(*columns, console=Console(file=file), transient=True)
+        self._rich: Any = Progress(*columns, console=console, transient=True)
         self._task = self._rich.add_task("", visible=False)
         self._text = ""
 
@@ -101,6 +112,43 @@ class _LiveLine:
 
     def message(self, text: str) -> None:
         self._rich.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def print(self, table: Any) -> None:
+        self._rich.console.print(table)
+
+
+def _console(file: IO[str]) -> Any:
+    """Return a console of rich that prints to a file: as wide as the terminal, or wide enough for a log."""
+    try:
+        from rich.console import Console
+    except ImportError as error:
+        raise MissingExtraError("output to a terminal needs rich", remedy="pip install 'moe-replay[train]'") from error
+    return Console(file=file, width=None if file.isatty() else LOG_WIDTH)
+
+
+# ---- completions ----------------------------------------------------------------------------------------------------
+
+
+def completion_table(completions: Sequence[Completion]) -> Any:
+    """Return a table for rich: the end of each prompt, the completion, its reward and advantage."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_lines=True, expand=True)
+    for name, ratio in (("prompt", 2), ("completion", 5)):
+        table.add_column(name, ratio=ratio, overflow="fold")
+    for name in ("reward", "advantage", "tokens"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in completions:
+        prompt, completion = printable(one.prompt), printable(one.completion)
+        table.add_row(
+            Text(prompt if len(prompt) <= SHOWN_PROMPT else f"…{prompt[-SHOWN_PROMPT:]}"),
+            Text(completion if len(completion) <= SHOWN_TEXT else f"{completion[:SHOWN_TEXT]}…"),
+            f"{one.reward:.3f}",
+            f"{one.advantage:+.3f}",
+            f"{one.tokens} ({one.finish_reason})",
+        )
+    return table
 
 
 # ---- line of one step -----------------------------------------------------------------------------------------------
