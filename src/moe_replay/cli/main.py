@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from moe_replay.cli.compare import CompareCommand
+from moe_replay.cli.convert import ConvertCommand
 from moe_replay.cli.doctor import DoctorCommand
 from moe_replay.cli.inspect import InspectCommand
 from moe_replay.cli.plan import PlanCommand
@@ -20,6 +21,7 @@ from moe_replay.errors import MissingExtraError, MoeReplayError
 
 COMMANDS: dict[str, Callable[..., Callable[[], None]]] = {
     "compare": CompareCommand,
+    "convert": ConvertCommand,
     "doctor": DoctorCommand,
     "inspect": InspectCommand,
     "plan": PlanCommand,
@@ -61,6 +63,8 @@ def _end_within(seconds: float, status: int) -> None:
 def _parsed(words: list[str]) -> Callable[[], None]:
     if words[:1] == ["train"]:
         return TrainCommand.from_arguments(words[1:])
+    if words[:1] == ["convert"]:
+        return ConvertCommand.from_arguments(words[1:])
     try:
         import tyro
     except ImportError as missing:

@@ -52,7 +52,7 @@ def apply_overrides(tables: dict[str, Any], words: Sequence[str]) -> None:
                 f"{option}: a token or password {READABLE_BY_ALL}",
                 remedy="Put it into the recipe; a token may be in $MOE_REPLAY_TOKEN",
             )
-        value = _value(option, values, fields[name].annotation)
+        value = parse_value(option, values, fields[name].annotation)
         known = table.get(key)
         table[key] = known | value if isinstance(value, dict) and isinstance(known, dict) else value
     if of_file is not None and engine == _engine(tables):
@@ -121,7 +121,7 @@ def _without_no(name: str) -> str:
     return f"{section}{dot}{key.removeprefix('no_')}"
 
 
-def _value(option: str, words: list[str], kind: Any) -> Any:
+def parse_value(option: str, words: list[str], kind: Any) -> Any:
     """Convert the arguments of an option to what a file would hold."""
     kinds = (kind, *get_args(kind))
     if any(get_origin(part) is tuple for part in kinds):
@@ -129,7 +129,7 @@ def _value(option: str, words: list[str], kind: Any) -> Any:
     if get_origin(kind) is dict:
         if len(words) % 2:
             raise ConfigError(f"{option} takes pairs of a name and a value", found=" ".join(words))
-        return {name: _scalar(word) for name, word in zip(words[::2], words[1::2], strict=True)}
+        return {name: parse_scalar(word) for name, word in zip(words[::2], words[1::2], strict=True)}
     if kind is bool and not words:
         return True
     if len(words) != 1:
@@ -143,7 +143,7 @@ def _is_none(words: list[str]) -> bool:
     return [word.lower() for word in words] == ["none"]
 
 
-def _scalar(word: str) -> Any:
+def parse_scalar(word: str) -> Any:
     """Convert an argument of unknown type: a number, true, false or a list as in TOML, otherwise text."""
     try:
         value = tomllib.loads(f"value = {word.lower() if word in ('True', 'False') else word}")["value"]

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from moe_replay.train.config.command_line import apply_overrides
+from moe_replay.train.config.foreign.advice import advice
 from moe_replay.train.config.keys import (
     ALIASES,
     ConfigError,
@@ -90,7 +91,8 @@ def _read(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{path} cannot be read: it is not a file", remedy="Name a TOML file")
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", remedy="Name a TOML file") from error
+        told = advice(str(path).partition("=")[0].lstrip("+")).removeprefix("; ")
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", remedy=told or "Name a TOML file") from error
     except RecursionError as error:
         raise ConfigError(f"{path} is not valid TOML: it is nested too deeply") from error
     except ConfigError:

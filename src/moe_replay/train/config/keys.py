@@ -9,6 +9,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from moe_replay.errors import MoeReplayError
+from moe_replay.train.config.foreign.advice import advice
 from moe_replay.train.config.sections import Section
 from moe_replay.train.config.train_config import TrainConfig
 
@@ -55,10 +56,26 @@ def enclosing_table(tables: dict[str, Any], dotted: str) -> tuple[dict[str, Any]
 
 
 def suggestion(key: str, dashes: str = "") -> str:
-    """Suggest a key for one that does not exist; empty if nothing is similar."""
-    known = [*all_fields(), *TrainConfig.model_fields, *ALIASES]
+    """Suggest a key for one that does not exist, by its name here or in another trainer; empty if nothing is similar.
+
+    dashes   in front of an option; empty for a key in a file, where a section is a key too
+    """
+    known = [*all_fields(), *ALIASES]
+    tables = [name for name, _ in sections() if name]
     ends = {name.rpartition(".")[2]: name for name in reversed(known)}
     end = key.rpartition(".")[2]
-    near = [ends[end]] if end in ends else difflib.get_close_matches(key, known, n=1)
+    told = advice(key, dashes) or advice(end, dashes)
+    if end in ends:
+        return f"; did you mean {dashes}{ends[end]}?{'' if ends[end] in told else told.replace(';', '', 1)}"
+    if told:
+        return told
+    if key in tables:  # on a command line: in a file it is known
+        return f"; it is a section: --{key}.{_keys_of(key)}"
+    near = difflib.get_close_matches(key, known if dashes else [*known, *tables], n=1)
     near = near or [ends[other] for other in difflib.get_close_matches(end, list(ends), n=1)]
     return f"; did you mean {dashes}{near[0]}?" if near else ""
+
+
+def _keys_of(section: str) -> str:
+    names = [name.removeprefix(f"{section}.") for name in all_fields() if name.startswith(f"{section}.")]
+    return names[0] if len(names) == 1 else f"{{{','.join(names[:3])},...}}"

@@ -1,0 +1,68 @@
+"""What an option of another trainer is here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of another trainer.
+
+    key       our key; `rollout.options.NAME` and `backend.megatron.NAME` are entries of those tables; empty: there is
+              none
+    values    their values -> ours, where the names differ; None: nothing is to be set. A value that is not listed has
+              no counterpart
+    note      why there is no counterpart, or what differs
+    derived   the value here depends on other options too, so that it is computed from all of them
+    """
+
+    key: str = ""
+    values: Mapping[str, Any] | None = None
+    note: str = ""
+    derived: bool = False
+
+
+Table = Mapping[str, Option]
+
+
+def same(keys: Mapping[str, str]) -> dict[str, Option]:
+    """Return options whose values are the same here: their name -> our key."""
+    return {theirs: Option(ours) for theirs, ours in keys.items()}
+
+
+def derived(keys: Mapping[str, tuple[str, str]]) -> dict[str, Option]:
+    """Return options that are computed: their name -> (our key, how)."""
+    return {theirs: Option(ours, note=how, derived=True) for theirs, (ours, how) in keys.items()}
+
+
+def without(reasons: Mapping[str, str]) -> dict[str, Option]:
+    """Return options without a counterpart: reason -> their names, separated by spaces."""
+    return {theirs: Option(note=reason) for reason, names in reasons.items() for theirs in names.split()}
+
+
+def entries(table: str, names: str, prefix: str = "") -> dict[str, Option]:
+    """Return options that are entries of one of our tables under the same name, which may follow a prefix."""
+    return {f"{prefix}{name}": Option(f"{table}.{name}") for name in names.split()}
+
+
+SWITCH = {"true": True, "false": False}
+MEGATRON_SETTINGS = """
+    recompute_granularity recompute_method recompute_num_layers recompute_modules attention_backend
+    masked_softmax_fusion bias_dropout_fusion bias_activation_fusion apply_rope_fusion gradient_accumulation_fusion
+    cross_entropy_loss_fusion attention_softmax_in_fp32 apply_query_key_layer_scaling calculate_per_token_loss
+    moe_router_load_balancing_type moe_router_dtype moe_token_dispatcher_type moe_enable_deepep moe_grouped_gemm
+    moe_permute_fusion moe_aux_loss_coeff moe_z_loss_coeff moe_shared_expert_overlap moe_layer_recompute
+    moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy tp_comm_overlap
+    microbatch_group_size_per_vp_stage overlap_p2p_comm batch_p2p_comm account_for_embedding_in_pipeline_split
+    account_for_loss_in_pipeline_split cp_comm_type
+"""
+"""Fields of Megatron-Core's TransformerConfig that other trainers have as options of their own."""
+VLLM_SETTINGS = """
+    gpu_memory_utilization tensor_parallel_size pipeline_parallel_size data_parallel_size enable_expert_parallel
+    max_num_seqs max_num_batched_tokens enforce_eager disable_custom_all_reduce enable_prefix_caching
+    enable_chunked_prefill quantization disable_cascade_attn seed
+"""
+"""Options of vLLM that other trainers have as options of their own."""

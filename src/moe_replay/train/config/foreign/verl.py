@@ -1,0 +1,238 @@
+"""Options of verl's `main_ppo`, by their dotted names, read in verl 0.9."""
+
+from __future__ import annotations
+
+from moe_replay.train.config.foreign.options import Option, derived, entries, same, without
+
+ACTOR = "actor_rollout_ref.actor"
+MEGATRON = f"{ACTOR}.megatron"
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
+TRANSFORMER_CONFIG = f"{MEGATRON}.override_transformer_config."
+REPLAY_MODES = {"disabled": "off", "R2": "r2", "R3": "r3"}
+AGGREGATIONS = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
+ESTIMATORS = {"grpo": None, "rloo": "leave_one_out"}
+ENGINES = {"vllm": "vllm", "sglang": "sglang_server", "hf": "transformers"}
+SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
+VLLM_SETTINGS = """
+    gpu_memory_utilization enforce_eager max_num_seqs max_num_batched_tokens enable_chunked_prefill
+    enable_prefix_caching data_parallel_size
+"""
+
+OPTIONS: dict[str, Option] = {
+    **{
+        name: Option("replay.mode", REPLAY_MODES)
+        for name in (
+            f"{ACTOR}.router_replay.mode",
+            f"{MEGATRON}.router_replay.mode",
+            f"{ACTOR}.veomni.router_replay.mode",
+            f"{ACTOR}.fsdp_config.router_replay.mode",
+        )
+    },
+    **same(
+        {
+            f"{MODEL}.path": "model.path",
+            f"{MODEL}.trust_remote_code": "model.trust_remote_code",
+            f"{MODEL}.enable_gradient_checkpointing": "model.gradient_checkpointing",
+            f"{MODEL}.use_remove_padding": "batch.packed",
+            f"{MODEL}.lora_rank": "model.lora_rank",
+            f"{MODEL}.lora_alpha": "model.lora_alpha",
+            f"{MODEL}.target_modules": "model.lora_targets",
+            f"{MODEL}.lora.rank": "model.lora_rank",
+            f"{MODEL}.lora.alpha": "model.lora_alpha",
+            f"{MEGATRON}.tensor_model_parallel_size": "backend.tensor_parallel",
+            f"{MEGATRON}.pipeline_model_parallel_size": "backend.pipeline_parallel",
+            f"{MEGATRON}.virtual_pipeline_model_parallel_size": "backend.virtual_pipeline",
+            f"{MEGATRON}.context_parallel_size": "backend.context_parallel",
+            f"{MEGATRON}.expert_model_parallel_size": "backend.expert_parallel",
+            f"{MEGATRON}.expert_tensor_parallel_size": "backend.expert_tensor_parallel",
+            f"{MEGATRON}.use_distributed_optimizer": "backend.distributed_optimizer",
+            f"{MEGATRON}.use_remove_padding": "batch.packed",
+            f"{MEGATRON}.dtype": "model.dtype",
+            f"{ACTOR}.fsdp_config.dtype": "model.dtype",
+            f"{ACTOR}.use_remove_padding": "batch.packed",
+            f"{ACTOR}.ppo_max_token_len_per_gpu": "batch.tokens_per_micro_batch",
+            f"{ACTOR}.clip_ratio_low": "algorithm.clip_low",
+            f"{ACTOR}.clip_ratio_high": "algorithm.clip_high",
+            f"{ACTOR}.optim.lr": "optim.lr",
+            f"{ACTOR}.optim.weight_decay": "optim.weight_decay",
+            f"{ACTOR}.optim.betas": "optim.betas",
+            f"{ACTOR}.optim.clip_grad": "optim.max_grad_norm",
+            f"{ACTOR}.optim.lr_warmup_steps": "optim.warmup_steps",
+            f"{ACTOR}.grad_clip": "optim.max_grad_norm",
+            f"{ROLLOUT}.n": "rollout.num_generations",
+            f"{ROLLOUT}.temperature": "rollout.temperature",
+            f"{ROLLOUT}.max_model_len": "rollout.max_length",
+            f"{ROLLOUT}.dtype": "rollout.dtype",
+            f"{ROLLOUT}.free_cache_engine": "rollout.sleep",
+            f"{ROLLOUT}.multi_turn.max_assistant_turns": "rollout.max_turns",
+            f"{ROLLOUT}.val_kwargs.temperature": "eval.temperature",
+            f"{ROLLOUT}.tensor_model_parallel_size": "rollout.options.tensor_parallel_size",
+            f"{ROLLOUT}.pipeline_model_parallel_size": "rollout.options.pipeline_parallel_size",
+            f"{ROLLOUT}.response_length": "rollout.max_tokens",
+            f"{ROLLOUT}.prompt_length": "data.max_prompt_tokens",
+            "data.max_prompt_length": "data.max_prompt_tokens",
+            "data.max_response_length": "rollout.max_tokens",
+            "data.shuffle": "data.shuffle",
+            "data.val_max_samples": "eval.prompts",
+            "algorithm.filter_groups.enable": "algorithm.dynamic_sampling",
+            "algorithm.filter_groups.max_num_gen_batches": "algorithm.max_refills",
+            "algorithm.rollout_correction.rollout_is_threshold": "algorithm.correction_high",
+            "trainer.total_training_steps": "steps",
+            "trainer.save_freq": "checkpoint.every",
+            "trainer.test_freq": "eval.every",
+            "trainer.max_actor_ckpt_to_keep": "checkpoint.keep",
+            "trainer.project_name": "log.project",
+            "trainer.experiment_name": "name",
+            "trainer.default_local_dir": "output",
+        }
+    ),
+    **entries("rollout.options", VLLM_SETTINGS, prefix=f"{ROLLOUT}."),
+    f"{ROLLOUT}.name": Option("rollout.engine", ENGINES),
+    f"{ROLLOUT}.enable_rollout_routing_replay": Option("replay.mode", {"true": None, "false": None}),
+    f"{ROLLOUT}.expert_parallel_size": Option("rollout.options.enable_expert_parallel", {"1": None}),
+    f"{ACTOR}.loss_agg_mode": Option("algorithm.loss", AGGREGATIONS),
+    f"{ACTOR}.policy_loss.loss_mode": Option("algorithm.level", {"vanilla": "token", "gspo": "sequence"}),
+    f"{ACTOR}.optim.lr_decay_style": Option("optim.schedule", SCHEDULES),
+    f"{ACTOR}.optim.lr_scheduler_type": Option("optim.schedule", SCHEDULES),
+    f"{ACTOR}.optim.warmup_style": Option("optim.schedule", SCHEDULES),
+    f"{ACTOR}.kl_loss_type": Option("algorithm.beta", {"low_var_kl": None, "k3": None}),
+    "algorithm.adv_estimator": Option("algorithm.baseline", ESTIMATORS),
+    "algorithm.norm_adv_by_std_in_grpo": Option("algorithm.baseline", {"true": "std", "false": "none"}),
+    "algorithm.rollout_correction.rollout_is": Option("algorithm.correction", {"token": "token_truncate"}),
+    "trainer.resume_mode": Option("resume", {"auto": True, "disable": False, "resume_path": None}),
+    "algorithm.use_kl_in_reward": Option(values={"false": None}, note="the divergence is a term of the loss"),
+    **derived(
+        {
+            "async_training.staleness_threshold": ("rollout.max_staleness", "whole steps, rounded up"),
+            f"{ACTOR}.strategy": ("backend.kind", "megatron, else fsdp"),
+            "model_engine": ("backend.kind", "megatron, else fsdp"),
+            f"{ACTOR}.model_engine": ("backend.kind", "megatron, else fsdp"),
+            "data.train_files": ("data.path", "one file"),
+            "data.val_files": ("data.eval_path", "one file"),
+            "data.train_batch_size": ("rollout.prompts_per_step", "prompts of a step"),
+            f"{ACTOR}.ppo_mini_batch_size": (
+                "algorithm.updates_per_rollout",
+                "data.train_batch_size / ppo_mini_batch_size",
+            ),
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu": (
+                "batch.tokens_per_micro_batch",
+                "sequences times their greatest length",
+            ),
+            f"{ACTOR}.use_dynamic_bsz": ("batch.tokens_per_micro_batch", "always: micro-batches are filled by tokens"),
+            f"{ACTOR}.clip_ratio": ("algorithm.clip_low", "also clip_high"),
+            f"{ACTOR}.use_kl_loss": ("algorithm.beta", "0 without it"),
+            f"{ACTOR}.kl_loss_coef": ("algorithm.beta", "with use_kl_loss"),
+            f"{ACTOR}.optim.lr_warmup_steps_ratio": ("optim.warmup_steps", "a fraction of the steps"),
+            "reward.custom_reward_function.path": ("reward.functions", "verl:MODULE:NAME"),
+            "reward.custom_reward_function.name": ("reward.functions", "verl:MODULE:NAME"),
+            "custom_reward_function.path": ("reward.functions", "verl:MODULE:NAME"),
+            "custom_reward_function.name": ("reward.functions", "verl:MODULE:NAME"),
+            "trainer.logger": ("log.wandb", "also log.tensorboard"),
+            "trainer.n_gpus_per_node": ("", "torchrun --nproc-per-node"),
+            "trainer.nnodes": ("", "torchrun --nnodes"),
+        }
+    ),
+    **without(
+        {
+            "routes are written and read with mr.save_trace and mr.load_trace": (
+                f"{MEGATRON}.router_replay.record_file {MEGATRON}.router_replay.replay_file"
+            ),
+            "sequence parallelism is always on with tensor parallelism": f"{MEGATRON}.sequence_parallel",
+            "tokens are sampled from the policy itself, so that trainer and engine agree on their log-probs": (
+                f"{ROLLOUT}.top_p {ROLLOUT}.top_k {ROLLOUT}.do_sample {ROLLOUT}.ignore_eos"
+            ),
+            "evaluation samples once, at eval.temperature": (
+                f"{ROLLOUT}.val_kwargs.n {ROLLOUT}.val_kwargs.top_p {ROLLOUT}.val_kwargs.top_k "
+                f"{ROLLOUT}.val_kwargs.do_sample"
+            ),
+            "weights go in and out by our own rules: docs/megatron-weights.md": (
+                f"{MEGATRON}.use_mbridge {MEGATRON}.vanilla_mbridge {MEGATRON}.use_dist_checkpointing "
+                f"{MEGATRON}.dist_checkpointing_path {ROLLOUT}.load_format {ROLLOUT}.layered_summon"
+            ),
+            "longer prompts are left out": (
+                "data.filter_overlong_prompts data.truncation data.filter_overlong_prompts_workers"
+            ),
+            "prompts are read and tokenized once, at the start": (
+                "data.dataloader_num_workers data.seed data.return_raw_chat data.return_full_prompt "
+                "data.return_raw_input_ids data.val_batch_size data.gen_batch_size data.train_max_samples"
+            ),
+            "set steps: rows * epochs / rollout.prompts_per_step": "trainer.total_epochs",
+            "the trainer keeps its state on the GPU": (
+                f"{MEGATRON}.param_offload {MEGATRON}.optimizer_offload {MEGATRON}.grad_offload "
+                f"{ACTOR}.fsdp_config.param_offload {ACTOR}.fsdp_config.optimizer_offload"
+            ),
+            "each sample is used once in a rollout's updates": f"{ACTOR}.ppo_epochs",
+            "a row has its prompt in the column prompt or messages": "data.prompt_key data.reward_fn_key",
+            "the divergence is a term of the loss: use_kl_loss": "algorithm.kl_ctrl.kl_coef algorithm.kl_ctrl.type",
+            "sequences are not shared between ranks on FSDP2": f"{ACTOR}.ulysses_sequence_parallel_size",
+            "there is no critic": "trainer.critic_warmup algorithm.gamma algorithm.lam",
+            "log-probs of the engine are always used and compared": f"{ROLLOUT}.calculate_log_probs",
+            "token ids go in and out of the engine": f"{ROLLOUT}.skip_tokenizer_init {ROLLOUT}.disable_log_stats",
+            "an engine serves requests as they come": f"{ROLLOUT}.mode {ROLLOUT}.scheduling_policy",
+            "scoring uses the micro-batches of training": (
+                f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu {ROLLOUT}.log_prob_use_dynamic_bsz "
+                f"{ROLLOUT}.log_prob_max_token_len_per_gpu {ROLLOUT}.log_prob_micro_batch_size"
+            ),
+            "sequences are balanced over ranks by their tokens": "trainer.balance_batch",
+            "an entropy bonus or dual clip is a loss of your own: docs/extending.md": (
+                f"{ACTOR}.entropy_coeff {ACTOR}.clip_ratio_c {ACTOR}.calculate_entropy"
+            ),
+            "evaluation follows a step, not the start": "trainer.val_before_train trainer.val_only",
+            "the device is found: backend.device": "trainer.device",
+            "a tool is a function here: docs/environments.md": (
+                f"{ROLLOUT}.multi_turn.enable {ROLLOUT}.multi_turn.tool_config_path {ROLLOUT}.multi_turn.format "
+                f"{ROLLOUT}.multi_turn.function_tool_path {ROLLOUT}.agent.default_agent_loop "
+                f"{ROLLOUT}.agent.agent_loop_config_path {ROLLOUT}.agent.num_workers data.tool_config_path"
+            ),
+            "kernels are chosen by torch, Transformers or Megatron-Core": (
+                f"{MODEL}.use_fused_kernels {MODEL}.use_liger {ACTOR}.use_torch_compile {ACTOR}.use_fused_kernels "
+                f"{MODEL}.enable_activation_offload"
+            ),
+            "the reference model runs as the policy does": "actor_rollout_ref.ref",
+            "processes are started by torchrun, without Ray": "ray_kwargs actor_rollout_ref.hybrid_engine",
+            "a reward model is a function of yours: reward.functions = module:name": "reward_model reward.reward_model",
+        }
+    ),
+}
+
+GROUPS = {
+    "actor_rollout_ref.ref.": "the reference model runs as the policy does",
+    "ray_kwargs.": "processes are started by torchrun, without Ray",
+    "critic.": "there is no critic",
+    "global_profiler.": "torch's profiler can be started around moe_replay.train",
+    "actor_rollout_ref.actor.profiler.": "torch's profiler can be started around moe_replay.train",
+    "actor_rollout_ref.rollout.profiler.": "torch's profiler can be started around moe_replay.train",
+    "actor_rollout_ref.rollout.engine_kwargs.sglang.": "an option of the SGLang server, which is started on its own",
+    "reward_model.": "a reward model is a function of yours: reward.functions = module:name",
+    "rollout.": "rollouts are sampled for every step; engines of their own GPUs are servers: rollout.urls",
+    "async_training.": "rollout.max_staleness",
+    "trainer.v1.": "rollout.max_staleness",
+    "transfer_queue.": "samples are sent to the ranks directly",
+    "actor_rollout_ref.actor.fsdp_config.": "FSDP2 shards every layer over all ranks",
+    "actor_rollout_ref.actor.veomni.": "the trainer is FSDP2 or Megatron-Core",
+    "actor_rollout_ref.actor.optim.override_optimizer_config.": "AdamW: [optim]",
+    "actor_rollout_ref.actor.checkpoint.": "a checkpoint holds all that a run is resumed with: docs/checkpoints.md",
+    "actor_rollout_ref.model.override_config.": "the model's own config.json is used",
+    "actor_rollout_ref.model.mtp.": "layers of multi-token prediction are not trained",
+    "actor_rollout_ref.rollout.checkpoint_engine.": "weights are streamed tensor by tensor",
+    "reward.": "a reward is a function: reward.functions",
+}
+"""Reasons why whole groups of options have no counterpart, where an option is not in the table itself."""
+
+DEFAULTS = {
+    "data.train_batch_size": "1024",
+    "data.max_response_length": "512",
+    f"{ACTOR}.ppo_mini_batch_size": "256",
+    f"{MODEL}.enable_gradient_checkpointing": "true",
+    f"{ROLLOUT}.free_cache_engine": "true",
+    f"{ROLLOUT}.dtype": "bfloat16",
+    f"{ACTOR}.optim.weight_decay": "0.01",
+    f"{ACTOR}.router_replay.mode": "disabled",
+    f"{ROLLOUT}.gpu_memory_utilization": "0.5",
+    f"{ROLLOUT}.tensor_model_parallel_size": "2",
+    f"{MEGATRON}.use_distributed_optimizer": "true",
+    "trainer.save_freq": "-1",
+    "trainer.logger": "[console,wandb]",
+}
+"""Of verl, where ours differ."""
