@@ -4,7 +4,8 @@ python benchmarks/rollout_gpu.py                                  # 64, 512 and 
 python benchmarks/rollout_gpu.py --sequences 512 --captures plain ours
 
 A random Qwen3-MoE of 0.8 B parameters (15 MoE layers, 64 experts, top 8) samples 512 tokens after prompts of 64. Each
-capture has a process of its own. The first batch of each is not counted; the median of the others is.
+capture has a process of its own; they start at once and then sample in turn, so that a share compares neighbours in
+time. The first batch of each is not counted; the median of the others is.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 
 PROMPT, COMPLETION = 64, 512
+ANSWER = "answer: "
 MODEL = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -51,7 +53,7 @@ MODEL = {
 
 
 def main() -> None:
-    """Start one process for each capture and print the table."""
+    """Start one process for each capture, have them sample in turn, and print the table."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--sequences", type=int, nargs="+", default=[64, 512, 1024])
     options.add_argument("--captures", nargs="+", default=["plain", "ours", "vllm"])
@@ -60,35 +62,67 @@ def main() -> None:
     options.add_argument("--child", help=argparse.SUPPRESS)
     chosen = options.parse_args()
     if chosen.child:
-        print(json.dumps(measure(chosen.child, chosen.sequences, chosen.repeats, chosen.eager)))
+        serve(chosen.child, chosen.sequences, chosen.eager, 0.8 / len(chosen.captures))
         return
-    found: dict[str, Any] = {}
-    for capture in chosen.captures:
-        command = [sys.executable, __file__, *sys.argv[1:], "--child", capture]
-        result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        if result.returncode:
-            print(f"{capture}: failed with status {result.returncode}")
-            continue
-        found[capture] = json.loads(result.stdout.splitlines()[-1])
-        print(capture, found[capture], flush=True)
-    print(table(found, chosen.sequences))
+    began = time.perf_counter()
+    children = {capture: Child(capture) for capture in chosen.captures}
+    versions = {capture: child.answer() for capture, child in children.items()}  # they start side by side
+    print(f"vLLM {versions}, started in {time.perf_counter() - began:.0f} s", flush=True)
+    rates: dict[str, dict[int, list[float]]] = {capture: {n: [] for n in chosen.sequences} for capture in children}
+    for count in chosen.sequences:
+        for repeat in range(chosen.repeats + 1):
+            for capture in (*children,) if repeat % 2 else reversed((*children,)):  # none always runs first
+                rate = children[capture].ask([count, repeat])
+                if repeat:  # the first batch warms up
+                    rates[capture][count].append(rate)
+        print(count, {capture: [round(rate) for rate in found[count]] for capture, found in rates.items()}, flush=True)
+    for child in children.values():
+        child.end()
+    print(table(rates, versions, chosen.sequences))
 
 
-def table(found: dict[str, Any], sequences: list[int]) -> str:
-    """Tokens/s of each capture, and as a share of plain."""
+def table(rates: dict[str, dict[int, list[float]]], versions: dict[str, Any], sequences: list[int]) -> str:
+    """Median tokens/s of each capture, and the median over repeats of its share of plain."""
     columns = " | ".join(f"{count} sequences" for count in sequences)
     lines = [f"| capture | {columns} |", "|---" * (len(sequences) + 1) + "|"]
-    for capture, one in found.items():
+    for capture, found in rates.items():
         cells = []
         for n in sequences:
-            share = one[str(n)] / found["plain"][str(n)] if "plain" in found else float("nan")
-            cells.append(f"{one[str(n)]:,.0f} tokens/s ({share:.3f})")
-        lines.append(f"| {capture}, vLLM {one['version']} | " + " | ".join(cells) + " |")
+            plain = rates.get("plain", rates[capture])[n]
+            share = statistics.median(a / b for a, b in zip(found[n], plain, strict=True))
+            cells.append(f"{statistics.median(found[n]):,.0f} tokens/s ({share:.3f})")
+        lines.append(f"| {capture}, vLLM {versions[capture]} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def measure(capture: str, sequences: list[int], repeats: int, eager: bool) -> dict[str, Any]:
-    """Median tokens/s for each number of sequences."""
+class Child:
+    """A process with one engine, which samples when it is asked to."""
+
+    def __init__(self, capture: str) -> None:
+        command = [sys.executable, __file__, *sys.argv[1:], "--child", capture]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, question: Any) -> Any:
+        """Return the answer to one line."""
+        assert self.process.stdin is not None
+        print(json.dumps(question), file=self.process.stdin, flush=True)
+        return self.answer()
+
+    def answer(self) -> Any:
+        """Return the next line that is an answer: vLLM may print others."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(ANSWER):
+                return json.loads(line.removeprefix(ANSWER))
+        raise SystemExit(f"{self.process.args} ended with status {self.process.wait()}")
+
+    def end(self) -> None:
+        """Close its input, and wait until it has ended."""
+        self.process.communicate()
+
+
+def serve(capture: str, sequences: list[int], eager: bool, memory: float) -> None:
+    """Sample batches of the sizes that come in on stdin, and print tokens/s of each."""
     import vllm
 
     with tempfile.TemporaryDirectory() as folder:
@@ -98,25 +132,21 @@ def measure(capture: str, sequences: list[int], repeats: int, eager: bool) -> di
             "load_format": "dummy",
             "max_model_len": PROMPT + COMPLETION + 64,
             "max_num_seqs": 1024,
-            "gpu_memory_utilization": 0.6,
+            "gpu_memory_utilization": memory,  # must be free at the start
+            "kv_cache_memory_bytes": 12 * 10**9,  # room for 1024 sequences
             "enforce_eager": eager,
         }
         if not eager:
             options["cudagraph_capture_sizes"] = sorted({1, 2, 4, 8, *sequences})  # a quick start
-        started = time.perf_counter()
         sampler = Plain(folder, options) if capture == "plain" else Ours(folder, options, capture)
-        found: dict[str, Any] = {"version": vllm.__version__, "start": round(time.perf_counter() - started, 1)}
-        numbers = np.random.default_rng(0)
-        for count in sequences:
-            rates = []
-            for _ in range(repeats + 1):
-                prompts = numbers.integers(2, MODEL["vocab_size"], (count, PROMPT)).tolist()
-                began = time.perf_counter()
-                tokens = sampler.run(prompts)
-                rates.append(tokens / (time.perf_counter() - began))
-            found[str(count)] = statistics.median(rates[1:])
+        print(ANSWER + json.dumps(vllm.__version__), flush=True)
+        for line in sys.stdin:
+            count, repeat = json.loads(line)
+            prompts = np.random.default_rng([count, repeat]).integers(2, MODEL["vocab_size"], (count, PROMPT)).tolist()
+            began = time.perf_counter()
+            tokens = sampler.run(prompts)
+            print(ANSWER + json.dumps(tokens / (time.perf_counter() - began)), flush=True)
         sampler.close()
-    return found
 
 
 class Ours:

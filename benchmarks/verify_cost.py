@@ -52,7 +52,10 @@ def main() -> None:
         use_cache=False,
     )
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(config).to(options.device, torch.bfloat16 if options.device == "cuda" else None).train()
+    torch.set_default_dtype(torch.bfloat16 if options.device == "cuda" else torch.float32)
+    with torch.device(options.device):
+        model = Qwen3MoeForCausalLM(config).train()
+    torch.set_default_dtype(torch.float32)
     replay = mr.attach(model)
     layout = mr.TokenLayout.padded([shape["width"]] * shape["batch"])
     ids = torch.randint(0, 4096, (shape["batch"], shape["width"]), device=options.device)

@@ -41,7 +41,9 @@ def trace_from_capture(
     layers, rows = check.layers, slice(first_token, first_token + len(captured))
     experts = np.zeros((len(token_ids), len(layers), captured.shape[2]), captured.dtype)
     covered = np.zeros(len(token_ids), bool)
-    experts[rows], covered[rows] = captured[:, layers], True
+    in_a_row = len(layers) > 1 and layers[-1] - layers[0] == len(layers) - 1
+    of_layers = slice(layers[0], layers[-1] + 1) if in_a_row else layers  # a slice is not copied twice
+    experts[rows], covered[rows] = captured[:, of_layers], True
     chosen = captured.shape[0] * len(layers) if topology.num_experts > 1 else 0  # a single expert is no choice
     if topology.top_k == 1 and chosen >= _CHANCE_IS_RULED_OUT and not experts.any():
         check.unwritten()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,6 +82,8 @@ class VllmEngine(AsyncSampler):
             undo.callback(self._loop.close)
             notes = undo.enter_context(owned_folder())
             undo.callback(self._routes.close)
+            # One thread: more of them fight for the interpreter's lock, and the event loop waits for all of them.
+            self._trace_thread = undo.enter_context(ThreadPoolExecutor(1, "traces"))
             self._llm = self._loop.run(self._start(arguments, notes))
             list_shared_files(notes)
             self._resources = undo.pop_all()
@@ -164,7 +168,8 @@ class VllmEngine(AsyncSampler):
                     raise EngineError(f"{self.name} lost samples", expected=params.draws, found=len(completions))
                 routes = [await captured(one, len(prompt)) for one in completions]
         # In a thread: the loop must stay free for the outputs of other requests.
-        samples = await asyncio.to_thread(self._to_samples, prompt, completions, routes, weights)
+        build = partial(self._to_samples, prompt, completions, routes, weights)
+        samples = await asyncio.get_running_loop().run_in_executor(self._trace_thread, build)
         return samples * (params.n // params.draws)
 
     def _check_seed(self, params: SamplingParams) -> None:

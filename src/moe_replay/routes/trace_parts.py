@@ -128,7 +128,7 @@ def narrowed_ids(
     if not coverage.all():
         experts = np.where(np.broadcast_to(coverage, experts.shape[:2])[..., None], experts, 0)
     limit = num_experts or MAX_EXPERTS
-    if experts.size and (int(experts.max()) >= limit or int(experts.min()) < 0):
+    if experts.size and (int(experts.max()) >= limit or (experts.dtype.kind == "i" and int(experts.min()) < 0)):
         token, index, _ = np.argwhere((experts < 0) | (experts >= limit))[0].tolist()
         raise TraceError(
             "expert id out of range",
