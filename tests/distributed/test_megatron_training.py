@@ -32,6 +32,7 @@ CP = {"context_parallel": 2}
 PACKED = {"packed": True}
 SHARDED = {"distributed_optimizer": True}
 BF16 = {"dtype": "bfloat16"}
+GROUPED = {"megatron": {"moe_grouped_gemm": True}}
 FSDP = {"kind": "fsdp"}
 FULL = {"megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
 
@@ -41,6 +42,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2-sharded-packed": (2, SHARDED | PACKED),
     "tp2-packed": (2, TP | PACKED | FULL),
     "ep2": (2, EP),
+    "ep2-grouped-sharded-packed": (2, EP | GROUPED | SHARDED | PACKED),
     "tp2-ep2-etp1": (2, TP | EP | {"expert_tensor_parallel": 1}),
     "pp2-packed": (2, PP | PACKED),
     "cp2": (2, CP),
@@ -111,7 +113,7 @@ def test_the_updates_would_be_others_natively() -> None:
     assert one["micro_batches"][0] > 1
 
 
-@pytest.mark.parametrize("settings", [TP | PACKED, VPP | BF16 | FULL, CP | EP], ids=str)
+@pytest.mark.parametrize("settings", [TP | PACKED, VPP | BF16 | FULL, CP | EP | GROUPED], ids=str)
 def test_a_recorded_pass_is_replayed_bit_for_bit(settings: dict[str, Any]) -> None:
     ranks = on_ranks(2, megatron_training.first_ratios, settings)
     assert any(rank["reports_metrics"] for rank in ranks)

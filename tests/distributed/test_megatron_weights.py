@@ -34,6 +34,7 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("transformers", minversion="5.0")
 harness.PRELOADED.extend(PRELOADED)
 
+GROUPED = {"moe_grouped_gemm": True}
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}  # gloo cannot gather the uneven parts of the other dispatcher
 
 LAYOUTS = {
@@ -44,6 +45,9 @@ LAYOUTS = {
     "ep2-etp2": Case(4, ep=2, etp=2, settings=ALLGATHER),
     "tp2-ep2-etp2": Case(4, tp=2, ep=2, etp=2, settings=ALLGATHER),
     "tp2-pp2-ep2": Case(4, tp=2, pp=2, ep=2, etp=1),
+    "grouped": Case(1, settings=GROUPED),
+    "grouped-tp2-ep2-etp2": Case(4, tp=2, ep=2, etp=2, settings=ALLGATHER | GROUPED),
+    "grouped-tp2-pp2-ep2": Case(4, tp=2, pp=2, ep=2, etp=1, settings=GROUPED),
 }
 PARTITIONED = [
     *(("qwen3_moe", layout) for layout in LAYOUTS),

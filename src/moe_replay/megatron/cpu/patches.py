@@ -19,7 +19,6 @@ SETTINGS: dict[str, Any] = {
     "masked_softmax_fusion": False,
     "bias_dropout_fusion": False,
     "bias_activation_fusion": False,
-    "moe_grouped_gemm": False,
 }
 """Settings of a `TransformerConfig` that a CPU needs; with a layer spec made by `use_transformer_engine=False`."""
 

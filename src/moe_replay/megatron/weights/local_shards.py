@@ -21,10 +21,14 @@ _TRANSFORMER_ENGINE_NAMES = [
     (re.compile(r"self_attention\.linear_qkv\.layer_norm_weight$"), "input_layernorm.weight"),
     (re.compile(r"mlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
     (re.compile(r"self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight$"), r"self_attention.\1_layernorm.weight"),
-    (re.compile(r"mlp\.experts\.linear_(fc[12])\.weight(\d+)$"), r"mlp.experts.local_experts.\2.linear_\1.weight"),
+    (
+        re.compile(r"mlp\.experts\.linear_(fc[12])\.(weight|bias)(\d+)$"),
+        r"mlp.experts.local_experts.\3.linear_\1.\2",
+    ),
 ]
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+_GROUPED = re.compile(r"(?<=\.mlp\.experts\.)(weight|bias)([12])$")  # all experts of a rank in one parameter
 _EXPERT_BIAS = "router.expert_bias"  # a buffer that checkpoints hold as a weight
 
 
@@ -87,13 +91,13 @@ class LocalModel:
         models = [language_model(chunk) for chunk in ([chunks] if isinstance(chunks, nn.Module) else chunks)]
         groups = ParallelGroups.of_this_process()
         named = [found for model in models for found in _named_tensors(model)]
-        local = tuple(_spec(name, tensor) for name, tensor in named)
+        local = tuple(_spec(*found) for found in named)
         stages = all_gather(np.frombuffer(specs_to_json(local), np.uint8), groups.pipeline)
         return cls(
             models[0].config,
             groups,
             tuple(specs_from_json(stage.tobytes()) for stage in stages),
-            tuple(tensor for _, tensor in named),
+            tuple(tensor for _, tensor, _ in named),
             models[0].share_embeddings_and_output_weights,
         )
 
@@ -167,16 +171,44 @@ def specs_from_json(data: bytes) -> tuple[ParameterSpec, ...]:
     )
 
 
-def _named_tensors(model: Any) -> Iterator[tuple[tuple[str, int | None, int | None], Tensor]]:
+_Named = tuple[tuple[str, int | None, int | None], Tensor, int | None]
+"""What `global_name` returns, the tensor, and the dimension along which it is sharded."""
+
+
+def _named_tensors(model: Any) -> Iterator[_Named]:
     numbers = [layer.layer_number for layer in model.decoder.layers]
     for name, parameter in model.named_parameters():
-        yield global_name(name, numbers), parameter
+        if _GROUPED.search(name):
+            for of_expert, tensor, partition_dim in expert_views(name, parameter, model.config):
+                yield global_name(of_expert, numbers), tensor, partition_dim
+        else:
+            yield global_name(name, numbers), parameter, _partition_dim(parameter)
     for name, buffer in model.named_buffers():
         if name.endswith(_EXPERT_BIAS) and buffer is not None:
-            yield global_name(name, numbers), buffer
+            yield global_name(name, numbers), buffer, None
 
 
-def _spec(name: tuple[str, int | None, int | None], tensor: Tensor) -> ParameterSpec:
+def expert_views(name: str, parameter: Tensor, config: Any) -> Iterator[tuple[str, Tensor, int | None]]:
+    """Yield name, view and partition dimension of each expert in a parameter that holds all experts of this rank.
+
+    The names and shapes are those of `SequentialMLP`. `GroupedExperts` stores (experts, out, in), Megatron-Core's
+    `GroupedMLP` (in, experts * out) and (experts * in, out), each to be read as (experts, in, out).
+    """
+    whole, partition_dim = parameter.detach(), _partition_dim(parameter)
+    if whole.dim() == 2 and ".weight" in name:
+        experts = config.num_moe_experts // config.expert_model_parallel_size
+        shape = (config.hidden_size, -1) if name.endswith("1") else (-1, config.hidden_size)
+        whole = whole.view(experts, *shape).transpose(1, 2)
+        partition_dim = 1 if name.endswith("1") else 2
+    for expert, one in enumerate(whole):
+        of_expert = _GROUPED.sub(rf"local_experts.{expert}.linear_fc\2.\1", name)
+        yield of_expert, one, None if partition_dim is None else partition_dim - 1
+
+
+def _partition_dim(tensor: Tensor) -> int | None:
     is_sharded = getattr(tensor, "tensor_model_parallel", False)  # an attribute that Megatron-Core sets
-    partition_dim = tensor.partition_dim if is_sharded else None  # type: ignore[attr-defined]
+    return tensor.partition_dim if is_sharded else None  # type: ignore[attr-defined]
+
+
+def _spec(name: tuple[str, int | None, int | None], tensor: Tensor, partition_dim: int | None) -> ParameterSpec:
     return ParameterSpec(*name, tuple(tensor.shape), tensor.dtype, partition_dim)

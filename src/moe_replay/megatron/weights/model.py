@@ -13,6 +13,8 @@ import torch
 from moe_replay.megatron import cpu as megatron_cpu
 from moe_replay.megatron import without_transformer_engine
 from moe_replay.megatron.core_attention import use_plain_attention
+from moe_replay.megatron.grouped_experts import check as check_grouped_experts
+from moe_replay.megatron.grouped_experts import is_aligned, use_grouped_experts
 from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.family import Family, rope_parameters
 from moe_replay.replay.adapters.megatron_settings import WRONG_EXPERT_GRADIENTS, has_wrong_expert_gradients
@@ -44,6 +46,8 @@ class MegatronRecipe:
         spec = self.family.adapt_spec(spec, self.config)
         if not self.transformer_engine and (torch.cuda.is_available() or packed or self._needs_plain_attention):
             use_plain_attention(spec)
+        if not self.transformer_engine and self.config.moe_grouped_gemm:
+            use_grouped_experts(spec)
         return spec
 
     @property
@@ -79,6 +83,7 @@ def recipe(hf_config: Any, family: Family, settings: dict[str, Any]) -> Megatron
     if torch.cuda.is_available():
         without_transformer_engine.enable()
     chosen = {**family.settings(hf_config), **_runtime_settings(settings), **settings}
+    chosen.setdefault("moe_grouped_gemm", _can_group_experts(chosen))
     kind = MLATransformerConfig if chosen.get("multi_latent_attention") else TransformerConfig
     chosen |= _enum_settings(kind, chosen)
     if _REPLAY not in {field.name for field in fields(kind)}:
@@ -103,6 +108,9 @@ def recipe(hf_config: Any, family: Family, settings: dict[str, Any]) -> Megatron
             found=f"{config.expert_tensor_parallel_size} with expert_model_parallel_size 1",
             remedy="Set them equal, or use expert parallelism",
         )
+    engine = _has_transformer_engine()
+    if config.moe_grouped_gemm and not engine:
+        check_grouped_experts(config)
     arguments = {
         "vocab_size": hf_config.vocab_size,
         "max_sequence_length": hf_config.max_position_embeddings,
@@ -112,8 +120,22 @@ def recipe(hf_config: Any, family: Family, settings: dict[str, Any]) -> Megatron
         "share_embeddings_and_output_weights": hf_config.tie_word_embeddings,
         **family.arguments(hf_config),
     }
-    engine = torch.cuda.is_available() and find_spec("transformer_engine") is not None
     return MegatronRecipe(family, config, arguments, engine)
+
+
+def _has_transformer_engine() -> bool:
+    return torch.cuda.is_available() and find_spec("transformer_engine") is not None
+
+
+def _can_group_experts(settings: dict[str, Any]) -> bool:
+    """Whether the experts of a layer are multiplied at once unless the caller says otherwise: on GPUs, in bfloat16."""
+    if settings["params_dtype"] != torch.bfloat16 or not torch.cuda.is_available():
+        return False
+    shards = settings.get("expert_tensor_parallel_size") or settings.get("tensor_model_parallel_size", 1)
+    sizes = settings["hidden_size"], settings["moe_ffn_hidden_size"]
+    return _has_transformer_engine() or (
+        hasattr(torch.nn.functional, "grouped_mm") and is_aligned(*sizes, torch.bfloat16, shards)
+    )
 
 
 def _enum_settings(kind: type, settings: dict[str, Any]) -> dict[str, Enum]:

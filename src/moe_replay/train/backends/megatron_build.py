@@ -64,6 +64,7 @@ def recipe_for(config: TrainConfig, folder: str) -> weights.MegatronRecipe:
         "variable_seq_lengths": backend.pipeline_parallel > 1,  # every micro-batch has a width of its own
         **(_UNBATCHED if backend.virtual_pipeline and backend.pipeline_parallel == 2 else {}),
         **(_RECOMPUTE if config.model.gradient_checkpointing and not own_recompute else {}),
+        **({"moe_grouped_gemm": False} if config.model.lora_rank else {}),  # adapters are added to single experts
         **backend.megatron,
     }
     recipe = weights.megatron_config(

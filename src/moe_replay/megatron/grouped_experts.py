@@ -1,0 +1,150 @@
+"""Experts of a layer as grouped GEMMs of torch, where Transformer Engine is not installed.
+
+Megatron-Core's `TEGroupedMLP` needs Transformer Engine, its `GroupedMLP` the package grouped_gemm, and `SequentialMLP`
+multiplies for one expert after another. torch has `grouped_mm` from 2.10 on, for GPUs and CPUs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_replay.errors import MissingExtraError, UnsupportedRouterError
+
+_ROW_BYTES = 16  # alignment that the kernels ask for
+
+
+class GroupedExperts(nn.Module):
+    """The experts of this rank, all in one parameter for each projection; computes what `SequentialMLP` does.
+
+    weight1   (experts, 2F, H), gate and up; F is the shard of this expert-tensor-parallel rank
+    weight2   (experts, H, F)
+    bias1     (experts, 2F), bias2 (experts, H), where the config asks for biases
+    """
+
+    def __init__(self, num_local_experts: int, config: Any, pg_collection: Any = None) -> None:
+        super().__init__()
+        check(config)
+        self.config = config
+        width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        inner = width * (2 if config.gated_linear_unit else 1)
+        hidden = config.hidden_size
+        self.weight1 = self._parameter((num_local_experts, inner, hidden), 1, config.init_method)
+        self.weight2 = self._parameter((num_local_experts, hidden, width), 2, config.output_layer_init_method)
+        has_bias = config.add_bias_linear
+        self.bias1 = self._parameter((num_local_experts, inner), 1, torch.zero_) if has_bias else None
+        self.bias2 = self._parameter((num_local_experts, hidden), None, torch.zero_) if has_bias else None
+
+    def _parameter(self, shape: tuple[int, ...], partition_dim: int | None, initialize: Any) -> nn.Parameter:
+        from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
+        device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
+        made = nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=device))
+        if self.config.perform_initialization:
+            with torch.no_grad():
+                initialize(made)
+        if partition_dim is not None:
+            set_tensor_model_parallel_attributes(made, is_parallel=True, dim=partition_dim, stride=1)
+        # An attribute that Megatron-Core reads: whether gradients are summed over the ranks of the dense layers
+        made.allreduce = self.config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+        return made
+
+    def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Return the output (rows, H) of rows (rows, H), sorted by expert and weighted by `probs` (rows,)."""
+        if len(hidden) == 0:  # the kernels refuse it; every parameter still gets a gradient
+            inner = hidden @ self.weight1[0].T
+            return self._activated(inner, probs) @ self.weight2[0].T + self._unused_biases(), None
+        counts = tokens_per_expert.to(hidden.device)
+        ends = counts.cumsum(0).to(torch.int32)
+        inner = self._grouped(hidden, self.weight1, counts, ends)
+        if self.bias1 is not None:
+            inner = inner + _of_rows(self.bias1, counts, hidden)
+        output = self._grouped(self._activated(inner, probs), self.weight2, counts, ends)
+        if self.bias2 is not None:
+            output = output + (_of_rows(self.bias2, counts, hidden) * probs[:, None]).to(output.dtype)
+        return output, None
+
+    def _unused_biases(self) -> Tensor | float:
+        return sum((bias.sum() * 0 for bias in (self.bias1, self.bias2) if bias is not None), start=0.0)
+
+    @staticmethod
+    def _grouped(rows: Tensor, weight: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
+        """Multiply the rows of each expert by its weight (out, in)."""
+        transposed = weight.transpose(-2, -1)
+        if transposed.requires_grad:
+            # On some GPUs the kernel leaves the gradient of an expert without rows unwritten (pytorch #172439).
+            empty = (counts == 0)[:, None, None]
+            transposed.register_hook(lambda gradient: gradient.masked_fill(empty, 0))
+        return nn.functional.grouped_mm(rows, transposed, offs=ends)
+
+    def _activated(self, inner: Tensor, probs: Tensor) -> Tensor:
+        config = self.config
+        if config.gated_linear_unit:
+            gate, up = inner.chunk(2, dim=-1)
+            limit = getattr(config, "activation_func_clamp_value", None)
+            if limit is not None:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            activated = config.activation_func(gate) * (up + getattr(config, "glu_linear_offset", 0.0))
+        else:
+            activated = config.activation_func(inner)
+        return (activated * probs[:, None]).to(inner.dtype)
+
+
+def _of_rows(bias: Tensor, counts: Tensor, rows: Tensor) -> Tensor:
+    """Return the bias of each row's expert, (rows, width)."""
+    return bias.repeat_interleave(counts, dim=0, output_size=len(rows))
+
+
+def check(config: Any) -> None:
+    """Raise unless torch's grouped GEMMs compute the experts of this config."""
+    if not hasattr(nn.functional, "grouped_mm"):
+        raise MissingExtraError(
+            "moe_grouped_gemm without Transformer Engine needs torch's grouped_mm",
+            expected="torch 2.10 or later",
+            found=torch.__version__,
+            remedy="Set moe_grouped_gemm = false, or install Transformer Engine",
+        )
+    recomputed = config.recompute_modules or [] if config.recompute_granularity == "selective" else []
+    unsupported = {
+        "fp8": config.fp8,
+        "moe_apply_probs_on_input": config.moe_apply_probs_on_input,
+        "moe_latent_size": getattr(config, "moe_latent_size", None),
+        "recompute_modules with 'moe_act'": "moe_act" in recomputed,
+    }
+    if found := [name for name, is_set in unsupported.items() if is_set]:
+        raise UnsupportedRouterError(
+            "torch's grouped GEMMs do not compute experts with these settings",
+            found=", ".join(found),
+            remedy="Set moe_grouped_gemm = false, or install Transformer Engine",
+        )
+    if not is_aligned(config.hidden_size, config.moe_ffn_hidden_size, config.params_dtype, _shards(config)):
+        raise UnsupportedRouterError(
+            "the rows of the experts' weights are not aligned as torch's grouped GEMMs need them",
+            expected=f"multiples of {_ROW_BYTES} bytes",
+            found=f"hidden_size {config.hidden_size}, moe_ffn_hidden_size {config.moe_ffn_hidden_size} in "
+            f"{_shards(config)} shards, {config.params_dtype}",
+            remedy="Set moe_grouped_gemm = false",
+        )
+
+
+def is_aligned(hidden_size: int, expert_size: int, dtype: torch.dtype, shards: int = 1) -> bool:
+    """Whether the rows of both projections are aligned."""
+    return all(width * dtype.itemsize % _ROW_BYTES == 0 for width in (hidden_size, expert_size // shards))
+
+
+def _shards(config: Any) -> int:
+    shards = config.expert_tensor_parallel_size
+    return config.tensor_model_parallel_size if shards is None else shards
+
+
+def use_grouped_experts(spec: Any) -> Any:
+    """Put `GroupedExperts` into every MoE layer of a layer or block spec."""
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    for layer in getattr(spec, "layer_specs", [spec]):
+        parts = layer.submodules.mlp.submodules
+        if hasattr(parts, "experts"):
+            parts.experts = ModuleSpec(GroupedExperts)
+    return spec
