@@ -24,6 +24,7 @@ from moe_replay.train.environments import run_environment
 from moe_replay.train.episode import EpisodeError
 from moe_replay.train.rewards import Reward, RewardError, load_reward, score
 from moe_replay.train.rollouts import Rollouts
+from moe_replay.train.sequences import SequenceSampler
 from moe_replay.utils.plugins import PluginError
 
 
@@ -135,6 +136,8 @@ async def blocking(episode: Any) -> None:
 class Engine:
     """Samples nothing worth reading."""
 
+    one_call_at_a_time = True
+
     def generate(self, prompts: Any, params: Any) -> Any:
         return [[SimpleNamespace()] * params.n for _ in prompts]
 
@@ -148,12 +151,12 @@ def test_rollouts_end_when_an_environment_or_a_reward_does_not(kind: str, monkey
     config = TrainConfig.model_validate({"rollout": settings})
     stream = PromptStream([Prompt(0, "p", (1,), {})])
 
-    async def run_episode(self: Rollouts, *_: Any) -> Any:
+    async def run_episode(self: SequenceSampler, *_: Any) -> Any:
         if self._environment is not None:
             await run_environment(self._environment, episode(), 600.0)
         return SimpleNamespace(token_ids=np.array([1, 2]))
 
-    monkeypatch.setattr(Rollouts, "_run_episode", run_episode)
+    monkeypatch.setattr(SequenceSampler, "_run_episode", run_episode)
     tokenizer = SimpleNamespace(decode=lambda ids, **_: "c")
     rewards = [Reward("exits", raising(SystemExit(1)), timeout_s=600)]
     rollouts = Rollouts(config, Engine(), stream, tokenizer, rewards, 8)  # type: ignore[arg-type]

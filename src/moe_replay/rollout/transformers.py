@@ -65,6 +65,8 @@ class TransformersEngine:
     batch_size    sequences sampled at once
     """
 
+    one_call_at_a_time = True
+
     def __init__(
         self,
         model: nn.Module,

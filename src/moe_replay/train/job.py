@@ -231,6 +231,10 @@ class Job:
                     found=f"checkpoints of earlier steps in {self._run.checkpoints}",
                     remedy="Resume from them with a lower optim.lr",
                 )
+        if not self.config.rollout.partial_rollout:
+            with raise_on_all_ranks("finishing the samples in flight"):
+                if self._rollouts is not None and version != self._rollouts.engine.weight_version:
+                    self._rollouts.finish_running()
         weights = self.backend.weights()
         with raise_on_all_ranks("updating the weights of the engine"):
             if self._rollouts is None:

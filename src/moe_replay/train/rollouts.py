@@ -7,38 +7,34 @@ Groups are returned in the order in which their prompts were drawn. At the start
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from moe_replay.errors import AlignmentError, EngineUnavailableError
-from moe_replay.rollout.loop import LoopThread
-from moe_replay.rollout.session import Session
-from moe_replay.rollout.types import Sample, SampledSequence, SamplingParams
+from moe_replay.rollout.types import SamplingParams
 from moe_replay.train.advantages import has_signal, load_advantages
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt, PromptStream
-from moe_replay.train.environments import environment_name, load_environment, run_environment
-from moe_replay.train.episode import Episode, EpisodeError
 from moe_replay.train.rewards import Reward, score, total
 from moe_replay.train.run.completions import Completion
+from moe_replay.train.sequences import FirstTurns, SequenceSampler
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.types import Group, RolloutBatch, Trajectory
-from moe_replay.utils.hang_watch import WATCH
 from moe_replay.utils.progress import ProgressCallback
 
 PROBE_TOKENS = 128
 
 
 class _PendingGroup(NamedTuple):
-    """A group in flight, its number, and the state of the prompt stream before its prompt was drawn."""
+    """A group in flight, when it is sampled, its number, and the stream's state before its prompt was drawn."""
 
     group: Future[Group]
+    sampled: Future[None]
     stream_state: dict[str, int]
     number: int
 
@@ -62,8 +58,7 @@ class Rollouts:
         self._rewards = rewards
         self._max_length = max_length
         self._advantages = load_advantages(config.algorithm.baseline)
-        self._environment = load_environment(config.rollout.environment)
-        self._loop = LoopThread("rollouts")
+        self._sampler = SequenceSampler(config, engine, tokenizer, max_length)
         self._pending: deque[_PendingGroup] = deque()
         self._next_group = 0
         self._params = SamplingParams(
@@ -95,7 +90,7 @@ class Rollouts:
     def close(self) -> None:
         """Cancel the groups in flight."""
         self._cancel_pending()
-        self._loop.close()
+        self._sampler.close()
 
     def _cancel_pending(self) -> None:
         for pending in self._pending:
@@ -131,7 +126,7 @@ class Rollouts:
             if not self._pending:
                 refills -= 1
                 self._submit(wanted - len(kept))
-            group = self._result(self._pending.popleft().group)
+            group = self._sampler.result(self._pending.popleft().group)
             useful = bool(has_signal(group.rewards[None])[0])
             (kept if useful or not self._config.algorithm.dynamic_sampling else without_signal).append(group)
             if progress is not None:
@@ -139,29 +134,6 @@ class Rollouts:
         # Too few groups with a signal: the others complete the batch, with advantages of zero.
         kept += without_signal[: wanted - len(kept)]
         return self._batch(kept, len(without_signal), version)
-
-    def _result(self, group: Future[Group]) -> Group:
-        """Wait for a group, and for the event loop: an environment that blocks it is an error, not a wait forever."""
-        if self._environment is None:
-            return group.result()
-        limit_s = self._config.rollout.environment_timeout_s
-        answered, since = self._loop.ping(), time.monotonic()
-        with WATCH.waiting(limit_s):  # without a gap between the waits inside, each of which starts its timer anew
-            while not self._is_done(group, limit_s):
-                if answered.is_set():
-                    answered, since = self._loop.ping(), time.monotonic()
-                elif time.monotonic() - since > limit_s:
-                    name = environment_name(self._environment)
-                    raise EpisodeError(
-                        f"environment {name} has blocked the event loop for {limit_s:g} s",
-                        remedy="Await what takes long, e.g. with asyncio.to_thread, "
-                        "or raise rollout.environment_timeout_s",
-                    )
-        return group.result()
-
-    def _is_done(self, group: Future[Group], limit_s: float) -> bool:
-        with WATCH.waiting(limit_s):
-            return bool(wait([group], timeout=1.0).done)
 
     def _batch(self, groups: Sequence[Group], dropped: int, version: int) -> RolloutBatch:
         rewards = np.stack([group.rewards for group in groups])
@@ -234,30 +206,18 @@ class Rollouts:
             (prompt,) = self._stream.draw(1)
             drawn.append((prompt, state, self._next_group))
             self._next_group += 1
-        first_turns = self._first_turns([prompt for prompt, _, _ in drawn], first_group=drawn[0][2])
-        for (prompt, state, number), first_turn in zip(drawn, first_turns, strict=True):
-            future = asyncio.run_coroutine_threadsafe(self._group(prompt, number, first_turn), self._loop.loop)
-            self._pending.append(_PendingGroup(future, state, number))
+        params = [self._seeded(number) for _, _, number in drawn]
+        together = self._config.rollout.max_staleness == 0
+        first_turns = self._sampler.first_turns([prompt for prompt, _, _ in drawn], params, together=together)
+        for (prompt, state, number), turns in zip(drawn, first_turns, strict=True):
+            sampled: Future[None] = Future()
+            group = self._sampler.start(self._group(prompt, number, turns, sampled))
+            self._pending.append(_PendingGroup(group, sampled, state, number))
 
-    def _first_turns(
-        self, prompts: Sequence[Prompt], first_group: int
-    ) -> list[Callable[[], Awaitable[Sequence[Sample]]]]:
-        """Return how each group gets its first turn: in one call for all, or one by one if sampling runs ahead."""
-        if self._config.rollout.max_staleness == 0:
-            ids = [prompt.token_ids for prompt in prompts]
-            call = asyncio.to_thread(self.engine.generate, ids, self._seeded(first_group))
-            batch = asyncio.run_coroutine_threadsafe(call, self._loop.loop)
-
-            async def of_prompt(index: int) -> Sequence[Sample]:
-                return (await asyncio.wrap_future(batch))[index]
-
-            return [lambda index=index: of_prompt(index) for index in range(len(prompts))]
-        return [
-            lambda prompt=prompt, number=first_group + index: self.engine.generate_one(
-                prompt.token_ids, self._seeded(number)
-            )
-            for index, prompt in enumerate(prompts)
-        ]
+    def finish_running(self) -> None:
+        """Wait until all groups in flight are sampled, so that each comes from one version of the weights."""
+        for pending in self._pending:
+            self._sampler.result(pending.sampled)
 
     def _seeded(self, group: int) -> SamplingParams:
         """Return parameters whose seed depends only on the run and the group; the group's samples still differ."""
@@ -266,12 +226,11 @@ class Rollouts:
         seed = int(np.random.SeedSequence([self._config.seed, group]).generate_state(1)[0] >> 1)
         return replace(self._params, seed=seed)
 
-    async def _group(self, prompt: Prompt, number: int, first_turn: Callable[[], Awaitable[Sequence[Sample]]]) -> Group:
-        samples = await first_turn()
-        params = replace(self._seeded(number), n=1)
-        sequences = await asyncio.gather(
-            *(self._run_episode(sample, prompt, _later_turns(params, index)) for index, sample in enumerate(samples))
-        )
+    async def _group(self, prompt: Prompt, number: int, first_turns: FirstTurns, sampled: Future[None]) -> Group:
+        try:
+            sequences = await self._sampler.sample(prompt, self._seeded(number), first_turns)
+        finally:
+            sampled.set_result(None)
         completions = [sequence.token_ids[len(prompt.token_ids) :] for sequence in sequences]
         scores = await asyncio.to_thread(score_completions, self._rewards, prompt, completions, self._tokenizer)
         rewards = total(self._rewards, scores).tolist()
@@ -281,32 +240,28 @@ class Rollouts:
         ]
         return Group(trajectories, scores)
 
-    async def _run_episode(self, sample: Sample, prompt: Prompt, params: SamplingParams) -> SampledSequence:
-        """Return the sequence that begins with a prompt and a sample, with the turns that the environment adds."""
-        episode = Episode(
-            prompt=prompt,
-            session=Session(prompt.token_ids),
-            engine=self.engine,
-            params=params,
-            tokenizer=self._tokenizer,
-            max_length=self._max_length,
-            max_turns=self._config.rollout.max_turns,
-        )
-        await episode.start(sample)
-        if self._environment is not None:
-            await run_environment(self._environment, episode, self._config.rollout.environment_timeout_s)
-        return episode.session.finish()
-
     # ---- evaluation ---------------------------------------------------------------------------------------------
 
     def evaluate(self, prompts: Sequence[Prompt], temperature: float) -> dict[str, float]:
-        """Return mean rewards of one completion per prompt. The engine routes natively: nothing is replayed."""
+        """Return mean rewards of one sequence per prompt, played with the environment if there is one.
+
+        The engine routes natively: nothing is replayed.
+        """
         seed = self._config.seed if self._config.rollout.reproducible else None
         params = replace(self._params, n=1, temperature=temperature, seed=seed)
-        groups = self.engine.generate([prompt.token_ids for prompt in prompts], params)
+        first_turns = self._sampler.first_turns(prompts, [params] * len(prompts), together=True)
+        running = [
+            self._sampler.start(self._sampler.sample(prompt, params, turns))
+            for prompt, turns in zip(prompts, first_turns, strict=True)
+        ]
+        try:
+            sequences = [self._sampler.result(one)[0] for one in running]
+        finally:
+            for one in running:  # if one of them failed, the others need not go on
+                one.cancel()
         by_prompt = [
-            score_completions(self._rewards, prompt, [sample.completion_ids for sample in samples], self._tokenizer)
-            for prompt, samples in zip(prompts, groups, strict=True)
+            score_completions(self._rewards, prompt, [sequence.token_ids[len(prompt.token_ids) :]], self._tokenizer)
+            for prompt, sequence in zip(prompts, sequences, strict=True)
         ]
         scores = {name: np.concatenate([one[name] for one in by_prompt]) for name in by_prompt[0]}
         metrics = {"eval/reward": float(np.nanmean(total(self._rewards, scores)))}
@@ -342,8 +297,3 @@ def score_completions(
     columns = {name: [value] * count for name, value in prompt.columns.items()}
     columns.setdefault("completion_ids", [ids.tolist() for ids in completions])
     return score(rewards, [prompt.content] * count, texts, columns)
-
-
-def _later_turns(params: SamplingParams, index: int) -> SamplingParams:
-    """Return the parameters of a sample's later turns, with a seed that differs within the group."""
-    return params if params.seed is None else replace(params, seed=params.seed + 1 + index)

@@ -35,6 +35,11 @@ class SyncedEngine:
     def weight_version(self) -> int:
         return self.engine.weight_version
 
+    @property
+    def one_call_at_a_time(self) -> bool:
+        """Whether concurrent calls of the engine wait for each other, so that fewer and larger ones are faster."""
+        return bool(getattr(self.engine, "one_call_at_a_time", False))
+
     def healthy(self) -> bool:
         """Whether the engine is alive."""
         return self.engine.healthy()

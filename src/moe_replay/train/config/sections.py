@@ -134,6 +134,8 @@ class RolloutConfig(Section):
     """Give every request a seed, so that a run can be repeated; on large GPU batches sampling is faster without."""
     max_staleness: int = Field(0, ge=0, le=1000)
     """Steps that samples may be behind the weights; more than 0: sampling and training overlap."""
+    partial_rollout: bool = True
+    """Let a weight update interrupt running samples, whose rest the new weights sample; false: it waits for them."""
     environment: EnvironmentChoice = None
     """Function that answers a completion, for rollouts of several turns."""
     max_turns: int = Field(8, ge=1)

@@ -1,0 +1,135 @@
+"""Sequences of several turns: none waits for another, evaluation plays the environment, weights change in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+from moe_replay.rollout.transformers import TransformersEngine
+from moe_replay.rollout.types import SamplingParams
+from moe_replay.train.data import Prompt
+from moe_replay.train.loop import train
+from moe_replay.train.rollouts import Rollouts
+from moe_replay.train.sequences import SequenceSampler
+from moe_replay.train.sources import load_tokenizer
+
+Config = Callable[..., Any]
+Metrics = Callable[[Path], list[dict[str, Any]]]
+GIVE_UP_S = 120
+
+
+class Held(TransformersEngine):
+    """Answers the first turn of the last sample only when another sample has begun its second one."""
+
+    one_call_at_a_time = False
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.seeds: list[int | None] = []
+        self._second_turn = asyncio.Event()
+
+    async def generate_one(self, prompt: Any, params: SamplingParams) -> Any:
+        if len(prompt) > 3:
+            self._second_turn.set()
+        else:
+            self.seeds.append(params.seed)
+            if len(self.seeds) == 3:
+                await asyncio.wait_for(self._second_turn.wait(), GIVE_UP_S)
+        return await super().generate_one(prompt, params)
+
+
+def test_a_second_turn_begins_when_its_own_first_turn_has_ended(config: Config, demo_files: Any) -> None:
+    made = config(rollout={"environment": "tests.train.test_loop:calculator", "max_turns": 2, "max_tokens": 3})
+    engine = Held.from_pretrained(demo_files.model)
+    sampler = SequenceSampler(made, engine, load_tokenizer(str(demo_files.model)), max_length=32)
+    params = SamplingParams(n=3, max_tokens=3, seed=7)
+    prompt = Prompt(0, "", (5, 6, 7), {})
+    try:
+        (turns,) = sampler.first_turns([prompt], [params], together=True)
+        sequences = sampler.result(sampler.start(sampler.sample(prompt, params, turns)))
+    finally:
+        sampler.close()
+        engine.close()
+    assert len(sequences) == 3
+    assert len(set(engine.seeds)) == 3  # otherwise all samples would be the same
+    for sequence in sequences:
+        observed = (~sequence.sampled[3:]).sum()
+        assert observed > 0
+        assert sequence.sampled[-1]
+
+
+def says_twelve(prompts: list, completions: list[str], **_: Any) -> list[float]:
+    """Whether the environment has spoken."""
+    return [float("12" in text) for text in completions]
+
+
+def test_evaluation_plays_the_environment(config: Config, metrics_of: Metrics, demo_files: Any) -> None:
+    made = config(
+        steps=1,
+        data={"eval_path": str(demo_files.eval)},
+        rollout={"environment": "tests.train.test_loop:calculator", "max_turns": 2, "max_tokens": 3},
+        reward={"functions": ["tests.train.test_sequences:says_twelve"]},
+        eval={"every": 1, "prompts": 6},
+    )
+    (line,) = metrics_of(train(made))
+    assert line["eval/reward"] == 1.0
+
+
+class Watched(TransformersEngine):
+    """Holds the groups of each step but the first until the weights are about to change, and counts those running."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.calls = self.running = self.syncs = 0
+        self.running_at_updates: list[int] = []
+
+    async def generate_one(self, prompt: Any, params: SamplingParams) -> Any:
+        step = self.calls // 4
+        self.calls += 1
+        self.running += 1
+        while self.syncs < step:
+            await asyncio.sleep(0.01)
+        samples = await super().generate_one(prompt, params)
+        self.running -= 1
+        return samples
+
+    def update_weights(self, weights: Any, version: int, probe: Any = None, weights_id: str = "") -> None:
+        self.running_at_updates.append(self.running)
+        self.syncs = version
+        super().update_weights(weights, version, probe, weights_id)
+
+
+def test_running_samples_may_finish_before_the_weights_change(
+    config: Config, demo_files: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import moe_replay as mr
+
+    made = config(
+        steps=3,
+        rollout={"max_staleness": 1, "partial_rollout": False, "reproducible": False},
+        log={"traces": 100},
+    )
+    engine = Watched.from_pretrained(demo_files.model)
+    wait_for_samples = Rollouts.finish_running
+
+    def finish_running(rollouts: Rollouts) -> None:
+        engine.syncs += 1
+        wait_for_samples(rollouts)
+
+    monkeypatch.setattr(Rollouts, "finish_running", finish_running)
+    try:
+        folder = train(made, engine)
+    finally:
+        engine.close()
+    assert engine.running_at_updates == [0] * 4
+    for path in (folder / "traces").iterdir():
+        with mr.TraceFile(path) as file:
+            for trace in file:
+                assert len(set(trace.token_versions[trace.valid.any(axis=1)].tolist())) == 1
