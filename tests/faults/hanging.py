@@ -1,4 +1,4 @@
-"""What users write and runs hang in; each says so first."""
+"""What users write and runs hang or are killed in; each says so first."""
 
 from __future__ import annotations
 
@@ -11,3 +11,9 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     print("hanging", flush=True)
     threading.Event().wait()
     return [0.0 for _ in completions]
+
+
+def announced(completions: list[str], **_: Any) -> list[float]:
+    """Says that a step is being sampled."""
+    print("rewarding", flush=True)
+    return [float(len(completion)) for completion in completions]

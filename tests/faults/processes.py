@@ -88,15 +88,35 @@ def start_python(code: str, *arguments: str, **options: object) -> subprocess.Po
 
 def start_command(*words: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
     """Run `moe-replay`, in a process group of its own; output and errors are one pipe."""
+    return _start(["-m", "moe_replay.cli.main", *words], environment or {})
+
+
+def start_ranks(*words: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    """Run `moe-replay` on two ranks of torchrun, as `start_command` does."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return _start([*torchrun, "-m", "moe_replay.cli.main", *words], environment or {})
+
+
+def _start(words: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "moe_replay.cli.main", *words],
+        [sys.executable, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=ROOT,
         start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | (environment or {}),
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | environment,
     )
+
+
+def rank_process(agent: int, number: int) -> Process | None:
+    """A rank that the agent of torchrun has started; None before that."""
+    for each in descendants(agent):
+        folder = Path("/proc", str(each.pid))
+        stat, variables = (folder / "stat").read_text(), (folder / "environ").read_text(errors="replace").split("\0")
+        if int(stat.rpartition(")")[2].split()[1]) == agent and f"RANK={number}" in variables:
+            return each
+    return None
 
 
 def shared_memory(processes: Iterable[Process]) -> set[Path]:

@@ -22,8 +22,10 @@ from tests.faults.processes import (
     Process,
     descendants,
     process,
+    rank_process,
     shared_memory,
     start_command,
+    start_ranks,
     title,
     wait_for_line,
     wait_until_gone,
@@ -120,7 +122,7 @@ KILLS = int(os.environ.get("MOE_REPLAY_KILLS", "0"))
 
 @pytest.mark.skipif(not KILLS, reason="`make test-faults` runs it")
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("victim", ["trainer", "server"])
+@pytest.mark.parametrize("victim", ["trainer", "server", "rank 0", "rank 1"])
 def test_kills_at_random_moments_leave_nothing(
     victim: str, demo_files: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,18 +131,27 @@ def test_kills_at_random_moments_leave_nothing(
     made = vllm_recipe(demo_files, tmp_path, steps=1000, checkpoint={"every": 1, "keep": 2})
     for number in range(KILLS):
         with reserved_port() as port:
-            begin: Callable[[], subprocess.Popen[str]] = (
-                (lambda: start_training(made)) if victim == "trainer" else (lambda: start_server(demo_files, port))
-            )
-            with begin() as run:
-                while run.poll() is None and not descendants(run.pid):
+            begin: dict[str, Callable[[], subprocess.Popen[str]]] = {
+                "trainer": lambda: start_training(made),
+                "server": lambda port=port: start_server(demo_files, port),
+            }
+            with begin.get(victim, lambda: start_ranks("train", made, environment=QUIET))() as run:
+                while run.poll() is None and (found := killed(run.pid, victim)) is None:
                     time.sleep(0.05)
                 time.sleep(drawn.uniform(0, 40))
                 below = [*descendants(run.pid), process(run.pid)]
                 files = shared_memory(below)
-                run.kill()
-                run.wait(LIMIT_S)
+                assert found is not None
+                os.kill(found.pid, signal.SIGKILL)
+                assert run.wait(LIMIT_S) != 0
         assert wait_until_gone(below) == []
         assert wait_until_removed(files) == []
         with capsys.disabled():
             print(f"{victim}: killed {number + 1} of {KILLS}, {len(below) - 1} processes below it, none left")
+
+
+def killed(pid: int, victim: str) -> Process | None:
+    """The process to be killed, once it has started others or been started."""
+    if victim.startswith("rank"):
+        return rank_process(pid, int(victim.removeprefix("rank ")))
+    return process(pid) if descendants(pid) else None

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_replay.distributed.collectives import broadcast_bytes
+from moe_replay.distributed.rank_watch import RankWatch
 from moe_replay.distributed.ranks import from_rank_0, raise_on_all_ranks, rank
 from moe_replay.errors import EngineUnavailableError, MoeReplayError
 from moe_replay.rollout.engine import Engine
@@ -84,6 +85,7 @@ class Job:
         self._rows_identity = ""
         self._eval_prompts: Sequence[Prompt] = ()
         self._probe: ProbeSequence | None = None
+        self._watch: RankWatch | None = None
         self._started_at = time.monotonic()
         self._seconds_before_resume = 0.0
 
@@ -103,33 +105,35 @@ class Job:
             interruption = interruption or stack.enter_context(InterruptHandler())
             launch.end_with_launcher()
             device = launch.choose_device(config)
-            stack.enter_context(launch.process_group(device))
+            watch = stack.enter_context(launch.process_group(device))
             stack.enter_context(launch.deterministic_kernels(config.replay.deterministic))
             rng.seed(config.seed)
-            run = stack.enter_context(Run.open(config))
-            progress = stack.enter_context(ConsoleProgress(config.steps))
-            with raise_on_all_ranks("checking the configuration"):
-                if rank() == 0:
-                    check_names(config)
-            sources = _sources_on_all_ranks(config, progress)
-            inputs: Inputs | None = None
-            with raise_on_all_ranks("reading the data"):
-                if rank() == 0:
-                    inputs = read_inputs(config, sources, progress.message)
-            if config.data.epochs is not None:
-                config = _with_steps(config, inputs, run, progress)
-            backend = launch.open_backend(config, sources.model, device)
-            stack.callback(backend.close)
-            job = cls(config, run, backend, progress, interruption, sources.model, write_report)
-            job._checkpoints.check_room(backend, job._export_like)
-            with raise_on_all_ranks("opening the rollout engine"):
-                if inputs is not None:
-                    job._open_rollouts(sources, inputs, engine, stack)
-            job._checkpoints.require_equal(data=from_rank_0(lambda: job._rows_identity, "reading the data"))
-            job._probe = ProbeSequence.broadcast(job._rollouts.probe_tokens if job._rollouts else None, backend)
-            job._probe.check_packing(backend, config.rollout.probe_tolerance)
-            job._resume()
-            yield job
+            with watch:
+                run = stack.enter_context(Run.open(config))
+                progress = stack.enter_context(ConsoleProgress(config.steps))
+                with raise_on_all_ranks("checking the configuration"):
+                    if rank() == 0:
+                        check_names(config)
+                sources = _sources_on_all_ranks(config, progress)
+                inputs: Inputs | None = None
+                with raise_on_all_ranks("reading the data"):
+                    if rank() == 0:
+                        inputs = read_inputs(config, sources, progress.message)
+                if config.data.epochs is not None:
+                    config = _with_steps(config, inputs, run, progress)
+                backend = launch.open_backend(config, sources.model, device)
+                stack.callback(backend.close)
+                job = cls(config, run, backend, progress, interruption, sources.model, write_report)
+                job._watch = watch
+                job._checkpoints.check_room(backend, job._export_like)
+                with raise_on_all_ranks("opening the rollout engine"):
+                    if inputs is not None:
+                        job._open_rollouts(sources, inputs, engine, stack)
+                job._checkpoints.require_equal(data=from_rank_0(lambda: job._rows_identity, "reading the data"))
+                job._probe = ProbeSequence.broadcast(job._rollouts.probe_tokens if job._rollouts else None, backend)
+                job._probe.check_packing(backend, config.rollout.probe_tolerance)
+                job._resume()
+                yield job
 
     def _open_rollouts(self, sources: Sources, inputs: Inputs, engine: Engine | None, stack: ExitStack) -> None:
         config = self.config
@@ -164,6 +168,8 @@ class Job:
         """Save, write the report, and return the folder of the run; nothing is saved before the first step."""
         if self.completed_steps:
             self.save(self.completed_steps)
+        if self._watch is not None:
+            self._watch.stop()  # the other ranks have nothing left to do
         if rank() == 0:
             self._progress.message(f"run: {self._run.folder}")
             if self._write_report is not None and self.completed_steps:

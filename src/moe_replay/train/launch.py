@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from moe_replay.distributed.rank_watch import RankWatch
 from moe_replay.errors import MoeReplayError
 from moe_replay.train.backends.base import Backend
 from moe_replay.train.config.train_config import TrainConfig
@@ -61,10 +62,14 @@ def deterministic_kernels(wanted: bool) -> Iterator[None]:
 
 
 @contextmanager
-def process_group(device: torch.device) -> Iterator[None]:
-    """Open the process group of all ranks: an existing one, the launcher's (torchrun), or this process alone."""
+def process_group(device: torch.device) -> Iterator[RankWatch]:
+    """Open the process group of all ranks: an existing one, the launcher's (torchrun), or this process alone.
+
+    Ranks of a launcher are watched by each other; an existing group's are left to whoever opened it.
+    """
+    watch = RankWatch()
     if dist.is_initialized():
-        yield
+        yield watch
         return
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if "RANK" in os.environ:
@@ -78,9 +83,12 @@ def process_group(device: torch.device) -> Iterator[None]:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield
+        if "RANK" in os.environ:
+            watch.start()
+        yield watch
     finally:
         dist.destroy_process_group()
+        watch.stop()
 
 
 def open_backend(config: TrainConfig, folder: str, device: torch.device) -> Backend:
