@@ -19,7 +19,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train docs test test-quick test-faults lint types unit test-transformers4 test-transformers-between test-sglang test-megatron-versions mutants format bench clean
+.PHONY: help train docs test test-quick test-faults lint types unit test-transformers4 test-transformers-between test-sglang test-gpu test-megatron-versions mutants format bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-26s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -82,6 +82,11 @@ test-megatron-versions: .venv/.ready ## Routers on every Megatron-Core from 0.12
 	  PYTHONPATH=.megatron/$$version:.megatron/triton OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q \
 	    tests/replay/adapters/test_megatron_versions.py; \
 	done
+
+test-gpu: ## vLLM, replay and routes on a GPU, with the `$(PYTHON)` of an environment that has vLLM and pytest; not part of `make test`
+	@echo "==> tests on a GPU"
+	@$(PYTHON) -c 'import torch; assert torch.cuda.is_available(), "no GPU here"'
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu tests/test_cuda.py
 
 mutants: .venv/.ready ## Break the code in listed ways and see that the tests notice; before releases
 	.venv/bin/python -m tests.mutants.run --jobs $(if $(filter 0,$(WORKERS)),1,$(WORKERS)) --only "$(ONLY)"
