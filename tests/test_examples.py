@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.bfloat16 import fast_bfloat16
+
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")  # on a free port
@@ -80,10 +82,10 @@ def test_megatron_forward_step() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2400)  # many minutes on a CPU that has no bfloat16
 def test_trl_grpo(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl")
-    table = run_here("trl_grpo.py", capsys, monkeypatch).partition("without")[2]
+    with fast_bfloat16():
+        table = run_here("trl_grpo.py", capsys, monkeypatch).partition("without")[2]
     rows = {
         words.strip(): (float(a), float(b))
         for words, a, b in re.findall(r"^(.+?) +([\d.e-]+) +([\d.e-]+)$", table, re.M)

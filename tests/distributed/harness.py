@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.bfloat16 import fast_bfloat16
+
 TIMEOUT = 600.0  # seconds, for a busy machine; a rank that is not done by then tells where it stands, and dies
 FAMILIES = ("deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "qwen3_moe")
 PRELOADED = [
@@ -89,6 +91,8 @@ def _on_rank(rank: int, size: int, folder: str, timeout: float, function: Callab
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "GLOO_SOCKET_IFNAME": "lo"}
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
-    torch.save(function(*args), f"{folder}/{rank}.result")
+    with fast_bfloat16():
+        result = function(*args)
+    torch.save(result, f"{folder}/{rank}.result")
     dist.barrier()  # nobody leaves while another may still talk to it
     dist.destroy_process_group()
