@@ -86,7 +86,7 @@ def test_pipeline_chunks_without_routers_change_nothing(
     one = curve(1, files, tmp_path / "one", backend={"kind": "megatron"}, **overrides)
     chunks = curve(2, files, tmp_path / "chunks", backend={"kind": "megatron", **CHUNKS}, **overrides)
     for expected, found in zip(one, chunks, strict=True):
-        # A weight that differs in its last digit may be another number for the engine in bfloat16: another route or two.
+        # A weight that differs in its last digit may be another number for the engine in bfloat16: a route may differ.
         agreements = [values.pop("routing/agreement") for values in (found, expected)]
         assert agreements[0] == pytest.approx(agreements[1], abs=0.01)
         assert found == pytest.approx(expected, rel=2e-3, abs=1e-6)
