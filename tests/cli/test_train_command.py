@@ -40,6 +40,36 @@ QWEN3_30B_A3B = {
 }
 
 
+MOONLIGHT_16B_A3B = {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_hidden_layers": 27,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "routed_scaling_factor": 2.446,
+    "norm_topk_prob": True,
+    "hidden_size": 2048,
+    "intermediate_size": 11264,
+    "moe_intermediate_size": 1408,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+    "max_position_embeddings": 8192,
+}
+
+
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
@@ -230,3 +260,50 @@ def test_torchrun_starts_it_and_one_rank_speaks() -> None:
 def test_every_recipe_can_be_loaded_and_is_in_the_docs(recipe: Path) -> None:
     assert load_config(recipe).replay.mode == "r3"
     assert f"recipes/{recipe.name}" in (ROOT / "docs" / "recipes.md").read_text()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_the_dry_run_of_every_recipe(
+    recipe: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)  # where the environment of a recipe is imported from
+    shape = MOONLIGHT_16B_A3B if "moonlight" in recipe.stem else QWEN3_30B_A3B
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    told = dry_run(capsys, recipe, "--model.path", tmp_path)
+    assert told.startswith("replay   r3: asked for\n")
+    assert f"{shape['num_hidden_layers']} decoder layers" in told
+    assert "The layout is not checked" not in told
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_can_be_tried_on_the_embedded_model(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    told = dry_run(capsys, recipe, "--tiny")
+    assert "the embedded default model" in told
+    assert "on 1 rank" in told
+    given, tiny = load_config(recipe), load_config(recipe, tiny=True)
+    assert tiny.name == f"{given.name}-tiny"
+    assert (tiny.replay, tiny.optim) == (given.replay, given.optim)
+    assert tiny.algorithm.model_copy(update={"updates_per_rollout": 1}) == given.algorithm.model_copy(
+        update={"updates_per_rollout": 1}
+    )
+    assert (tiny.backend.kind, tiny.batch.packed) == (given.backend.kind, given.batch.packed)
+    assert (tiny.model.lora_rank, tiny.model.lora_targets) == (given.model.lora_rank, given.model.lora_targets)
+    assert tiny.rollout.max_staleness == given.rollout.max_staleness
+    assert (tiny.rollout.environment is None) == (given.rollout.environment is None)
+    assert (tiny.model.path, tiny.data.path, tiny.rollout.is_server) == ("", "", False)
+
+
+def test_the_command_line_wins_over_the_sizes_of_tiny(trained: list[TrainConfig]) -> None:
+    main(["train", str(RECIPES[0]), "--tiny", "--steps", "7", "--rollout.engine", "transformers"])
+    (config,) = trained
+    assert (config.steps, config.rollout.engine, config.rollout.options) == (7, "transformers", {})
+    main(["train", "--tiny"])
+    assert (trained[1].model.path, trained[1].steps) == ("", 3)
+
+
+def test_tiny_without_vllm_samples_with_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_replay.train.config.tiny.find_spec", lambda name: None)
+    assert load_config(RECIPES[0], tiny=True).rollout.engine == "transformers"

@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from moe_replay.train.config.train_config import TrainConfig
 
 INTRODUCTION = """\
-usage: moe-replay train [RECIPE.toml] [--section.key value ...] [--dry-run]
+usage: moe-replay train [RECIPE.toml] [--section.key value ...] [--tiny] [--dry-run]
 
 Train a mixture-of-experts model with GRPO and routing replay. A recipe is a TOML file with the sections below; what the
 command line says wins over it. Without either, a tiny model that comes with the library is trained.
 On several GPUs: torchrun --nproc-per-node 8 -m moe_replay.cli.main train RECIPE.toml
 
   --dry-run                          Show what would happen, and check whether it can, without loading weights.
+  --tiny                             Try the recipe on a CPU: its method, with the model, data, lengths, engine and
+                                     sizes of the tiny model that comes with the library.
   --help                             Show this text.
 """
 
@@ -37,16 +39,19 @@ class TrainCommand:
     """Settings that override the recipe: --section.key value."""
     dry_run: bool = False
     """Show what would happen, without loading weights."""
+    tiny: bool = False
+    """Train the embedded model by the method of the recipe."""
 
     @classmethod
     def from_arguments(cls, arguments: Sequence[str]) -> TrainCommand:
         """Parse without tyro: the options are the keys of the configuration, their defaults those of the recipe."""
-        words = [word for word in arguments if word not in ("--dry-run", "--dry_run")]
+        words = [word for word in arguments if word not in ("--dry-run", "--dry_run", "--tiny")]
         has_recipe = bool(words) and not words[0].startswith("-")
         return cls(
             recipe=Path(words[0]) if has_recipe else None,
             overrides=tuple(words[has_recipe:]),
-            dry_run=len(words) < len(arguments),
+            dry_run="--dry-run" in arguments or "--dry_run" in arguments,
+            tiny="--tiny" in arguments,
         )
 
     def __call__(self) -> None:
@@ -87,8 +92,8 @@ class TrainCommand:
             from moe_replay.train.config.file import load_config
         except ImportError as missing:
             raise _missing(missing) from missing
-        config = load_config(self.recipe, self.overrides)
-        if self.recipe is None and not config.model.path:
+        config = load_config(self.recipe, self.overrides, tiny=self.tiny)
+        if self.recipe is None and not config.model.path and not self.tiny:
             from moe_replay.demo import RECIPE
 
             return load_config(RECIPE, self.overrides)  # what the embedded default learns with

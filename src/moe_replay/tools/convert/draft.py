@@ -49,6 +49,12 @@ class Draft:
         if value is not None and not (is_default and known is not None and not known.is_default):
             self.settings[key] = Setting(value, source, is_default)
 
+    def drop(self, key: str, reason: str) -> None:
+        """Remove a setting, if it is there; one that was written down is noted."""
+        setting = self.settings.pop(key, None)
+        if setting is not None and not setting.is_default:
+            self.remark(setting.source, reason)
+
     def remark(self, option: str, reason: str) -> None:
         """Note an option that has no counterpart, or whose counterpart needs a look."""
         line = f"{option}: {reason}"

@@ -163,6 +163,7 @@ class _Swift:
         source = f"--{sizes}, --steps_per_generation, --num_generations"
         self.draft.put("rollout.prompts_per_step", max(sequences // samples, 1), source)
         self.draft.put("algorithm.updates_per_rollout", updates, "--steps_per_generation")
+        updates *= self.number("num_iterations", 1)
         prompt, completion = self.number("max_length", 512), self.number("max_completion_length", 512)
         length = min(prompt + completion, self.number("vllm_max_model_len", prompt + completion))
         what = "--micro_batch_size" if self.is_megatron else "--per_device_train_batch_size"
@@ -175,6 +176,8 @@ class _Swift:
                 steps = math.ceil(self.number(name, 0) / updates)
                 source = f"{self.shown(name)} / {updates} updates of a step" if updates > 1 else f"--{name}"
                 self.draft.put(key, steps or None, source, is_default=name in self.defaults and bool(values))
+        if "steps" in self.draft.settings:
+            self.draft.drop("data.epochs", "the number of steps is given")
         for name in FRACTIONS:
             if name in self.given:
                 steps = self.draft.settings.get("steps")
@@ -216,9 +219,8 @@ class _Swift:
             return
         if kind := " ".join(self.values("tuner_type")).replace("full", ""):
             self.draft.remark(f"--tuner_type {kind}", "weights are trained in full or by LoRA")
-        for key in ("model.lora_rank", "model.lora_alpha", "model.lora_targets"):
-            if setting := self.draft.settings.pop(key, None):
-                self.draft.remark(setting.source, "of no use without --tuner_type lora")
+        for key in ("model.lora_rank", "model.lora_alpha", "model.lora_targets", "model.lora_merge"):
+            self.draft.drop(key, "of no use without --tuner_type lora")
 
     def _engine(self) -> None:
         mode = " ".join(self.values("vllm_mode"))

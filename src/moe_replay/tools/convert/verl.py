@@ -160,6 +160,8 @@ class _Verl:
             length = self.number("data.max_prompt_length", 512) + self.number("data.max_response_length", 512)
             tokens = int(self.number(micro, 1) * length)
             self.draft.put("batch.tokens_per_micro_batch", tokens, f"{micro} x {length:.0f} tokens")
+        if "steps" in self.draft.settings:
+            self.draft.drop("data.epochs", "the number of steps is given")
         ratio = f"{ACTOR}.optim.lr_warmup_steps_ratio"
         if self.number(ratio, 0.0):
             steps = self.draft.settings.get("steps")
@@ -181,9 +183,8 @@ class _Verl:
         if "algorithm.adv_estimator" not in self.given:
             self.draft.remark("algorithm.adv_estimator=gae", "advantages are those of a group: there is no critic")
         if not {f"{MODEL}.lora_rank", f"{MODEL}.lora.rank"} & self.given.keys():
-            for key in ("model.lora_alpha", "model.lora_targets"):
-                if setting := self.draft.settings.pop(key, None):
-                    self.draft.remark(setting.source, "of no use without a rank")
+            for key in ("model.lora_alpha", "model.lora_targets", "model.lora_merge"):
+                self.draft.drop(key, "of no use without a rank")
 
     def _data(self) -> None:
         for name, key in (("data.train_files", "data.path"), ("data.val_files", "data.eval_path")):

@@ -26,13 +26,18 @@ from moe_replay.train.config.keys import (
     suggestion,
 )
 from moe_replay.train.config.sections import Section
+from moe_replay.train.config.tiny import shrink
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.utils.secrets import is_secret_name, mask_passwords
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Load the configuration of a run: defaults <- TOML file <- command line (`--replay.mode r2 --optim.lr 1e-6`)."""
+def load_config(path: Path | None, overrides: Sequence[str] = (), *, tiny: bool = False) -> TrainConfig:
+    """Load the configuration of a run: defaults <- TOML file <- command line (`--replay.mode r2 --optim.lr 1e-6`).
+
+    tiny   the method of the file on the embedded default: model, data, lengths, engine and sizes are replaced
+    """
     tables = {} if path is None else _read(path)
+    tables = shrink(tables) if tiny else tables
     apply_overrides(tables, overrides)
     try:
         return TrainConfig.model_validate(tables)

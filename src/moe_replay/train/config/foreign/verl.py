@@ -40,6 +40,7 @@ OPTIONS: dict[str, Option] = {
             f"{MODEL}.target_modules": "model.lora_targets",
             f"{MODEL}.lora.rank": "model.lora_rank",
             f"{MODEL}.lora.alpha": "model.lora_alpha",
+            f"{MODEL}.lora.merge": "model.lora_merge",
             f"{MEGATRON}.tensor_model_parallel_size": "backend.tensor_parallel",
             f"{MEGATRON}.pipeline_model_parallel_size": "backend.pipeline_parallel",
             f"{MEGATRON}.virtual_pipeline_model_parallel_size": "backend.virtual_pipeline",
@@ -60,6 +61,7 @@ OPTIONS: dict[str, Option] = {
             f"{ACTOR}.optim.clip_grad": "optim.max_grad_norm",
             f"{ACTOR}.optim.lr_warmup_steps": "optim.warmup_steps",
             f"{ACTOR}.grad_clip": "optim.max_grad_norm",
+            f"{ACTOR}.ppo_epochs": "algorithm.num_iterations",
             f"{ROLLOUT}.n": "rollout.num_generations",
             f"{ROLLOUT}.temperature": "rollout.temperature",
             f"{ROLLOUT}.max_model_len": "rollout.max_length",
@@ -74,6 +76,7 @@ OPTIONS: dict[str, Option] = {
             "data.max_prompt_length": "data.max_prompt_tokens",
             "data.max_response_length": "rollout.max_tokens",
             "data.shuffle": "data.shuffle",
+            "trainer.total_epochs": "data.epochs",
             "data.val_max_samples": "eval.prompts",
             "algorithm.filter_groups.enable": "algorithm.dynamic_sampling",
             "algorithm.filter_groups.max_num_gen_batches": "algorithm.max_refills",
@@ -157,12 +160,13 @@ OPTIONS: dict[str, Option] = {
                 "data.dataloader_num_workers data.seed data.return_raw_chat data.return_full_prompt "
                 "data.return_raw_input_ids data.val_batch_size data.gen_batch_size data.train_max_samples"
             ),
-            "set steps: rows * epochs / rollout.prompts_per_step": "trainer.total_epochs",
             "the trainer keeps its state on the GPU": (
                 f"{MEGATRON}.param_offload {MEGATRON}.optimizer_offload {MEGATRON}.grad_offload "
                 f"{ACTOR}.fsdp_config.param_offload {ACTOR}.fsdp_config.optimizer_offload"
             ),
-            "each sample is used once in a rollout's updates": f"{ACTOR}.ppo_epochs",
+            "log.completions keeps texts in the run's folder": (
+                "trainer.rollout_data_dir trainer.validation_data_dir trainer.log_val_generations"
+            ),
             "a row has its prompt in the column prompt or messages": "data.prompt_key data.reward_fn_key",
             "the divergence is a term of the loss: use_kl_loss": "algorithm.kl_ctrl.kl_coef algorithm.kl_ctrl.type",
             "sequences are not shared between ranks on FSDP2": f"{ACTOR}.ulysses_sequence_parallel_size",
@@ -233,6 +237,7 @@ DEFAULTS = {
     f"{ROLLOUT}.tensor_model_parallel_size": "2",
     f"{MEGATRON}.use_distributed_optimizer": "true",
     "trainer.save_freq": "-1",
+    "trainer.total_epochs": "30",
     "trainer.logger": "[console,wandb]",
 }
 """Of verl, where ours differ."""
