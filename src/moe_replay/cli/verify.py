@@ -70,7 +70,7 @@ class VerifyCommand:
     """Type that the trainer computes in."""
     attention: str = "sdpa"
     """Attention of the trainer: sdpa, eager, flash_attention_2, ..."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
     """Where the trainer computes; auto: a GPU if there is one."""
     packed: bool = True
     """Put sequences one after the other in a row, as in training; else in rows with padding."""
@@ -241,8 +241,9 @@ class VerifyCommand:
         import torch
 
         from moe_replay.rollout.model_folder import load_model
+        from moe_replay.utils.device import device_type
 
-        device = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        device = device_type(self.device)
         model = load_model(
             folder,
             trust_remote_code=self.trust_remote_code,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from moe_replay.errors import UnsupportedRouterError
+from moe_replay.utils.device import accelerator
 
 _HALF = (torch.bfloat16, torch.float16)  # what torch's attention of packed sequences takes
 
@@ -183,7 +184,7 @@ def _sinks(config: Any) -> nn.Parameter | None:
             found=repr(kind),
         )
     heads = config.num_attention_heads // config.tensor_model_parallel_size
-    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+    device = "cpu" if config.use_cpu_initialization else accelerator()
     return nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
 
 

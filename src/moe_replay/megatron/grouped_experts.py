@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_replay.errors import MissingExtraError, UnsupportedRouterError
+from moe_replay.utils.device import accelerator
 
 _ROW_BYTES = 16  # alignment that the kernels ask for
 
@@ -40,7 +41,7 @@ class GroupedExperts(nn.Module):
     def _parameter(self, shape: tuple[int, ...], partition_dim: int | None, initialize: Any) -> nn.Parameter:
         from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
-        device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
+        device = "cpu" if self.config.use_cpu_initialization else accelerator()
         made = nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=device))
         if self.config.perform_initialization:
             with torch.no_grad():

@@ -196,7 +196,7 @@ def _refused(source: str) -> Iterator[None]:
     try:
         yield
     except (*kinds, SafetensorError) as error:
-        if isinstance(error, (MoeReplayError, torch.cuda.OutOfMemoryError)):
+        if isinstance(error, (MoeReplayError, torch.OutOfMemoryError)):
             raise
         if "Unrecognized configuration class" in str(error):
             raise ModelError(

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from moe_replay.errors import EngineUnavailableError
 from moe_replay.rollout.slot_routes import EndedRequest
+from moe_replay.utils.device import device_module
 
 _REQUESTS_A_MESSAGE = 256
 _MESSAGE_BYTES = 2**17
@@ -48,7 +49,7 @@ class RouteSender:
             return
         host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
         host.copy_(rows, non_blocking=True)
-        copied = torch.cuda.Event()
+        copied = device_module(rows.device).Event()
         copied.record()
         self._waiting.put((ended, host, copied.synchronize))
 

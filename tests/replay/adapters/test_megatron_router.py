@@ -6,6 +6,7 @@ here, or refused.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 import weakref
@@ -595,6 +596,9 @@ REFUSED = {
 REFUSED_LATER = {  # a config that cannot be built here, for want of a GPU or of ranks
     "overlap_moe_expert_parallel_comm": {"overlap_moe_expert_parallel_comm": True},
     "moe_token_dropping": {"moe_token_dropping": True},
+    "moe_tp_extend_ep": {"moe_tp_extend_ep": True},  # MindSpeed's
+    "fix_router": {"fix_router": True},
+    "moe_fb_overlap": {"moe_fb_overlap": True},
     "cuda_graph_impl": {"cuda_graph_impl": "local"},
     "batch_p2p_comm": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     "expert_tensor_parallel_size": {"expert_tensor_parallel_size": 2},
@@ -610,6 +614,19 @@ def test_a_setting_is_refused_by_name_before_the_first_forward(setting):
     with pytest.raises(mr.errors.UnsupportedRouterError, match=setting):
         mr.attach(model)
     assert [router.router_replay for router in routers(model)] == own
+
+
+def test_a_config_that_was_rebuilt_with_more_fields_is_attached():
+    """MindSpeed replaces the class of every TransformerConfig by one with its own settings as fields."""
+    model = build()
+    more = [
+        ("use_flash_attn", bool, dataclasses.field(init=False)),
+        ("fix_router", bool, dataclasses.field(init=False)),
+    ]
+    config = model.config
+    config.__class__ = dataclasses.make_dataclass("TransformerConfig", more, bases=(type(config),))
+    config.use_flash_attn, config.fix_router = True, False
+    assert mr.attach(model).layers == LAYERS
 
 
 @pytest.mark.parametrize(

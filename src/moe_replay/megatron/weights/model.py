@@ -19,6 +19,7 @@ from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.family import Family, rope_parameters
 from moe_replay.replay.adapters.megatron_settings import WRONG_EXPERT_GRADIENTS, has_wrong_expert_gradients
 from moe_replay.rollout.model_folder import read_config
+from moe_replay.utils.device import accelerator
 from moe_replay.utils.messages import one_line
 
 _REPLAY = "moe_enable_routing_replay"  # Megatron-Core has it from 0.16 on
@@ -44,7 +45,7 @@ class MegatronRecipe:
 
         spec = get_gpt_decoder_block_spec(self.config, self.transformer_engine, vp_stage=vp_stage)
         spec = self.family.adapt_spec(spec, self.config)
-        if not self.transformer_engine and (torch.cuda.is_available() or packed or self._needs_plain_attention):
+        if not self.transformer_engine and (accelerator() or packed or self._needs_plain_attention):
             use_plain_attention(spec)
         if not self.transformer_engine and self.config.moe_grouped_gemm:
             use_grouped_experts(spec)
@@ -80,7 +81,7 @@ def recipe(hf_config: Any, family: Family, settings: dict[str, Any]) -> Megatron
     """Return the recipe for a Transformers config. `settings` of a `TransformerConfig` override those of the family."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    if torch.cuda.is_available():
+    if accelerator() == "cuda":  # elsewhere it is mended by MindSpeed, or by megatron.cpu
         without_transformer_engine.enable()
     chosen = {**family.settings(hf_config), **_runtime_settings(settings), **settings}
     chosen.setdefault("moe_grouped_gemm", _can_group_experts(chosen))
@@ -124,7 +125,7 @@ def recipe(hf_config: Any, family: Family, settings: dict[str, Any]) -> Megatron
 
 
 def _has_transformer_engine() -> bool:
-    return torch.cuda.is_available() and find_spec("transformer_engine") is not None
+    return accelerator() == "cuda" and find_spec("transformer_engine") is not None
 
 
 def _can_group_experts(settings: dict[str, Any]) -> bool:
@@ -163,7 +164,7 @@ def _runtime_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that depend on how the model is run, not on its family."""
     half = torch.bfloat16 if settings.get("bf16") else torch.float16 if settings.get("fp16") else torch.float32
     dtype = settings.get("params_dtype", half)
-    cpu = {} if torch.cuda.is_available() else megatron_cpu.SETTINGS
+    cpu = {} if accelerator() else megatron_cpu.SETTINGS
     return {
         **cpu,
         "params_dtype": dtype,

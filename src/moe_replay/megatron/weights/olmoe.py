@@ -17,6 +17,7 @@ from moe_replay.megatron.weights.family import (
     require,
     softmax_moe_settings,
 )
+from moe_replay.utils.device import accelerator
 
 
 class NormOverHeads(nn.Module):
@@ -31,7 +32,7 @@ class NormOverHeads(nn.Module):
         from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
         size = heads * hidden_size // config.tensor_model_parallel_size
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        device = "cpu" if config.use_cpu_initialization else accelerator()
         self.weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=device))
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
         self.width = heads * hidden_size

@@ -141,6 +141,24 @@ REFUSALS = (
         "Set moe_router_force_load_balancing=False; it is for benchmarks",
     ),
     Refusal(
+        "moe_tp_extend_ep",
+        _is_on("moe_tp_extend_ep"),
+        "MindSpeed's router then chooses for the tokens of all tensor-parallel ranks, not for its own rows",
+        "Set moe_tp_extend_ep=False",
+    ),
+    Refusal(
+        "fix_router",
+        _is_on("fix_router"),
+        "MindSpeed's router then sends tokens to experts in turn, whatever their scores",
+        "Set fix_router=False; it is for benchmarks",
+    ),
+    Refusal(
+        "moe_fb_overlap",
+        _is_on("moe_fb_overlap"),
+        "MindSpeed then runs the layers of two micro-batches in turns, outside the model's forward",
+        "Set moe_fb_overlap=False",
+    ),
+    Refusal(
         "overlap_moe_expert_parallel_comm",
         _is_on("overlap_moe_expert_parallel_comm"),
         "the combined schedule runs the layers of two micro-batches in turns, outside the model's forward",

@@ -10,7 +10,7 @@ from torch import nn
 from moe_replay.distributed.ranks import raise_on_all_ranks
 from moe_replay.errors import LayoutError, MissingExtraError, ReplayStateError
 from moe_replay.megatron import cpu as megatron_cpu
-from moe_replay.megatron import weights
+from moe_replay.megatron import mindspeed, weights
 from moe_replay.rollout.model_folder import check_finite
 from moe_replay.train.config.sections import BackendConfig, OptimConfig
 from moe_replay.train.config.train_config import TrainConfig
@@ -38,6 +38,8 @@ def start_parallel(config: TrainConfig, device: torch.device) -> None:
     """Initialize Megatron-Core's process groups and random state."""
     if device.type == "cpu":
         megatron_cpu.enable()
+    elif device.type == "npu":
+        mindspeed.enable({**config.backend.megatron, **parallel_sizes(config.backend)})
     try:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

@@ -80,8 +80,8 @@ class BackendConfig(Section):
 
     kind: Literal["fsdp", "megatron"] = "fsdp"
     """FSDP2 on a Transformers model, or Megatron-Core."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the trainer computes; auto: a GPU if there is one."""
+    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    """Where the trainer computes; auto: the accelerator that torch finds, if there is one (npu: docs/npu.md)."""
     tensor_parallel: int = Field(1, ge=1)
     """Ranks that share a layer (megatron)."""
     expert_parallel: int = Field(1, ge=1)

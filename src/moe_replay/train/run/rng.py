@@ -1,4 +1,4 @@
-"""The states of the random generators of a rank: torch on CPU and, if it has one, GPU; numpy; Python."""
+"""The states of the random generators of a rank: torch on CPU and, if it has one, its accelerator; numpy; Python."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_replay.distributed.ranks import rank
+from moe_replay.utils.device import device_module
 from moe_replay.utils.files import apply_umask
 
 
@@ -26,8 +27,8 @@ def save(folder: Path, device: torch.device) -> None:
     from safetensors.torch import save_file
 
     states = {"cpu": torch.get_rng_state(), **_python_states()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type != "cpu":
+        states[device.type] = device_module(device).get_rng_state(device)
     save_file(states, _file(folder))
     apply_umask(_file(folder))
 
@@ -38,8 +39,8 @@ def load(folder: Path, device: torch.device) -> None:
 
     states = load_file(_file(folder))
     torch.set_rng_state(states["cpu"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)
+    if device.type != "cpu":
+        device_module(device).set_rng_state(states[device.type], device)
     _restore_python(states)
 
 
