@@ -300,6 +300,18 @@ def test_a_sleeping_engine_refuses_until_it_wakes(qwen: Any) -> None:
     assert_sampled_from(tiny_model("qwen3_moe"), qwen.generate([[1, 2]], SamplingParams(max_tokens=5))[0][0])
 
 
+def test_an_engine_that_dropped_its_weights_samples_after_an_update_only(qwen: Any) -> None:
+    new = tiny_model("qwen3_moe", seed=5)
+    qwen.sleep(level=2)
+    with pytest.raises(EngineError, match="is asleep"):
+        qwen.update_weights(checkpoint_tensors(new), version=1)
+    qwen.wake_for_update()
+    with pytest.raises(EngineError, match="Repeat update_weights"):
+        qwen.generate([[1, 2]], SamplingParams(max_tokens=5))
+    qwen.update_weights(checkpoint_tensors(new), version=1, probe=probe(new))
+    assert_sampled_from(new, qwen.generate([[1, 2]], SamplingParams(max_tokens=5))[0][0])
+
+
 def test_the_topology_is_that_of_the_model(engine: Any, family: str) -> None:
     assert engine.topology == mr.MoeTopology.from_config(tiny_model(family).config)
     assert engine.name.name == "vLLM"

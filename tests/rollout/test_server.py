@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from moe_replay.errors import EngineError, EngineUnavailableError
+from moe_replay.rollout.pool import EnginePool
 from moe_replay.rollout.sample_wire import encode_samples
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams
@@ -155,6 +156,22 @@ def test_sleep_wake_and_what_the_engine_refuses(client: VllmServer) -> None:
     assert client.generate([[1]], SamplingParams(max_tokens=1))
     with pytest.raises(EngineError, match="is empty or as long as"):
         client.generate([[1] * 240], SamplingParams())
+
+
+def test_levels_of_sleep_reach_an_engine_that_has_them(
+    client: VllmServer, engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.sleep(level=2)  # this engine has none
+    client.wake_for_update()
+    assert client.generate([[1]], SamplingParams(max_tokens=1))
+    told: list[Any] = []
+    monkeypatch.setattr(engine, "sleep", lambda level=1: told.append(level))
+    monkeypatch.setattr(engine, "wake", lambda: told.append("wake"))
+    monkeypatch.setattr(engine, "wake_for_update", lambda: told.append("wake for update"), raising=False)
+    with EnginePool([client]) as pool:
+        for command in (pool.sleep, pool.wake, lambda: pool.sleep(level=2), pool.wake_for_update):
+            command()
+    assert told == [1, "wake", 2, "wake for update"]
 
 
 def test_an_abort_brings_back_what_there_is(client: VllmServer, engine: TransformersEngine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -68,11 +69,18 @@ class Engine(Sampler, Protocol):
         ...
 
     def sleep(self) -> None:
-        """Free the memory that sampling needs, while the trainer works on the same device."""
+        """Free the memory that sampling needs, while the trainer works on the same device.
+
+        An engine may take a `level`: with 2 it need not keep its weights, since an update with all of them comes next.
+        """
         ...
 
     def wake(self) -> None:
-        """Undo `sleep`."""
+        """Undo `sleep`.
+
+        An engine may also have `wake_for_update`, which is called if an update comes next: memory that only sampling
+        needs can then be left until the update has read all weights, when the trainer may have freed its own.
+        """
         ...
 
     def abort(self) -> None:
@@ -123,6 +131,19 @@ class StartRequest:
                 found=mismatch,
                 remedy="Compare rollout.options with docs/engines.md",
             ) from mismatch
+
+
+def put_to_sleep(engine: Engine, level: int) -> None:
+    """Have an engine free its memory, and with level 2 drop its weights, if it can."""
+    if level > 1 and "level" in inspect.signature(engine.sleep).parameters:
+        engine.sleep(level=level)  # type: ignore[call-arg]
+    else:
+        engine.sleep()
+
+
+def wake_for_update(engine: Engine) -> None:
+    """Wake an engine that is sent weights next."""
+    getattr(engine, "wake_for_update", engine.wake)()
 
 
 def end_tokens(*configs: Any) -> tuple[int, ...]:

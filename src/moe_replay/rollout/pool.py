@@ -26,7 +26,7 @@ from torch import Tensor
 
 from moe_replay.errors import EngineAnswerError, EngineError, EngineName, EngineUnavailableError
 from moe_replay.rollout.answers import vocabulary_size
-from moe_replay.rollout.engine import Engine, StartRequest
+from moe_replay.rollout.engine import Engine, StartRequest, put_to_sleep, wake_for_update
 from moe_replay.rollout.loop import AsyncSampler
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.weights_id import CurrentWeights, identifies_weights
@@ -328,19 +328,24 @@ class EnginePool(AsyncSampler):
             kind = EngineError if rejections else EngineUnavailableError
             raise kind("no rollout server is left", found=self._causes()) from (rejections or failures)[0]
 
-    def sleep(self) -> None:
-        self._on_all("sleep")
+    def sleep(self, level: int = 1) -> None:
+        """Free memory on every engine; with level 2, those that can drop their weights do."""
+        self._on_all(lambda engine: put_to_sleep(engine, level))
 
     def wake(self) -> None:
-        self._on_all("wake")
+        self._on_all(lambda engine: engine.wake())
+
+    def wake_for_update(self) -> None:
+        """Prepare every engine for an update."""
+        self._on_all(wake_for_update)
 
     def abort(self) -> None:
         """Abort running requests on every engine, for all of its clients."""
-        self._on_all("abort")
+        self._on_all(lambda engine: engine.abort())
 
-    def _on_all(self, command: str) -> None:
+    def _on_all(self, command: Callable[[ServedEngine], None]) -> None:
         with ThreadPoolExecutor(len(self._members)) as threads:
-            calls = [threads.submit(getattr(member.engine, command)) for member in self._members]
+            calls = [threads.submit(command, member.engine) for member in self._members]
             self._apply_outcomes(calls, self._members)
 
     def close(self) -> None:

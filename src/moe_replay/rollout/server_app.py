@@ -3,7 +3,9 @@
 POST /generate   {"prompt_ids": [...], "params": {...}} -> samples in the format of `sample_wire`
 POST /weights    the body of `weight_stream`
 POST /prompt_logprobs {"token_ids": [...]} -> {"logprobs": [...]}
-POST /sleep, /wake, /abort
+POST /sleep      ?level=2: the weights need not be kept
+POST /wake       ?for_update=1: an update with all weights comes next
+POST /abort
 GET  /info       engine, topology, version and id of the weights; also the response to /weights
 GET  /health     the only one without a token
 """
@@ -28,7 +30,7 @@ from starlette.routing import Route
 
 from moe_replay.errors import EngineError, EngineUnavailableError, MoeReplayError
 from moe_replay.rollout.answers import DIGEST_HEADER, content_digest
-from moe_replay.rollout.engine import Engine
+from moe_replay.rollout.engine import Engine, put_to_sleep, wake_for_update
 from moe_replay.rollout.request_limits import RequestLimits
 from moe_replay.rollout.sample_wire import MEDIA_TYPE, encode_samples
 from moe_replay.rollout.types import SamplingParams
@@ -59,8 +61,8 @@ def build_app(engine: Engine, token: str, max_requests: int = 256, limits: Reque
         "/generate": service.generate,
         "/weights": service.weights,
         "/prompt_logprobs": service.prompt_logprobs,
-        "/sleep": partial(service.command, engine.sleep),
-        "/wake": partial(service.command, engine.wake),
+        "/sleep": service.sleep,
+        "/wake": service.wake,
         "/abort": partial(service.command, engine.abort),
     }
     routes = [Route(path, service.guarded(work), methods=["POST"]) for path, work in posts.items()]
@@ -189,6 +191,16 @@ class _Service:
             self.engine.update_weights(weights, header.version, header.to_probe(), weights_id=header.weights_id or "")
         else:
             self.engine.update_weights(weights, header.version, header.to_probe())
+
+    async def sleep(self, request: Request) -> Response:
+        """Free the engine's memory."""
+        level = 2 if request.query_params.get("level") == "2" else 1
+        return await self.command(partial(put_to_sleep, self.engine, level), request)
+
+    async def wake(self, request: Request) -> Response:
+        """Undo `sleep`, or prepare for an update."""
+        updates = bool(request.query_params.get("for_update"))
+        return await self.command(partial(wake_for_update, self.engine) if updates else self.engine.wake, request)
 
     async def command(self, work: Callable[[], None], request: Request) -> Response:
         """Run a command without parameters."""

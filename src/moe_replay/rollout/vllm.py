@@ -95,6 +95,7 @@ class VllmEngine(AsyncSampler):
         self._sleep_mode_enabled: bool = config.enable_sleep_mode
         self._crashes_on_seeds = on_cpu() and self._llm.vllm_config.scheduler_config.enable_chunked_prefill
         self._state = EngineState(str(self.name), weight_version)
+        self._asleep: set[str] = set()  # parts of vLLM's memory
         self._barrier = RequestBarrier(self._loop.loop)
         self._closed = False
         if on_cpu():
@@ -283,7 +284,7 @@ class VllmEngine(AsyncSampler):
 
         An iterator is read here, in the caller's thread: reading it may be a collective operation of the trainer.
         """
-        if self._state.asleep:
+        if "weights" in self._asleep or "scheduling" in self._asleep:
             raise EngineError(
                 f"{self.name} is asleep", remedy="Call wake() before the update: its weights are not loaded"
             )
@@ -305,6 +306,7 @@ class VllmEngine(AsyncSampler):
     async def _finish_update(self, version: int, probe: Probe | None, weights_id: str) -> None:
         with self._barrier.open_on_error():
             await self._call_workers("replay_finish_update")
+            await self._wake(set(self._asleep))
             if not await self._answered(self._llm.reset_prefix_cache()):
                 raise EngineError(f"{self.name} did not drop its prefix cache, which is of older weights")
             if probe is not None:
@@ -327,26 +329,35 @@ class VllmEngine(AsyncSampler):
 
     # ---- sleep and shutdown ----------------------------------------------------------------------------------
 
-    def sleep(self) -> None:
-        """Free the KV cache and move the weights to host memory, where `enable_sleep_mode=True` was given (GPU)."""
-        self._loop.run(self._sleep())
+    def sleep(self, level: int = 1) -> None:
+        """Free the KV cache and the memory of the weights, where `enable_sleep_mode=True` was given (GPU).
 
-    async def _sleep(self) -> None:
+        level   1: the weights are kept in host memory; 2: they are dropped, and all of them must be sent again
+        """
+        self._loop.run(self._sleep(level))
+
+    async def _sleep(self, level: int) -> None:
         if not self._state.asleep:
             await self._barrier.close(self._abort)
             with self._barrier.open_on_error():
-                await self._answered(self._llm.sleep(level=1 if self._sleep_mode_enabled else 0))
-                self._state.asleep = True
+                await self._answered(self._llm.sleep(level=level if self._sleep_mode_enabled else 0))
+                self._asleep = {"weights", "kv_cache"} if self._sleep_mode_enabled else {"scheduling"}
+                self._state.asleep, self._state.weights_complete = True, self._state.weights_complete and level < 2
             self._barrier.open()
 
     def wake(self) -> None:
         """Undo `sleep`."""
-        self._loop.run(self._wake())
+        self._loop.run(self._wake(set(self._asleep)))
 
-    async def _wake(self) -> None:
-        if self._state.asleep:
-            await self._answered(self._llm.wake_up(None if self._sleep_mode_enabled else ["scheduling"]))
-            self._state.asleep = False
+    def wake_for_update(self) -> None:
+        """Take memory for the weights; the KV cache follows when an update has read all of its weights."""
+        self._loop.run(self._wake(self._asleep - {"kv_cache"}))
+
+    async def _wake(self, parts: set[str]) -> None:
+        if parts:
+            await self._answered(self._llm.wake_up(sorted(parts, reverse=True)))
+            self._asleep = self._asleep - parts
+            self._state.asleep = bool(self._asleep)
 
     def close(self) -> None:
         """End vLLM's processes."""

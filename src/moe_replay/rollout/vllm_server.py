@@ -116,11 +116,16 @@ class VllmServer(HttpClient):
                 remedy="A proxy must pass /weights on to the server",
             )
 
-    def sleep(self) -> None:
-        self._call("POST", "/sleep")
+    def sleep(self, level: int = 1) -> None:
+        """Have the server free its memory; a server of an older release ignores the level."""
+        self._call("POST", "/sleep" if level == 1 else f"/sleep?level={level}")
 
     def wake(self) -> None:
         self._call("POST", "/wake")
+
+    def wake_for_update(self) -> None:
+        """Have the server take memory for the weights that are sent next."""
+        self._call("POST", "/wake?for_update=1")
 
     def abort(self) -> None:
         """Abort running requests of all clients."""

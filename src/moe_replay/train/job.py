@@ -32,6 +32,7 @@ from moe_replay.train.run.folder import Run, RunWriteError, fixed_settings
 from moe_replay.train.run.interruption import InterruptHandler
 from moe_replay.train.run.progress import ConsoleProgress
 from moe_replay.train.run.sinks.registry import SinkError
+from moe_replay.train.shared_devices import SharedDevices
 from moe_replay.train.sources import Sources, check_export, find_sources
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.trajectory_wire import trajectories_from_bytes, trajectories_to_bytes
@@ -82,6 +83,7 @@ class Job:
             merge=config.model.lora_merge,
         )
         self._rollouts: Rollouts | None = None  # on rank 0 only
+        self._devices = SharedDevices(config, backend)
         self._rows_identity = ""
         self._eval_prompts: Sequence[Prompt] = ()
         self._probe: ProbeSequence | None = None
@@ -126,9 +128,11 @@ class Job:
                 job = cls(config, run, backend, progress, interruption, sources.model, write_report)
                 job._watch = watch
                 job._checkpoints.check_room(backend, job._export_like)
+                backend.offload()
                 with raise_on_all_ranks("opening the rollout engine"):
                     if inputs is not None:
                         job._open_rollouts(sources, inputs, engine, stack)
+                backend.reload()
                 job._checkpoints.require_equal(data=from_rank_0(lambda: job._rows_identity, "reading the data"))
                 job._probe = ProbeSequence.broadcast(job._rollouts.probe_tokens if job._rollouts else None, backend)
                 job._probe.check_packing(backend, config.rollout.probe_tolerance)
@@ -148,6 +152,7 @@ class Job:
             config, SyncedEngine(engine), stream, inputs.tokenizer, inputs.rewards, inputs.max_length
         )
         stack.callback(self._rollouts.close)
+        self._devices.start_with(self._rollouts.engine)
 
     def _resume(self) -> None:
         state = self._checkpoints.restore(self.backend, self._progress.message) if self.config.resume else None
@@ -203,11 +208,12 @@ class Job:
                     except EngineUnavailableError:
                         if not tries_left or not self._rollouts.engine.lacks_weights():
                             raise
-                    if self.config.rollout.sleep and content is not None:
-                        self._rollouts.engine.sleep()
+                    if content is not None:
+                        self._devices.put_engine_to_sleep()
             sent = broadcast_bytes(content)
             if sent:
                 break
+        self.backend.reload()
         return RolloutBatch(trajectories_from_bytes(sent), metrics, completions)
 
     def _refit(self) -> None:
@@ -229,6 +235,7 @@ class Job:
 
     def sync_weights(self, version: int) -> None:
         """Give the engine the policy's weights, and check on the probe that it computes with them."""
+        self.backend.reload()
         probe = self._probe.score(self.backend, self.config.rollout) if self._probe is not None else None
         with raise_on_all_ranks("scoring the probe"):
             if probe is not None and not np.isfinite(probe.logprobs).all():
@@ -241,14 +248,13 @@ class Job:
             with raise_on_all_ranks("finishing the samples in flight"):
                 if self._rollouts is not None and version != self._rollouts.engine.weight_version:
                     self._rollouts.finish_running()
-        weights = self.backend.weights()
+        weights = self._devices.weights_then_offload()
         with raise_on_all_ranks("updating the weights of the engine"):
             if self._rollouts is None:
                 for _ in weights:  # gathering them is collective
                     pass
                 return
-            if self.config.rollout.sleep:
-                self._rollouts.engine.wake()
+            self._devices.wake_engine_for_update()
             self._rollouts.engine.update_weights(weights, version, probe)
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -329,7 +335,8 @@ class Job:
             counters={"skipped_in_a_row": float(self.learner.skipped_in_a_row)},
             seconds=self._seconds_before_resume + time.monotonic() - self._started_at,
         )
-        self._checkpoints.save(self.backend, state, self._export_like)
+        with self._devices.trainer_awake():
+            self._checkpoints.save(self.backend, state, self._export_like)
 
     def should_stop(self, step: int) -> bool:
         """Whether an interruption was requested; raises if training has diverged."""

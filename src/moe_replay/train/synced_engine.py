@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 
 from moe_replay.errors import EngineName
-from moe_replay.rollout.engine import Engine
+from moe_replay.rollout.engine import Engine, put_to_sleep, wake_for_update
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.weights_id import WeightsLedger, identifies_weights, new_weights_id, takes_weights_id
 from moe_replay.routes.topology import MoeTopology
@@ -74,13 +74,17 @@ class SyncedEngine:
         lacks = getattr(self.engine, "lacks_weights", None)
         return lacks is not None and lacks()
 
-    def sleep(self) -> None:
-        """Free the engine's memory."""
-        self.engine.sleep()
+    def sleep(self, level: int = 1) -> None:
+        """Free the engine's memory; with level 2 it need not keep its weights, where it can drop them."""
+        put_to_sleep(self.engine, level)
 
     def wake(self) -> None:
         """Undo `sleep`."""
         self.engine.wake()
+
+    def wake_for_update(self) -> None:
+        """Wake the engine for the update that comes next."""
+        wake_for_update(self.engine)
 
     def close(self) -> None:
         """Release all resources of the engine."""

@@ -108,6 +108,14 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def offload(self) -> None:
+        """Move weights, gradients and optimizer state to host memory, if `backend.offload`; `reload` comes next."""
+
+    @abstractmethod
+    def reload(self) -> None:
+        """Undo `offload`; nothing happens if nothing is off the device."""
+
+    @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over all weights as the checkpoint names, shapes and types them. All ranks must exhaust it."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from moe_replay.replay.controller import attach
@@ -18,6 +19,7 @@ from moe_replay.routes.layout import TokenLayout
 from moe_replay.train.backends import lora
 from moe_replay.train.backends.base import Backend, LossFunction, Routing, Scores, UpdateResult
 from moe_replay.train.backends.fsdp_state import FsdpState
+from moe_replay.train.backends.offload import TrainerOffload
 from moe_replay.train.backends.routing import apply_routing
 from moe_replay.train.backends.sharded_model import sharded_model
 from moe_replay.train.backends.transformers_logprobs import HeadScores
@@ -51,6 +53,9 @@ class FsdpBackend(Backend):
             weight_decay=config.optim.weight_decay,
         )
         self._state = FsdpState(self.model, self._optimizer)
+        self._offload = TrainerOffload(
+            config.backend.offload, device, weights=self._sharded_parameters, optimizer=self._optimizer_state
+        )
         # Last: the forward inside leaves gathered parameters in the root module, which nothing above may keep.
         self._scores = HeadScores(self.model, config.batch.logit_chunk)
         self._reference_scores = HeadScores(self._reference, config.batch.logit_chunk) if self._reference else None
@@ -108,9 +113,32 @@ class FsdpBackend(Backend):
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             nn.utils.clip_grads_with_norm_(self._parameters, self._max_grad_norm, norm)
-            self._optimizer.step()
+            with self._offload.optimizer_on_device():
+                self._optimizer.step()
         self._optimizer.zero_grad()
         return UpdateResult(float(norm), applied)
+
+    # ---- host memory --------------------------------------------------------------------------------------------
+
+    def offload(self) -> None:
+        """Move the shards of this rank and their moments to host memory."""
+        self._offload.offload()
+
+    def reload(self) -> None:
+        """Move the shards back; moments are moved for each step."""
+        self._offload.reload()
+
+    def _sharded_parameters(self) -> Iterator[Tensor]:
+        """Yield the shards of policy and reference, after freeing what is gathered of them."""
+        for model in filter(None, (self.model, self._reference)):
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            yield from model.parameters()
+
+    def _optimizer_state(self) -> Iterator[Tensor]:
+        for state in self._optimizer.state.values():
+            yield from state.values()
 
     # ---- weights and state --------------------------------------------------------------------------------------
 
@@ -136,11 +164,12 @@ class FsdpBackend(Backend):
 
     def save(self, folder: Path) -> None:
         """Write the shards of every rank to a safetensors file of its own."""
-        self._state.save(folder)
+        self._state.save(folder, self._offload.content_of)
 
     def load(self, folder: Path) -> None:
         """Restore the shards and moments of this rank."""
-        self._state.load(folder)
+        with self._offload.optimizer_on_device():
+            self._state.load(folder)
 
     def state_bytes(self) -> int:
         """Return the size of trained weights and their two moments, in float32."""

@@ -22,6 +22,7 @@ from moe_replay.train.backends import megatron_build as build
 from moe_replay.train.backends.base import Backend, LossFunction, Routing, Scores, UpdateResult
 from moe_replay.train.backends.megatron_logprobs import hidden_states_only, token_scores
 from moe_replay.train.backends.megatron_state import MegatronState
+from moe_replay.train.backends.offload import TrainerOffload
 from moe_replay.train.backends.routing import apply_routing
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.micro_batch import MicroBatch
@@ -66,6 +67,13 @@ class MegatronBackend(Backend):
         self.topology = self.replay.topology
         self._state = MegatronState(self.models, self._optimizer, _layout_facts(config))
         self._state_bytes = self._state.bytes_of_all_ranks()
+        self._offload = TrainerOffload(
+            config.backend.offload,
+            device,
+            weights=self._weight_tensors,
+            gradients=self._gradient_buffers,
+            optimizer=self._optimizer_state,
+        )
 
     def _reference_chunks(self, config: TrainConfig, folder: str) -> list[nn.Module]:
         source = config.model.reference or folder
@@ -110,14 +118,16 @@ class MegatronBackend(Backend):
             )
             return loss(batch, scores.logprobs) * scale
 
-        self._zero_gradients()
-        self._run(self.models, batches, self._policy_forward(routing), scaled_loss, forward_only=False)
-        overflowed = self._optimizer.prepare_grads()
-        norm = float(self._optimizer.get_grad_norm())
-        applied = self._on_all_ranks(math.isfinite(norm) and not overflowed)
-        if applied:
-            self._step(norm, lr)
-        self._zero_gradients()
+        with self._offload.gradients_on_device():
+            self._zero_gradients()
+            self._run(self.models, batches, self._policy_forward(routing), scaled_loss, forward_only=False)
+            with self._offload.optimizer_on_device():
+                overflowed = self._optimizer.prepare_grads()
+                norm = float(self._optimizer.get_grad_norm())
+                applied = self._on_all_ranks(math.isfinite(norm) and not overflowed)
+                if applied:
+                    self._step(norm, lr)
+            self._zero_gradients()
         return UpdateResult(norm, applied)
 
     def _step(self, norm: float, lr: float) -> None:
@@ -222,6 +232,29 @@ class MegatronBackend(Backend):
             forward_only=forward_only,
         )
 
+    # ---- host memory --------------------------------------------------------------------------------------------
+
+    def offload(self) -> None:
+        """Move weights, optimizer state and float32 copies to host memory, and free the gradient buffers."""
+        self._offload.offload()
+
+    def reload(self) -> None:
+        """Move weights back; gradient buffers and optimizer state follow for each update."""
+        self._offload.reload()
+
+    def _weight_tensors(self) -> Iterator[Tensor]:
+        for chunk in [*self.models, *(self._reference or ())]:
+            yield from chunk.parameters()
+
+    def _gradient_buffers(self) -> Iterator[Tensor]:
+        for model in self.models:
+            yield from (buffer.grad_data for buffer in [*model.buffers, *model.expert_parallel_buffers])
+
+    def _optimizer_state(self) -> Iterator[Tensor]:
+        for _, parameter, state in self._state.optimized():
+            yield parameter
+            yield from (value for value in state.values() if torch.is_tensor(value))
+
     # ---- weights and state --------------------------------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -230,11 +263,12 @@ class MegatronBackend(Backend):
 
     def save(self, folder: Path) -> None:
         """Save one file per rank."""
-        self._state.save(folder)
+        self._state.save(folder, self._offload.content_of)
 
     def load(self, folder: Path) -> None:
         """Load the file of this rank; a checkpoint with other parallel sizes is refused."""
-        self._state.load(folder)
+        with self._offload.optimizer_on_device():
+            self._state.load(folder)
 
     def state_bytes(self) -> int:
         """Return the size of weights, moments and float32 copies on all ranks."""

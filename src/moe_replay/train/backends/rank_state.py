@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,11 @@ class RankState(ABC):
 
     # ---- save ---------------------------------------------------------------------------------------------------
 
-    def save(self, folder: Path) -> None:
-        """Write the file of this rank. All ranks call it."""
+    def save(self, folder: Path, content_of: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Write the file of this rank. All ranks call it.
+
+        content_of   returns the values of this rank's part of a tensor whose memory may be elsewhere
+        """
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,7 +73,8 @@ class RankState(ABC):
         for name, _, moments in self.optimized():
             tensors |= {f"{name}.{key}": value for key, value in moments.items()}
         # Parameters may be views of one buffer, which a safetensors file cannot express.
-        copies = {name: _local(tensor).detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        read = content_of or _local
+        copies = {name: read(tensor).detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
         save_file(copies, _file(folder), metadata={"numbers": json.dumps(self.numbers())})
         apply_umask(_file(folder))
         dist.barrier()  # no rank reads before every file is written
@@ -108,7 +112,7 @@ class RankState(ABC):
                 for key in keys:
                     kind = key.rpartition(".")[2]
                     saved = file.get_tensor(key)
-                    moments[kind] = saved if kind == "step" else _sharded_like(parameter, saved)
+                    moments[kind] = saved.clone() if kind == "step" else _sharded_like(parameter, saved)
                 remaining.difference_update(keys)
         if remaining:
             raise SavedStateError("the saved state is of another optimizer", found=sorted(remaining)[0])
@@ -141,7 +145,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _sharded_like(parameter: Tensor, local: Tensor) -> Tensor:
-    local = local.to(parameter.device)
+    local = local.to(parameter.device, copy=True)  # in memory of its own, not the file's
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(

@@ -58,7 +58,7 @@ def problems(config: Sections) -> Iterator[str]:
     yield from _model(config.model, config.backend)
     yield from _backend(config.backend)
     yield from _data(config)
-    yield from _rollout(config.rollout)
+    yield from _rollout(config.rollout, config.backend)
     yield from _algorithm(config)
     yield from _optim(config)
     yield from _reward(config.reward)
@@ -163,7 +163,7 @@ def _data(config: Sections) -> Iterator[str]:
         yield "eval.every: no evaluation prompts; set data.eval_path, or eval.every = 0"
 
 
-def _rollout(rollout: RolloutConfig) -> Iterator[str]:
+def _rollout(rollout: RolloutConfig, backend: BackendConfig) -> Iterator[str]:
     try:
         takes_weights = engine_spec(rollout.engine).takes_weights
     except PluginError as error:
@@ -189,6 +189,11 @@ def _rollout(rollout: RolloutConfig) -> Iterator[str]:
         yield f"rollout.urls: {mask_passwords(url)!r} is listed twice; list each server once"
     if rollout.min_servers is not None and rollout.min_servers > len(rollout.urls):
         yield f"rollout.min_servers: {rollout.min_servers} of {len(rollout.urls)} servers; lower it or name more urls"
+    if backend.offload and rollout.max_staleness:
+        yield (
+            "backend.offload: a trainer that works while the engine samples needs its weights all the time; "
+            "set rollout.max_staleness = 0 or backend.offload = false"
+        )
     if rollout.sleep and rollout.max_staleness:
         yield (
             "rollout.sleep: an engine that samples while the trainer works cannot sleep; "

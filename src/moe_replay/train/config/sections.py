@@ -100,6 +100,9 @@ class BackendConfig(Section):
     """How weights of Transformers map onto Megatron-Core; left out: by the model_type of the model (megatron)."""
     distributed_optimizer: bool = False
     """Spread the optimizer's state over data-parallel ranks (megatron)."""
+    offload: bool = False
+    """Keep the trainer in host memory while the engine samples: weights, gradients and optimizer state, of which the
+    latter two are on the device in updates only."""
 
     @property
     def model_parallel(self) -> int:
@@ -144,6 +147,8 @@ class RolloutConfig(Section):
     """Seconds that an environment may take for one sequence, its sampling included."""
     sleep: bool = False
     """Free the engine's memory while training."""
+    sleep_level: Literal[1, 2] = 2
+    """1: an engine that sleeps keeps its weights in host memory; 2: it drops them, since it is sent new ones."""
     check_weights: bool = True
     """After each update of the weights, compare log-probs of engine and trainer on a probe."""
     probe_tolerance: Limit = Field(0.05, gt=0)
