@@ -27,6 +27,8 @@ from moe_replay.train.environments import ENVIRONMENTS
 from moe_replay.train.losses.registry import LOSSES
 from moe_replay.train.rewards import REWARDS
 from moe_replay.train.run.sinks.registry import SINKS
+from moe_replay.train.tool_calls import TOOL_FORMATS
+from moe_replay.train.tools import TOOLS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -193,7 +195,7 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"rollout": {"engine": "sglang_server"}}, "rollout.urls: sglang_server needs"),
         ({"rollout": {"urls": ["http://a"]}}, "rollout.urls: vllm runs in this process"),
         ({"rollout": SERVER | {"urls": ["a:8000"]}}, "write http://a:8000"),
-        ({"rollout": {"environment": "game"}}, "unknown environment 'game'; write module:name"),
+        ({"rollout": {"environment": "game"}}, "unknown environment 'game'; write tools, module:name"),
         ({"rollout": {"engine": "vlm"}}, "unknown engine 'vlm'; write vllm, "),
         ({"rollout": {"engine": "plain_vllm_server"}}, "rollout.engine"),
         ({"algorithm": {"baseline": "stdd"}}, "leave_one_out, module:name; did you mean 'std'?"),
@@ -346,6 +348,8 @@ PLUGGED: dict[str, tuple[Mapping[str, Any], Any]] = {
     "backend.weight_family": (WEIGHT_MAPS, WEIGHT_MAPS["qwen3_moe"]),
     "rollout.engine": (ENGINES, EngineSpec("somewhere:start", "an engine of the test")),
     "rollout.environment": (ENVIRONMENTS, lambda episode: None),
+    "rollout.tools": (TOOLS, lambda: None),
+    "rollout.tool_format": (TOOL_FORMATS, lambda text: []),
     "algorithm.baseline": (ADVANTAGES, lambda rewards: rewards),
     "algorithm.policy_loss": (LOSSES, lambda inputs, settings: None),
     "reward.functions": (REWARDS, lambda **columns: []),
@@ -360,7 +364,11 @@ def test_every_key_that_names_an_implementation_is_in_the_table_above() -> None:
 @pytest.mark.parametrize("key", PLUGGED)
 def test_a_new_entry_of_a_registry_is_accepted_and_listed(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     registry, entry = PLUGGED[key]
-    words = [f"--{key}", "freshly_plugged_in", *(["--backend.kind", "megatron"] if key.startswith("backend.") else [])]
+    needed = {
+        "backend.weight_family": ["--backend.kind", "megatron"],
+        "rollout.tools": ["--rollout.environment", "tools"],
+    }
+    words = [f"--{key}", "freshly_plugged_in", *needed.get(key, [])]
     with pytest.raises(ConfigError, match=r"unknown .* 'freshly_plugged_in'"):
         load_config(None, words)
     assert "freshly_plugged_in" not in help_text(120) + reference()

@@ -42,7 +42,7 @@ class Said:
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The function of the page, loaded as a run loads it."""
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (code,) = re.findall(r"```python\n(# tools\.py.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "tools.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     yield load_environment("tools:calculator")

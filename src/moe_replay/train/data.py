@@ -111,11 +111,16 @@ def _stable_text(value: Any) -> str:
 
 
 def load_prompts(
-    rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, max_prompt_tokens: int, vocab_size: int | None = None
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    max_prompt_tokens: int,
+    vocab_size: int | None = None,
+    tools: list[dict[str, Any]] | None = None,
 ) -> list[Prompt]:
     """Return the tokenized prompts of rows that fit; each has `prompt` (text or messages) or `messages`.
 
     vocab_size   of the model; None: token ids are not compared with it
+    tools        JSON schemas of tools, which the chat template describes in messages
     """
     prompts = []
     for number, row in enumerate(rows):
@@ -129,7 +134,7 @@ def load_prompts(
                 found=f"columns {sorted(row)}",
             )
         content = row[key]
-        ids = _tokenize(content, tokenizer, place)
+        ids = _tokenize(content, tokenizer, place, tools)
         if vocab_size is not None and ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             raise DataError(
                 "a prompt has a token that the model does not have",
@@ -259,14 +264,29 @@ def _dataset_rows(source: Path) -> list[dict[str, Any]]:
         ) from error
 
 
-def _tokenize(content: str | Messages, tokenizer: Tokenizer, place: str) -> tuple[int, ...]:
+def _tokenize(
+    content: str | Messages, tokenizer: Tokenizer, place: str, tools: list[dict[str, Any]] | None
+) -> tuple[int, ...]:
     if isinstance(content, str):
         with _prompt_errors("the prompt cannot be tokenized", place):
             return tuple(tokenizer(content, add_special_tokens=True)["input_ids"])
     _check_messages(content, place)
     with _prompt_errors("the chat template does not take these messages", place):
-        text = tokenizer.apply_chat_template(content, add_generation_prompt=True, tokenize=False)
-        return tuple(tokenizer(str(text), add_special_tokens=False)["input_ids"])
+        text = _render(content, tokenizer, tools)
+        describes_tools = not tools or text != _render(content, tokenizer, None)
+        ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if not describes_tools:
+        raise DataError(
+            "the chat template does not describe tools to the model",
+            sample=place,
+            remedy="Use a model whose template does, or describe them in the prompts and write an environment",
+        )
+    return ids
+
+
+def _render(content: Messages, tokenizer: Tokenizer, tools: list[dict[str, Any]] | None) -> str:
+    options: dict[str, Any] = {"tools": tools} if tools else {}
+    return str(tokenizer.apply_chat_template(content, add_generation_prompt=True, tokenize=False, **options))
 
 
 @contextmanager

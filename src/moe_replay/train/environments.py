@@ -19,7 +19,7 @@ from moe_replay.utils.plugins import resolve, user_code
 
 Environment = Callable[[Episode], Awaitable[None]]
 
-ENVIRONMENTS: Mapping[str, Environment | str] = {}
+ENVIRONMENTS: Mapping[str, Environment | str] = {"tools": "moe_replay.train.tool_environment:answer_tool_calls"}
 """Environments by name; `rollout.environment` takes one of these or `module:name`."""
 
 

@@ -13,6 +13,7 @@ from moe_replay.rollout.engine import Sampler
 from moe_replay.rollout.session import Session
 from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
 from moe_replay.train.data import Prompt
+from moe_replay.train.tools import ToolSet
 
 
 class EpisodeError(MoeReplayError):
@@ -29,6 +30,7 @@ class Episode:
     max_length   maximum number of tokens in the sequence
     max_turns    maximum number of completions, the first included
     turns        turns started so far
+    tools        functions of rollout.tools; None if there are none
     """
 
     prompt: Prompt
@@ -39,6 +41,7 @@ class Episode:
     max_length: int
     max_turns: int = 1
     turns: int = 1
+    tools: ToolSet | None = None
 
     def __str__(self) -> str:
         return f"turn {self.turns}, {len(self.session)} tokens"
@@ -54,14 +57,25 @@ class Episode:
         return self.tokenizer.decode(self.session.token_ids[self.session.turn_starts_at :], skip_special_tokens=True)
 
     @property
+    def raw_completion(self) -> str:
+        """Text of the last turn, special tokens included."""
+        return self.tokenizer.decode(self.session.token_ids[self.session.turn_starts_at :], skip_special_tokens=False)
+
+    @property
     def can_continue(self) -> bool:
         """Whether `max_turns` and `max_length` allow another turn; `observe` always leaves room for one token."""
         return self.turns < self.max_turns and len(self.session) < self.max_length
 
     def observe(self, text: str) -> None:
         """Append text that the model did not generate: a tool's output or the next user message, template included."""
-        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        self.session.observe(ids[: max(0, self.max_length - 1 - len(self.session))])
+        self.session.observe(self._ids(text)[: max(0, self.max_length - 1 - len(self.session))])
+
+    def fits(self, text: str) -> bool:
+        """Whether `observe` would not have to truncate the text."""
+        return len(self.session) + len(self._ids(text)) < self.max_length
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     async def generate(self) -> FinishReason:
         """Sample another turn."""

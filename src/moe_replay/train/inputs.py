@@ -17,10 +17,19 @@ from moe_replay.train.data import Prompt, load_prompts, read_rows
 from moe_replay.train.engines import longest_sequence, vocabulary_size
 from moe_replay.train.rewards import Reward, load_reward
 from moe_replay.train.sources import Sources, load_tokenizer
+from moe_replay.train.tools import ToolSet, load_tools
 from moe_replay.utils.plugins import import_path, is_path
 from moe_replay.utils.progress import StatusCallback
 
-_FUNCTIONS = ("rollout.environment", "algorithm.baseline", "algorithm.policy_loss", "reward.functions", "log.sinks")
+_FUNCTIONS = (
+    "rollout.environment",
+    "rollout.tools",
+    "rollout.tool_format",
+    "algorithm.baseline",
+    "algorithm.policy_loss",
+    "reward.functions",
+    "log.sinks",
+)
 
 
 def check_names(config: TrainConfig) -> None:
@@ -29,6 +38,7 @@ def check_names(config: TrainConfig) -> None:
         found = import_path(path, kind=kind, key=key)
         if key in _FUNCTIONS and not callable(found):
             raise ConfigError(f"{key}: {path!r} is no function", found=type(found).__name__)
+    load_tools(config.rollout.tools, config.rollout.tool_format)
     if config.backend.kind == "megatron":
         _check_megatron(config.backend)
     else:
@@ -91,6 +101,7 @@ class Inputs:
     rewards: Sequence[Reward]
     identity: str
     max_length: int
+    tools: ToolSet | None = None
 
 
 def steps_of_epochs(config: TrainConfig, num_prompts: int) -> int:
@@ -110,14 +121,18 @@ def read_inputs(config: TrainConfig, sources: Sources, status: StatusCallback) -
     max_prompt = min(config.data.max_prompt_tokens, max_length - 1)
     vocab_size = vocabulary_size(sources.model, trust_remote_code=trusted)
     rows = read_rows(sources.data)
-    prompts = load_prompts(rows, tokenizer, max_prompt, vocab_size)
+    tools = load_tools(config.rollout.tools, config.rollout.tool_format, config.rollout.tool_timeout_s)
+    schemas = None if tools is None else tools.schemas
+    prompts = load_prompts(rows, tokenizer, max_prompt, vocab_size, schemas)
+    if schemas and (of_text := sum(isinstance(prompt.content, str) for prompt in prompts)):
+        status(f"{of_text} of {len(prompts)} prompts are text: rollout.tools are described in messages only")
     if len(prompts) < len(rows):
         left_out = f"{len(rows) - len(prompts)} of {len(rows)} prompts are left out"
         status(f"{left_out}: empty or longer than {max_prompt} tokens")
     eval_prompts: Sequence[Prompt] = ()
     if config.eval.every and sources.eval:
         eval_rows = read_rows(sources.eval)
-        eval_prompts = load_prompts(eval_rows, tokenizer, max_prompt, vocab_size)[: config.eval.prompts]
+        eval_prompts = load_prompts(eval_rows, tokenizer, max_prompt, vocab_size, schemas)[: config.eval.prompts]
     weights = config.reward.weights or (1.0,) * len(config.reward.functions)
     return Inputs(
         tokenizer=tokenizer,
@@ -129,4 +144,5 @@ def read_inputs(config: TrainConfig, sources: Sources, status: StatusCallback) -
         ],
         identity=rows.identity,
         max_length=max_length,
+        tools=tools,
     )

@@ -149,7 +149,7 @@ class Job:
             stack.callback(engine.close)
         stream = PromptStream(inputs.prompts, seed=config.seed, shuffle=config.data.shuffle)
         self._rollouts = Rollouts(
-            config, SyncedEngine(engine), stream, inputs.tokenizer, inputs.rewards, inputs.max_length
+            config, SyncedEngine(engine), stream, inputs.tokenizer, inputs.rewards, inputs.max_length, inputs.tools
         )
         stack.callback(self._rollouts.close)
         self._devices.start_with(self._rollouts.engine)

@@ -24,6 +24,7 @@ from moe_replay.train.rewards import Reward, score, total
 from moe_replay.train.run.completions import Completion
 from moe_replay.train.sequences import FirstTurns, SequenceSampler
 from moe_replay.train.synced_engine import SyncedEngine
+from moe_replay.train.tools import ToolSet
 from moe_replay.train.types import Group, RolloutBatch, Trajectory
 from moe_replay.utils.progress import ProgressCallback
 
@@ -50,6 +51,7 @@ class Rollouts:
         tokenizer: Any,
         rewards: Sequence[Reward],
         max_length: int,
+        tools: ToolSet | None = None,
     ) -> None:
         self.engine = engine
         self._config = config
@@ -58,7 +60,7 @@ class Rollouts:
         self._rewards = rewards
         self._max_length = max_length
         self._advantages = load_advantages(config.algorithm.baseline)
-        self._sampler = SequenceSampler(config, engine, tokenizer, max_length)
+        self._sampler = SequenceSampler(config, engine, tokenizer, max_length, tools)
         self._pending: deque[_PendingGroup] = deque()
         self._next_group = 0
         self._params = SamplingParams(

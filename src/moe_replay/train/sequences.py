@@ -24,6 +24,7 @@ from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt
 from moe_replay.train.environments import environment_name, load_environment, run_environment
 from moe_replay.train.episode import Episode, EpisodeError
+from moe_replay.train.tools import ToolSet
 from moe_replay.utils.hang_watch import WATCH
 
 T = TypeVar("T")
@@ -38,11 +39,14 @@ class SequenceSampler:
     An engine with a true attribute `one_call_at_a_time` is given first turns in as few calls as possible.
     """
 
-    def __init__(self, config: TrainConfig, engine: Sampler, tokenizer: Any, max_length: int) -> None:
+    def __init__(
+        self, config: TrainConfig, engine: Sampler, tokenizer: Any, max_length: int, tools: ToolSet | None = None
+    ) -> None:
         self.engine = engine
         self._config = config.rollout
         self._tokenizer = tokenizer
         self._max_length = max_length
+        self._tools = tools
         self._environment = load_environment(config.rollout.environment)
         self._loop = LoopThread("rollouts")
 
@@ -110,6 +114,7 @@ class SequenceSampler:
             tokenizer=self._tokenizer,
             max_length=self._max_length,
             max_turns=self._config.max_turns,
+            tools=self._tools,
         )
         await episode.start(await first_turn())
         if self._environment is not None:

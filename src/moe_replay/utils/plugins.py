@@ -128,6 +128,21 @@ def call_user_code(
 
     too_long   the remedy for a function that takes too long; others are as in `user_code`
     """
+    with WATCH.waiting(limit_s):  # from before the function can take the interpreter's lock
+        future = start_user_code(function, name, error_type, **details)
+        wait([future], timeout=None if limit_s == math.inf else min(limit_s, threading.TIMEOUT_MAX))
+    if not future.done():
+        raise error_type(f"{name} did not return within {limit_s:g} s", **{**details, "remedy": too_long})
+    return future.result()
+
+
+def start_user_code(
+    function: Callable[[], T], name: str, error_type: type[MoeReplayError], **details: Any
+) -> Future[T]:
+    """Start a user's function in a thread of its own, which does not keep the process alive; errors as in `user_code`.
+
+    The thread of a function that never returns is left behind. Nothing happens if the future was cancelled by then.
+    """
     future: Future[T] = Future()
     context = contextvars.copy_context()
 
@@ -136,13 +151,11 @@ def call_user_code(
             with user_code(name, error_type, **details):
                 value = context.run(function)
         except MoeReplayError as error:
-            future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
         else:
-            future.set_result(value)
+            if future.set_running_or_notify_cancel():
+                future.set_result(value)
 
-    with WATCH.waiting(limit_s):  # from before the function can take the interpreter's lock
-        threading.Thread(target=run, name=name, daemon=True).start()
-        wait([future], timeout=None if limit_s == math.inf else min(limit_s, threading.TIMEOUT_MAX))
-    if not future.done():
-        raise error_type(f"{name} did not return within {limit_s:g} s", **{**details, "remedy": too_long})
-    return future.result()
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

@@ -194,6 +194,10 @@ def _rollout(rollout: RolloutConfig, backend: BackendConfig) -> Iterator[str]:
             "backend.offload: a trainer that works while the engine samples needs its weights all the time; "
             "set rollout.max_staleness = 0 or backend.offload = false"
         )
+    if rollout.environment == "tools" and not rollout.tools:
+        yield "rollout.tools: the environment has no tools; name functions, e.g. my_tools:search"
+    if rollout.tools and rollout.environment is None:
+        yield "rollout.tools: nobody answers calls of tools; set rollout.environment = tools, or your own"
     if rollout.sleep and rollout.max_staleness:
         yield (
             "rollout.sleep: an engine that samples while the trainer works cannot sleep; "

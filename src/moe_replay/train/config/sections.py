@@ -21,6 +21,8 @@ from moe_replay.train.environments import ENVIRONMENTS
 from moe_replay.train.losses.aggregation import Aggregation
 from moe_replay.train.losses.registry import LOSSES
 from moe_replay.train.losses.types import Correction, Level
+from moe_replay.train.tool_calls import TOOL_FORMATS
+from moe_replay.train.tools import TOOLS
 
 
 def _finite_size(value: Any) -> Any:
@@ -37,6 +39,8 @@ RouterFamilyChoice = Annotated[str | None, PluginName(lambda: ROUTER_FAMILIES, "
 WeightFamilyChoice = Annotated[str | None, PluginName(lambda: WEIGHT_MAPS, "weight family")]
 EngineChoice = Annotated[str, PluginName(lambda: ENGINES, "engine", offered=trainable_engines)]
 EnvironmentChoice = Annotated[str | None, PluginName(lambda: ENVIRONMENTS, "environment")]
+ToolChoices = Annotated[tuple[str, ...], PluginName(lambda: TOOLS, "tool")]
+ToolFormatChoice = Annotated[str, PluginName(lambda: TOOL_FORMATS, "format of tool calls")]
 AdvantageChoice = Annotated[str, PluginName(lambda: ADVANTAGES, "advantage estimator")]
 LossChoice = Annotated[str, PluginName(lambda: LOSSES, "policy loss")]
 
@@ -141,6 +145,12 @@ class RolloutConfig(Section):
     """Let a weight update interrupt running samples, whose rest the new weights sample; false: it waits for them."""
     environment: EnvironmentChoice = None
     """Function that answers a completion, for rollouts of several turns."""
+    tools: ToolChoices = ()
+    """Python functions that the model may call, described to it by signature and docstring (environment "tools")."""
+    tool_format: ToolFormatChoice = "hermes"
+    """How the model writes calls of tools."""
+    tool_timeout_s: Limit = Field(60.0, gt=0)
+    """Seconds that the call of a tool may take; after that the model is told so."""
     max_turns: int = Field(8, ge=1)
     """Completions of a sequence at most, where there is an environment."""
     environment_timeout_s: Limit = Field(3600.0, gt=0)
