@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -12,8 +13,13 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import bfloat16
 from tests.distributed import harness
 from tests.ports import reserved_port
+
+# The garbage collector looks at none of the millions of objects that modules are made of: it is off while they are
+# imported, and sees what tests make from then on.
+gc.disable()
 
 torch.set_num_threads(1)  # sums in several threads are not bit for bit the same twice
 
@@ -52,6 +58,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: ranks[item.path])
 
 
+def pytest_collection_finish() -> None:
+    """Leave the objects of all imported modules to the permanent generation."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
 def _rank(item: pytest.Item) -> int:
     if item.get_closest_marker("engine"):
         return 0
@@ -67,6 +80,13 @@ def ranks_are_marked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 def _no_ranks() -> NoReturn:
     pytest.fail("a test that starts ranks is marked with pytest.mark.distributed")
+
+
+@pytest.fixture(scope="module")
+def fast_bfloat16() -> Iterator[None]:
+    """For tests that compute in bfloat16, wherever they run: see tests/bfloat16.py."""
+    with bfloat16.fast_bfloat16():
+        yield
 
 
 @pytest.fixture(scope="session")

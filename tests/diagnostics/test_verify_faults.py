@@ -38,6 +38,8 @@ from tests.diagnostics.faults import (
 from tests.diagnostics.routes import healthy, with_routes
 from tests.models import perturb_routers, tiny_qwen3_moe
 
+pytestmark = pytest.mark.usefixtures("fast_bfloat16")
+
 # ---- each is found ---------------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,8 @@ from tests.diagnostics.faults import moved
 from tests.diagnostics.routes import Routers, healthy, siblings, with_routes
 from tests.models import tiny_qwen3_moe
 
+pytestmark = pytest.mark.usefixtures("fast_bfloat16")
+
 PROMPT_TOKENS = 30
 
 
