@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -160,7 +158,7 @@ def test_recomputation_in_any_order(router, recompute):
         with of_plain.replay(batch):
             call(plain, ids).mean().backward()
         expected.append(gradients(plain))
-    for order in itertools.permutations(range(3)):
+    for order in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):  # all six: test_megatron_router.py
         losses = []
         for ids, batch in zip(inputs, routes, strict=True):
             with replay.replay(batch):
