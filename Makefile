@@ -57,7 +57,7 @@ test-faults: .venv/.ready ## Faults, counted: kills at random moments with the r
 
 test-transformers4: .venv-tf4/.ready ## Tests of what depends on transformers, on 4.57
 	@echo "==> tests on transformers 4.57"
-	OMP_NUM_THREADS=1 .venv-tf4/bin/python -m pytest $(PARALLEL) $(TRANSFORMERS4_TESTS)
+	OMP_NUM_THREADS=1 .venv-tf4/bin/python -m pytest -n $(WORKERS) $(TRANSFORMERS4_TESTS)
 
 test-transformers-between: .venv/.ready .transformers/.ready ## Replay on a release of transformers between 5.0 and 5.18
 	@echo "==> tests on transformers $$(sed -n 's/^transformers==//p' requirements/transformers-between.txt)"
