@@ -319,6 +319,72 @@ def test_a_request_that_was_aborted_while_it_waited() -> None:
     assert not sample.trace.valid.any()
 
 
+# ---- retractions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_a_retracted_sample_is_drawn_again(attempts: int) -> None:
+    """Its log-probs are of the first pass, its routes of the second: valid one by one, and not a pair (miles#3277)."""
+    prompt, params, _ = case("glm4_moe", "length")
+    with stub() as (server, client):
+        ((expected,),) = client.generate([prompt], params)
+        right = server.answer_of("length")
+        wrong = copy.deepcopy(right)
+        wrong["meta_info"] |= {
+            "num_retractions": 1,
+            "routed_experts": rewritten(right["meta_info"], with_route(2, [7, 6])),
+        }
+        answers = [wrong] * attempts + [right]
+        server.generate = lambda request: answers.pop(0)  # type: ignore[method-assign]
+        ((sample,),) = client.generate([prompt], params)
+    assert answers == []
+    assert np.array_equal(sample.trace.expert_ids, expected.trace.expert_ids)
+    assert sample.finish_reason is expected.finish_reason
+
+
+def test_only_the_retracted_one_of_several_samples_is_drawn_again() -> None:
+    prompt, params, _ = case("glm4_moe", "two")
+    with stub() as (server, client):
+        first, second = copy.deepcopy(server.answer_of("two"))
+        wrong = copy.deepcopy(second)
+        wrong["meta_info"]["num_retractions"] = 1
+        answers: list[Any] = [[first, wrong], second]
+        server.generate = lambda request: answers.pop(0)  # type: ignore[method-assign]
+        client.generate([prompt], params)
+        asked = [content["sampling_params"]["n"] for path, content in server.asked if path == "/generate"]
+    assert asked == [2, 1]
+
+
+def test_a_server_that_retracts_all_the_time_is_refused() -> None:
+    prompt, params, _ = case("glm4_moe", "length")
+    with stub() as (server, client):
+        server.always = "length"
+        server.answer_of("length")["meta_info"]["num_retractions"] = 2
+        with pytest.raises(EngineError, match=r"retracted a request again and again.*4 attempts.*mem-fraction-static"):
+            client.generate([prompt], params)
+        assert server.paths.count("/generate") == 4
+
+
+def test_a_deterministic_server_may_retract() -> None:
+    """It computes the same routes the second time."""
+    prompt, params, _ = case("glm4_moe", "length")
+    with stub(enable_deterministic_inference=True) as (server, client):
+        server.always = "length"
+        server.answer_of("length")["meta_info"]["num_retractions"] = 1
+        client.generate([prompt], params)
+        assert server.paths.count("/generate") == 1
+
+
+def test_a_retracted_sample_that_was_aborted_starts_from_its_prompt() -> None:
+    prompt, params, _ = case("glm4_moe", "length")
+    with stub() as (server, client):
+        meta = server.answer_of("length")["meta_info"]
+        meta |= {"num_retractions": 1, "finish_reason": {"type": "abort", "message": "Abort"}}
+        ((sample,),) = client.generate([prompt], params)
+        assert (sample.finish_reason, len(sample.completion_ids)) == (FinishReason.ABORT, 0)
+        assert server.paths.count("/generate") == 1
+
+
 # ---- log-probs and seeds ----------------------------------------------------------------------------------------
 
 

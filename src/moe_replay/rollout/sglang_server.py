@@ -21,7 +21,13 @@ from moe_replay.rollout.engine import Engine, StartRequest
 from moe_replay.rollout.http import HttpClient
 from moe_replay.rollout.model_folder import read_config
 from moe_replay.rollout.pool import connect
-from moe_replay.rollout.sglang_wire import NO_PENALTIES, GenerateResponse, generate_request, request_seed
+from moe_replay.rollout.sglang_wire import (
+    NO_PENALTIES,
+    GenerateResponse,
+    generate_request,
+    request_seed,
+    was_retracted,
+)
 from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.weights import packed, safetensors_files
@@ -31,6 +37,8 @@ from moe_replay.routes.topology import MoeTopology
 from moe_replay.utils.processes import owned_folder
 
 CHUNK_BYTES = 2**30
+RETRACTIONS = 3
+"""Times that a sample is drawn again because the server retracted its request."""
 
 
 def start(request: StartRequest) -> Engine:
@@ -196,9 +204,32 @@ class SglangServer(HttpClient):
         else:
             responses = await self._generate(request)
             responses = responses if isinstance(responses, list) else [responses]
+            responses = list(await asyncio.gather(*(self._not_retracted(one, request) for one in responses)))
         if len(responses) != params.draws:
             raise EngineError(f"{self.name} lost samples", expected=params.draws, found=len(responses))
         return responses
+
+    async def _not_retracted(self, response: Any, request: dict[str, Any]) -> Any:
+        """Return a response whose routes and log-probs are of one pass: sampled again where it was retracted.
+
+        Deterministic servers compute the same routes the second time; their responses are never sampled again.
+        """
+        alone = request | {"sampling_params": request["sampling_params"] | {"n": 1}}
+        with reading_answer(self.url):
+            for _ in range(RETRACTIONS):
+                aborted = response["meta_info"]["finish_reason"]["type"] == "abort"  # it is resumed from its prompt
+                if aborted or not was_retracted(response):
+                    return response
+                response = await self._generate(alone)
+                response = response[0] if isinstance(response, list) else response
+            if not was_retracted(response):
+                return response
+        raise EngineError(
+            f"{self._state.engine} retracted a request again and again: its routes are not those of its log-probs",
+            found=f"{RETRACTIONS + 1} attempts",
+            remedy="Give it more memory for its cache (--mem-fraction-static) or fewer requests at once "
+            "(max_concurrent), or start it with --enable-deterministic-inference",
+        )
 
     async def _generate(self, request: dict[str, Any]) -> Any:
         return (await self._post("/generate", request)).json()

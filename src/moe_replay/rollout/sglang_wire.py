@@ -64,6 +64,15 @@ def request_seed(prompt: Sequence[int], seed: int | None, number: int) -> int:
     )
 
 
+def was_retracted(content: dict[str, Any]) -> bool:
+    """Whether the server computed a second time what it had sampled: the routes are then not those of the log-probs.
+
+    A request that is retracted, for want of memory or around a weight update, keeps its tokens and their log-probs. The
+    prefix is computed again, and its routes are overwritten (radixark/miles#3277).
+    """
+    return bool(content["meta_info"].get("num_retractions")) and bool(content["output_ids"])
+
+
 class GenerateResponse:
     """The response for one sample.
 
@@ -75,6 +84,7 @@ class GenerateResponse:
         self.output_ids: list[int] = content["output_ids"]
         self.engine = engine
         self.index = index
+        self.was_retracted = was_retracted(content)
 
     def to_sample(
         self,
@@ -92,7 +102,7 @@ class GenerateResponse:
         reason = parse_finish_reason(self.meta["finish_reason"]["type"], self.engine, self.index)
         # A request that is aborted while queued, also when queued again after preemption, has no routes of what it had
         # sampled by then: it starts from its prompt when it is resumed.
-        queued = reason is FinishReason.ABORT and self.meta.get("routed_experts") is None
+        queued = reason is FinishReason.ABORT and (self.meta.get("routed_experts") is None or self.was_retracted)
         completion = np.asarray([] if queued else self.output_ids, np.int32)
         weights = parse_version(self._version())
         return captured_sample(
