@@ -228,6 +228,9 @@ class _Swift:
         if "rollout.engine" not in self.draft.settings:
             self.draft.put("rollout.engine", "vllm_server" if is_server else "vllm", f"--vllm_mode {mode}".strip())
         self._engine_options()
+        level = self.number("sleep_level", 0)
+        self.draft.put("rollout.sleep", level > 0 if "sleep_level" in self.given else None, "--sleep_level")
+        self.draft.put("rollout.sleep_level", level or None, "--sleep_level")
         if is_server:
             hosts, ports = self.values("vllm_server_host") or ["127.0.0.1"], self.values("vllm_server_port")
             ports = [*ports, *[DEFAULT_PORT] * (len(hosts) - len(ports))]

@@ -205,8 +205,8 @@ class _Verl:
         stale = "async_training.staleness_threshold"
         if stale in self.given:
             self.draft.put("rollout.max_staleness", max(math.ceil(self.number(stale, 1.0)), 1), stale)
-            if self.draft.settings.pop("rollout.sleep", None):
-                self.draft.remark(self.shown(stale), "an engine that samples while the trainer works does not sleep")
+            for key in ("rollout.sleep", "backend.offload"):
+                self.draft.drop(key, "engine and trainer work at the same time")
         engine = self.draft.settings.get("rollout.engine")
         if engine is None or engine.value == "vllm":
             self.draft.put("rollout.engine", "vllm", f"{ROLLOUT}.name")

@@ -38,6 +38,7 @@ def shrink(tables: dict[str, Any]) -> dict[str, Any]:
         kept = {key: given[key] for key in keys if key in given} if isinstance(given, dict) else {}
         tiny[section] = tiny.get(section, {}) | kept
     tiny["rollout"] |= {"prompts_per_step": PROMPTS, "num_generations": SAMPLES}
+    tiny["rollout"]["dtype"] = "float32"  # vLLM in bfloat16 ends with an illegal instruction on some CPUs
     if find_spec("vllm") is None:
         tiny["rollout"] |= {"engine": "transformers", "options": {}}
     if "environment" in tables.get("rollout", {}):

@@ -17,7 +17,6 @@ BASELINES = {"group": "std", "none": "none", "true": "std", "false": "none"}
 AGGREGATIONS = {"grpo": "grpo", "bnpo": "dapo", "dapo": "dapo", "dr_grpo": "dr_grpo"}
 CORRECTIONS = {"token_truncate": "token_truncate", "token_mask": "token_mask", "sequence_mask": "sequence_mask"}
 ATTENTION = {"flash_attn": "flash_attention_2", "flash_attention_2": "flash_attention_2", "sdpa": "sdpa"}
-SLEEP = {"0": False, "1": True, "2": True}
 
 OPTIONS: dict[str, Option] = {
     **same(
@@ -84,7 +83,8 @@ OPTIONS: dict[str, Option] = {
     "attn_impl": Option("model.attention", ATTENTION | {"eager": "eager"}),
     "bf16": Option("model.dtype", {"true": "bfloat16", "false": None}),
     "fp16": Option("model.dtype", {"true": "float16", "false": None}),
-    "sleep_level": Option("rollout.sleep", SLEEP),
+    "offload_model": Option("backend.offload", {"true": True, "false": None}),
+    "offload_optimizer": Option("backend.offload", {"true": True, "false": None}),
     "async_generate": Option("rollout.max_staleness", {"true": 1, "false": None}),
     "use_vllm": Option("rollout.engine", {"true": None, "false": "transformers"}),
     **derived(
@@ -113,6 +113,7 @@ OPTIONS: dict[str, Option] = {
             "reward_funcs": ("reward.functions", "built-in names, or module:name"),
             "reward_weights": ("reward.weights", "of the functions that are converted"),
             "report_to": ("log.wandb", "also log.tensorboard"),
+            "sleep_level": ("rollout.sleep", "false for 0; rollout.sleep_level is 1 or 2"),
             "vllm_mode": ("rollout.engine", "colocate: vllm, server: vllm_server"),
             "vllm_server_host": ("rollout.urls", "http://HOST:PORT of `moe-replay rollout`"),
             "vllm_server_port": ("rollout.urls", "http://HOST:PORT of `moe-replay rollout`"),
@@ -138,7 +139,7 @@ OPTIONS: dict[str, Option] = {
                 "agent_template"
             ),
             "longer prompts are left out": "truncation_strategy",
-            "a multi-turn scheduler is a function here: rollout.environment, docs/environments.md": (
+            "an environment is a function, or a list of tools: rollout.environment, docs/environments.md": (
                 "multi_turn_scheduler use_gym_env gym_env completion_length_limit_scope vllm_server_pass_dataset"
             ),
             "a reward function in a file is named module:name in reward.functions": "external_plugins",
@@ -159,7 +160,7 @@ OPTIONS: dict[str, Option] = {
             "a server is asked over HTTP with the timeouts of docs/engines.md": (
                 "vllm_server_timeout vllm_server_group_port"
             ),
-            "the trainer keeps its state on the GPU": "offload_model offload_optimizer optimizer_cpu_offload",
+            "the optimizer is in host memory while the engine samples: backend.offload": "optimizer_cpu_offload",
             "a checkpoint holds all that a run is resumed with": "no_save_optim no_save_rng",
             "metrics go to W&B, texts to a parquet file": "wandb_log_unique_prompts",
             "text only": "freeze_vit freeze_aligner freeze_llm vllm_limit_mm_per_prompt max_pixels",

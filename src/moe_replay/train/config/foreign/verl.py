@@ -73,6 +73,7 @@ OPTIONS: dict[str, Option] = {
             f"{ROLLOUT}.pipeline_model_parallel_size": "rollout.options.pipeline_parallel_size",
             f"{ROLLOUT}.response_length": "rollout.max_tokens",
             f"{ROLLOUT}.prompt_length": "data.max_prompt_tokens",
+            "async_training.partial_rollout": "rollout.partial_rollout",
             "data.max_prompt_length": "data.max_prompt_tokens",
             "data.max_response_length": "rollout.max_tokens",
             "data.shuffle": "data.shuffle",
@@ -104,6 +105,16 @@ OPTIONS: dict[str, Option] = {
     "algorithm.norm_adv_by_std_in_grpo": Option("algorithm.baseline", {"true": "std", "false": "none"}),
     "algorithm.rollout_correction.rollout_is": Option("algorithm.correction", {"token": "token_truncate"}),
     "trainer.resume_mode": Option("resume", {"auto": True, "disable": False, "resume_path": None}),
+    **{
+        name: Option("backend.offload", {"true": True, "false": None})
+        for name in (
+            f"{MEGATRON}.param_offload",
+            f"{MEGATRON}.optimizer_offload",
+            f"{MEGATRON}.grad_offload",
+            f"{ACTOR}.fsdp_config.param_offload",
+            f"{ACTOR}.fsdp_config.optimizer_offload",
+        )
+    },
     "algorithm.use_kl_in_reward": Option(values={"false": None}, note="the divergence is a term of the loss"),
     **derived(
         {
@@ -160,10 +171,6 @@ OPTIONS: dict[str, Option] = {
                 "data.dataloader_num_workers data.seed data.return_raw_chat data.return_full_prompt "
                 "data.return_raw_input_ids data.val_batch_size data.gen_batch_size data.train_max_samples"
             ),
-            "the trainer keeps its state on the GPU": (
-                f"{MEGATRON}.param_offload {MEGATRON}.optimizer_offload {MEGATRON}.grad_offload "
-                f"{ACTOR}.fsdp_config.param_offload {ACTOR}.fsdp_config.optimizer_offload"
-            ),
             "log.completions keeps texts in the run's folder": (
                 "trainer.rollout_data_dir trainer.validation_data_dir trainer.log_val_generations"
             ),
@@ -184,7 +191,7 @@ OPTIONS: dict[str, Option] = {
             ),
             "evaluation follows a step, not the start": "trainer.val_before_train trainer.val_only",
             "the device is found: backend.device": "trainer.device",
-            "a tool is a function here: docs/environments.md": (
+            "a tool is a function: rollout.environment = tools, rollout.tools = module:name, docs/environments.md": (
                 f"{ROLLOUT}.multi_turn.enable {ROLLOUT}.multi_turn.tool_config_path {ROLLOUT}.multi_turn.format "
                 f"{ROLLOUT}.multi_turn.function_tool_path {ROLLOUT}.agent.default_agent_loop "
                 f"{ROLLOUT}.agent.agent_loop_config_path {ROLLOUT}.agent.num_workers data.tool_config_path"
