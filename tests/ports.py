@@ -1,7 +1,8 @@
-"""Ports of the loopback that nobody else is given."""
+"""Ports of the loopback that nobody else is given, and servers that listen there."""
 
 from __future__ import annotations
 
+import http.client
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,3 +19,15 @@ def reserved_port() -> Iterator[int]:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(("127.0.0.1", 0))
         yield bound.getsockname()[1]
+
+
+def answers(port: int) -> bool:
+    """Whether a server answers that it is well; cheap to ask often."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

@@ -11,11 +11,11 @@ import time
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
-import httpx
 import pytest
 
 from moe_replay.utils.processes import clear_leftovers, list_shared_files, owned_folder, start_time
 from tests.faults.processes import LIMIT_S, ROOT, process, start_command, start_python, wait_for_line, wait_until_gone
+from tests.ports import answers
 
 # ---- processes ------------------------------------------------------------------------------------------------------
 
@@ -98,13 +98,6 @@ def test_a_server_whose_engine_died_ends(port: int) -> None:
         os.kill(int(wait_for_line(server.stdout, "engine ").split()[1]), signal.SIGKILL)
         assert "an engine 1 has died" in server.stdout.read()
         assert server.wait(LIMIT_S) != 0
-
-
-def answers(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=60).is_success
-    except httpx.TransportError:
-        return False
 
 
 # ---- folders and shared memory --------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.faults.processes import (
@@ -32,7 +31,7 @@ from tests.faults.processes import (
     wait_until_removed,
 )
 from tests.faults.test_signals import recipe
-from tests.ports import reserved_port
+from tests.ports import answers, reserved_port
 from tests.real_vllm.conftest import NEEDS_VLLM
 
 pytest.importorskip("vllm", reason=NEEDS_VLLM)
@@ -40,6 +39,7 @@ pytestmark = pytest.mark.engine
 
 ENGINE: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 2**26}
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "MOE_REPLAY_TOKEN": "secret"}
+QUIET |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # with a worker process, as a user's
 
 
 def engine_core(pid: int) -> Process:
@@ -65,11 +65,9 @@ def start_server(demo_files: Any, port: int) -> subprocess.Popen[str]:
 
 def wait_until_healthy(server: subprocess.Popen[str], port: int) -> None:
     while server.poll() is None:
-        try:
-            if httpx.get(f"http://127.0.0.1:{port}/health", timeout=60).is_success:
-                return
-        except httpx.TransportError:
-            time.sleep(0.2)
+        if answers(port):
+            return
+        time.sleep(0.2)
     raise AssertionError(f"the server did not start: {server.stdout.read() if server.stdout else ''}")
 
 

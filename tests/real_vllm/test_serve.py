@@ -9,12 +9,12 @@ import sys
 import time
 from pathlib import Path
 
-import httpx
 import pytest
 
 from moe_replay.rollout.plain_vllm import PlainVllmServer
 from moe_replay.rollout.types import SamplingParams
 from moe_replay.routes.topology import MoeTopology
+from tests.ports import answers
 from tests.real_vllm.conftest import NEEDS_VLLM
 from tests.rollout.tiny import VOCABULARY, assert_sampled_from, tiny_model
 
@@ -56,10 +56,3 @@ def save_tokenizer(folder: Path) -> None:
 
     words = models.WordLevel({f"w{token}": token for token in range(VOCABULARY)}, unk_token="w0")
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(folder)
-
-
-def answers(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=60).is_success
-    except httpx.TransportError:
-        return False
