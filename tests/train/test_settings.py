@@ -20,6 +20,8 @@ from moe_replay.train.loop import train
 from moe_replay.train.losses.types import LossInputs, LossOutput, LossSettings
 from tests.train.runs import train_on_rank
 
+pytestmark = pytest.mark.usefixtures("fast_bfloat16")
+
 Config = Callable[..., Any]
 Metrics = Callable[[Path], list[dict[str, Any]]]
 
@@ -46,7 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def usual(demo_files: Any, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def usual(fast_bfloat16: None, demo_files: Any, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The losses of a run with the usual settings, whose rollout is in bfloat16."""
     output = tmp_path_factory.mktemp("usual") / "run"
     return losses(train_on_rank(str(demo_files.model), str(demo_files.train), str(output), in_bfloat16({})))
