@@ -20,6 +20,7 @@ from moe_replay.demo.warm_start import chance_of_right_answer, warm_start
 from moe_replay.train.data import load_prompts, read_rows
 
 pytest.importorskip("transformers", reason="needs Transformers")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

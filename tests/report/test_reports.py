@@ -27,6 +27,8 @@ from tests.report.folders import (
 )
 
 pytest.importorskip("matplotlib", reason="figures need matplotlib")
+pytestmark = pytest.mark.slow
+
 LARGEST = 1_500_000  # bytes of a page
 
 

@@ -111,6 +111,7 @@ def our_loss(batch: Batch, aggregation, level, beta, correction, clip, tokens=sl
     return found.loss.detach(), gradient
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correction", ["off", "token_truncate", "token_mask", "sequence_mask"])
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 @pytest.mark.parametrize("level", ["token", "sequence"])
