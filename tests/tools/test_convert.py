@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def test_the_example_of_ms_swift(tmp_path: Path) -> None:
     assert (config.algorithm.level, config.algorithm.loss) == ("sequence", "grpo")
     assert (config.algorithm.clip_low, config.algorithm.clip_high, config.algorithm.beta) == (3e-4, 4e-4, 0.0)
     assert config.rollout.options == {"gpu_memory_utilization": 0.3, "tensor_parallel_size": 4}
-    assert config.rollout.sleep
+    assert (config.rollout.sleep, config.rollout.sleep_level) == (True, 2)
     assert config.replay.mode == "r3"
     assert config.reward.functions == ("accuracy", "format")
     assert (config.optim.lr, config.optim.schedule, config.optim.betas) == (5e-5, "cosine", (0.9, 0.95))
@@ -360,3 +361,25 @@ def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
     touched = tmp_path / "touched"
     convert("swift", [f"A=$(touch {touched}) megatron rlhf --model m --dataset `touch {touched}` --lr $((1+1))"])
     assert not touched.exists()
+
+
+# ---- docs/coming-from.md ---------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "coming-from.md").read_text()
+BESIDE = re.findall(r"```sh\n(.*?)```\n\n```toml\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize(("command", "recipe"), BESIDE, ids=["swift", "verl"])
+def test_the_recipes_of_the_page_load_and_are_what_the_commands_mean(command: str, recipe: str, tmp_path: Path) -> None:
+    trainer = "verl" if "verl.trainer" in command else "swift"
+    text, problems = convert(trainer, [command])
+    assert problems == []
+    assert loaded(recipe, tmp_path) == loaded(text, tmp_path)
+    remarks = [line for line in text.splitlines() if line.startswith("#   ") and not line.endswith("RECIPE.toml")]
+    assert [line for line in remarks if line not in recipe] == []
+
+
+def test_the_server_of_the_page_is_what_the_command_means() -> None:
+    command = re.findall(r"```sh\n(swift rollout.*?)```\n\n```\n(.*?)\n```", PAGE, re.DOTALL)
+    ((theirs, ours),) = command
+    assert ours in convert("swift", [theirs])[0]
