@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from moe_replay.train.trajectory_wire import trajectories_from_bytes, trajectori
 from moe_replay.train.types import Trajectory
 from tests.megatron.weights.models import VOCABULARY, save_checkpoint, tiny
 from tests.models import perturb_routers
+from tests.train.trajectories import random_mask
 
 LENGTHS = (9, 14, 5, 11, 7, 12, 6, 10)
 PROMPT = 3
@@ -66,6 +68,12 @@ def save_policy(folder: Path, variant: str = "qwen3_moe") -> bytes:
                 advantage=float(random.normal()),
             )
         )
+    return trajectories_to_bytes(made)
+
+
+def with_masks(data: bytes) -> bytes:
+    """The trajectories with random supports for their sampled tokens."""
+    made = [replace(one, sampling_mask=random_mask(one, VOCABULARY, one.row)) for one in trajectories_from_bytes(data)]
     return trajectories_to_bytes(made)
 
 

@@ -95,6 +95,31 @@ def test_updates_as_one_process_makes_them(name: str) -> None:
     check_weights(ranks[0]["weights"], one["weights"])
 
 
+@pytest.mark.parametrize(("size", "settings"), [(1, {}), (2, TP | PACKED), (2, CP)], ids=["1", "tp2-packed", "cp2"])
+def test_sampling_masks_are_replayed_as_one_process_replays_them(size: int, settings: dict[str, Any]) -> None:
+    ranks = harness.run_ranks(size, megatron_training.two_updates, policy()[0], masked_data(), "megatron", settings)
+    one, whole = masked_expected(), expected()
+    assert not any(close(one["replayed"][row], whole["replayed"][row]) for row in one["replayed"])
+    assert all(torch.isfinite(scores).all() for scores in one["replayed"].values())
+    assert all(close(rank["norms"], one["norms"]) for rank in ranks)
+    found = [row for rank in ranks for row in rank["replayed"]]
+    assert sorted(found) == sorted(one["replayed"])
+    assert all(close(rank["replayed"][row], one["replayed"][row]) for rank in ranks for row in rank["replayed"])
+    check_weights(ranks[0]["weights"], one["weights"])
+
+
+@functools.cache
+def masked_data() -> bytes:
+    return megatron_training.with_masks(policy()[1])
+
+
+@functools.cache
+def masked_expected() -> dict[str, Any]:
+    """What one process makes of trajectories with sampling masks, with FSDP2."""
+    (outcome,) = harness.run_ranks(1, megatron_training.two_updates, policy()[0], masked_data(), "fsdp")
+    return outcome
+
+
 def check_weights(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     """Where each tensor has gone is compared, in units of how far it went."""
     start = saved_tensors(policy()[0])

@@ -191,7 +191,8 @@ def test_arguments_without_a_launcher_are_those_of_training(tmp_path: Path) -> N
     [
         ("--loss_type cispo", "--loss_type cispo: only grpo, bnpo, dapo, dr_grpo can be converted"),
         ("--reward_funcs accuracy mine", "--reward_funcs mine: a function of yours"),
-        ("--top_p 0.9", "--top_p 0.9: tokens are sampled from the policy itself"),
+        ("--min_p 0.1", "--min_p 0.1: tokens are sampled from the policy itself"),
+        ("--top_k 50", "--top_k 50: set rollout.top_k"),
         ("--no_such_option 3", "--no_such_option 3: no counterpart is known"),
         ("--num_generations many", "many"),
         ("--lr $LR", "--lr $LR: the script does not assign LR; set optim.lr"),

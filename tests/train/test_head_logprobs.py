@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,12 +18,14 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("transformers", minversion="5.0")
 
 import moe_replay as mr
+from moe_replay.rollout.sampling_mask import SamplingMask
 from moe_replay.train.backends.base import Scores
 from moe_replay.train.backends.head_logprobs import Head, head_logprobs
 from moe_replay.train.backends.transformers_logprobs import HeadScores
+from moe_replay.train.logit_mask import LogitMask
 from moe_replay.train.micro_batch import MicroBatch
 from tests.models import tiny_qwen3_moe
-from tests.train.trajectories import random_trajectory
+from tests.train.trajectories import random_mask, random_trajectory
 
 VOCABULARY, CHUNK = 512, 40
 
@@ -50,6 +53,46 @@ def test_logprobs_entropy_and_gradients_are_those_of_log_softmax(
     torch.testing.assert_close(entropy, -(whole.exp() * whole).sum(-1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found_gradients, gradients, rtol=1e-4, atol=1e-5)
     assert not entropy.requires_grad
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 12), st.sampled_from([0.6, 1.0, 1.7]), st.integers(1, 13), st.integers(0, 99))
+def test_masked_logits_do_not_count(scored: int, temperature: float, chunk: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = (
+        (3 * torch.randn(*shape, generator=generator)).requires_grad_() for shape in ((scored, 5), (11, 5))
+    )
+    targets = torch.randint(11, (scored,), generator=generator)
+    weights = torch.randn(scored, generator=generator)
+    kept = torch.rand(scored, 11, generator=generator) < torch.tensor([0.0, 0.3, 1.0]).repeat(4)[:scored, None]
+    kept[torch.arange(scored), targets] = True
+    mask = SamplingMask(11, kept.sum(1).numpy(), kept.nonzero()[:, 1].numpy())
+
+    whole = (hidden @ weight.T / temperature).masked_fill(~kept, -torch.inf).log_softmax(-1)
+    wanted = whole.gather(-1, targets[:, None])[:, 0]
+    gradients = torch.autograd.grad((wanted * weights).sum(), [hidden, weight])
+    found, entropy = head_logprobs(
+        *(hidden, Head(weight), targets),
+        temperature=temperature,
+        chunk=chunk,
+        mask=LogitMask.of(mask, torch.device("cpu")),
+    )
+    found_gradients = torch.autograd.grad((found * weights).sum(), [hidden, weight])
+
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, torch.special.entr(whole.exp()).sum(-1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found_gradients, gradients, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_of_a_larger_vocabulary_is_refused() -> None:
+    mask = LogitMask.of(SamplingMask.whole(2, 12), torch.device("cpu"))
+    with pytest.raises(mr.errors.AlignmentError, match=r"larger vocabulary.*at most 11 tokens, found 12 tokens"):
+        head_logprobs(
+            *(torch.zeros(2, 5), Head(torch.zeros(11, 5)), torch.zeros(2, dtype=torch.int64)),
+            temperature=1.0,
+            chunk=4,
+            mask=mask,
+        )
 
 
 def test_logits_in_half_precision_are_read_in_float32() -> None:
@@ -80,8 +123,10 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def micro_batch(packed: bool) -> MicroBatch:
-    trajectories = [random_trajectory(row, 3, 60 + row) for row in range(3)]
+def micro_batch(packed: bool, masked: bool = False, vocabulary: int = VOCABULARY) -> MicroBatch:
+    trajectories: list[Any] = [random_trajectory(row, 3, 60 + row, observed=row) for row in range(3)]
+    if masked:
+        trajectories = [replace(one, sampling_mask=random_mask(one, vocabulary, one.row)) for one in trajectories]
     lengths = [len(one) for one in trajectories]
     layout = mr.TokenLayout.packed(lengths) if packed else mr.TokenLayout.padded(lengths)
     return MicroBatch.of(trajectories, [1.0] * 3, layout, torch.device("cpu"))
@@ -93,9 +138,26 @@ def plain_model(tied: bool = False) -> Any:
 
 def whole_scores(model: nn.Module, batch: MicroBatch, temperature: float) -> Scores:
     logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
-    logprobs = (logits.flatten(0, 1)[batch.target_positions].float() / temperature).log_softmax(-1)
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    targets = logits.flatten(0, 1)[batch.target_positions].float() / temperature
+    if batch.trajectories[0].sampling_mask is not None:
+        targets = targets.masked_fill(~supports(batch, targets.shape[1]), -torch.inf)
+    logprobs = targets.log_softmax(-1)
+    entropy = torch.special.entr(logprobs.exp()).sum(-1)
     return Scores(logprobs.gather(-1, batch.target_ids[:, None])[:, 0], entropy)
+
+
+def supports(batch: MicroBatch, vocabulary: int) -> Tensor:
+    """(N, V) bool: the supports of all sampled tokens, sequence by sequence."""
+    kept = torch.zeros(0, vocabulary, dtype=torch.bool)
+    for one in batch.trajectories:
+        mask = one.sampling_mask
+        assert mask is not None
+        for token in one.sampled.nonzero()[0].tolist():
+            ids = mask.token_ids[mask.offsets[token] : mask.offsets[token + 1]].astype("int64")
+            row = torch.full((1, vocabulary), not len(ids))
+            row[0, torch.from_numpy(ids)] = True
+            kept = torch.cat([kept, row])
+    return kept
 
 
 def gradients_of(model: nn.Module, logprobs: Tensor) -> dict[str, Tensor]:
@@ -105,9 +167,11 @@ def gradients_of(model: nn.Module, logprobs: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_model_scored_by_slices_gives_the_values_and_gradients_of_whole_logits(packed: bool, tied: bool) -> None:
-    model, batch = plain_model(tied), micro_batch(packed)
+@pytest.mark.parametrize(("tied", "masked"), [(True, False), (False, False), (False, True)])
+def test_a_model_scored_by_slices_gives_the_values_and_gradients_of_whole_logits(
+    packed: bool, tied: bool, masked: bool
+) -> None:
+    model, batch = plain_model(tied), micro_batch(packed, masked)
     scores = HeadScores(model, CHUNK)
     assert scores.is_chunked
     found, wanted = scores(batch, 0.7), whole_scores(model, batch, 0.7)
@@ -163,12 +227,14 @@ def adapted_head() -> Any:
 def test_other_heads_are_scored_from_whole_logits_and_the_log_says_so(
     make: Callable[[], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, batch = make(), micro_batch(packed=True)
+    model = make()
     with caplog.at_level(logging.WARNING):
         scores = HeadScores(model, CHUNK)
     assert "batch.logit_chunk has no effect" in caplog.text
     assert not scores.is_chunked
-    torch.testing.assert_close(scores(batch, 0.7), whole_scores(model, batch, 0.7), rtol=1e-5, atol=1e-5)
+    for masked in (False, True):
+        batch = micro_batch(packed=True, masked=masked, vocabulary=model.config.vocab_size)
+        torch.testing.assert_close(scores(batch, 0.7), whole_scores(model, batch, 0.7), rtol=1e-5, atol=1e-5)
 
 
 def test_the_head_is_itself_again_after_a_pass_even_one_that_failed() -> None:

@@ -43,6 +43,7 @@ def logged(config: Callable[..., Any], demo_files: Any) -> set[str]:
     made = config(
         steps=1,
         data={"eval_path": str(demo_files.eval)},
+        rollout={"top_p": 0.9},
         replay={"mode": "r3", "compare_every": 1},
         algorithm={"beta": 0.1, "updates_per_rollout": 1},
         eval={"every": 1, "prompts": 2},

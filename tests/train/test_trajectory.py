@@ -14,7 +14,7 @@ from moe_replay.rollout.session import Session
 from moe_replay.rollout.types import FinishReason, Sample
 from moe_replay.train.trajectory_wire import trajectories_from_bytes, trajectories_to_bytes
 from moe_replay.train.types import Trajectory
-from tests.train.trajectories import LAYERS, NUM_EXPERTS, random_trajectory
+from tests.train.trajectories import LAYERS, NUM_EXPERTS, random_mask, random_trajectory
 
 
 def sample(prompt: np.ndarray, completion: int, version: int, reason: FinishReason) -> Sample:
@@ -45,11 +45,13 @@ def resumed(keep: str) -> Session:
 def test_the_way_to_other_ranks_keeps_everything() -> None:
     sent = [random_trajectory(i, prompt=2, completion=3 + i, observed=i) for i in range(3)]
     sent.append(dataclasses.replace(sent[0], reward=math.nan, advantage=0.1 + 0.2))
+    sent.append(dataclasses.replace(sent[1], sampling_mask=random_mask(sent[1], 97)))
     for before, after in zip(sent, trajectories_from_bytes(trajectories_to_bytes(sent)), strict=True):
         assert (after.row, after.group, after.finish_reason) == (before.row, before.group, before.finish_reason)
         assert after.advantage == before.advantage
         np.testing.assert_equal(after.reward, before.reward)
         assert after.trace == before.trace
+        assert after.sampling_mask == before.sampling_mask
         for name in ("token_ids", "logprobs", "versions"):
             np.testing.assert_array_equal(getattr(after, name), getattr(before, name))
             assert getattr(after, name).dtype == getattr(before, name).dtype

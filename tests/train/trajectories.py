@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 
 import moe_replay as mr
-from moe_replay.rollout.types import FinishReason
+from moe_replay.rollout.sampling_mask import SamplingMask
+from moe_replay.rollout.types import FinishReason, SampledSequence
 from moe_replay.train.types import Trajectory
 
 LAYERS = (1, 2, 3)
@@ -42,3 +43,12 @@ def random_trajectory(row: int, prompt: int, completion: int, observed: int = 0,
         reward=float(random.random()),
         advantage=float(random.normal()),
     )
+
+
+def random_mask(sequence: SampledSequence, vocab_size: int, seed: int = 0) -> SamplingMask:
+    """Supports of a third of the vocabulary, or all of it, that hold the sampled tokens."""
+    random = np.random.default_rng(seed)
+    kept = random.random((len(sequence), vocab_size)) < 1 / 3
+    kept[np.arange(len(sequence)), sequence.token_ids] = True
+    kept[~sequence.sampled | (random.random(len(sequence)) < 0.2)] = True
+    return SamplingMask(vocab_size, kept.sum(1), np.nonzero(kept)[1])

@@ -74,6 +74,11 @@ def _problem(
     impossible = np.flatnonzero(~(np.isfinite(logprobs) & (logprobs <= ROUNDING)))
     if impossible.size:
         return "an impossible log-prob", "finite and at most 0", float(logprobs[impossible[0]])
+    mask = sample.sampling_mask
+    if params.sampling_mask and mask is None and len(completion):
+        return "a sample without its sampling mask", "the support of each token", "no mask"
+    if mask is not None and vocab_size is not None and mask.vocab_size != vocab_size:
+        return "a sampling mask of another vocabulary", f"{vocab_size} tokens", f"{mask.vocab_size} tokens"
     if (trace.layers, trace.top_k) != (topology.layers, topology.top_k) or (
         trace.num_experts is not None and trace.num_experts > topology.num_experts
     ):

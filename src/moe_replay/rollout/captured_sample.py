@@ -8,6 +8,7 @@ import numpy as np
 
 from moe_replay.errors import EngineError, EngineName
 from moe_replay.interop.capture import trace_from_capture
+from moe_replay.rollout.sampling_mask import SamplingMask
 from moe_replay.rollout.types import FinishReason, Sample
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
@@ -26,6 +27,7 @@ def captured_sample(
     sample: int,
     first_token: int = 0,
     weights_id: str = "",
+    sampling_mask: Callable[[], SamplingMask] | None = None,
 ) -> Sample:
     """Return the sample of a prompt (P,), a completion (C,) and the routes that an engine captured.
 
@@ -33,6 +35,7 @@ def captured_sample(
     captured      (P + C - first_token [- 1], decoder layers, K); None: aborted before anything was routed
     first_token   rows before this token were not requested
     sample        index in its request, for errors
+    sampling_mask   returns that of the completion; None: the engine was not asked for it
     """
     tokens = np.concatenate([prompt, completion])
     if captured is None:
@@ -43,6 +46,9 @@ def captured_sample(
         trace = trace_from_capture(
             captured, tokens, topology, engine, weight_version=weight_version, first_token=first_token, sample=sample
         )
+    mask = None if sampling_mask is None else sampling_mask()
+    if mask is not None:
+        mask.check_sampled(completion, sample=sample)
     return Sample(
         prompt_ids=prompt,
         completion_ids=completion,
@@ -51,6 +57,7 @@ def captured_sample(
         trace=trace,
         weight_version=weight_version,
         weights_id=weights_id,
+        sampling_mask=mask,
     )
 
 

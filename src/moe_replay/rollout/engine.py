@@ -99,6 +99,7 @@ class StartRequest:
     router_family    description of the routers of a model unknown to this release: "module:name"
     trust_remote_code   run Python code that comes with the model
     sleep            whether `sleep` will be called
+    sampling_mask    whether samples will be asked for with their sampling mask
     urls, token      of servers that run already; without a token, that of $MOE_REPLAY_TOKEN
     min_servers      of `urls` that must be reachable; None: all
     options          the engine's own, passed on as they are
@@ -111,6 +112,7 @@ class StartRequest:
     router_family: str | None = None
     trust_remote_code: bool = False
     sleep: bool = False
+    sampling_mask: bool = False
     urls: tuple[str, ...] = ()
     token: str | None = field(default=None, repr=False)
     min_servers: int | None = None

@@ -80,6 +80,10 @@ class PlainVllmServer(HttpClient):
             return EngineName("vLLM", str(answer["version"]))
 
     async def _sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
+        if params.sampling_mask:
+            raise EngineError(
+                f"vLLM at {self.url} is not asked for sampling masks", remedy="Sample with sampling_mask=False"
+            )
         untruncated = (params.temperature, params.top_p, params.top_k) in ((1.0, 1.0, 0), (0.0, 1.0, 0))
         if not untruncated and not self.processed_logprobs:
             raise EngineError(

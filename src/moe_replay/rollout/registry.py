@@ -27,6 +27,7 @@ class EngineSpec:
     is_server       runs in processes of its own and is reached by URLs
     takes_weights   is an `Engine`; otherwise it only samples, and cannot be trained with
     package         that must be installed here to start it; empty: none
+    returns_masks   can return the sampling mask of its samples, in some release at least
     """
 
     start: str | Start
@@ -34,6 +35,7 @@ class EngineSpec:
     is_server: bool = False
     takes_weights: bool = True
     package: str = ""
+    returns_masks: bool = True
 
 
 ENGINES: dict[str, EngineSpec] = {
@@ -42,7 +44,9 @@ ENGINES: dict[str, EngineSpec] = {
         "moe_replay.rollout.transformers:start", "Transformers in this process", package="transformers"
     ),
     "vllm_server": EngineSpec("moe_replay.rollout.vllm_server:start", "`moe-replay rollout` servers", is_server=True),
-    "sglang_server": EngineSpec("moe_replay.rollout.sglang_server:start", "SGLang servers", is_server=True),
+    "sglang_server": EngineSpec(
+        "moe_replay.rollout.sglang_server:start", "SGLang servers", is_server=True, returns_masks=False
+    ),
     "plain_vllm_server": EngineSpec(
         "moe_replay.rollout.plain_vllm:start", "one `vllm serve`, to sample only", is_server=True, takes_weights=False
     ),

@@ -1,9 +1,10 @@
 """The samples of one prompt as bytes: routes of the prompt once for all of them, no dense layers.
 
     u32 length of the header | header, JSON | trace of each distinct prompt | for each sample: trace of its completion,
-    log-probs (float32)
+    log-probs (float32), sampling mask if it has one
 
-All numbers are little-endian; traces are in the format of docs/trace-format.md. The reader validates everything.
+All numbers are little-endian; traces and masks are in the formats of docs/trace-format.md. The reader validates
+everything.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moe_replay.errors import TraceFormatError
+from moe_replay.rollout.sampling_mask_wire import mask_from_bytes, mask_to_bytes
 from moe_replay.rollout.types import FinishReason, Sample
 from moe_replay.routes.trace import RouteTrace
 
@@ -35,7 +37,9 @@ class _SampleHeader(BaseModel):
     finish_reason: str
     weight_version: int = Field(ge=0)
     info: dict[str, str] = {}
-    weights_id: str | None = None  # left out where there is none: readers of older releases know no such field
+    # Left out where there are none: readers of older releases refuse headers with these fields.
+    weights_id: str | None = None
+    mask_bytes: int | None = Field(None, ge=0)
 
 
 class _Header(BaseModel):
@@ -57,8 +61,9 @@ def encode_samples(samples: Sequence[Sample]) -> bytes:
         if number == len(prompts):
             prompts.append(prompt)
         trace, logprobs = completion.to_bytes(), sample.logprobs.astype("<f4").tobytes()
+        mask = None if sample.sampling_mask is None else mask_to_bytes(sample.sampling_mask)
         crc = zlib.crc32(logprobs, crc)
-        bodies += [trace, logprobs]
+        bodies += [trace, logprobs, mask or b""]
         headers.append(
             _SampleHeader(
                 prompt=number,
@@ -68,6 +73,7 @@ def encode_samples(samples: Sequence[Sample]) -> bytes:
                 weight_version=sample.weight_version,
                 info=sample.info,
                 weights_id=sample.weights_id or None,
+                mask_bytes=None if mask is None else len(mask),
             )
         )
     blobs = [prompt.to_bytes() for prompt in prompts]
@@ -94,6 +100,11 @@ def decode_samples(data: Bytes) -> list[Sample]:
         completion = _trace(body.take(described.trace_bytes, f"trace of sample {number}"), number)
         logprobs = body.take(4 * described.tokens, f"log-probs of sample {number}")
         crc = zlib.crc32(logprobs, crc)
+        mask = None
+        if described.mask_bytes is not None:
+            blob = body.take(described.mask_bytes, f"sampling mask of sample {number}")
+            mask = mask_from_bytes(blob, sample=number)
+            mask.check_sampled(completion.token_ids, sample=number)
         if described.prompt >= len(prompts) or described.finish_reason not in tuple(FinishReason):
             raise TraceFormatError("a sample with an impossible header", sample=number, found=described)
         prompt = prompts[described.prompt]
@@ -107,6 +118,7 @@ def decode_samples(data: Bytes) -> list[Sample]:
                 weight_version=described.weight_version,
                 info=described.info,
                 weights_id=described.weights_id or "",
+                sampling_mask=mask,
             )
         )
     body.check_end()

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_replay.rollout.sampling_mask import SamplingMask
 from moe_replay.rollout.types import SamplingParams
 
 
@@ -37,6 +38,37 @@ def draw(logprobs: Tensor, uniform: Tensor, params: SamplingParams) -> Tensor:
     # side="right": the first token whose share ends beyond the number, so never one of probability zero
     found = torch.searchsorted(cumulated, uniform.double()[:, None] * cumulated[:, -1:], right=True)[:, 0]
     return found.clamp(max=logprobs.shape[-1] - 1)
+
+
+class Supports:
+    """Collects the supports of B rows, column by column."""
+
+    def __init__(self) -> None:
+        self._counts: list[Tensor] = []
+        self._rows: list[Tensor] = []
+        self._ids: list[Tensor] = []
+        self._vocab_size = 0
+
+    def add(self, logprobs: Tensor) -> None:
+        """Add the next token of all rows, from the log-probs (B, V) of the distributions it is sampled from."""
+        kept = logprobs > -torch.inf
+        rows, ids = kept.nonzero(as_tuple=True)
+        self._counts.append(kept.sum(-1))
+        self._rows.append(rows)
+        self._ids.append(ids)
+        self._vocab_size = logprobs.shape[-1]
+
+    def masks(self, lengths: Sequence[int]) -> list[SamplingMask]:
+        """Return the mask of the first tokens of each row, `lengths` (B,) of them."""
+        counts = torch.stack(self._counts, 1).cpu().numpy()
+        order = torch.cat(self._rows).argsort(stable=True)
+        ids = torch.cat(self._ids)[order].cpu().numpy()
+        ends = np.concatenate([[0], np.cumsum(counts)])
+        first = np.arange(len(counts)) * counts.shape[1]
+        return [
+            SamplingMask(self._vocab_size, counts[row, :length], ids[ends[start] : ends[start + length]])
+            for row, (start, length) in enumerate(zip(first.tolist(), lengths, strict=True))
+        ]
 
 
 def prompt_hash(prompt: Sequence[int]) -> int:

@@ -21,6 +21,7 @@ import numpy as np
 
 from moe_replay.errors import EngineError
 from moe_replay.rollout.engine import Sampler
+from moe_replay.rollout.sampling_mask import SamplingMask
 from moe_replay.rollout.types import NOT_SAMPLED, FinishReason, Sample, SampledSequence, SamplingParams
 from moe_replay.routes.trace import RouteTrace
 
@@ -33,6 +34,7 @@ class Session:
     logprobs            (T,) float32: of the sampled tokens, under the weights that sampled them; 0 elsewhere
     sampled_versions    (T,) int64: weight version that sampled the token, -1 for prompt and observations
     trace               routes of the tokens, with the weight version that routed each; None before the first turn
+    sampling_mask       of the tokens; None if no turn has one
     """
 
     def __init__(self, prompt_ids: Sequence[int], keep: Literal["as_sampled", "latest"] = "as_sampled") -> None:
@@ -41,6 +43,7 @@ class Session:
         self.logprobs = np.zeros(0, np.float32)
         self.sampled_versions = np.zeros(0, np.int64)
         self.trace: RouteTrace | None = None
+        self.sampling_mask: SamplingMask | None = None
         self.finish_reason: FinishReason | None = None  # of the last turn
         self.turn_starts_at = 0
         self.observe(prompt_ids)
@@ -65,6 +68,9 @@ class Session:
             )
         ids = np.asarray(token_ids, np.int32)
         self._append(ids, np.zeros(len(ids), np.float32), NOT_SAMPLED)
+        if self.sampling_mask is not None:
+            observed = SamplingMask.whole(len(ids), self.sampling_mask.vocab_size)
+            self.sampling_mask = SamplingMask.concatenate([self.sampling_mask, observed])
         if self.trace is not None:
             self.trace = self.trace.append_tokens(ids)
         self.turn_starts_at = len(self)
@@ -103,6 +109,8 @@ class Session:
             self.trace = sample.trace
         else:
             self.trace = self.trace.continued_by(sample.trace, self.keep)
+        if len(sample.completion_ids):  # a turn that was aborted before its first token tells nothing
+            self._absorb_mask(sample.sampling_mask)
         self._append(sample.completion_ids, sample.logprobs, sample.weight_version)
         self.finish_reason = sample.finish_reason
         return sample.finish_reason
@@ -121,6 +129,7 @@ class Session:
             versions=self.sampled_versions,
             trace=self.trace,
             finish_reason=self.finish_reason,
+            sampling_mask=self.sampling_mask,
         )
 
     def _remaining(self, params: SamplingParams) -> SamplingParams:
@@ -136,6 +145,17 @@ class Session:
             self.turn_starts_at = len(self)
         seed = None if params.seed is None else params.seed + len(self)
         return replace(params, max_tokens=params.max_tokens - done, seed=seed)
+
+    def _absorb_mask(self, mask: SamplingMask | None) -> None:
+        if (mask is None) != (self.sampling_mask is None) and self.sampled.any():
+            raise EngineError(
+                "some turns of a sequence have a sampling mask and others have none",
+                token=len(self),
+                remedy="Sample all turns with the same sampling_mask",
+            )
+        if mask is not None:
+            before = self.sampling_mask or SamplingMask.whole(len(self), mask.vocab_size)
+            self.sampling_mask = SamplingMask.concatenate([before, mask])
 
     def _append(self, ids: np.ndarray, logprobs: np.ndarray, version: int) -> None:
         self.token_ids = np.concatenate([self.token_ids, ids])

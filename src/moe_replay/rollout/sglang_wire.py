@@ -28,7 +28,13 @@ NO_PENALTIES = {"min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
 
 def generate_request(prompt: Sequence[int], params: SamplingParams, first_token: int = 0) -> dict[str, Any]:
     """Return the request. Log-probs account for the temperature; for top-k and top-p only with a sampling mask."""
-    truncated = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)
+    truncated = params.is_truncated
+    if params.sampling_mask:
+        raise EngineError(
+            "sampling masks of SGLang cannot be replayed",
+            remedy="Sample from the whole distribution (top_p 1, top_k 0), accept the bias with "
+            'rollout.sampling_mask = "off", or use the Transformers engine or vLLM 0.32',
+        )
     if truncated and not params.top_k:
         raise EngineError(
             "SGLang cannot report log-probs of a distribution truncated by top_p alone",

@@ -21,7 +21,8 @@ from moe_replay.replay.controller import RouterReplay, attach
 from moe_replay.rollout.engine import Engine, StartRequest, check_prompts, end_tokens
 from moe_replay.rollout.model_folder import ModelError, check_finite, load_model
 from moe_replay.rollout.request_limits import check_token_ids
-from moe_replay.rollout.sampling import draw, sampled_logprobs, uniforms
+from moe_replay.rollout.sampling import Supports, draw, sampled_logprobs, uniforms
+from moe_replay.rollout.sampling_mask import SamplingMask
 from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.weights import load_into, read_tensors
@@ -177,7 +178,7 @@ class TransformersEngine:
         routes = _routes_by_sample(recording.passes(), len(prompts), params.n, self.topology.num_experts)
         width = max(map(len, prompts))
         samples = []
-        for row, (completion, logprobs, reason) in enumerate(drawn):
+        for row, (completion, logprobs, reason, mask) in enumerate(drawn):
             prompt = np.asarray(prompts[row // params.n], np.int32)
             tokens = np.concatenate([prompt, completion])
             covered = np.arange(len(tokens)) < len(tokens) - 1  # the last token has been sampled, but never fed
@@ -200,14 +201,15 @@ class TransformersEngine:
                     trace=trace,
                     weight_version=self.weight_version,
                     weights_id=self.weights_id,
+                    sampling_mask=mask,
                 )
             )
         return samples
 
     def _draw_all(
         self, batch: _Batch, prompts: Sequence[Sequence[int]], params: SamplingParams
-    ) -> Iterator[tuple[np.ndarray, np.ndarray, FinishReason]]:
-        """Completion ids, log-probs and finish reason of each of the B = prompts * n rows."""
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, FinishReason, SamplingMask | None]]:
+        """Completion ids, log-probs, finish reason and sampling mask of each of the B = prompts * n rows."""
         from transformers import DynamicCache
 
         cache = DynamicCache(config=self.model.config)
@@ -225,9 +227,12 @@ class TransformersEngine:
         alive = torch.ones(rows, dtype=torch.bool, device=device)
         stopped, count = torch.zeros_like(alive), torch.zeros_like(limit)
         ids, logprobs = [], []
+        supports = Supports() if params.sampling_mask and params.is_truncated else None
         for step in range(steps):
             every = sampled_logprobs(logits, params)
             token = draw(every, numbers[:, step], params)
+            if supports is not None:
+                supports.add(every)
             ids.append(token)
             logprobs.append(every.gather(-1, token[:, None])[:, 0])
             count += alive
@@ -237,7 +242,13 @@ class TransformersEngine:
                 break
             batch = batch.next_column(token.where(alive, 0))
             logits = self._forward(batch, cache)
-        return _by_row(torch.stack(ids, 1), torch.stack(logprobs, 1), count, stopped, alive)
+        lengths = count.tolist()
+        masks: Sequence[SamplingMask | None] = [None] * rows
+        if supports is not None:
+            masks = supports.masks(lengths)
+        elif params.sampling_mask:
+            masks = [SamplingMask.whole(length, logits.shape[-1]) for length in lengths]
+        return _by_row(torch.stack(ids, 1), torch.stack(logprobs, 1), lengths, stopped, alive, masks)
 
     def _forward(self, batch: _Batch, cache: Any) -> Tensor:
         """(B, V) logits after the last column."""
@@ -321,11 +332,14 @@ def _routes_by_sample(passes: Sequence[RouteBatch], prompts: int, n: int, num_ex
 
 
 def _by_row(
-    ids: Tensor, logprobs: Tensor, count: Tensor, stopped: Tensor, alive: Tensor
-) -> Iterator[tuple[np.ndarray, np.ndarray, FinishReason]]:
+    ids: Tensor,
+    logprobs: Tensor,
+    lengths: Sequence[int],
+    stopped: Tensor,
+    alive: Tensor,
+    masks: Sequence[SamplingMask | None],
+) -> Iterator[tuple[np.ndarray, np.ndarray, FinishReason, SamplingMask | None]]:
     all_ids, all_logprobs = ids.to(torch.int32).cpu().numpy(), logprobs.float().cpu().numpy()
-    for row, (tokens, ended, unfinished) in enumerate(
-        zip(count.tolist(), stopped.tolist(), alive.tolist(), strict=True)
-    ):
+    for row, (tokens, ended, unfinished) in enumerate(zip(lengths, stopped.tolist(), alive.tolist(), strict=True)):
         reason = FinishReason.STOP if ended else FinishReason.ABORT if unfinished else FinishReason.LENGTH
-        yield all_ids[row, :tokens], all_logprobs[row, :tokens], reason
+        yield all_ids[row, :tokens], all_logprobs[row, :tokens], reason, masks[row]

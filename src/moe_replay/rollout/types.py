@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from moe_replay.errors import EngineError
+from moe_replay.rollout.sampling_mask import SamplingMask
 from moe_replay.routes.trace import RouteTrace
 
 Weights = Iterable[tuple[str, Tensor]] | Path
@@ -41,6 +42,7 @@ class SamplingParams:
     stop_token_ids   end a sample; the stop token is part of the completion
     ignore_eos       do not stop at the model's own end-of-sequence token
     seed             None: not reproducible
+    sampling_mask    return the support that each token was sampled from; engines that cannot refuse
     """
 
     n: int = 1
@@ -51,6 +53,12 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    sampling_mask: bool = False
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens are sampled from a part of the distribution."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
     @property
     def draws(self) -> int:
@@ -81,6 +89,7 @@ class Sample:
     trace            routes of all P + C tokens; tokens that were not routed (the last one) are uncovered
     weight_version   of the weights that sampled the last token; the trace has one for every token
     weights_id       of the update that those weights come from (weights_id.py); empty: of none
+    sampling_mask    of the C tokens, where it was asked for
     """
 
     prompt_ids: np.ndarray
@@ -91,9 +100,12 @@ class Sample:
     weight_version: int
     info: dict[str, str] = field(default_factory=dict)
     weights_id: str = ""
+    sampling_mask: SamplingMask | None = None
 
     def __post_init__(self) -> None:
         prompt, completion = len(self.prompt_ids), len(self.completion_ids)
+        if self.sampling_mask is not None:
+            self.sampling_mask.check_sampled(self.completion_ids)
         if len(self.logprobs) != completion:
             raise EngineError("a sample needs one log-prob per token", expected=completion, found=len(self.logprobs))
         tokens = np.concatenate([self.prompt_ids, self.completion_ids])
@@ -118,6 +130,8 @@ class SampledSequence:
     versions        (T,) int64: weight version that sampled the token, `NOT_SAMPLED` for prompt and observations
     trace           routes of the T tokens, with the weight version that routed each
     finish_reason   of the last turn
+    sampling_mask   of the T tokens, the whole vocabulary where nothing was sampled; None: nothing was cut off, or the
+                    engine was not asked
     """
 
     token_ids: np.ndarray
@@ -125,8 +139,11 @@ class SampledSequence:
     versions: np.ndarray
     trace: RouteTrace
     finish_reason: FinishReason
+    sampling_mask: SamplingMask | None = None
 
     def __post_init__(self) -> None:
+        if self.sampling_mask is not None:
+            self.sampling_mask.check_sampled(self.token_ids)
         lengths = (len(self.logprobs), len(self.versions), len(self.trace))
         if set(lengths) != {len(self.token_ids)}:
             raise EngineError(

@@ -29,6 +29,7 @@ from moe_replay.rollout.vllm_arguments import (
     without_launcher_variables,
 )
 from moe_replay.rollout.vllm_capture import Capture, RouteSource, returns_routes
+from moe_replay.rollout.vllm_masks import MASK_OPTION, MaskReturn
 from moe_replay.rollout.weights import as_files, packed, safetensors_files
 from moe_replay.rollout.weights_id import CurrentWeights
 from moe_replay.routes.router_families import load_router_family
@@ -44,6 +45,8 @@ T = TypeVar("T")
 def start(request: StartRequest) -> Engine:
     """Start vLLM in this process."""
     options: dict[str, Any] = {"max_model_len": request.max_length, "trust_remote_code": request.trust_remote_code}
+    if request.sampling_mask:
+        options[MASK_OPTION] = True
     if request.sleep and accelerator() is not None:  # on CPU there is no memory to free: it only stops sampling
         options["enable_sleep_mode"] = True
     with without_launcher_variables():
@@ -90,6 +93,7 @@ class VllmEngine(AsyncSampler):
         config = self._llm.model_config
         self.max_length: int = config.max_model_len
         self.vocab_size: int = config.get_vocab_size()
+        self._masks = MaskReturn(self.name, options, self.vocab_size)
         self.topology = MoeTopology.from_config(config.hf_config, load_router_family(router_family))
         self._end_tokens = end_tokens(config.try_get_generation_config(), config.hf_text_config)
         self._sleep_mode_enabled: bool = config.enable_sleep_mode
@@ -151,9 +155,7 @@ class VllmEngine(AsyncSampler):
         sampling = {
             "n": params.draws,
             "max_tokens": params.max_tokens,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
+            **self._masks.truncation(params),
             "seed": _seed_of(prompt, params),
             "stop_token_ids": sorted(stops),
             "ignore_eos": True,  # the model's end tokens are among the stop tokens, unless ignored
@@ -169,7 +171,7 @@ class VllmEngine(AsyncSampler):
                     raise EngineError(f"{self.name} lost samples", expected=params.draws, found=len(completions))
                 routes = [await captured(one, len(prompt)) for one in completions]
         # In a thread: the loop must stay free for the outputs of other requests.
-        build = partial(self._to_samples, prompt, completions, routes, weights)
+        build = partial(self._to_samples, prompt, completions, routes, weights, params)
         samples = await asyncio.get_running_loop().run_in_executor(self._trace_thread, build)
         return samples * (params.n // params.draws)
 
@@ -192,7 +194,8 @@ class VllmEngine(AsyncSampler):
             return await self._prompt_logprobs_now(token_ids, request_id)
 
     async def _prompt_logprobs_now(self, token_ids: Sequence[int], request_id: str) -> np.ndarray:
-        output = await self._output(token_ids, {"max_tokens": 1, "prompt_logprobs": 0}, request_id)
+        scoring = {"max_tokens": 1, "prompt_logprobs": 0, **self._masks.scoring}
+        output = await self._output(token_ids, scoring, request_id)
         return _token_logprobs(output.prompt_logprobs)[1:]
 
     async def _output(self, prompt: Sequence[int], sampling: dict[str, Any], request_id: str) -> Any:
@@ -233,15 +236,22 @@ class VllmEngine(AsyncSampler):
         outputs: Sequence[Any],
         routes: Sequence[np.ndarray | None],
         weights: CurrentWeights,
+        params: SamplingParams,
     ) -> list[Sample]:
         ids = np.asarray(prompt, np.int32)
         return [
-            self._to_sample(ids, output, captured, weights, index)
+            self._to_sample(ids, output, captured, weights, params, index)
             for index, (output, captured) in enumerate(zip(outputs, routes, strict=True))
         ]
 
     def _to_sample(
-        self, prompt: np.ndarray, output: Any, captured: np.ndarray | None, weights: CurrentWeights, index: int
+        self,
+        prompt: np.ndarray,
+        output: Any,
+        captured: np.ndarray | None,
+        weights: CurrentWeights,
+        params: SamplingParams,
+        index: int,
     ) -> Sample:
         completion = np.asarray(output.token_ids, np.int32)
         reason = parse_finish_reason(output.finish_reason, self.name, index)
@@ -259,6 +269,9 @@ class VllmEngine(AsyncSampler):
             weight_version=weights.version,
             weights_id=weights.weights_id or "",
             sample=index,
+            sampling_mask=partial(self._masks.mask, output, completion, params, index)
+            if params.sampling_mask
+            else None,
         )
 
     async def _abort(self) -> None:

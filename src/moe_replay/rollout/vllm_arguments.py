@@ -10,6 +10,7 @@ from typing import Any
 
 from moe_replay.errors import EngineError, EngineName, EngineOptionError, MissingExtraError
 from moe_replay.rollout.vllm_capture import capture_arguments
+from moe_replay.rollout.vllm_masks import check_mask_option
 from moe_replay.utils.messages import one_line
 
 # Variables by which a launcher tells a trainer its process group: the engine's own processes form another group.
@@ -43,6 +44,7 @@ def engine_arguments(engine: EngineName, model: str, capture: str, options: dict
     taken = sorted(fixed.keys() & options.keys())
     if taken:
         raise EngineOptionError("vLLM options that moe-replay sets itself", found=", ".join(taken))
+    check_mask_option(engine, options, AsyncEngineArgs)
     unknown = sorted(options.keys() - {field.name for field in dataclasses.fields(AsyncEngineArgs)})
     if unknown:
         raise EngineOptionError(f"{engine} does not have these options", found=", ".join(unknown))

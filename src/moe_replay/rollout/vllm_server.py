@@ -81,7 +81,9 @@ class VllmServer(HttpClient):
             ) from wrong
 
     async def _sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
-        request = {"prompt_ids": [int(token) for token in prompt], "params": dataclasses.asdict(params)}
+        unknown = () if params.sampling_mask else ("sampling_mask",)  # to servers of older releases
+        asked = {name: value for name, value in dataclasses.asdict(params).items() if name not in unknown}
+        request = {"prompt_ids": [int(token) for token in prompt], "params": asked}
         samples = decode_samples((await self._post("/generate", request)).content)
         self._ledger.check(samples, self.identifies_weights)
         return samples

@@ -120,7 +120,9 @@ def _rollout(config: TrainConfig) -> str:
     rollout = config.rollout
     where = f" at {mask_passwords(', '.join(rollout.urls))}" if rollout.urls else ""
     stale = f", up to {rollout.max_staleness} steps ahead of the trainer" if rollout.max_staleness else ""
-    return f"{rollout.engine}{where}, temperature {rollout.temperature:g}{stale}"
+    cut = [f"top_p {rollout.top_p:g}"] * (rollout.top_p < 1) + [f"top_k {rollout.top_k}"] * (rollout.top_k > 0)
+    mask = f" (sampling mask {'replayed' if rollout.replays_sampling_mask else 'off: ratios are biased'})" * bool(cut)
+    return f"{', '.join([f'{rollout.engine}{where}', f'temperature {rollout.temperature:g}', *cut])}{mask}{stale}"
 
 
 def _step(config: TrainConfig) -> str:

@@ -62,6 +62,7 @@ def start_request(rollout: RolloutConfig, model: ModelConfig, folder: str, max_l
         router_family=model.router_family,
         trust_remote_code=model.trust_remote_code,
         sleep=rollout.sleep,
+        sampling_mask=rollout.replays_sampling_mask,
         urls=rollout.urls,
         token=rollout.token,
         min_servers=rollout.min_servers,

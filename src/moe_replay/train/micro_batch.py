@@ -9,8 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_replay.errors import AlignmentError
+from moe_replay.rollout.sampling_mask import SamplingMask
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import PADDING, TokenLayout
+from moe_replay.train.logit_mask import LogitMask
 from moe_replay.train.types import Trajectory
 
 ChunkRoutes = dict[int, RouteBatch]
@@ -30,6 +33,7 @@ class MicroBatch:
     advantages        (N,) float32: advantage of its trajectory
     loss_weights      (N,) float32: weight in the loss of the whole mini-batch
     rollout_logprobs  (N,) float32, as the rollout engine reported them
+    logit_mask        supports that the n target tokens were sampled from; None: the whole vocabulary
     old_logprobs      (N,) of the policy before the updates; None until scored
     ref_logprobs      (N,) of the reference model; None until scored, and without one
     rollout_routes    routes that the rollout engine took; empty until `add_rollout_routes`
@@ -49,6 +53,7 @@ class MicroBatch:
     advantages: Tensor
     loss_weights: Tensor
     rollout_logprobs: Tensor
+    logit_mask: LogitMask | None = None
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     rollout_routes: ChunkRoutes = field(default_factory=dict)
@@ -102,6 +107,7 @@ class MicroBatch:
             advantages=per_token([t.advantage for t in trajectories]),
             loss_weights=per_token(loss_weights),
             rollout_logprobs=on_device(logprobs, torch.float32),
+            logit_mask=_logit_mask(trajectories, tokens + 1, device),
         )
 
     def add_rollout_routes(self, chunk_layers: Sequence[Sequence[int]]) -> None:
@@ -111,3 +117,18 @@ class MicroBatch:
             chunk: RouteBatch.from_traces(traces, self.layout, layers).to(self.input_ids.device)
             for chunk, layers in enumerate(chunk_layers)
         }
+
+
+def _logit_mask(trajectories: Sequence[Trajectory], tokens: np.ndarray, device: torch.device) -> LogitMask | None:
+    """Return the mask of tokens (n,) of all trajectories in a row; None if none of them has one."""
+    masks = [trajectory.sampling_mask for trajectory in trajectories]
+    known = [mask for mask in masks if mask is not None]
+    if not known:
+        return None
+    if len(known) < len(masks):
+        raise AlignmentError(
+            "some sequences of a rollout have a sampling mask and others have none",
+            sample=f"row {trajectories[masks.index(None)].row}",
+            remedy="Sample all of them with the same parameters",
+        )
+    return LogitMask.of(SamplingMask.concatenate(known).take(tokens), device)

@@ -25,6 +25,7 @@ from moe_replay.train.run.completions import Completion
 from moe_replay.train.sequences import FirstTurns, SequenceSampler
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.tools import ToolSet
+from moe_replay.train.truncation import check_mask, mask_metrics, sampling_params
 from moe_replay.train.types import Group, RolloutBatch, Trajectory
 from moe_replay.utils.progress import ProgressCallback
 
@@ -63,11 +64,7 @@ class Rollouts:
         self._sampler = SequenceSampler(config, engine, tokenizer, max_length, tools)
         self._pending: deque[_PendingGroup] = deque()
         self._next_group = 0
-        self._params = SamplingParams(
-            n=config.rollout.num_generations,
-            max_tokens=config.rollout.max_tokens,
-            temperature=config.rollout.temperature,
-        )
+        self._params = sampling_params(config.rollout)
 
     @property
     def probe_tokens(self) -> tuple[int, ...]:
@@ -167,6 +164,7 @@ class Rollouts:
             scores = np.concatenate([group.scores[reward.name] for group in groups])
             if not np.isnan(scores).all():
                 metrics[f"reward/{reward.name}"] = float(np.nanmean(scores))
+        metrics |= mask_metrics(trajectories)
         return RolloutBatch(trajectories, metrics, self._completions(groups, trajectories))
 
     def _completions(self, groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> list[Completion]:
@@ -233,6 +231,8 @@ class Rollouts:
             sequences = await self._sampler.sample(prompt, self._seeded(number), first_turns)
         finally:
             sampled.set_result(None)
+        for sequence in sequences:
+            check_mask(sequence, self._params, prompt.row)
         completions = [sequence.token_ids[len(prompt.token_ids) :] for sequence in sequences]
         scores = await asyncio.to_thread(score_completions, self._rewards, prompt, completions, self._tokenizer)
         rewards = total(self._rewards, scores).tolist()
@@ -250,7 +250,7 @@ class Rollouts:
         The engine routes natively: nothing is replayed.
         """
         seed = self._config.seed if self._config.rollout.reproducible else None
-        params = replace(self._params, n=1, temperature=temperature, seed=seed)
+        params = replace(self._params, n=1, temperature=temperature, seed=seed, sampling_mask=False)
         first_turns = self._sampler.first_turns(prompts, [params] * len(prompts), together=True)
         running = [
             self._sampler.start(self._sampler.sample(prompt, params, turns))

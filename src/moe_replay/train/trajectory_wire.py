@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from moe_replay.rollout.sampling_mask_wire import mask_from_bytes, mask_to_bytes
 from moe_replay.rollout.types import FinishReason
 from moe_replay.routes.trace import RouteTrace
 from moe_replay.train.types import Trajectory
@@ -18,6 +19,7 @@ def trajectories_to_bytes(trajectories: Sequence[Trajectory]) -> bytes:
     from safetensors.numpy import save
 
     traces = [trajectory.trace.to_bytes() for trajectory in trajectories]
+    masks = [b"" if t.sampling_mask is None else mask_to_bytes(t.sampling_mask) for t in trajectories]
     scalars = [
         {
             "row": t.row,
@@ -35,6 +37,8 @@ def trajectories_to_bytes(trajectories: Sequence[Trajectory]) -> bytes:
         "logprobs": _concatenated([t.logprobs for t in trajectories], np.float32),
         "versions": _concatenated([t.versions for t in trajectories], np.int64),
         "traces": np.frombuffer(b"".join(traces), np.uint8),
+        "mask_lengths": np.array([len(mask) for mask in masks], np.int64),
+        "masks": np.frombuffer(b"".join(masks), np.uint8),
     }
     return save(arrays, metadata={"trajectories": json.dumps(scalars)})
 
@@ -48,6 +52,7 @@ def trajectories_from_bytes(data: bytes) -> list[Trajectory]:
     arrays = load(data)
     by_sequence = [_split(arrays[name], arrays["lengths"]) for name in ("token_ids", "logprobs", "versions")]
     traces = _split(arrays["traces"], arrays["trace_lengths"])
+    masks = _split(arrays["masks"], arrays["mask_lengths"])
     return [
         Trajectory(
             row=scalar["row"],
@@ -59,8 +64,11 @@ def trajectories_from_bytes(data: bytes) -> list[Trajectory]:
             finish_reason=FinishReason(scalar["finish_reason"]),
             reward=float.fromhex(scalar["reward"]),
             advantage=float.fromhex(scalar["advantage"]),
+            sampling_mask=mask_from_bytes(mask.tobytes(), sample=number) if len(mask) else None,
         )
-        for scalar, ids, logprobs, versions, trace in zip(scalars, *by_sequence, traces, strict=True)
+        for number, (scalar, ids, logprobs, versions, trace, mask) in enumerate(
+            zip(scalars, *by_sequence, traces, masks, strict=True)
+        )
     ]
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import linear
 
+from moe_replay.train.logit_mask import LogitMask
+
 
 class Head(NamedTuple):
     """The part of an LM head on this rank.
@@ -31,15 +33,25 @@ class Head(NamedTuple):
 
 
 def head_logprobs(
-    hidden: Tensor, head: Head, targets: Tensor, *, temperature: float, chunk: int, entropy: bool = True
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    *,
+    temperature: float,
+    chunk: int,
+    entropy: bool = True,
+    mask: LogitMask | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs (n,) of targets (n,) with gradient, and entropies (n,) without, from hidden states (n, H).
 
     chunk     rows whose logits are held at once, in float32
     entropy   compute it; zeros otherwise
+    mask      supports of the targets: other logits do not count, in log-probs and entropy
     """
     weight, bias, group = head
-    return _HeadLogprobs.apply(hidden, weight, bias, targets, group, temperature, chunk, entropy)
+    if mask is not None:
+        mask.check_vocabulary(len(weight) * (1 if group is None else group.size()))
+    return _HeadLogprobs.apply(hidden, weight, bias, targets, group, temperature, chunk, entropy, mask)
 
 
 class _HeadLogprobs(Function):
@@ -56,11 +68,16 @@ class _HeadLogprobs(Function):
         temperature: float,
         chunk: int,
         with_entropy: bool,
+        mask: LogitMask | None,
     ) -> tuple[Tensor, Tensor]:
-        local_ids = targets if group is None else targets - group.rank() * len(weight)
+        first = 0 if group is None else group.rank() * len(weight)
+        local_ids = targets - first
         logprobs, entropy, normalizer = (hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(3))
         for part in _slices(len(hidden), chunk):
             rows = _logits(hidden[part], weight, bias, temperature)
+            dropped = None if mask is None else mask.dropped(part, first, len(weight))
+            if dropped is not None:
+                rows.masked_fill_(dropped, -torch.inf)
             highest = _all_reduce(rows.amax(-1), dist.ReduceOp.MAX, group)
             rows -= highest[:, None]
             is_local, column = _column(local_ids[part], rows)
@@ -68,15 +85,17 @@ class _HeadLogprobs(Function):
             exponentials = rows.exp()
             parts = [exponentials.sum(-1), chosen]
             if with_entropy:
+                if dropped is not None:
+                    rows.masked_fill_(dropped, 0.0)  # of probability zero: not a product with minus infinity
                 parts.append(exponentials.mul_(rows).sum(-1))
-            del rows, exponentials
+            del rows, exponentials, dropped
             total, chosen, *weighted = _all_reduce(torch.stack(parts), dist.ReduceOp.SUM, group)
             logprobs[part] = chosen - total.log()
             normalizer[part] = highest + total.log()
             if with_entropy:
                 entropy[part] = total.log() - weighted[0] / total
         ctx.save_for_backward(hidden, weight, bias, local_ids, normalizer)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.chunk, ctx.mask, ctx.first = temperature, chunk, mask, first
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -91,6 +110,8 @@ class _HeadLogprobs(Function):
         to_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
         for part in _slices(len(hidden), ctx.chunk):
             rows = _logits(hidden[part], weight, bias, ctx.temperature).sub_(normalizer[part, None]).exp_().neg_()
+            if ctx.mask is not None:
+                rows.masked_fill_(ctx.mask.dropped(part, ctx.first, len(weight)), 0.0)
             is_local, column = _column(local_ids[part], rows)
             rows.scatter_add_(-1, column, is_local[:, None].float())
             to_logits = rows.mul_(gradient[part, None]).to(hidden.dtype)
@@ -103,7 +124,7 @@ class _HeadLogprobs(Function):
                 to_bias += to_logits.sum(0, dtype=torch.float32)
         to_weight = None if to_weight is None else to_weight.to(weight.dtype)
         to_bias = None if to_bias is None else to_bias.to(bias.dtype)
-        return to_hidden, to_weight, to_bias, None, None, None, None, None
+        return to_hidden, to_weight, to_bias, None, None, None, None, None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:

@@ -50,7 +50,15 @@ def token_scores(
         hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
     targets = hidden.transpose(0, 1).flatten(0, 1)[batch.target_positions]
     head = Head(_output_weight(model), model.output_layer.bias, parallel_state.get_tensor_model_parallel_group())
-    local = head_logprobs(targets, head, batch.target_ids, temperature=temperature, chunk=rows, entropy=entropy)
+    local = head_logprobs(
+        targets,
+        head,
+        batch.target_ids,
+        temperature=temperature,
+        chunk=rows,
+        entropy=entropy,
+        mask=batch.logit_mask,
+    )
     every = torch.zeros_like(batch.loss_weights)
     scores = [every.index_copy(0, batch.target_index, values) for values in local]
     context_group: Any = parallel_state.get_context_parallel_group()

@@ -49,7 +49,13 @@ class HeadScores:
         def score(hidden: Tensor, head: Head) -> Tensor:
             rows = hidden.flatten(0, 1)[batch.target_positions]
             found = head_logprobs(
-                rows, head, batch.target_ids, temperature=temperature, chunk=self._chunk, entropy=entropy
+                rows,
+                head,
+                batch.target_ids,
+                temperature=temperature,
+                chunk=self._chunk,
+                entropy=entropy,
+                mask=batch.logit_mask,
             )
             return torch.stack(found, dim=-1)
 
@@ -105,9 +111,12 @@ def _forward(model: nn.Module, batch: MicroBatch, logits_to_keep: Tensor | int =
 
 
 def _whole_scores(logits: Tensor, batch: MicroBatch) -> Scores:
+    if batch.logit_mask is not None:
+        batch.logit_mask.check_vocabulary(logits.shape[1])
+        logits = logits.masked_fill(batch.logit_mask.dropped(slice(0, len(logits)), 0, logits.shape[1]), -torch.inf)
     logprobs = logits.log_softmax(-1)
     with torch.no_grad():
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        entropy = torch.special.entr(logprobs.exp()).sum(-1)  # 0 where the probability is
     return Scores(sampled_logprobs(logprobs, batch), in_token_order(entropy, batch))
 
 

@@ -165,13 +165,18 @@ def _data(config: Sections) -> Iterator[str]:
 
 def _rollout(rollout: RolloutConfig, backend: BackendConfig) -> Iterator[str]:
     try:
-        takes_weights = engine_spec(rollout.engine).takes_weights
+        spec = engine_spec(rollout.engine)
     except PluginError as error:
         if is_path(rollout.engine):
             yield f"rollout.engine: {error}"
         return
-    if not takes_weights:
+    if not spec.takes_weights:
         yield f"rollout.engine: {rollout.engine} takes no weights; set one of {', '.join(trainable_engines())}"
+    if rollout.replays_sampling_mask and not spec.returns_masks:
+        yield (
+            f"rollout.sampling_mask: {rollout.engine} does not return the tokens that top_p and top_k leave, so ratios "
+            "would be biased; set top_p = 1 and top_k = 0, or accept the bias with sampling_mask = off"
+        )
     if rollout.is_server and not rollout.urls:
         yield f"rollout.urls: {rollout.engine} needs the addresses of its servers, e.g. http://127.0.0.1:8000"
     if not rollout.is_server and rollout.urls:

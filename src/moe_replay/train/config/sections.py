@@ -137,6 +137,13 @@ class RolloutConfig(Section):
     """Tokens of a sequence at most; left out: data.max_prompt_tokens and max_tokens of each turn."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; log-probs of trainer and engine are both at this temperature."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the likeliest tokens that together have this probability; 1: from all of them."""
+    top_k: int = Field(0, ge=0)
+    """Sample from so many of the likeliest tokens; 0: from all of them."""
+    sampling_mask: Literal["auto", "off"] = "auto"
+    """What the trainer does about top_p and top_k. auto: it scores each token over the tokens that were left, which the
+    engine returns; off: over the whole vocabulary, which biases importance ratios."""
     reproducible: bool = True
     """Give every request a seed, so that a run can be repeated; on large GPU batches sampling is faster without."""
     max_staleness: int = Field(0, ge=0, le=1000)
@@ -165,6 +172,16 @@ class RolloutConfig(Section):
     """Median difference of log-probs on the probe above which the run stops."""
     options: dict[str, Setting] = Field({})
     """More of the engine's own options, e.g. gpu_memory_utilization = 0.3."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether tokens are sampled from a part of the distribution."""
+        return self.top_p < 1 or self.top_k > 0
+
+    @property
+    def replays_sampling_mask(self) -> bool:
+        """Whether the engine returns the support of each token, and the trainer scores over it."""
+        return self.is_truncated and self.sampling_mask == "auto"
 
     @property
     def sequences(self) -> int:

@@ -43,6 +43,7 @@ OPTIONS: dict[str, Option] = {
             "max_completion_length": "rollout.max_tokens",
             "vllm_max_model_len": "rollout.max_length",
             "temperature": "rollout.temperature",
+            "top_p": "rollout.top_p",
             "max_turns": "rollout.max_turns",
             "router_replay_mode": "replay.mode",
             "epsilon": "algorithm.clip_low",
@@ -125,8 +126,9 @@ OPTIONS: dict[str, Option] = {
         {
             "sequence parallelism is always on with tensor parallelism": "sequence_parallel",
             "tokens are sampled from the policy itself, so that trainer and engine agree on their log-probs": (
-                "top_p top_k min_p repetition_penalty stop_words structured_outputs_regex"
+                "min_p repetition_penalty stop_words structured_outputs_regex"
             ),
+            "set rollout.top_k: 0, not -1, is off": "top_k",
             "metrics are written for every step": "logging_steps log_rollout_offpolicy_metrics log_entropy",
             "prompts are read and tokenized once, at the start": (
                 "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "

@@ -64,6 +64,7 @@ OPTIONS: dict[str, Option] = {
             f"{ACTOR}.ppo_epochs": "algorithm.num_iterations",
             f"{ROLLOUT}.n": "rollout.num_generations",
             f"{ROLLOUT}.temperature": "rollout.temperature",
+            f"{ROLLOUT}.top_p": "rollout.top_p",
             f"{ROLLOUT}.max_model_len": "rollout.max_length",
             f"{ROLLOUT}.dtype": "rollout.dtype",
             f"{ROLLOUT}.free_cache_engine": "rollout.sleep",
@@ -154,8 +155,9 @@ OPTIONS: dict[str, Option] = {
             ),
             "sequence parallelism is always on with tensor parallelism": f"{MEGATRON}.sequence_parallel",
             "tokens are sampled from the policy itself, so that trainer and engine agree on their log-probs": (
-                f"{ROLLOUT}.top_p {ROLLOUT}.top_k {ROLLOUT}.do_sample {ROLLOUT}.ignore_eos"
+                f"{ROLLOUT}.do_sample {ROLLOUT}.ignore_eos"
             ),
+            "set rollout.top_k: 0, not -1, is off": f"{ROLLOUT}.top_k",
             "evaluation samples once, at eval.temperature": (
                 f"{ROLLOUT}.val_kwargs.n {ROLLOUT}.val_kwargs.top_p {ROLLOUT}.val_kwargs.top_k "
                 f"{ROLLOUT}.val_kwargs.do_sample"
