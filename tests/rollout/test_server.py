@@ -62,6 +62,14 @@ def test_samples_are_those_of_the_engine(client: VllmServer, engine: Transformer
             np.testing.assert_array_equal(one.logprobs, other.logprobs)
 
 
+def test_sampling_masks_come_with_the_samples(client: VllmServer, engine: TransformersEngine) -> None:
+    params = SamplingParams(n=2, max_tokens=5, seed=1, top_p=0.8, sampling_mask=True)
+    for near, far in zip(engine.generate([[1, 2]], params)[0], client.generate([[1, 2]], params)[0], strict=True):
+        assert near.sampling_mask is not None
+        assert near.sampling_mask.counts.min() > 0
+        assert far.sampling_mask == near.sampling_mask
+
+
 def test_the_client_knows_the_engine(client: VllmServer, engine: TransformersEngine) -> None:
     assert client.name == engine.name
     assert client.topology == engine.topology
