@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_replay.train.data import DataError, Prompt, PromptStream, load_prompts, read_rows
+from moe_replay.train.hub_data import HubDataError, is_hub_name
 
 ROWS = [{"prompt": f"{i} + 1 =", "solution": str(i + 1)} for i in range(5)]
 
@@ -118,3 +121,52 @@ def test_a_resumed_stream_goes_on_where_it_stopped(drawn, seed, shuffle):
         found += [p.row for p in stream.draw(count)]
         state = stream.state
     assert found == expected
+
+
+# ---- the hub ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_on_the_hub_is_loaded_by_its_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(name: str, subset: str | None, *, split: str) -> Any:
+        asked.append((name, subset, split))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert read_rows("some-one/math.v2", "main", "test") == ROWS
+    assert asked == [("some-one/math.v2", "main", "test")]
+
+
+@pytest.mark.parametrize("error", [ConnectionError("Couldn't reach the Hub"), ValueError("Unknown split 'test'")])
+def test_a_data_set_that_cannot_be_downloaded_is_named(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def load_dataset(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(HubDataError, match=rf"'some/data', split 'train' cannot be read: .*{error}.*save_to_disk"):
+        read_rows("some/data")
+
+
+def test_files_and_folders_are_no_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data/math").mkdir(parents=True)
+    assert not is_hub_name("data/math")
+    assert not is_hub_name("data/missing.jsonl")
+    assert not is_hub_name("/data/missing")
+    assert not is_hub_name("../data")
+    assert is_hub_name("trl-lib/DeepMath-103K")
+
+
+def test_a_split_of_a_folder_is_chosen(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    splits = datasets.DatasetDict(
+        {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS[:1])}
+    )
+    splits.save_to_disk(str(tmp_path / "data"))
+    assert read_rows(tmp_path / "data", split="test") == ROWS[:1]
+    with pytest.raises(DataError, match=r"no split 'dev'.*test, train.*data\.split"):
+        read_rows(tmp_path / "data", split="dev")

@@ -260,6 +260,29 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "rank-00000.safetensors")
 
 
+@pytest.mark.parametrize("kind", ["fsdp", "megatron"])
+def test_checkpoints_without_the_optimizer_keep_the_weights(
+    config: Config, metrics_of: Metrics, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    if kind == "megatron":
+        pytest.importorskip("megatron.core")
+    settings: dict[str, Any] = {"backend": {"kind": kind}, "algorithm": {"updates_per_rollout": 1}}
+    whole = train(config("whole", steps=3, **settings))
+    lean = train(config("lean", steps=2, checkpoint={"optimizer": False}, **settings))
+    kept = weights_in(lean / "checkpoints/step-00000002/policy")
+    assert not [name for name in kept if "exp_avg" in name]
+    assert [name for name in weights_in(whole / "checkpoints/step-00000003/policy") if "exp_avg" in name]
+    capsys.readouterr()
+    train(config("lean", steps=3, **settings))
+    assert "resuming after step 2 without the optimizer's state" in capsys.readouterr().out
+    expected, found = metrics_of(whole)[2], metrics_of(lean)[2]
+    assert found["reward/mean"] == expected["reward/mean"]  # of the same weights
+    assert found["loss/grad_norm"] == expected["loss/grad_norm"]
+    ends = [weights_in(folder / "checkpoints/step-00000003/policy") for folder in (whole, lean)]
+    assert ends[0].keys() == ends[1].keys()
+    assert any(not torch.equal(ends[0][name], ends[1][name]) for name in ends[0])  # but another step was taken
+
+
 def test_the_export_is_what_was_trained(config: Config, demo_files: Any) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

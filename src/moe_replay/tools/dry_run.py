@@ -19,6 +19,7 @@ from moe_replay.train.config.sections import BackendConfig
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import read_rows
 from moe_replay.train.engines import check_length
+from moe_replay.train.hub_data import is_hub_name
 from moe_replay.train.inputs import check_names, steps_of_epochs
 from moe_replay.train.replay_mode import plan_replay
 from moe_replay.utils.secrets import mask_passwords
@@ -140,7 +141,7 @@ def _steps(config: TrainConfig) -> str:
         return f"{config.steps} steps"
     if not config.data.path or not path.exists():
         return f"steps for {epochs:g} epoch{'s' * (epochs != 1)}"
-    rows = len(read_rows(path))
+    rows = len(read_rows(path, config.data.subset, config.data.split))
     return f"{steps_of_epochs(config, rows)} steps: {epochs:g} epoch{'s' * (epochs != 1)} of {rows} rows"
 
 
@@ -156,4 +157,6 @@ def _prompts(config: TrainConfig) -> str:
     path = config.data.path
     if not path:
         return "the embedded default data"
+    if is_hub_name(path):
+        return f"{path} on the hub, split {config.data.split}"
     return path if Path(path).exists() else f"{path}: not found here"

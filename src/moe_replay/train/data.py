@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from moe_replay.errors import MissingExtraError, MoeReplayError
+from moe_replay.train.hub_data import hub_rows, is_hub_name
 from moe_replay.utils.messages import one_line
 
 Messages = list[dict[str, Any]]
@@ -77,11 +78,15 @@ class Rows(list[dict[str, Any]]):
         return f"{len(self)} rows with digest {digest.hexdigest()}"
 
 
-def read_rows(path: str | Path) -> Rows:
-    """Return all rows of a .jsonl, .json or .parquet file, or of a folder written by `datasets.save_to_disk`."""
+def read_rows(path: str | Path, subset: str | None = None, split: str = "train") -> Rows:
+    """Return all rows of a .jsonl, .json or .parquet file, of a folder of `datasets.save_to_disk`, or of the hub.
+
+    subset   of a data set on the hub that has several
+    split    of a data set that has several: on the hub, or in a folder
+    """
     source = Path(path)
     try:
-        rows = _read_rows(source)
+        rows = Rows(hub_rows(str(path), subset, split), source) if is_hub_name(path) else _read_rows(source, split)
     except OSError as error:
         reason = error.strerror or error
         raise DataError(f"{source} cannot be read: {reason}", remedy="Set data.path") from error
@@ -90,11 +95,13 @@ def read_rows(path: str | Path) -> Rows:
     return rows
 
 
-def _read_rows(source: Path) -> Rows:
+def _read_rows(source: Path, split: str) -> Rows:
     if not source.exists():
-        raise DataError(f"no data at {source}", expected="a .jsonl or .parquet file, or a datasets folder")
+        raise DataError(
+            f"no data at {source}", expected="a .jsonl or .parquet file, a datasets folder, or a name on the hub"
+        )
     if source.is_dir():
-        return Rows(_dataset_rows(source), source)
+        return Rows(_dataset_rows(source, split), source)
     if not source.is_file():  # reading a pipe or a device may never end
         raise DataError(f"{source} is not a file", expected="a .jsonl or .parquet file, or a datasets folder")
     if source.suffix in (".jsonl", ".json"):
@@ -233,7 +240,7 @@ def _parquet_rows(source: Path) -> list[dict[str, Any]]:
         raise DataError(f"{source} is not a parquet file, or damaged: {one_line(error)}") from error
 
 
-def _dataset_rows(source: Path) -> list[dict[str, Any]]:
+def _dataset_rows(source: Path, split: str) -> list[dict[str, Any]]:
     try:
         import datasets
         from pyarrow import ArrowException
@@ -249,13 +256,14 @@ def _dataset_rows(source: Path) -> list[dict[str, Any]]:
             f"{source} is not a datasets folder, or damaged: {one_line(error)}", remedy="Write it with save_to_disk"
         ) from error
     if isinstance(loaded, datasets.DatasetDict):
-        if "train" not in loaded:
+        if split not in loaded:
             raise DataError(
-                f"{source} has several splits, none of them for training",
-                expected="a split named train",
-                found=sorted(loaded),
+                f"{source} has no split {split!r}",
+                expected="one of its splits",
+                found=", ".join(sorted(map(str, loaded))),
+                remedy="Set data.split, or data.eval_split for data.eval_path",
             )
-        loaded = loaded["train"]
+        loaded = loaded[split]
     try:
         return [dict(row) for row in loaded]
     except broken as error:

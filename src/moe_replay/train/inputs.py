@@ -120,7 +120,8 @@ def read_inputs(config: TrainConfig, sources: Sources, status: StatusCallback) -
     tokenizer = load_tokenizer(sources.model, trust_remote_code=trusted)
     max_prompt = min(config.data.max_prompt_tokens, max_length - 1)
     vocab_size = vocabulary_size(sources.model, trust_remote_code=trusted)
-    rows = read_rows(sources.data)
+    data = config.data
+    rows = read_rows(sources.data, data.subset, data.split)
     tools = load_tools(config.rollout.tools, config.rollout.tool_format, config.rollout.tool_timeout_s)
     schemas = None if tools is None else tools.schemas
     prompts = load_prompts(rows, tokenizer, max_prompt, vocab_size, schemas)
@@ -131,7 +132,7 @@ def read_inputs(config: TrainConfig, sources: Sources, status: StatusCallback) -
         status(f"{left_out}: empty or longer than {max_prompt} tokens")
     eval_prompts: Sequence[Prompt] = ()
     if config.eval.every and sources.eval:
-        eval_rows = read_rows(sources.eval)
+        eval_rows = read_rows(sources.eval, data.subset, data.eval_split or data.split)
         eval_prompts = load_prompts(eval_rows, tokenizer, max_prompt, vocab_size, schemas)[: config.eval.prompts]
     weights = config.reward.weights or (1.0,) * len(config.reward.functions)
     return Inputs(

@@ -163,7 +163,7 @@ class Job:
             if self._rollouts is not None:
                 self._rollouts.restore(state.data)
             self._progress.resume(self.completed_steps)
-            self._progress.message(f"resuming after step {self.completed_steps}")
+            self._progress.message(f"resuming after step {self.completed_steps}{_lost(state)}")
         self._run.begin(after=self.completed_steps)
         plan = self.learner.plan
         self._progress.message(f"routing replay: {plan.mode} ({plan.reason}); correction: {plan.correction}")
@@ -332,7 +332,10 @@ class Job:
             step=step,
             version=step,
             data=self._rollouts.state if self._rollouts is not None else {},
-            counters={"skipped_in_a_row": float(self.learner.skipped_in_a_row)},
+            counters={
+                "skipped_in_a_row": float(self.learner.skipped_in_a_row),
+                "optimizer": float(self.config.checkpoint.optimizer),
+            },
             seconds=self._seconds_before_resume + time.monotonic() - self._started_at,
         )
         with self._devices.trainer_awake():
@@ -356,6 +359,16 @@ class Job:
     @property
     def _export_like(self) -> Path | None:
         return self._base if self.config.checkpoint.export else None
+
+
+def _lost(state: TrainerState) -> str:
+    """Say what a checkpoint does not hold; empty if it holds everything."""
+    if state.counters.get("optimizer", 1.0):
+        return ""
+    return (
+        " without the optimizer's state, which the checkpoint does not have (checkpoint.optimizer = false): "
+        "the moments of AdamW start at zero, so this is not the same run as one that was never stopped"
+    )
 
 
 def _with_steps(config: TrainConfig, inputs: Inputs | None, run: Run, progress: ConsoleProgress) -> TrainConfig:

@@ -52,7 +52,7 @@ class FsdpBackend(Backend):
             eps=config.optim.eps,
             weight_decay=config.optim.weight_decay,
         )
-        self._state = FsdpState(self.model, self._optimizer)
+        self._state = FsdpState(self.model, self._optimizer, moments=config.checkpoint.optimizer)
         self._offload = TrainerOffload(
             config.backend.offload, device, weights=self._sharded_parameters, optimizer=self._optimizer_state
         )
@@ -172,8 +172,8 @@ class FsdpBackend(Backend):
             self._state.load(folder)
 
     def state_bytes(self) -> int:
-        """Return the size of trained weights and their two moments, in float32."""
-        return sum(12 * p.numel() for p in self._parameters)
+        """Return the size of trained weights and, unless they are left out, their two moments, in float32."""
+        return sum((12 if self._state.saves_moments else 4) * p.numel() for p in self._parameters)
 
     def close(self) -> None:
         """Detach routing replay from the model."""

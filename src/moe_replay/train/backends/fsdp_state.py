@@ -17,8 +17,8 @@ class FsdpState(RankState):
     Frozen parameters come from `model.path`, the settings of the optimizer from the configuration.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        super().__init__({"sharding": "fsdp"})
+    def __init__(self, model: nn.Module, optimizer: Optimizer, *, moments: bool = True) -> None:
+        super().__init__({"sharding": "fsdp"}, moments=moments)
         self._model = model
         self._optimizer = optimizer
         # Between passes the root module holds gathered parameters in place of these, which the optimizer steps.

@@ -65,7 +65,9 @@ class MegatronBackend(Backend):
         self._reference = self._reference_chunks(config, folder) if config.algorithm.beta > 0 else None
         self.replay = attach(self.models)
         self.topology = self.replay.topology
-        self._state = MegatronState(self.models, self._optimizer, _layout_facts(config))
+        self._state = MegatronState(
+            self.models, self._optimizer, _layout_facts(config), moments=config.checkpoint.optimizer
+        )
         self._state_bytes = self._state.bytes_of_all_ranks()
         self._offload = TrainerOffload(
             config.backend.offload,

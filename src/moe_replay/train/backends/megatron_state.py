@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_replay.train.backends.rank_state import RankState
+from moe_replay.train.backends.rank_state import STEP, RankState
 
 _MOMENTS = 2  # of Adam, in float32
 
@@ -20,8 +20,10 @@ class MegatronState(RankState):
     layout   must be equal where a state is saved and where it is loaded
     """
 
-    def __init__(self, models: list[nn.Module], optimizer: Any, layout: Mapping[str, Any]) -> None:
-        super().__init__(layout)
+    def __init__(
+        self, models: list[nn.Module], optimizer: Any, layout: Mapping[str, Any], *, moments: bool = True
+    ) -> None:
+        super().__init__(layout, moments=moments)
         self._scalers = [one.grad_scaler for one in optimizer.chained_optimizers if getattr(one, "grad_scaler", None)]
         self._inner = [one.optimizer for one in optimizer.chained_optimizers if one.optimizer is not None]
         self._models = models
@@ -49,7 +51,8 @@ class MegatronState(RankState):
     def bytes_of_all_ranks(self) -> int:
         """Return how much `save` writes once there are moments. All ranks call it."""
         device = next(self._models[0].parameters()).device
-        moments = sum(_MOMENTS * 4 * parameter.numel() for _, parameter, _ in self.optimized())
+        kept = _MOMENTS if self.saves_moments else 0
+        moments = sum(kept * 4 * parameter.numel() for _, parameter, _ in self.optimized())
         local = moments + sum(tensor.nbytes for _, tensor in self.weights())
         total = torch.tensor([local], dtype=torch.int64, device=device)
         dist.all_reduce(total)
@@ -58,7 +61,7 @@ class MegatronState(RankState):
     def numbers(self) -> dict[str, int | float]:
         """Return the step counts of parameter groups that have one, and the loss scales."""
         steps = {
-            f"step.{number}.{place}": int(group["step"])
+            f"{STEP}{number}.{place}": int(group["step"])
             for number, inner in enumerate(self._inner)
             for place, group in enumerate(inner.param_groups)
             if "step" in group
@@ -74,8 +77,9 @@ class MegatronState(RankState):
         """Set step counts and loss scales."""
         for number, inner in enumerate(self._inner):
             for place, group in enumerate(inner.param_groups):
-                if f"step.{number}.{place}" in numbers:
-                    group["step"] = numbers[f"step.{number}.{place}"]
+                group.pop("step", None)
+                if f"{STEP}{number}.{place}" in numbers:
+                    group["step"] = numbers[f"{STEP}{number}.{place}"]
         for number, scaler in enumerate(self._scalers):
             now = scaler.state_dict()
             saved = {name: numbers[f"scaler.{number}.{name}"] for name in now}

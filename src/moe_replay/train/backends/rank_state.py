@@ -21,6 +21,8 @@ from moe_replay.errors import MoeReplayError
 from moe_replay.utils.files import apply_umask
 
 LAYOUT = "layout.json"
+STEP = "step."
+"""Beginning of the names of numbers that count steps of the optimizer."""
 PICKLED = ".metadata"
 """What torch.distributed.checkpoint leaves in a folder; reading it would run whatever code it names."""
 
@@ -32,10 +34,12 @@ class SavedStateError(MoeReplayError):
 class RankState(ABC):
     """The weights and the optimizer state of this rank, by name.
 
-    layout   must be equal where a state is saved and where it is loaded
+    layout    must be equal where a state is saved and where it is loaded
+    moments   whether `save` writes the optimizer's state; `load` takes both kinds of files
     """
 
-    def __init__(self, layout: Mapping[str, Any]) -> None:
+    def __init__(self, layout: Mapping[str, Any], *, moments: bool = True) -> None:
+        self.saves_moments = moments
         self._layout = json.loads(json.dumps({"world_size": dist.get_world_size(), **layout}))
 
     # ---- what a backend provides --------------------------------------------------------------------------------
@@ -70,12 +74,16 @@ class RankState(ABC):
         if dist.get_rank() == 0:
             (folder / LAYOUT).write_text(json.dumps(self._layout, indent=2) + "\n")
         tensors = dict(self.weights())
-        for name, _, moments in self.optimized():
-            tensors |= {f"{name}.{key}": value for key, value in moments.items()}
+        numbers = self.numbers()
+        if self.saves_moments:
+            for name, _, moments in self.optimized():
+                tensors |= {f"{name}.{key}": value for key, value in moments.items()}
+        else:  # moments that start anew are corrected as those of the first step
+            numbers = {name: value for name, value in numbers.items() if not name.startswith(STEP)}
         # Parameters may be views of one buffer, which a safetensors file cannot express.
         read = content_of or _local
         copies = {name: read(tensor).detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-        save_file(copies, _file(folder), metadata={"numbers": json.dumps(self.numbers())})
+        save_file(copies, _file(folder), metadata={"numbers": json.dumps(numbers)})
         apply_umask(_file(folder))
         dist.barrier()  # no rank reads before every file is written
 
@@ -83,7 +91,10 @@ class RankState(ABC):
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Restore everything from the file of this rank. All ranks call it; another layout is refused on all."""
+        """Restore everything from the file of this rank. All ranks call it; another layout is refused on all.
+
+        A file without the optimizer's state leaves an optimizer that has not made a step.
+        """
         from safetensors import safe_open
 
         self._check_layout(folder)

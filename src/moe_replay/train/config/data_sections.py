@@ -21,7 +21,12 @@ class DataConfig(Section):
     """Prompts."""
 
     path: str = ""
-    """A .jsonl or .parquet file, or a datasets folder; empty: sums that come with the library's own model."""
+    """A .jsonl or .parquet file, a datasets folder, or a name on the hub; empty: sums that come with the library's own
+    model."""
+    subset: str | None = None
+    """Subset (configuration) of a data set on the hub that has several."""
+    split: str = Field("train", min_length=1)
+    """Split of a data set on the hub or in a datasets folder."""
     max_prompt_tokens: int = Field(512, ge=1)
     """Longer prompts are left out."""
     shuffle: bool = True
@@ -30,6 +35,8 @@ class DataConfig(Section):
     """Passes over the prompts, also parts of one; replaces `steps`, whose number follows from it."""
     eval_path: str | None = None
     """Prompts for evaluation, in the same forms."""
+    eval_split: str | None = Field(None, min_length=1)
+    """Split for evaluation; left out: that of `split`."""
 
 
 class RewardConfig(Section):
@@ -52,6 +59,8 @@ class CheckpointConfig(Section):
     """Newest checkpoints that stay."""
     export: bool = True
     """Put the weights in each checkpoint as a Transformers folder too."""
+    optimizer: bool = True
+    """Keep the optimizer's state in checkpoints; without it they are smaller, and a resumed run starts it anew."""
 
 
 class EvalConfig(Section):
