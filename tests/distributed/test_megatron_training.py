@@ -59,21 +59,21 @@ def scratch() -> tempfile.TemporaryDirectory:
 
 
 @functools.cache
-def policy() -> tuple[str, bytes]:
+def policy(variant: str = "qwen3_moe") -> tuple[str, bytes]:
     """The folder of a model, and trajectories."""
-    folder = Path(scratch().name, "policy")
-    return str(folder), megatron_training.save_policy(folder)
+    folder = Path(scratch().name, variant)
+    return str(folder), megatron_training.save_policy(folder, variant)
 
 
 @functools.cache
-def expected() -> dict[str, Any]:
+def expected(variant: str = "qwen3_moe") -> dict[str, Any]:
     """What one process makes of them with FSDP2."""
-    (outcome,) = harness.run_ranks(1, megatron_training.two_updates, *policy(), "fsdp")
+    (outcome,) = harness.run_ranks(1, megatron_training.two_updates, *policy(variant), "fsdp")
     return outcome
 
 
-def on_ranks(size: int, function: Any, *args: Any) -> list[Any]:
-    return harness.run_ranks(size, function, *policy(), *args)
+def on_ranks(size: int, function: Any, *args: Any, variant: str = "qwen3_moe") -> list[Any]:
+    return harness.run_ranks(size, function, *policy(variant), *args)
 
 
 def close(found: Any, wanted: Any) -> bool:
@@ -82,9 +82,17 @@ def close(found: Any, wanted: Any) -> bool:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_updates_as_one_process_makes_them(name: str) -> None:
-    size, settings = LAYOUTS[name]
-    ranks = on_ranks(size, megatron_training.two_updates, "megatron", settings)
-    one = expected()
+    assert_updates_as_one_process(*LAYOUTS[name])
+
+
+@pytest.mark.parametrize("variant", ["gpt_oss"])
+def test_updates_of_other_families_packed(variant: str) -> None:
+    assert_updates_as_one_process(1, PACKED, variant)
+
+
+def assert_updates_as_one_process(size: int, settings: dict[str, Any], variant: str = "qwen3_moe") -> None:
+    ranks = on_ranks(size, megatron_training.two_updates, "megatron", settings, variant=variant)
+    one = expected(variant)
     assert close([sum(losses) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)], one["losses"])
     assert all(close(rank["norms"], one["norms"]) for rank in ranks)
     assert len({tuple(rank["micro_batches"]) for rank in ranks}) == 1
@@ -92,7 +100,7 @@ def test_updates_as_one_process_makes_them(name: str) -> None:
         found = [row for rank in ranks for row in rank[routing]]
         assert sorted(found) == sorted(one[routing]), "each sequence has one rank that reports it"
         assert all(close(rank[routing][row], one[routing][row]) for rank in ranks for row in rank[routing])
-    check_weights(ranks[0]["weights"], one["weights"])
+    check_weights(ranks[0]["weights"], one["weights"], saved_tensors(policy(variant)[0]))
 
 
 @pytest.mark.parametrize(("size", "settings"), [(1, {}), (2, TP | PACKED), (2, CP)], ids=["1", "tp2-packed", "cp2"])
@@ -105,7 +113,7 @@ def test_sampling_masks_are_replayed_as_one_process_replays_them(size: int, sett
     found = [row for rank in ranks for row in rank["replayed"]]
     assert sorted(found) == sorted(one["replayed"])
     assert all(close(rank["replayed"][row], one["replayed"][row]) for rank in ranks for row in rank["replayed"])
-    check_weights(ranks[0]["weights"], one["weights"])
+    check_weights(ranks[0]["weights"], one["weights"], saved_tensors(policy()[0]))
 
 
 @functools.cache
@@ -120,9 +128,10 @@ def masked_expected() -> dict[str, Any]:
     return outcome
 
 
-def check_weights(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+def check_weights(
+    found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], start: dict[str, torch.Tensor]
+) -> None:
     """Where each tensor has gone is compared, in units of how far it went."""
-    start = saved_tensors(policy()[0])
     assert found.keys() == wanted.keys() == start.keys()
     for name, begin in start.items():
         moved = (wanted[name] - begin).norm()

@@ -59,6 +59,7 @@ PARTITIONED = [
     ("mixtral", "tp2-ep2-etp2"),
     ("olmoe", "tp2-pp2-ep2"),
     ("qwen2_moe", "tp2-pp2-ep2"),
+    ("gpt_oss", "tp2-pp2-ep2"),
     ("glm4_moe", "tp2-pp2-ep2"),
 ]
 TOLERANCE = 1e-5

@@ -183,9 +183,13 @@ def _sinks(config: Any) -> nn.Parameter | None:
             expected="softmax_type 'learnable'",
             found=repr(kind),
         )
+    from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     device = "cpu" if config.use_cpu_initialization else accelerator()
-    return nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
+    made = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
+    set_tensor_model_parallel_attributes(made, is_parallel=True, dim=0, stride=1)
+    return made
 
 
 def _bounds(packed_seq_params: Any) -> Tensor:

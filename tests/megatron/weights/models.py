@@ -78,6 +78,22 @@ _QWEN2 = _SIZES | {
     "num_experts": 8,
     "mlp_only_layers": [1],
 }
+_GPT_OSS = _SIZES | {
+    "num_local_experts": 8,
+    "head_dim": 16,
+    "sliding_window": 4,
+    "swiglu_limit": 0.7,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "beta_fast": 8.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 16,
+    },
+}
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", _QWEN3),
@@ -89,6 +105,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe-normalized": ("qwen2_moe", _QWEN2 | {"norm_topk_prob": True, "qkv_bias": False}),
     "glm4_moe": ("glm4_moe", _GLM),
     "glm4_moe-plain": ("glm4_moe", _GLM | {"attention_bias": False, "use_qk_norm": False}),
+    "gpt_oss": ("gpt_oss", _GPT_OSS),
+    "gpt_oss-plain": (
+        "gpt_oss",
+        _GPT_OSS | {"rope_parameters": _PLAIN_ROPE, "layer_types": ["full_attention"] * 4},
+    ),
     "mixtral": ("mixtral", _SIZES | {"num_local_experts": 8}),
     "olmoe": ("olmoe", _SIZES | {"num_experts": 8}),
     "olmoe-normalized": ("olmoe", _SIZES | {"num_experts": 8, "norm_topk_prob": True, "num_key_value_heads": 4}),

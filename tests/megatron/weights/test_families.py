@@ -19,6 +19,8 @@ def settings_of(variant: str, **changes: Any) -> dict[str, Any]:
     from transformers import AutoConfig
 
     family, settings = VARIANTS[variant]
+    if family == "gpt_oss":  # whose activation is Megatron-Core's
+        pytest.importorskip("megatron.core")
     return weights.family_of(family).settings(AutoConfig.for_model(family, **(settings | changes)))
 
 
@@ -47,6 +49,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8}, r"sliding_window None, found 8"),
     ("glm4_moe", {"norm_topk_prob": False}, r"normalizes the gate weights.*norm_topk_prob False"),
+    ("gpt_oss", {"swiglu_alpha": 1.5}, r"swiglu_alpha 1\.702, found 1\.5"),
+    ("gpt_oss", {"attention_bias": False}, r"attention_bias True, found False"),
+    ("gpt_oss", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, r"gpt-oss's.*'linear'"),
     ("mixtral", {"sliding_window": 4096}, r"sliding_window None, found 4096"),
     ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv None, found 8\.0"),
     ("deepseek_v3", {"rope_interleave": False}, r"rope_interleave True, found False"),

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.local_shards import ParameterSpec, global_name, specs_from_json, specs_to_json
-from moe_replay.megatron.weights.tensor_slices import GateUp, GroupedQkv, ParameterShard, Plain, Rule, Stacked
+from moe_replay.megatron.weights.tensor_slices import (
+    AlternatingGateUp,
+    GateUp,
+    GroupedQkv,
+    ParameterShard,
+    Plain,
+    Rule,
+    Stacked,
+    Transposed,
+)
 
 EXPERTS = 3
 
@@ -38,7 +47,7 @@ def filled(rule: Rule, shards: list[ParameterShard]) -> dict[str, torch.Tensor]:
             assert tuple(tensor.shape) == part.tensor_shape
             assert not covered[part.target].any()
             covered[part.target] = True
-            region = tensor[part.source]
+            region = part.oriented(tensor[part.source])
             assert not region.any(), "written twice"
             assert region.numel() == part.numel
             region.copy_(content[part.target].reshape(region.shape))
@@ -94,6 +103,19 @@ def test_stacked_experts_fill_one_tensor() -> None:
     shards = [shard for expert in range(EXPERTS) for shard in shards_of((8, 3), 0, 2, expert, config)]
     assert filled(Stacked(GateUp("all")), shards)["all"].shape == (EXPERTS, 8, 3)
     assert filled(Stacked(Plain("all")), shards)["all"].shape == (EXPERTS, 8, 3)
+
+
+@given(features=st.integers(1, 3).map(lambda n: 4 * n), size=st.sampled_from([1, 2, 4]))
+def test_gate_and_up_in_alternating_columns(features: int, size: int) -> None:
+    apart = filled(GateUp("gate", "up"), shards_of((2 * features, 3), 0, size, None, None))
+    found = filled(Transposed(AlternatingGateUp("both")), shards_of((2 * features, 3), 0, size, None, None))["both"]
+    assert found.shape == (3, 2 * features)
+    torch.testing.assert_close(found[:, ::2].T, apart["gate"])
+    torch.testing.assert_close(found[:, 1::2].T, apart["up"])
+    biases = filled(AlternatingGateUp("biases"), shards_of((2 * features,), 0, size, None, None))["biases"]
+    assert biases.shape == (2 * features,)
+    down = filled(Transposed(Plain("down")), shards_of((3, features), 1, size, None, None))["down"]
+    torch.testing.assert_close(down.T, filled(Plain("down"), shards_of((3, features), 1, size, None, None))["down"])
 
 
 def test_rows_that_the_config_does_not_promise() -> None:

@@ -41,6 +41,7 @@ __all__ = [
 WEIGHT_MAPS: Mapping[str, Family | str] = {
     "deepseek_v3": "moe_replay.megatron.weights.deepseek_v3:DEEPSEEK_V3",
     "glm4_moe": "moe_replay.megatron.weights.glm4_moe:GLM4_MOE",
+    "gpt_oss": "moe_replay.megatron.weights.gpt_oss:GPT_OSS",
     "mixtral": "moe_replay.megatron.weights.mixtral:MIXTRAL",
     "olmoe": "moe_replay.megatron.weights.olmoe:OLMOE",
     "qwen2_moe": "moe_replay.megatron.weights.qwen2_moe:QWEN2_MOE",

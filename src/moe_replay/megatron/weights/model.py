@@ -54,7 +54,8 @@ class MegatronRecipe:
     @property
     def _needs_plain_attention(self) -> bool:
         """Whether Megatron-Core's own attention does not compute this model."""
-        return self.config.multi_latent_attention or self.config.context_parallel_size > 1
+        sinks = getattr(self.config, "softmax_type", "vanilla") != "vanilla"  # its own are not marked as sharded
+        return sinks or self.config.multi_latent_attention or self.config.context_parallel_size > 1
 
     def build(self, *, packed: bool = False) -> list[Any]:
         """Build the model chunks of this rank, with random weights."""
@@ -87,14 +88,19 @@ def recipe(hf_config: Any, family: Family, settings: dict[str, Any]) -> Megatron
     chosen.setdefault("moe_grouped_gemm", _can_group_experts(chosen))
     kind = MLATransformerConfig if chosen.get("multi_latent_attention") else TransformerConfig
     chosen |= _enum_settings(kind, chosen)
-    if _REPLAY not in {field.name for field in fields(kind)}:
+    known = {field.name for field in fields(kind)}
+    if _REPLAY not in known:
         del chosen[_REPLAY]
+    # Megatron-Core reads these from its config, of which they are no fields
+    yarn = {name: chosen.pop(name) for name in [*chosen] if name.startswith("yarn_") and name not in known}
     try:
         config = kind(**chosen)
     except (ValueError, TypeError, AssertionError, LookupError, AttributeError) as wrong:
         raise WeightMapError(
             f"Megatron-Core does not take these settings: {one_line(wrong)}", found=", ".join(map(str, settings))
         ) from wrong
+    for name, value in yarn.items():
+        setattr(config, name, value)
     if hf_config.vocab_size % config.tensor_model_parallel_size:
         raise WeightMapError(
             "the vocabulary cannot be sharded evenly, and padding it would change the log-probabilities",

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
+from torch import Tensor
+
 from moe_replay.megatron.weights.errors import WeightMapError
 
 Shape = tuple[int, ...]
@@ -23,18 +25,24 @@ class TensorSlice(NamedTuple):
     tensor_shape  of the whole tensor
     source        slices of the tensor; may have a leading expert dimension that the shard lacks
     target        slices of the shard, with the same number of elements
+    transposed    whether the last two dimensions of the tensor are those of the shard in reverse
     """
 
     name: str
     tensor_shape: Shape
     source: Slices
     target: Slices
+    transposed: bool = False
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         ranges = (range(*one.indices(size)) for one, size in zip(self.source, self.tensor_shape, strict=True))
         return math.prod(map(len, ranges))
+
+    def oriented(self, region: Tensor) -> Tensor:
+        """Return a view of the `source` region of the tensor, with dimensions in the order of the shard."""
+        return region.transpose(-2, -1) if self.transposed else region
 
 
 @dataclass(frozen=True)
@@ -154,6 +162,41 @@ class GateUp:
             )
 
         return [half_of(self.gate, first, 0), half_of(self.up or self.gate, first + offset, half)]
+
+
+@dataclass(frozen=True)
+class AlternatingGateUp:
+    """Gate and up projection of a gated MLP in one tensor: the rows of gate are the even ones, those of up the odd."""
+
+    name: str
+
+    def slices(self, shard: ParameterShard) -> list[TensorSlice]:
+        rows, *rest = shard.shape
+        half = rows // 2
+        _check_rows(shard, 2 * (shard.full_shape[0] // 2))
+        first, last = 2 * shard.rank * half, 2 * (shard.rank + 1) * half
+        return [
+            TensorSlice(
+                shard.tensor_name(self.name),
+                shard.full_shape,
+                (slice(first + number, last, 2), *_all(rest)),
+                (slice(number * half, (number + 1) * half), *_all(rest)),
+            )
+            for number in (0, 1)
+        ]
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """A matrix whose checkpoint tensor has its two dimensions in reverse."""
+
+    each: Rule
+
+    def slices(self, shard: ParameterShard) -> list[TensorSlice]:
+        return [
+            one._replace(tensor_shape=one.tensor_shape[::-1], source=one.source[::-1], transposed=True)
+            for one in self.each.slices(shard)
+        ]
 
 
 @dataclass(frozen=True)

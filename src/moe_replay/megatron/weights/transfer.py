@@ -61,7 +61,7 @@ def load(checkpoint: Checkpoint, chunks: Chunks, family: Family) -> None:
         for spec, tensor in local.parameters:
             for part in weight_map.slices(local.local_shard(spec)):
                 target = tensor[part.target]
-                target.copy_(checkpoint.read(part.name, part.source).reshape(target.shape))
+                target.copy_(part.oriented(checkpoint.read(part.name, part.source)).reshape(target.shape))
 
 
 def _check(checkpoint: Checkpoint, local: LocalModel, weight_map: WeightMap) -> None:
@@ -189,7 +189,7 @@ class _Assembly:
         if part.name in self._done:  # tied embeddings: the output projection is the same tensor
             return
         tensor, missing = self._open.pop(part.name, None) or self._new_tensor(part, shard)
-        target = tensor[part.source]
+        target = part.oriented(tensor[part.source])
         target.copy_(shard[part.target].reshape(target.shape))
         if missing > part.numel:
             self._open[part.name] = tensor, missing - part.numel

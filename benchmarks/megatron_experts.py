@@ -1,0 +1,198 @@
+"""What a training step of the Megatron-Core backend takes: experts one after another or grouped, padded or packed.
+
+    python benchmarks/megatron_experts.py                   # a small model on the CPU
+    python benchmarks/megatron_experts.py --device cuda     # 128 experts, top 8, the widths of Qwen3-30B-A3B, bfloat16
+
+Sequences of different lengths are scored with their routes recorded, then trained on with these routes replayed (R2).
+`apart` is how far log-probs of the update are from those of the scoring pass, at most; `noise` is the same for two
+identical scoring passes. With `deterministic` both are 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_replay.rollout.types import FinishReason
+from moe_replay.routes.trace import RouteTrace
+from moe_replay.train import launch
+from moe_replay.train.backends.base import Backend, Routing
+from moe_replay.train.batches import mini_batches
+from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.train.micro_batch import MicroBatch
+from moe_replay.train.types import Trajectory
+
+SIZES: dict[str, dict[str, Any]] = {
+    "cpu": {
+        "hidden_size": 128,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_experts": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "vocab_size": 512,
+    },
+    "cuda": {
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_experts": 128,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 32768,
+    },
+}
+WORK = {"cpu": (8, 128), "cuda": (32, 1024)}  # sequences, most tokens of each
+
+
+class Setup(NamedTuple):
+    """One row of the table."""
+
+    grouped: bool
+    packed: bool
+    deterministic: bool = False
+
+
+SETUPS = (Setup(False, False), Setup(True, False), Setup(True, True), Setup(True, True, deterministic=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", choices=sorted(SIZES), default="cpu")
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    with launch.process_group(device), tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), SIZES[arguments.device], device)
+        trajectories = made_up(SIZES[arguments.device]["vocab_size"], *WORK[arguments.device])
+        print(f"{len(trajectories)} sequences, {sum(map(len, trajectories))} tokens, {device}")
+        print("| experts | batch | score, s | update, s | peak, GiB | apart | noise |\n|---|---|---|---|---|---|---|")
+        for setup in SETUPS:
+            with launch.deterministic_kernels(setup.deterministic):
+                print(measured(setup, folder, trajectories, device, arguments.repeats), flush=True)
+
+
+def measured(setup: Setup, folder: str, trajectories: list[Trajectory], device: torch.device, repeats: int) -> str:
+    """Open the backend, take some steps, and return the row of the table."""
+    config = config_of(folder, device, setup)
+    backend = launch.open_backend(config, folder, device)
+    (batches,) = mini_batches(
+        trajectories,
+        backend,
+        updates=1,
+        aggregation="grpo",
+        max_tokens=WORK[device.type][1],
+        budget=config.batch.tokens_per_micro_batch,
+        packed=setup.packed,
+    )
+    times: list[tuple[float, float]] = []
+    noise = distance(scored(backend, batches), scored(backend, batches))
+    apart: list[float] = []
+
+    def loss(batch: MicroBatch, logprobs: Tensor) -> Tensor:
+        assert batch.old_logprobs is not None
+        apart.append((logprobs.detach() - batch.old_logprobs).abs().max().item())
+        return (logprobs * batch.advantages * batch.loss_weights).sum()
+
+    for _ in range(repeats + 1):
+        began = now(device)
+        for batch, old in zip(batches, scored(backend, batches), strict=True):
+            batch.old_logprobs = old
+        between = now(device)
+        backend.update(batches, loss, Routing("replay", "recorded"), lr=0.0)
+        times.append((between - began, now(device) - between))
+    score, update = (statistics.median(column) for column in zip(*times[1:], strict=True))
+    peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else float("nan")
+    backend.close()
+    del backend
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    experts = "grouped" if setup.grouped else "one after another"
+    batch = ("packed" if setup.packed else "padded") + (", deterministic" if setup.deterministic else "")
+    return f"| {experts} | {batch} | {score:.3f} | {update:.3f} | {peak:.1f} | {max(apart):.1e} | {noise:.1e} |"
+
+
+def scored(backend: Backend, batches: list[MicroBatch]) -> list[Tensor]:
+    """Return the log-probs of each micro-batch; its routes are recorded."""
+    return [scores.logprobs for scores in backend.score(batches, Routing("record")) if scores is not None]
+
+
+def distance(one: list[Tensor], other: list[Tensor]) -> float:
+    """Return the largest difference of a log-prob."""
+    return max((a - b).abs().max().item() for a, b in zip(one, other, strict=True))
+
+
+def now(device: torch.device) -> float:
+    """Return the time at which the device has done everything."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def write_model(folder: Path, sizes: dict[str, Any], device: torch.device) -> None:
+    """Write a Qwen3-MoE with random weights."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    settings = Qwen3MoeConfig(
+        **sizes,
+        intermediate_size=2 * sizes["hidden_size"],
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+    )
+    torch.manual_seed(0)
+    with device:
+        model = Qwen3MoeForCausalLM(settings)
+    model.to(settings.dtype).save_pretrained(folder)
+
+
+def config_of(folder: str, device: torch.device, setup: Setup) -> TrainConfig:
+    """Return the settings of one backend; what is not about it does not matter here."""
+    return TrainConfig.model_validate(
+        {
+            "model": {"path": folder, "dtype": "bfloat16" if device.type == "cuda" else "float32"},
+            "data": {"path": "unused"},
+            "backend": {
+                "kind": "megatron",
+                "device": device.type,
+                "megatron": {"moe_grouped_gemm": setup.grouped},
+            },
+            "batch": {"tokens_per_micro_batch": 8192, "packed": setup.packed},
+        }
+    )
+
+
+def made_up(vocabulary: int, sequences: int, longest: int) -> list[Trajectory]:
+    """Return random sequences of different lengths, half prompt and half completion, without routes of an engine."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(longest // 4, longest + 1, sequences)
+    tokens = [random.integers(0, vocabulary, length).astype(np.int32) for length in lengths]
+    return [
+        Trajectory(
+            row=number,
+            group=number // 2,
+            token_ids=ids,
+            trace=RouteTrace.uncovered(ids, [0], 8),
+            logprobs=np.full(len(ids), -np.log(vocabulary), np.float32),
+            versions=np.where(np.arange(len(ids)) < len(ids) // 2, -1, 0),
+            finish_reason=FinishReason.STOP,
+            reward=float(number % 2),
+            advantage=float(number % 2) - 0.5,
+        )
+        for number, ids in enumerate(tokens)
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""gpt-oss: attention sinks, sliding windows, biases everywhere, experts with a clamped activation.
+
+Its checkpoints store the experts of a layer in one tensor, input first, with gate and up in alternating columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_replay.megatron.weights.errors import WeightMapError
+from moe_replay.megatron.weights.family import (
+    EXPERT,
+    HF_LAYER,
+    LAYER,
+    Family,
+    attention_rules,
+    decoder_rules,
+    decoder_settings,
+    require,
+    rope_parameters,
+    softmax_router_settings,
+)
+from moe_replay.megatron.weights.tensor_slices import AlternatingGateUp, Plain, Rule, Stacked, Transposed
+
+QUICK_GELU_GAIN = 1.702  # Megatron-Core has this one
+SWIGLU_LIMIT = 7.0  # of configs that do not name it
+
+
+def settings(hf: Any) -> dict[str, Any]:
+    """Return the settings of a `TransformerConfig` for a `GptOssConfig`."""
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+    require(hf, "attention_bias", True)
+    require(hf, "swiglu_alpha", QUICK_GELU_GAIN)
+    return {
+        **decoder_settings(hf, qkv_bias=True),
+        **softmax_router_settings(normalized=True),
+        **_window_settings(hf),
+        **_rotary_settings(hf),
+        "num_query_groups": hf.num_key_value_heads,
+        "kv_channels": hf.head_dim,
+        "softmax_type": "learnable",
+        "add_bias_linear": True,
+        "moe_ffn_hidden_size": hf.intermediate_size,
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": getattr(hf, "swiglu_limit", SWIGLU_LIMIT),
+        "glu_linear_offset": 1.0,
+        "moe_grouped_gemm": True,  # the SequentialMLP of 0.16.1 adds biases in a way that has no gradient
+    }
+
+
+def arguments(hf: Any) -> dict[str, Any]:
+    """Return the kind of rotary embeddings."""
+    return {"position_embedding_type": "yarn" if _is_yarn(hf) else "rope"}
+
+
+def _window_settings(hf: Any) -> dict[str, Any]:
+    sliding = [int(kind == "sliding_attention") for kind in hf.layer_types]
+    if not any(sliding):
+        return {}
+    return {"window_size": (hf.sliding_window - 1, 0), "window_attn_skip_freq": sliding}
+
+
+def _is_yarn(hf: Any) -> bool:
+    return rope_parameters(hf).get("rope_type", "default") == "yarn"
+
+
+def _rotary_settings(hf: Any) -> dict[str, Any]:
+    rope = rope_parameters(hf)
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "yarn") or any(rope.get(name) for name in ("attention_factor", "mscale")):
+        raise WeightMapError(
+            "these rotary embeddings are not gpt-oss's",
+            expected="rope_type 'default', or 'yarn' without attention_factor and mscale",
+            found=rope,
+        )
+    if kind == "default":
+        return {}
+    return {
+        "yarn_rotary_scaling_factor": rope["factor"],
+        "yarn_original_max_position_embeddings": rope["original_max_position_embeddings"],
+        "yarn_beta_fast": rope.get("beta_fast") or 32.0,
+        "yarn_beta_slow": rope.get("beta_slow") or 1.0,
+        "yarn_mscale": None,
+        "yarn_mscale_all_dim": None,
+        "yarn_correction_range_round_to_int": rope.get("truncate", True),
+    }
+
+
+def rules() -> dict[str, Rule]:
+    """Return the rules of sinks, router and experts."""
+    inside = HF_LAYER + "mlp."
+    return {
+        LAYER + "self_attention.core_attention.softmax_offset": Plain(HF_LAYER + "self_attn.sinks"),
+        LAYER + "mlp.router.weight": Plain(inside + "router.weight"),
+        LAYER + "mlp.router.bias": Plain(inside + "router.bias"),
+        EXPERT + "linear_fc1.weight": Stacked(Transposed(AlternatingGateUp(inside + "experts.gate_up_proj"))),
+        EXPERT + "linear_fc1.bias": Stacked(AlternatingGateUp(inside + "experts.gate_up_proj_bias")),
+        EXPERT + "linear_fc2.weight": Stacked(Transposed(Plain(inside + "experts.down_proj"))),
+        EXPERT + "linear_fc2.bias": Stacked(Plain(inside + "experts.down_proj_bias")),
+    }
+
+
+GPT_OSS = Family(
+    rules={**decoder_rules(), **attention_rules(), **rules()},
+    fused_rules={},
+    settings=settings,
+    arguments=arguments,
+)
