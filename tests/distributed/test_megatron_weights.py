@@ -60,9 +60,11 @@ PARTITIONED = [
     ("olmoe", "tp2-pp2-ep2"),
     ("qwen2_moe", "tp2-pp2-ep2"),
     ("gpt_oss", "tp2-pp2-ep2"),
+    ("qwen3_next", "tp2-pp2-ep2"),
     ("glm4_moe", "tp2-pp2-ep2"),
 ]
 TOLERANCE = 1e-5
+TOLERANCES = {"qwen3_next": 1e-4}  # the norm after a delta net amplifies rounding errors where its output is small
 
 
 @functools.cache
@@ -80,7 +82,7 @@ def reference(variant: str) -> str:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_same_model_and_the_same_routes(variant: str) -> None:
-    assert_same_model(reference(variant))
+    assert_same_model(reference(variant), tolerance=TOLERANCES.get(variant, TOLERANCE))
 
 
 def test_the_family_of_the_documentation() -> None:
@@ -93,11 +95,11 @@ def test_the_family_of_the_documentation() -> None:
     assert_same_model(folder, "dots1_weights:DOTS1")
 
 
-def assert_same_model(folder: str, family: str | None = None) -> None:
+def assert_same_model(folder: str, family: str | None = None, tolerance: float = TOLERANCE) -> None:
     """Log-probs and routes as Transformers has them; the same bytes on the way back."""
     (found,) = harness.run_ranks(1, compare_alone, folder, family)
-    assert found["native"] < TOLERANCE
-    assert found["replayed"] < TOLERANCE
+    assert found["native"] < tolerance
+    assert found["replayed"] < tolerance
     assert found["same_routes"]
     assert found["other_routes"] > 0.3, "replayed routes would be taken natively"
     assert found["moved"] > 0.01
@@ -116,13 +118,13 @@ def logits(folder: str | Path) -> torch.Tensor:
 
 @pytest.mark.parametrize(("variant", "layout"), PARTITIONED, ids=str)
 def test_partitioned_as_transformers(variant: str, layout: str) -> None:
-    case = LAYOUTS[layout]
+    case, tolerance = LAYOUTS[layout], TOLERANCES.get(variant, TOLERANCE)
     ranks = harness.run_ranks(case.size, compare_partitioned, case, reference(variant))
     assert any(rank["losses"] for rank in ranks)
     for number, rank in enumerate(ranks):
         if rank["losses"]:
-            assert sum(rank["losses"]) / len(rank["losses"]) == pytest.approx(rank["expected"], abs=TOLERANCE)
-        assert rank["worst"] < TOLERANCE, f"rank {number}: {rank['name']} is {rank['worst']:.1e} apart"
+            assert sum(rank["losses"]) / len(rank["losses"]) == pytest.approx(rank["expected"], abs=tolerance)
+        assert rank["worst"] < tolerance, f"rank {number}: {rank['name']} is {rank['worst']:.1e} apart"
 
 
 @pytest.mark.parametrize("variant", ["qwen3_moe", "mixtral", "deepseek_v3"])

@@ -74,7 +74,7 @@ class PlainCoreAttention(nn.Module):
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: Any) -> Tensor:
         """Attend within each of the packed sequences, (t, heads, dim)."""
-        bounds = _bounds(packed_seq_params)
+        bounds = sequence_bounds(packed_seq_params)
         varlen = self._varlen_kernel(query, value)
         if varlen is not None:
             longest = packed_seq_params.max_seqlen_q
@@ -192,7 +192,7 @@ def _sinks(config: Any) -> nn.Parameter | None:
     return made
 
 
-def _bounds(packed_seq_params: Any) -> Tensor:
+def sequence_bounds(packed_seq_params: Any) -> Tensor:
     """Return where the packed sequences begin, and where the last ends, padding included, (sequences + 1,)."""
     padded = packed_seq_params.cu_seqlens_q_padded
     return packed_seq_params.cu_seqlens_q if padded is None else padded

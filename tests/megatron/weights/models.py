@@ -93,6 +93,17 @@ _GPT_OSS = _SIZES | {
         "original_max_position_embeddings": 16,
     },
 }
+_QWEN3_NEXT = _QWEN2 | {
+    "rms_norm_eps": 1e-2,  # else the norm after a delta net amplifies rounding errors where its output is near zero
+    "norm_topk_prob": True,
+    "head_dim": 16,
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -110,6 +121,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_oss",
         _GPT_OSS | {"rope_parameters": _PLAIN_ROPE, "layer_types": ["full_attention"] * 4},
     ),
+    "qwen3_next": ("qwen3_next", _QWEN3_NEXT),
     "mixtral": ("mixtral", _SIZES | {"num_local_experts": 8}),
     "olmoe": ("olmoe", _SIZES | {"num_experts": 8}),
     "olmoe-normalized": ("olmoe", _SIZES | {"num_experts": 8, "norm_topk_prob": True, "num_key_value_heads": 4}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,6 +107,31 @@ def test_prediction_layers_come_after_the_decoder() -> None:
 @pytest.mark.parametrize("model_type", weights.WEIGHT_MAPS)
 def test_every_registered_family_can_be_imported(model_type: str) -> None:
     assert isinstance(weights.family_of(model_type), weights.Family)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"context_parallel_size": 2}, "gated delta net.*expected context_parallel_size 1, found 2"),
+        ({"tensor_model_parallel_size": 4}, "divisible by tensor_model_parallel_size 4, found 2 and 2"),
+    ],
+    ids=str,
+)
+def test_layouts_without_a_delta_net_are_refused(settings: dict[str, Any], message: str) -> None:
+    from moe_replay.megatron.weights.qwen3_next import _check
+
+    plain = {"tensor_model_parallel_size": 2, "context_parallel_size": 1}
+    config = SimpleNamespace(linear_num_key_heads=2, num_query_groups=2, **(plain | settings))
+    with pytest.raises(WeightMapError, match=message):
+        _check(config)
+
+
+def test_experts_with_biases_are_grouped() -> None:
+    from moe_replay.megatron.weights.gpt_oss import GPT_OSS
+
+    assert settings_of("gpt_oss")["moe_grouped_gemm"]
+    with pytest.raises(WeightMapError, match=r"no gradient.*expected moe_grouped_gemm True"):
+        GPT_OSS.adapt_spec(None, SimpleNamespace(moe_grouped_gemm=False))
 
 
 def test_a_family_of_the_caller_takes_precedence() -> None:

@@ -13,11 +13,13 @@ from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.local_shards import ParameterSpec, global_name, specs_from_json, specs_to_json
 from moe_replay.megatron.weights.tensor_slices import (
     AlternatingGateUp,
+    GatedQkv,
     GateUp,
     GroupedQkv,
     ParameterShard,
     Plain,
     Rule,
+    Sections,
     Stacked,
     Transposed,
 )
@@ -80,6 +82,33 @@ def test_grouped_qkv_covers_every_row_once(groups: int, repeats: int, width: int
     torch.testing.assert_close(tensors["5.q"], whole[:, :repeats].reshape(-1, *shape[1:]))
     torch.testing.assert_close(tensors["5.k"], whole[:, -2].reshape(-1, *shape[1:]))
     torch.testing.assert_close(tensors["5.v"], whole[:, -1].reshape(-1, *shape[1:]))
+
+
+@given(groups=st.integers(1, 4), repeats=st.integers(1, 3), size=st.sampled_from([1, 2, 4]))
+def test_gated_qkv_covers_every_row_once(groups: int, repeats: int, size: int) -> None:
+    width, heads = 2, groups * repeats
+    config = SimpleNamespace(num_query_groups=groups, num_attention_heads=heads, kv_channels=width)
+    rows = groups * (2 * repeats + 2) * width
+    size = size if rows % size == 0 else 1
+    tensors = filled(GatedQkv("q", "k", "v"), shards_of((rows, 3), 0, size, None, config))
+    # Megatron-Core views the rows as (groups, queries and gates and key and value, width), Transformers as
+    # (heads, query and gate, width).
+    whole = torch.arange(1, rows * 3 + 1).view(groups, 2 * repeats + 2, width, 3)
+    gated = tensors["q"].view(groups, repeats, 2, width, 3)
+    torch.testing.assert_close(gated[:, :, 0], whole[:, :repeats])
+    torch.testing.assert_close(gated[:, :, 1], whole[:, repeats : 2 * repeats])
+    torch.testing.assert_close(tensors["k"].view(groups, width, 3), whole[:, -2])
+    torch.testing.assert_close(tensors["v"].view(groups, width, 3), whole[:, -1])
+
+
+@given(size=st.sampled_from([1, 2, 4]))
+def test_sections_are_each_cut(size: int) -> None:
+    sizes = (4, 4, 8)
+    shards = shards_of((16, 1, 3), 0, size, None, None)
+    found = filled(Sections("conv", lambda config: sizes), shards)["conv"]
+    numbered = torch.arange(1, 16 * 3 + 1).view(size, -1, 1, 3)
+    local = [numbered[:, begin // size : (begin + length) // size] for begin, length in ((0, 4), (4, 4), (8, 8))]
+    torch.testing.assert_close(found, torch.cat([part.flatten(0, 1) for part in local]))
 
 
 @given(features=st.integers(1, 3).map(lambda n: 4 * n), size=st.sampled_from([1, 2, 4]))

@@ -46,6 +46,7 @@ WEIGHT_MAPS: Mapping[str, Family | str] = {
     "olmoe": "moe_replay.megatron.weights.olmoe:OLMOE",
     "qwen2_moe": "moe_replay.megatron.weights.qwen2_moe:QWEN2_MOE",
     "qwen3_moe": "moe_replay.megatron.weights.qwen3_moe:QWEN3_MOE",
+    "qwen3_next": "moe_replay.megatron.weights.qwen3_next:QWEN3_NEXT",
 }
 """`model_type` of a Transformers config -> its family, or where to import it from."""
 

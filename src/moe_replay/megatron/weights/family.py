@@ -52,6 +52,7 @@ class Family:
     adapt_spec     (layer spec, config) -> the layer spec of this family
     after_build    changes a built chunk in place, where a layer spec cannot
     extra_tensors  config.json -> pattern of checkpoint tensors that are not part of the model
+    local_layers   whether the layers are Megatron-Core's own and ours, also where Transformer Engine is installed
     """
 
     rules: Rules
@@ -61,6 +62,7 @@ class Family:
     adapt_spec: Callable[[Any, Any], Any] = unchanged_spec
     after_build: Callable[[Any], None] = unchanged_chunk
     extra_tensors: Callable[[Mapping[str, Any]], re.Pattern[str] | None] = no_extra_tensors
+    local_layers: bool = False
 
     def rules_for(self, *, fused: bool, tied: bool) -> Rules:
         """Return the rules for a checkpoint with fused experts or not, and with tied embeddings or not."""

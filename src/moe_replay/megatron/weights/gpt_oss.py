@@ -45,13 +45,24 @@ def settings(hf: Any) -> dict[str, Any]:
         "activation_func": quick_gelu,
         "activation_func_clamp_value": getattr(hf, "swiglu_limit", SWIGLU_LIMIT),
         "glu_linear_offset": 1.0,
-        "moe_grouped_gemm": True,  # the SequentialMLP of 0.16.1 adds biases in a way that has no gradient
+        "moe_grouped_gemm": True,  # see check_experts
     }
 
 
 def arguments(hf: Any) -> dict[str, Any]:
     """Return the kind of rotary embeddings."""
     return {"position_embedding_type": "yarn" if _is_yarn(hf) else "rope"}
+
+
+def check_experts(spec: Any, config: Any) -> Any:
+    """Return the layer spec unchanged; refuse experts one after another."""
+    if not config.moe_grouped_gemm:
+        raise WeightMapError(
+            "experts with biases, one after another, have no gradient in Megatron-Core 0.16.1",
+            expected="moe_grouped_gemm True",
+            found="False, which LoRA sets as well",
+        )
+    return spec
 
 
 def _window_settings(hf: Any) -> dict[str, Any]:
@@ -106,4 +117,6 @@ GPT_OSS = Family(
     fused_rules={},
     settings=settings,
     arguments=arguments,
+    adapt_spec=check_experts,
+    local_layers=True,  # in Transformer Engine the parameter of the sinks is another
 )

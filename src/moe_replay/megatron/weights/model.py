@@ -85,7 +85,8 @@ def recipe(hf_config: Any, family: Family, settings: dict[str, Any]) -> Megatron
     if accelerator() == "cuda":  # elsewhere it is mended by MindSpeed, or by megatron.cpu
         without_transformer_engine.enable()
     chosen = {**family.settings(hf_config), **_runtime_settings(settings), **settings}
-    chosen.setdefault("moe_grouped_gemm", _can_group_experts(chosen))
+    engine = _has_transformer_engine() and not family.local_layers
+    chosen.setdefault("moe_grouped_gemm", _can_group_experts(chosen, engine))
     kind = MLATransformerConfig if chosen.get("multi_latent_attention") else TransformerConfig
     chosen |= _enum_settings(kind, chosen)
     known = {field.name for field in fields(kind)}
@@ -99,8 +100,7 @@ def recipe(hf_config: Any, family: Family, settings: dict[str, Any]) -> Megatron
         raise WeightMapError(
             f"Megatron-Core does not take these settings: {one_line(wrong)}", found=", ".join(map(str, settings))
         ) from wrong
-    for name, value in yarn.items():
-        setattr(config, name, value)
+    vars(config).update(yarn)
     if hf_config.vocab_size % config.tensor_model_parallel_size:
         raise WeightMapError(
             "the vocabulary cannot be sharded evenly, and padding it would change the log-probabilities",
@@ -115,7 +115,6 @@ def recipe(hf_config: Any, family: Family, settings: dict[str, Any]) -> Megatron
             found=f"{config.expert_tensor_parallel_size} with expert_model_parallel_size 1",
             remedy="Set them equal, or use expert parallelism",
         )
-    engine = _has_transformer_engine()
     if config.moe_grouped_gemm and not engine:
         check_grouped_experts(config)
     arguments = {
@@ -134,15 +133,13 @@ def _has_transformer_engine() -> bool:
     return accelerator() == "cuda" and find_spec("transformer_engine") is not None
 
 
-def _can_group_experts(settings: dict[str, Any]) -> bool:
+def _can_group_experts(settings: dict[str, Any], engine: bool) -> bool:
     """Whether the experts of a layer are multiplied at once unless the caller says otherwise: on GPUs, in bfloat16."""
     if settings["params_dtype"] != torch.bfloat16 or not torch.cuda.is_available():
         return False
     shards = settings.get("expert_tensor_parallel_size") or settings.get("tensor_model_parallel_size", 1)
     sizes = settings["hidden_size"], settings["moe_ffn_hidden_size"]
-    return _has_transformer_engine() or (
-        hasattr(torch.nn.functional, "grouped_mm") and is_aligned(*sizes, torch.bfloat16, shards)
-    )
+    return engine or (hasattr(torch.nn.functional, "grouped_mm") and is_aligned(*sizes, torch.bfloat16, shards))
 
 
 def _enum_settings(kind: type, settings: dict[str, Any]) -> dict[str, Enum]:

@@ -7,6 +7,7 @@ Loading copies each slice from its tensor into the shard; exporting copies the s
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -102,6 +103,36 @@ class Plain:
         return [TensorSlice(shard.tensor_name(self.name), shard.full_shape, tuple(source), _all(shard.shape))]
 
 
+class _Rows(NamedTuple):
+    """Consecutive rows of a parameter: `length` rows of a tensor of `total` rows, from `start` on."""
+
+    name: str
+    total: int
+    start: int
+    length: int
+
+
+def _cut_rows(shard: ParameterShard, pieces: list[_Rows]) -> list[TensorSlice]:
+    """Return the part of a parameter, which consists of these pieces one after another, that belongs to a shard."""
+    rows, *rest = shard.shape
+    _check_rows(shard, sum(piece.length for piece in pieces))
+    begin, end, offset, found = shard.rank * rows, (shard.rank + 1) * rows, 0, []
+    for piece in pieces:
+        first, last = max(offset, begin), min(offset + piece.length, end)
+        if first < last:
+            inside = piece.start - offset
+            found.append(
+                TensorSlice(
+                    shard.tensor_name(piece.name),
+                    (piece.total, *rest),
+                    (slice(first + inside, last + inside), *_all(rest)),
+                    (slice(first - begin, last - begin), *_all(rest)),
+                )
+            )
+        offset += piece.length
+    return found
+
+
 @dataclass(frozen=True)
 class GroupedQkv:
     """The fused QKV projection: for each query group its queries, its key, its value."""
@@ -118,23 +149,59 @@ class GroupedQkv:
             (self.key, width),
             (self.value, width),
         ]
-        rows, *rest = shard.shape
-        _check_rows(shard, groups * sum(length for _, length in parts))
-        begin, end, offset, found = shard.rank * rows, (shard.rank + 1) * rows, 0, []
+        pieces = [
+            _Rows(name, groups * length, group * length, length) for group in range(groups) for name, length in parts
+        ]
+        return _cut_rows(shard, pieces)
+
+
+@dataclass(frozen=True)
+class GatedQkv:
+    """The fused projection of gated attention: for each query group its queries, their gates, its key, its value.
+
+    The tensor of the queries holds, for each head, its query and its gate.
+    """
+
+    query: str
+    key: str
+    value: str
+
+    def slices(self, shard: ParameterShard) -> list[TensorSlice]:
+        config = shard.config
+        heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
+        pieces = []
         for group in range(groups):
-            for name, length in parts:
-                first, last = max(offset, begin), min(offset + length, end)
-                if first < last:
-                    inside = group * length - offset
-                    found.append(
-                        TensorSlice(
-                            shard.tensor_name(name),
-                            (groups * length, *rest),
-                            (slice(first + inside, last + inside), *_all(rest)),
-                            (slice(first - begin, last - begin), *_all(rest)),
-                        )
-                    )
-                offset += length
+            of_group = range(group * heads // groups, (group + 1) * heads // groups)
+            for gate in (0, 1):
+                pieces += [_Rows(self.query, 2 * heads * width, (2 * head + gate) * width, width) for head in of_group]
+            pieces += [_Rows(name, groups * width, group * width, width) for name in (self.key, self.value)]
+        return _cut_rows(shard, pieces)
+
+
+@dataclass(frozen=True)
+class Sections:
+    """Consecutive sections of rows in one tensor, each sharded separately; `sizes`: config -> rows of each."""
+
+    name: str
+    sizes: Callable[[Any], tuple[int, ...]]
+
+    def slices(self, shard: ParameterShard) -> list[TensorSlice]:
+        _, *rest = shard.shape
+        sizes = self.sizes(shard.config)
+        _check_rows(shard, sum(sizes))
+        found, begin, target = [], 0, 0
+        for size in sizes:
+            rows = size // shard.size
+            first = begin + shard.rank * rows
+            found.append(
+                TensorSlice(
+                    shard.tensor_name(self.name),
+                    shard.full_shape,
+                    (slice(first, first + rows), *_all(rest)),
+                    (slice(target, target + rows), *_all(rest)),
+                )
+            )
+            begin, target = begin + size, target + rows
         return found
 
 
