@@ -75,3 +75,15 @@ def test_a_server_that_dies_in_mid_run_loses_and_doubles_nothing(
     assert [[line[name] for name in names] for line in disturbed] == [
         [line[name] for name in names] for line in undisturbed
     ]
+
+
+@pytest.mark.engine
+def test_engines_that_the_trainer_starts_sample_as_one_in_its_process(
+    config: Callable[..., Any], metrics_of: Callable[[Path], list[dict]]
+) -> None:
+    inside = metrics_of(train(config("inside", steps=2, checkpoint={"every": 0})))
+    two = {"rollout": {"engines_per_node": 2, "sleep": True}, "backend": {"offload": True}}
+    outside = metrics_of(train(config("outside", steps=2, checkpoint={"every": 0}, **two)))
+    for one, other in zip(inside, outside, strict=True):
+        for name in ("reward/mean", "completion/length_mean", "loss/entropy", "routing/agreement"):
+            assert other[name] == pytest.approx(one[name], rel=1e-4), name

@@ -14,7 +14,6 @@ pytest.importorskip("safetensors")
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.train import launch
-from moe_replay.train.config.keys import ConfigError
 from moe_replay.train.loop import train
 
 Config = Callable[..., Any]
@@ -90,8 +89,3 @@ def test_an_engine_may_keep_its_weights_while_it_sleeps(
     monkeypatch.setattr(engine, "note", lambda event: engine.events.append((event, True)))
     train(config("run", steps=1, rollout={"sleep": True, "sleep_level": 1}, checkpoint={"every": 0}), engine)
     assert [event for event, _ in engine.events if "sleep" in event] == ["sleep 1"]
-
-
-def test_a_trainer_that_works_while_the_engine_samples_cannot_be_offloaded(config: Config) -> None:
-    with pytest.raises((ConfigError, ValueError), match=r"backend\.offload"):
-        config("run", backend={"offload": True}, rollout={"max_staleness": 1})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from moe_replay.errors import LayoutError
 from moe_replay.routes.topology import MoeTopology
@@ -16,8 +17,15 @@ from moe_replay.tools.plan.text import plan_text
 class PlanCommand:
     """Show which rank replays which layers and rows, and what routes cost. Exits with 1 for an impossible layout."""
 
-    model: str
-    """Folder, config.json or name of a model; weights are not read."""
+    model: str = ""
+    """Folder, config.json or name of a model; weights are not read. With a recipe: that of the recipe, if left out."""
+    recipe: str | None = None
+    """Recipe of a run: print what it holds on each GPU, phase by phase, in place of routes; exits with 1 if it does not
+    fit."""
+    gpus: int = 8
+    """GPUs of the recipe's trainer."""
+    gpu_gib: float = 79.6
+    """Memory of each GPU in GiB; cards of 80 GB have 79.6."""
     tp: int = 1
     """Tensor parallel size, with sequence parallelism."""
     cp: int = 1
@@ -63,6 +71,9 @@ class PlanCommand:
         """Read the config, plan the layout and print the plan."""
         from moe_replay.tools.model_config import model_config
 
+        if self.recipe is not None:
+            self._plan_recipe(self.recipe)
+            return
         config = model_config(self.model)
         parallel = self._parallel()
         plan = plan_layout(
@@ -79,6 +90,19 @@ class PlanCommand:
             raise LayoutError("no such rank", expected=f"0 to {parallel.world - 1}", found=self.rank)
         told = dataclasses.asdict(plan.rank(self.rank))
         print(json.dumps(told, indent=2) if self.json else "\n".join(f"{name}: {told[name]}" for name in told))
+
+    def _plan_recipe(self, recipe: str) -> None:
+        from moe_replay.tools.model_config import model_config
+        from moe_replay.tools.plan.memory import plan_memory
+        from moe_replay.tools.plan.sizes import ModelSizes
+        from moe_replay.train.config.file import load_config
+
+        config = load_config(Path(recipe))
+        sizes = ModelSizes.of(model_config(self.model or config.model.path))
+        plan = plan_memory(config, sizes, gpus=self.gpus, gpu_gib=self.gpu_gib)
+        print(plan)
+        if not plan.fits:
+            raise SystemExit(1)
 
     def _parallel(self) -> Parallel:
         model_ranks = self.tp * self.cp * self.pp

@@ -48,6 +48,13 @@ def engine_arguments(engine: EngineName, model: str, capture: str, options: dict
     unknown = sorted(options.keys() - {field.name for field in dataclasses.fields(AsyncEngineArgs)})
     if unknown:
         raise EngineOptionError(f"{engine} does not have these options", found=", ".join(unknown))
+    if int(options.get("data_parallel_size") or 1) > 1:
+        raise EngineOptionError(
+            "vLLM's data parallel replicas of one engine cannot be updated and captured one by one",
+            found=f"data_parallel_size {options['data_parallel_size']}",
+            remedy="Start an engine for each: rollout.engines_per_node, or several servers; enable_expert_parallel = "
+            "true shares the experts of one engine over its tensor_parallel_size",
+        )
     defaults: dict[str, Any] = {"disable_log_stats": True}
     if on_cpu() and "max_num_batched_tokens" not in options:
         defaults["enable_chunked_prefill"] = False  # or seeds could not be used: see _check_seed

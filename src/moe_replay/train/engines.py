@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
+from moe_replay.distributed.ranks import all_gather_text, from_rank_0, raise_on_all_ranks, world_size
 from moe_replay.rollout.engine import Engine, StartRequest
 from moe_replay.rollout.model_folder import read_config
 from moe_replay.rollout.registry import start_engine
@@ -47,9 +54,54 @@ def _text_config(folder: str, trust_remote_code: bool) -> Any:
     return read_config(folder, trust_remote_code=trust_remote_code).get_text_config()
 
 
-def open_engine(config: TrainConfig, folder: str) -> Engine:
+class StartedEngines(NamedTuple):
+    """Addresses of the engines that all machines of a run have started, and their token; none: the run starts none."""
+
+    urls: tuple[str, ...] = ()
+    token: str = ""
+
+
+@contextmanager
+def engines_of_all_nodes(config: TrainConfig, folder: str) -> Iterator[StartedEngines]:
+    """Start `rollout.engines_per_node` engines on each machine; they end with this context. All ranks call it."""
+    count = config.rollout.engines_per_node
+    if count is None:
+        yield StartedEngines()
+        return
+    from moe_replay.rollout.engine_processes import EngineProcesses
+
+    token = from_rank_0(lambda: secrets.token_urlsafe(32), "making a token")
+    address, processes = _address(), None
+    with raise_on_all_ranks("starting the rollout engines"):
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            request = start_request(config.rollout, config.model, folder, longest_sequence(config, folder))
+            host = "127.0.0.1" if address == "127.0.0.1" else "0.0.0.0"
+            processes = EngineProcesses(config.rollout.engine, request, count, token=token, host=host)
+    try:
+        own = [] if processes is None else [f"http://{address}:{port}" for port in processes.ports]
+        yield StartedEngines(tuple(url for urls in all_gather_text(json.dumps(own)) for url in json.loads(urls)), token)
+    finally:
+        if processes is not None:
+            processes.close()
+
+
+def _address() -> str:
+    """Return the address of this machine as the others of the run reach it; the loopback if there are no others."""
+    if int(os.environ.get("LOCAL_WORLD_SIZE", world_size())) == world_size():
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing: it only picks the route
+        return probe.getsockname()[0]
+
+
+def open_engine(config: TrainConfig, folder: str, started: StartedEngines | None = None) -> Engine:
     """Start the engine of a run on the model in a folder, or connect to the servers that have it."""
     length = longest_sequence(config, folder)
+    if started is not None and started.urls:
+        from moe_replay.rollout.engine_processes import connect_local
+
+        size = vocabulary_size(folder, trust_remote_code=config.model.trust_remote_code)
+        return connect_local(started.urls, started.token, size)
     return start_engine(config.rollout.engine, start_request(config.rollout, config.model, folder, length))
 
 

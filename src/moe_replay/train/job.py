@@ -20,7 +20,7 @@ from moe_replay.train import launch
 from moe_replay.train.backends.base import Backend
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt, PromptStream
-from moe_replay.train.engines import open_engine
+from moe_replay.train.engines import StartedEngines, engines_of_all_nodes, open_engine
 from moe_replay.train.inputs import Inputs, check_names, read_inputs, steps_of_epochs
 from moe_replay.train.learner import Learner
 from moe_replay.train.probe import ProbeSequence
@@ -129,9 +129,12 @@ class Job:
                 job._watch = watch
                 job._checkpoints.check_room(backend, job._export_like)
                 backend.offload()
+                started = StartedEngines()
+                if engine is None:
+                    started = stack.enter_context(engines_of_all_nodes(config, sources.model))
                 with raise_on_all_ranks("opening the rollout engine"):
                     if inputs is not None:
-                        job._open_rollouts(sources, inputs, engine, stack)
+                        job._open_rollouts(sources, inputs, engine, started, stack)
                 backend.reload()
                 job._checkpoints.require_equal(data=from_rank_0(lambda: job._rows_identity, "reading the data"))
                 job._probe = ProbeSequence.broadcast(job._rollouts.probe_tokens if job._rollouts else None, backend)
@@ -139,13 +142,15 @@ class Job:
                 job._resume()
                 yield job
 
-    def _open_rollouts(self, sources: Sources, inputs: Inputs, engine: Engine | None, stack: ExitStack) -> None:
+    def _open_rollouts(
+        self, sources: Sources, inputs: Inputs, engine: Engine | None, started: StartedEngines, stack: ExitStack
+    ) -> None:
         config = self.config
         self._rows_identity = inputs.identity
         self._eval_prompts = inputs.eval_prompts
         if engine is None:
             self._progress.message(f"starting the rollout engine: {config.rollout.engine}")
-            engine = open_engine(config, sources.model)
+            engine = open_engine(config, sources.model, started)
             stack.callback(engine.close)
         stream = PromptStream(inputs.prompts, seed=config.seed, shuffle=config.data.shuffle)
         self._rollouts = Rollouts(

@@ -51,6 +51,7 @@ class FsdpBackend(Backend):
             betas=config.optim.betas,
             eps=config.optim.eps,
             weight_decay=config.optim.weight_decay,
+            foreach=False,  # all at once, it would hold another copy of every moment
         )
         self._state = FsdpState(self.model, self._optimizer, moments=config.checkpoint.optimizer)
         self._offload = TrainerOffload(

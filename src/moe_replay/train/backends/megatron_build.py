@@ -138,7 +138,11 @@ def make_optimizer(models: list[Any], optim: OptimConfig, *, sharded: bool) -> A
         initial_loss_scale=FIRST_LOSS_SCALE,
         use_distributed_optimizer=sharded,
     )
-    optimizer = get_megatron_optimizer(settings, models, config_overrides={}, use_gloo_process_groups=False)
+    optimizer: Any = get_megatron_optimizer(settings, models, config_overrides={}, use_gloo_process_groups=False)
+    for part in optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups if part.optimizer is not None else ():
+            if "foreach" in group:  # torch's AdamW: all at once, it would hold another copy of every moment
+                group["foreach"] = False
     if model_config.fp16:
         model_config.grad_scale_func = optimizer.scale_loss
     return optimizer

@@ -58,7 +58,7 @@ def problems(config: Sections) -> Iterator[str]:
     yield from _model(config.model, config.backend)
     yield from _backend(config.backend)
     yield from _data(config)
-    yield from _rollout(config.rollout, config.backend)
+    yield from _rollout(config.rollout)
     yield from _algorithm(config)
     yield from _optim(config)
     yield from _reward(config.reward)
@@ -163,7 +163,7 @@ def _data(config: Sections) -> Iterator[str]:
         yield "eval.every: no evaluation prompts; set data.eval_path, or eval.every = 0"
 
 
-def _rollout(rollout: RolloutConfig, backend: BackendConfig) -> Iterator[str]:
+def _rollout(rollout: RolloutConfig) -> Iterator[str]:
     try:
         spec = engine_spec(rollout.engine)
     except PluginError as error:
@@ -192,13 +192,13 @@ def _rollout(rollout: RolloutConfig, backend: BackendConfig) -> Iterator[str]:
             yield f"rollout.urls: the password of {url} was masked when it was written here; put it back"
     for url in sorted({url for url in rollout.urls if rollout.urls.count(url) > 1}):
         yield f"rollout.urls: {mask_passwords(url)!r} is listed twice; list each server once"
+    if rollout.engines_per_node is not None and rollout.is_server:
+        yield (
+            f"rollout.engines_per_node: {rollout.engine} is reached by rollout.urls; "
+            "name the engine that the trainer's machines start, e.g. vllm, or remove it"
+        )
     if rollout.min_servers is not None and rollout.min_servers > len(rollout.urls):
         yield f"rollout.min_servers: {rollout.min_servers} of {len(rollout.urls)} servers; lower it or name more urls"
-    if backend.offload and rollout.max_staleness:
-        yield (
-            "backend.offload: a trainer that works while the engine samples needs its weights all the time; "
-            "set rollout.max_staleness = 0 or backend.offload = false"
-        )
     if rollout.environment == "tools" and not rollout.tools:
         yield "rollout.tools: the environment has no tools; name functions, e.g. my_tools:search"
     if rollout.tools and rollout.environment is None:

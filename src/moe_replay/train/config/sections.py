@@ -125,6 +125,9 @@ class RolloutConfig(Section):
     """Token of the servers, in a recipe only; left out: $MOE_REPLAY_TOKEN. It is never written to the run's folder."""
     min_servers: int | None = Field(None, ge=1)
     """Servers that must be reachable when the run starts, the others are warned about; left out: all of them."""
+    engines_per_node: int | None = Field(None, ge=1, le=1024)
+    """Engines that each machine of the trainer starts, in processes of their own and on equal shares of its GPUs; left
+    out: one engine, in the process of rank 0."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type that the engine computes in; auto: the type of the weights on disk."""
     prompts_per_step: int = Field(8, ge=1)
@@ -164,7 +167,7 @@ class RolloutConfig(Section):
     """Seconds that an environment may take for one sequence, its sampling included."""
     sleep: bool = False
     """Free the engine's memory while training."""
-    sleep_level: Literal[1, 2] = 2
+    sleep_level: int = Field(2, ge=1, le=2)
     """1: an engine that sleeps keeps its weights in host memory; 2: it drops them, since it is sent new ones."""
     check_weights: bool = True
     """After each update of the weights, compare log-probs of engine and trainer on a probe."""
