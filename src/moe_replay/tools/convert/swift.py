@@ -228,6 +228,7 @@ class _Swift:
         if "rollout.engine" not in self.draft.settings:
             self.draft.put("rollout.engine", "vllm_server" if is_server else "vllm", f"--vllm_mode {mode}".strip())
         self._engine_options()
+        self._engines(is_server)
         level = self.number("sleep_level", 0)
         self.draft.put("rollout.sleep", level > 0 if "sleep_level" in self.given else None, "--sleep_level")
         self.draft.put("rollout.sleep_level", level or None, "--sleep_level")
@@ -242,6 +243,13 @@ class _Swift:
                 setting = self.draft.settings.pop(key)
                 name = key.rpartition(".")[2]
                 self.draft.remark(setting.source, f"moe-replay rollout --engine-options {name} {setting.value}")
+
+    def _engines(self, is_server: bool) -> None:
+        """Set how many engines share the GPUs of a machine, where one does not take them all."""
+        gpus, of_one = self.variables.get("NPROC_PER_NODE", "1"), self.number("vllm_tensor_parallel_size", 1)
+        if not is_server and gpus.isdecimal() and int(gpus) > of_one and "vllm_tensor_parallel_size" in self.given:
+            engines = int(gpus) // of_one
+            self.draft.put("rollout.engines_per_node", engines, f"{gpus} GPUs / --vllm_tensor_parallel_size {of_one}")
 
     def _engine_options(self) -> None:
         for name, value in _engine_items(self.draft, " ".join(self.given.get("vllm_engine_kwargs", []))):

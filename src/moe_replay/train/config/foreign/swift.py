@@ -86,6 +86,7 @@ OPTIONS: dict[str, Option] = {
     "fp16": Option("model.dtype", {"true": "float16", "false": None}),
     "offload_model": Option("backend.offload", {"true": True, "false": None}),
     "offload_optimizer": Option("backend.offload", {"true": True, "false": None}),
+    "no_save_optim": Option("checkpoint.optimizer", {"true": False, "false": True}),
     "async_generate": Option("rollout.max_staleness", {"true": 1, "false": None}),
     "use_vllm": Option("rollout.engine", {"true": None, "false": "transformers"}),
     **derived(
@@ -163,7 +164,7 @@ OPTIONS: dict[str, Option] = {
                 "vllm_server_timeout vllm_server_group_port"
             ),
             "the optimizer is in host memory while the engine samples: backend.offload": "optimizer_cpu_offload",
-            "a checkpoint holds all that a run is resumed with": "no_save_optim no_save_rng",
+            "a checkpoint holds the states of all generators": "no_save_rng",
             "metrics go to W&B, texts to a parquet file": "wandb_log_unique_prompts",
             "text only": "freeze_vit freeze_aligner freeze_llm vllm_limit_mm_per_prompt max_pixels",
         }
