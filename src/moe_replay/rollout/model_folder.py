@@ -41,7 +41,7 @@ def read_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
     from_transformers = _transformers()
     try:
         return from_transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, *_strict_errors()) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, *_strict_errors()) as error:
         raise ModelError(
             "the model cannot be read",
             expected="a folder with config.json, or a name that Transformers can load",
@@ -192,7 +192,7 @@ def _refused(source: str) -> Iterator[None]:
     """Turn what Transformers raises for a model that it cannot build or load into one error."""
     from safetensors import SafetensorError
 
-    kinds = (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError, RuntimeError, ZeroDivisionError)
+    kinds = (OSError, ValueError, ImportError, LookupError, TypeError, AttributeError, RuntimeError, ZeroDivisionError)
     try:
         yield
     except (*kinds, SafetensorError) as error:
@@ -233,6 +233,8 @@ def _strict_errors() -> tuple[type[Exception], ...]:
 
 
 def _remedy(error: Exception) -> str | None:
+    if isinstance(error, ImportError) and "attention" in str(error).lower():
+        return "Install it, or set model.attention = 'sdpa'"
     return _REMOTE_CODE if "trust_remote_code" in str(error) else None
 
 

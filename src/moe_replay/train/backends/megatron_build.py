@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
 from moe_replay.distributed.ranks import raise_on_all_ranks
-from moe_replay.errors import LayoutError, MissingExtraError, ReplayStateError
+from moe_replay.errors import LayoutError, MissingExtraError, MoeReplayError, ReplayStateError
 from moe_replay.megatron import cpu as megatron_cpu
 from moe_replay.megatron import mindspeed, weights
 from moe_replay.rollout.model_folder import check_finite
 from moe_replay.train.config.sections import BackendConfig, OptimConfig
 from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.utils.messages import one_line
 
 _HALF = {"bfloat16": {"bf16": True}, "float16": {"fp16": True}, "float32": {}}
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 # Between two interleaved stages, batched messages of two chunks can be swapped.
 _UNBATCHED = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+_SETTINGS = "Correct model.path or the settings of the section backend"
 FIRST_LOSS_SCALE = 2.0**16  # of float16; Megatron's own would skip the first sixteen updates
+
+
+class MegatronBuildError(MoeReplayError):
+    """Settings, parallel sizes or a model that Megatron-Core does not take."""
+
+
+class _Refusals:
+    """Turns whatever Megatron-Core raises, which may be of any class, into one error."""
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if isinstance(error, Exception) and not isinstance(error, (MoeReplayError, torch.OutOfMemoryError)):
+            raise MegatronBuildError(f"{self._doing}: {one_line(error)}", remedy=_SETTINGS) from error
 
 
 def parallel_sizes(backend: BackendConfig) -> dict[str, Any]:
@@ -52,8 +73,9 @@ def start_parallel(config: TrainConfig, device: torch.device) -> None:
             "Megatron-Core's process groups are initialized already, and a process has one set of them",
             remedy="Close the other backend first, or call parallel_state.destroy_model_parallel()",
         )
-    parallel_state.initialize_model_parallel(**parallel_sizes(config.backend), create_gloo_process_groups=False)
-    model_parallel_cuda_manual_seed(config.seed)
+    with raise_on_all_ranks("dividing the ranks"), _Refusals("Megatron-Core cannot divide the ranks"):
+        parallel_state.initialize_model_parallel(**parallel_sizes(config.backend), create_gloo_process_groups=False)
+        model_parallel_cuda_manual_seed(config.seed)
 
 
 def recipe_for(config: TrainConfig, folder: str) -> weights.MegatronRecipe:
@@ -69,10 +91,11 @@ def recipe_for(config: TrainConfig, folder: str) -> weights.MegatronRecipe:
         **({"moe_grouped_gemm": False} if config.model.lora_rank else {}),  # adapters are added to single experts
         **backend.megatron,
     }
-    recipe = weights.megatron_config(
-        folder, family=backend.weight_family, trust_remote_code=config.model.trust_remote_code, **settings
-    )
-    _check(config, recipe)
+    with raise_on_all_ranks("configuring the model"), _Refusals("Megatron-Core does not take these settings"):
+        recipe = weights.megatron_config(
+            folder, family=backend.weight_family, trust_remote_code=config.model.trust_remote_code, **settings
+        )
+        _check(config, recipe)
     return recipe
 
 
@@ -90,7 +113,8 @@ def load_chunks(recipe: weights.MegatronRecipe, folder: str, device: torch.devic
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.moe.router import TopKRouter
 
-    chunks: list[nn.Module] = [chunk.to(device) for chunk in recipe.build(packed=packed)]
+    with raise_on_all_ranks("building the model"), _Refusals("Megatron-Core cannot build the model"):
+        chunks: list[nn.Module] = [chunk.to(device) for chunk in recipe.build(packed=packed)]
     if recipe.config.bf16 or recipe.config.fp16:
         chunks = [Float16Module(recipe.config, chunk) for chunk in chunks]
     for chunk in chunks:
