@@ -1,4 +1,7 @@
-"""Model folders that are incomplete, damaged or of another kind: one sentence with the names, before any training."""
+"""Model folders that are incomplete, damaged or of another kind: one sentence with the names, before any training.
+
+Transformers 4.57 has a tensor for each expert, 5.x one for all experts of a layer.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,7 @@ UNTRAINABLE: dict[str, tuple[Damage, str]] = {
     "a tensor is missing": (without("layers.1.self_attn.q_proj"), r"1 weights .*layers\.1\.self_attn\.q_proj\.weight"),
     "output projection": (without("lm_head"), r"1 weights .*lm_head\.weight"),
     "experts of a layer": (without("layers.2.mlp.experts"), r"layers\.2\.mlp\.experts"),
-    "the last expert": (without(".experts.7."), r"layers\.1\.mlp\.experts.*\(7, 32, 16\)"),
+    "the last expert": (without(".experts.7."), r"layers\.1\.mlp\.experts.*(\(7, 32, 16\)|experts\.7\.up_proj)"),
     "an expert between": (without(".experts.3."), r"layers\.1\.mlp\.experts\.3\."),
     "a tensor of an expert": (without("layers.1.mlp.experts.3.gate_proj"), r"layers\.1\.mlp\.experts\.3\.gate_proj"),
     "renamed": (
@@ -102,8 +105,14 @@ UNTRAINABLE: dict[str, tuple[Damage, str]] = {
     ),
     "more layers in the config": (settings(num_hidden_layers=5), r"layers\.4\."),
     "fewer layers in the config": (settings(num_hidden_layers=3), r"layers\.3\..*num_hidden_layers"),
-    "more experts in the config": (settings(num_local_experts=16), r"experts.*\(16, 32, 16\), found \(8, 32, 16\)"),
-    "fewer experts in the config": (settings(num_local_experts=4), r"experts.*\(4, 32, 16\), found \(8, 32, 16\)"),
+    "more experts in the config": (
+        settings(num_local_experts=16, num_experts=16),
+        r"experts.*\(16, 32, 16\), found \(8, 32, 16\)|gate\.weight: expected \(16, 32\), found \(8, 32\)",
+    ),
+    "fewer experts in the config": (
+        settings(num_local_experts=4, num_experts=4),
+        r"experts.*\(4, 32, 16\), found \(8, 32, 16\)|gate\.weight: expected \(4, 32\), found \(8, 32\)",
+    ),
     "another shape": (changed("0.self_attn.q_proj", lambda t: t[:-1]), r"0\.self_attn\.q_proj.*\(31, 32\)"),
     "another shape of an expert": (
         changed("1.mlp.experts.3.up_proj", lambda t: t[:-1]),
@@ -112,7 +121,7 @@ UNTRAINABLE: dict[str, tuple[Damage, str]] = {
     "cut short": (cut, r"model\.safetensors is damaged or cut short"),
     "no bytes": (lambda folder: os.truncate(folder / "model.safetensors", 0), r"damaged or cut short"),
     "garbage": (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 999), r"damaged or cut short"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"no file named model\.safetensors"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"no file named .*model\.safetensors"),
     "no config": (lambda folder: (folder / "config.json").unlink(), r"cannot be read.*config\.json"),
     "config not JSON": (lambda folder: (folder / "config.json").write_text("{"), r"config\.json"),
     "config not text": (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe\0"), r"config\.json"),

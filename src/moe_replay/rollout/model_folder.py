@@ -40,7 +40,7 @@ def read_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
     """Return the Transformers config of a folder or of a name that Transformers can load."""
     from_transformers = _transformers()
     try:
-        return from_transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = from_transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, *_strict_errors()) as error:
         raise ModelError(
             "the model cannot be read",
@@ -48,6 +48,20 @@ def read_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
             found=f"{str(folder)!r}: {one_line(error)}",
             remedy=_remedy(error) or (None if Path(folder).exists() else "Set model.path"),
         ) from error
+    _check_numbers(config, folder)
+    return config
+
+
+def _check_numbers(config: Any, folder: str | Path) -> None:
+    """Raise if a size is text, which Transformers before 5 does not notice."""
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        if isinstance(found := getattr(config, name, None), str):
+            raise ModelError(
+                f"{name} in {Path(folder) / 'config.json'} is not a number",
+                expected="a whole number",
+                found=repr(found),
+                remedy=_COMPLETE,
+            )
 
 
 def build_model(config: Any, *, trust_remote_code: bool = False, **options: Any) -> Any:
@@ -92,7 +106,7 @@ def check_finite(named: Iterable[tuple[str, Tensor]], source: str | Path) -> Non
 
 
 def _check_report(model: Any, report: Mapping[str, Any], folder: str | Path) -> None:
-    misshapen = sorted((name, tuple(found), tuple(wanted)) for name, found, wanted in report["mismatched_keys"])
+    misshapen = sorted(_misshapen(model, report["mismatched_keys"], folder))
     if misshapen:
         name, found, wanted = misshapen[0]
         raise ModelError(
@@ -118,6 +132,18 @@ def _check_report(model: Any, report: Mapping[str, Any], folder: str | Path) -> 
         )
     if report["unexpected_keys"]:  # of other parts: a vision tower, layers that predict several tokens
         logger.warning("not used, as not part of the model: %s in %s", _some(sorted(report["unexpected_keys"])), folder)
+
+
+def _misshapen(model: Any, reported: Iterable[Any], folder: str | Path) -> Iterator[tuple[str, Shape, Shape]]:
+    """Yield name, stored shape and shape in the model; Transformers before 5 reports the names alone."""
+    named = list(reported)
+    stored = _stored_shapes(Path(folder)) if any(isinstance(each, str) for each in named) else {}
+    for each in named:
+        if isinstance(each, str):
+            yield each, stored.get(each, ()), tuple(model.state_dict()[each].shape)
+        else:
+            name, found, wanted = each
+            yield name, tuple(found), tuple(wanted)
 
 
 def _more_layers(model: Any, unexpected: Iterable[str]) -> list[str]:
