@@ -75,6 +75,14 @@ def test_another_run_may_be_quicker(made, cache, monkeypatch):
     assert list((cache / "race").iterdir()) == [theirs]
 
 
+def test_its_files_have_the_permissions_of_the_umask(made, tmp_path):
+    plain = tmp_path / "plain"
+    plain.touch()
+    files = [path for path in made.model.parent.rglob("*") if path.is_file()]
+    assert {path.name for path in files} >= {"model.safetensors", "config.json", "train.jsonl"}
+    assert {path.name: path.stat().st_mode for path in files} == {path.name: plain.stat().st_mode for path in files}
+
+
 def test_everything_that_determines_it_names_the_folder(made, cache):
     assert files_module._fingerprint(QUICK) in made.model.parent.name
     assert files_module._fingerprint(FULL) != files_module._fingerprint(QUICK)

@@ -17,6 +17,7 @@ from moe_replay.demo.model import build_model
 from moe_replay.demo.settings import FULL, QUICK, DemoSettings
 from moe_replay.demo.tokenizer import build_tokenizer
 from moe_replay.demo.warm_start import warm_start
+from moe_replay.utils.files import apply_umask
 from moe_replay.utils.progress import StatusCallback
 
 
@@ -71,6 +72,8 @@ def _make(files: DemoFiles, settings: DemoSettings, status: StatusCallback) -> N
     warm_start(model, tokenizer, settings, status)
     tokenizer.save_pretrained(files.model)
     model.save_pretrained(files.model)
+    for file in files.model.glob("*.safetensors"):
+        apply_umask(file)  # others may read the cache
     for file, count, held_out in ((files.train, settings.train_rows, False), (files.eval, settings.eval_rows, True)):
         _write(file, rows(count, settings.seed, settings.terms, held_out=held_out))
 
