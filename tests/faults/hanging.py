@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import Any
 
@@ -11,6 +12,12 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     print("hanging", flush=True)
     threading.Event().wait()
     return [0.0 for _ in completions]
+
+
+async def environment(episode: Any) -> None:
+    """Never returns."""
+    print("hanging", flush=True)
+    await asyncio.Event().wait()
 
 
 def announced(completions: list[str], **_: Any) -> list[float]:

@@ -13,6 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_replay.errors import MoeReplayError
+from moe_replay.train import launch
+from moe_replay.train.backends.fsdp_state import FsdpState
 from moe_replay.train.run import manifest
 from moe_replay.train.run.checkpoint import CheckpointError, Checkpoints, TrainerState
 from moe_replay.train.sources import SourceError, check_export
@@ -154,6 +157,28 @@ def test_a_checkpoint_without_digests_is_refused_and_not_passed_over(tmp_path: P
     (newest / "trainer.json").write_text(json.dumps(record | {"format": 1}))
     with pytest.raises(CheckpointError, match="earlier version, without digests"):
         Checkpoints(tmp_path).restore(SmallPolicy())
+
+
+@pytest.mark.parametrize("where", ["over every file", "beside them", "over every file, with digests"])
+def test_no_pickle_in_a_checkpoint_is_read(tmp_path: Path, where: str) -> None:
+    """A pickle runs the command that it names; the manifest proves that a file is whole, and not who wrote it."""
+    policy, ran = SmallPolicy(), tmp_path / "ran"
+    pickled = f"cposix\nsystem\n(S'touch {ran}'\ntR.".encode()
+    with launch.process_group(torch.device("cpu")):
+        saved = FsdpState(policy.model, policy.optimizer)
+        policy.save, policy.load = saved.save, saved.load  # type: ignore[method-assign]
+        checkpoints = Checkpoints(tmp_path / "checkpoints")
+        checkpoints.save(policy, state_at(1))
+        folder = checkpoints.path(1)
+        states = [path for path in folder.rglob("*.safetensors") if where != "beside them"]
+        assert len(states) == (0 if where == "beside them" else 2)
+        for path in [*states, folder / "policy/.metadata", folder / ".metadata"]:
+            path.write_bytes(pickled)
+        if where != "over every file":
+            manifest.write_on_all_ranks(folder)
+        with pytest.raises(MoeReplayError, match=r"is damaged|holds pickled files, which are never read"):
+            Checkpoints(tmp_path / "checkpoints").restore(policy)
+    assert not ran.exists()
 
 
 # ---- any bit ---------------------------------------------------------------------------------------------------------

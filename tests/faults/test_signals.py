@@ -41,8 +41,16 @@ def test_a_signal_saves_the_step_and_the_run_resumes(demo_files: Any, tmp_path: 
         assert "to resume: moe-replay train" in rest
 
 
-def test_a_second_signal_ends_a_run_that_hangs(demo_files: Any, tmp_path: Path) -> None:
-    made = recipe(demo_files, tmp_path, reward={"functions": ["tests.faults.hanging:reward"]})
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"reward": {"functions": ["tests.faults.hanging:reward"]}},
+        {"rollout": {"environment": "tests.faults.hanging:environment"}},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_a_second_signal_ends_a_run_that_hangs(demo_files: Any, tmp_path: Path, settings: dict[str, Any]) -> None:
+    made = recipe(demo_files, tmp_path, **settings)
     with start_command("train", made) as run:
         assert run.stdout is not None
         wait_for_line(run.stdout, "hanging")

@@ -120,7 +120,7 @@ KILLS = int(os.environ.get("MOE_REPLAY_KILLS", "0"))
 
 @pytest.mark.skipif(not KILLS, reason="`make test-faults` runs it")
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("victim", ["trainer", "server", "rank 0", "rank 1"])
+@pytest.mark.parametrize("victim", ["trainer", "server", "rank 0", "rank 1", "engine core"])
 def test_kills_at_random_moments_leave_nothing(
     victim: str, demo_files: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,10 +130,10 @@ def test_kills_at_random_moments_leave_nothing(
     for number in range(KILLS):
         with reserved_port() as port:
             begin: dict[str, Callable[[], subprocess.Popen[str]]] = {
-                "trainer": lambda: start_training(made),
                 "server": lambda port=port: start_server(demo_files, port),
+                "rank": lambda: start_ranks("train", made, environment=QUIET),
             }
-            with begin.get(victim, lambda: start_ranks("train", made, environment=QUIET))() as run:
+            with begin.get(victim.split()[0], lambda: start_training(made))() as run:
                 while run.poll() is None and (found := killed(run.pid, victim)) is None:
                     time.sleep(0.05)
                 time.sleep(drawn.uniform(0, 40))
@@ -152,4 +152,6 @@ def killed(pid: int, victim: str) -> Process | None:
     """The process to be killed, once it has started others or been started."""
     if victim.startswith("rank"):
         return rank_process(pid, int(victim.removeprefix("rank ")))
+    if victim == "engine core":
+        return next((each for each in descendants(pid) if "EngineCore" in title(each.pid)), None)
     return process(pid) if descendants(pid) else None

@@ -17,7 +17,7 @@ import pytest
 from torch import nn
 
 import moe_replay as mr
-from moe_replay.errors import EngineError
+from moe_replay.errors import EngineError, EngineUnavailableError
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams
 from moe_replay.rollout.vllm_server import VllmServer
 from moe_replay.rollout.weights import checkpoint_tensors
@@ -328,11 +328,14 @@ def test_behind_the_server(vllm_engine: Callable[[str], Any]) -> None:
         assert client.name.name == "vLLM"
         asked = [[1, 2, 3], list(range(1, 80))]
         for version, model in ((1, new), (0, old)):
-            client.update_weights(checkpoint_tensors(model), version, probe(model))
+            client.update_weights(checkpoint_tensors(model), version, probe(model), weights_id=f"run-{version}")
             for group in client.generate(asked, SamplingParams(n=3, max_tokens=6, temperature=0.8)):
                 for sample in group:
-                    assert sample.weight_version == version
+                    assert (sample.weight_version, sample.weights_id) == (version, f"run-{version}")
                     assert_sampled_from(model, sample, 0.8)
+        engine.update_weights(checkpoint_tensors(old), 0, probe(old), weights_id="other-0")  # by someone else
+        with pytest.raises(EngineUnavailableError, match=r"not sent.*run-0.*other-0"):
+            client.generate(asked, SamplingParams(max_tokens=2))
 
 
 def test_replay_repairs_what_routing_breaks(vllm_engine: Callable[[str], Any]) -> None:
