@@ -76,8 +76,8 @@ def on_ranks(size: int, function: Any, *args: Any, variant: str = "qwen3_moe") -
     return harness.run_ranks(size, function, *policy(variant), *args)
 
 
-def close(found: Any, wanted: Any) -> bool:
-    return torch.allclose(torch.as_tensor(found), torch.as_tensor(wanted), rtol=TOLERANCE, atol=TOLERANCE)
+def close(found: Any, wanted: Any, tolerance: float = TOLERANCE) -> bool:
+    return torch.allclose(torch.as_tensor(found), torch.as_tensor(wanted), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -85,22 +85,26 @@ def test_updates_as_one_process_makes_them(name: str) -> None:
     assert_updates_as_one_process(*LAYOUTS[name])
 
 
-@pytest.mark.parametrize("variant", ["gpt_oss"])
-def test_updates_of_other_families_packed(variant: str) -> None:
-    assert_updates_as_one_process(1, PACKED, variant)
+@pytest.mark.parametrize(("variant", "tolerance"), [("gpt_oss", TOLERANCE), ("qwen3_next", 1e-3)])
+def test_updates_of_other_families_packed(variant: str, tolerance: float) -> None:
+    assert_updates_as_one_process(1, PACKED, variant, tolerance)
 
 
-def assert_updates_as_one_process(size: int, settings: dict[str, Any], variant: str = "qwen3_moe") -> None:
+def assert_updates_as_one_process(
+    size: int, settings: dict[str, Any], variant: str = "qwen3_moe", tolerance: float = TOLERANCE
+) -> None:
     ranks = on_ranks(size, megatron_training.two_updates, "megatron", settings, variant=variant)
     one = expected(variant)
-    assert close([sum(losses) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)], one["losses"])
-    assert all(close(rank["norms"], one["norms"]) for rank in ranks)
+    assert close(
+        [sum(losses) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)], one["losses"], tolerance
+    )
+    assert all(close(rank["norms"], one["norms"], tolerance) for rank in ranks)
     assert len({tuple(rank["micro_batches"]) for rank in ranks}) == 1
     for routing in ("replayed", "native"):
         found = [row for rank in ranks for row in rank[routing]]
         assert sorted(found) == sorted(one[routing]), "each sequence has one rank that reports it"
-        assert all(close(rank[routing][row], one[routing][row]) for rank in ranks for row in rank[routing])
-    check_weights(ranks[0]["weights"], one["weights"], saved_tensors(policy(variant)[0]))
+        assert all(close(rank[routing][row], one[routing][row], tolerance) for rank in ranks for row in rank[routing])
+    check_weights(ranks[0]["weights"], one["weights"], saved_tensors(policy(variant)[0]), tolerance)
 
 
 @pytest.mark.parametrize(("size", "settings"), [(1, {}), (2, TP | PACKED), (2, CP)], ids=["1", "tp2-packed", "cp2"])
@@ -129,14 +133,17 @@ def masked_expected() -> dict[str, Any]:
 
 
 def check_weights(
-    found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], start: dict[str, torch.Tensor]
+    found: dict[str, torch.Tensor],
+    wanted: dict[str, torch.Tensor],
+    start: dict[str, torch.Tensor],
+    tolerance: float = TOLERANCE,
 ) -> None:
     """Where each tensor has gone is compared, in units of how far it went."""
     assert found.keys() == wanted.keys() == start.keys()
     for name, begin in start.items():
         moved = (wanted[name] - begin).norm()
         assert moved > 0
-        assert (found[name] - wanted[name]).norm() < TOLERANCE * moved, name
+        assert (found[name] - wanted[name]).norm() < tolerance * moved, name
 
 
 def test_the_updates_would_be_others_natively() -> None:
