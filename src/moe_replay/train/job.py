@@ -33,7 +33,7 @@ from moe_replay.train.run.interruption import InterruptHandler
 from moe_replay.train.run.progress import ConsoleProgress
 from moe_replay.train.run.sinks.registry import SinkError
 from moe_replay.train.shared_devices import SharedDevices
-from moe_replay.train.sources import Sources, check_export, find_sources
+from moe_replay.train.sources import Sources, sources_on_all_ranks
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.trajectory_wire import trajectories_from_bytes, trajectories_to_bytes
 from moe_replay.train.types import RolloutBatch, Trajectory
@@ -116,7 +116,7 @@ class Job:
                 with raise_on_all_ranks("checking the configuration"):
                     if rank() == 0:
                         check_names(config)
-                sources = _sources_on_all_ranks(config, progress)
+                sources = sources_on_all_ranks(config, progress.message)
                 inputs: Inputs | None = None
                 with raise_on_all_ranks("reading the data"):
                     if rank() == 0:
@@ -391,13 +391,3 @@ def _with_steps(config: TrainConfig, inputs: Inputs | None, run: Run, progress: 
         epochs = config.data.epochs
         progress.message(f"{steps} steps: {epochs:g} epoch{'s' * (epochs != 1)} of {len(inputs.prompts)} prompts")
     return counted
-
-
-def _sources_on_all_ranks(config: TrainConfig, progress: ConsoleProgress) -> Sources:
-    """Find model and data on every rank; rank 0 first, which downloads or makes what is missing."""
-    found: Sources | None = None
-    with raise_on_all_ranks("looking for model and data"):
-        if rank() == 0:
-            found = find_sources(config, progress.message)
-            check_export(found.model)
-    return found if found is not None else find_sources(config, progress.message)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moe_replay.distributed.ranks import raise_on_all_ranks, rank
 from moe_replay.errors import MissingExtraError, MoeReplayError
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.run import manifest
@@ -83,3 +84,13 @@ def model_folder(path: str) -> str:
             found=f"{path!r}: {error}",
             remedy="Set model.path",
         ) from error
+
+
+def sources_on_all_ranks(config: TrainConfig, status: StatusCallback) -> Sources:
+    """Find model and data on every rank; rank 0 first, which downloads or makes what is missing."""
+    found: Sources | None = None
+    with raise_on_all_ranks("looking for model and data"):
+        if rank() == 0:
+            found = find_sources(config, status)
+            check_export(found.model)
+    return found if found is not None else find_sources(config, status)
