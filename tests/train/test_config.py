@@ -210,6 +210,11 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"model": {"lora_rank": 8, "lora_targets": [""]}}, "model.lora_targets"),
         ({"model": {"lora_rank": -1}}, "lora_rank"),
         ({"model": {"lora_targets": ["q_proj"]}}, "model.lora_rank: 0 trains all weights"),
+        ({"rollout": {"lora": True}}, "rollout.lora: there is no adapter to send"),
+        (
+            {"rollout": {"lora": True, "engine": "transformers"}, "model": {"lora_rank": 8}},
+            "only one vllm in this process",
+        ),
         ({"model": {"lora_merge": False}}, "model.lora_rank: 0 trains all weights"),
         ({"model": {"attention": "flash_attention_2", "dtype": "float32"}}, "does not support float32"),
         ({"model": {"attention": "flash_attention_2"}, "backend": {"device": "cpu"}}, "needs a GPU"),

@@ -17,7 +17,7 @@ from moe_replay.rollout.model_folder import read_config
 from moe_replay.train import launch
 from moe_replay.train.backends import lora
 from moe_replay.train.backends.fsdp import FsdpBackend
-from moe_replay.train.backends.lora_targets import LoraError, check_targets
+from moe_replay.train.backends.lora_targets import LoraError, targets_of
 from moe_replay.train.config.sections import ModelConfig
 from moe_replay.train.config.train_config import TrainConfig
 from tests.models import random_ids, tiny_qwen3_moe
@@ -162,7 +162,7 @@ def test_targets_that_are_not_there_are_refused_before_weights_are_read(folders:
     settings = read_config(folders["qwen3_moe"])
     for name in ("qkv_proj", "lm_head", "embed_tokens"):
         with pytest.raises(LoraError, match=r"no layer of this model has this name.*k_proj.*router.*all-linear"):
-            check_targets(settings, ModelConfig(lora_rank=4, lora_targets=("q_proj", name)))
+            targets_of(settings, ModelConfig(lora_rank=4, lora_targets=("q_proj", name)))
     with pytest.raises(LoraError, match="gate_proj and up_proj of an expert are one tensor"):
-        check_targets(settings, ModelConfig(lora_rank=4, lora_targets=("gate_proj", "down_proj")))
-    check_targets(settings, ModelConfig(lora_rank=4, lora_targets=("down_proj",)))
+        targets_of(settings, ModelConfig(lora_rank=4, lora_targets=("gate_proj", "down_proj")))
+    targets_of(settings, ModelConfig(lora_rank=4, lora_targets=("down_proj",)))

@@ -88,6 +88,14 @@ class Engine(Sampler, Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """The adapter that an engine will be sent: its rank, and the last names of the modules it changes."""
+
+    rank: int
+    modules: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRequest:
     """What an engine is started with, or connected to; each engine's `start` takes one.
@@ -102,6 +110,7 @@ class StartRequest:
     sampling_mask    whether samples will be asked for with their sampling mask
     urls, token      of servers that run already; without a token, that of $MOE_REPLAY_TOKEN
     min_servers      of `urls` that must be reachable; None: all
+    lora             of the adapter that updates will consist of; None: updates have all weights
     options          the engine's own, passed on as they are
     """
 
@@ -116,6 +125,7 @@ class StartRequest:
     urls: tuple[str, ...] = ()
     token: str | None = field(default=None, repr=False)
     min_servers: int | None = None
+    lora: LoraSpec | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property

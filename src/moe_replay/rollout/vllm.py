@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from moe_replay.errors import EngineError, EngineName, EngineUnavailableError
+from moe_replay.rollout.adapter import Adapter
 from moe_replay.rollout.captured_sample import captured_sample, parse_finish_reason
 from moe_replay.rollout.engine import Engine, StartRequest, end_tokens
 from moe_replay.rollout.loop import AsyncSampler, while_alive
@@ -21,14 +22,16 @@ from moe_replay.rollout.request_limits import check_token_ids
 from moe_replay.rollout.sampling import prompt_hash
 from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
+from moe_replay.rollout.vllm_adapter import AdapterSlot, adapter_options
 from moe_replay.rollout.vllm_arguments import (
     WORKING_VERSIONS,
     engine_arguments,
     on_cpu,
+    translated_errors,
     vllm_version,
     without_launcher_variables,
 )
-from moe_replay.rollout.vllm_capture import Capture, RouteSource, returns_routes
+from moe_replay.rollout.vllm_capture import Capture, RouteSource, returns_routes, token_logprobs
 from moe_replay.rollout.vllm_masks import MASK_OPTION, MaskReturn
 from moe_replay.rollout.weights import as_files, packed, safetensors_files
 from moe_replay.rollout.weights_id import CurrentWeights
@@ -49,6 +52,8 @@ def start(request: StartRequest) -> Engine:
         options[MASK_OPTION] = True
     if request.sleep and accelerator() is not None:  # on CPU there is no memory to free: it only stops sampling
         options["enable_sleep_mode"] = True
+    if request.lora is not None:
+        options |= adapter_options(request.lora)
     with without_launcher_variables():
         return request.call(
             VllmEngine,
@@ -87,6 +92,7 @@ class VllmEngine(AsyncSampler):
             undo.callback(self._routes.close)
             # One thread: more of them fight for the interpreter's lock, and the event loop waits for all of them.
             self._trace_thread = undo.enter_context(ThreadPoolExecutor(1, "traces"))
+            self._adapter = AdapterSlot(notes)
             self._llm = self._loop.run(self._start(arguments, notes))
             list_shared_files(notes)
             self._resources = undo.pop_all()
@@ -97,6 +103,7 @@ class VllmEngine(AsyncSampler):
         self.topology = MoeTopology.from_config(config.hf_config, load_router_family(router_family))
         self._end_tokens = end_tokens(config.try_get_generation_config(), config.hf_text_config)
         self._sleep_mode_enabled: bool = config.enable_sleep_mode
+        self._takes_adapters: bool = self._llm.vllm_config.lora_config is not None
         self._crashes_on_seeds = on_cpu() and self._llm.vllm_config.scheduler_config.enable_chunked_prefill
         self._state = EngineState(str(self.name), weight_version)
         self._asleep: set[str] = set()  # parts of vLLM's memory
@@ -156,7 +163,7 @@ class VllmEngine(AsyncSampler):
             "n": params.draws,
             "max_tokens": params.max_tokens,
             **self._masks.truncation(params),
-            "seed": _seed_of(prompt, params),
+            "seed": None if params.seed is None else params.seed ^ prompt_hash(prompt),
             "stop_token_ids": sorted(stops),
             "ignore_eos": True,  # the model's end tokens are among the stop tokens, unless ignored
             "logprobs": 0,
@@ -196,7 +203,7 @@ class VllmEngine(AsyncSampler):
     async def _prompt_logprobs_now(self, token_ids: Sequence[int], request_id: str) -> np.ndarray:
         scoring = {"max_tokens": 1, "prompt_logprobs": 0, **self._masks.scoring}
         output = await self._output(token_ids, scoring, request_id)
-        return _token_logprobs(output.prompt_logprobs)[1:]
+        return token_logprobs(output.prompt_logprobs)[1:]
 
     async def _output(self, prompt: Sequence[int], sampling: dict[str, Any], request_id: str) -> Any:
         """Return vLLM's final output of one request."""
@@ -205,30 +212,17 @@ class VllmEngine(AsyncSampler):
 
         last = None
         check_token_ids(prompt, self.vocab_size)  # vLLM's processes would die of others
-        with self._translated_errors():
+        with translated_errors(self.name):
             params = VllmParams(
                 **sampling, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
             )
             ids = [int(token) for token in prompt]
-            async for output in self._llm.generate({"prompt_token_ids": ids}, params, request_id):
+            adapter = self._adapter.request
+            async for output in self._llm.generate({"prompt_token_ids": ids}, params, request_id, lora_request=adapter):
                 last = output
         if last is None or not last.finished:
             raise EngineError(f"{self.name} ended a request without an output")
         return last
-
-    @contextmanager
-    def _translated_errors(self) -> Iterator[None]:
-        from vllm.exceptions import VLLMClientError
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-        try:
-            yield
-        except VLLMClientError as rejection:
-            raise EngineError(f"{self.name} rejected a request: {rejection}") from rejection
-        except (EngineDeadError, EngineGenerateError) as failure:
-            raise EngineUnavailableError(
-                f"{self.name} failed: {failure}", remedy="Its log names the cause"
-            ) from failure
 
     def _to_samples(
         self,
@@ -261,7 +255,7 @@ class VllmEngine(AsyncSampler):
         return captured_sample(
             prompt,
             completion,
-            lambda: _token_logprobs(output.logprobs),
+            lambda: token_logprobs(output.logprobs),
             captured,
             finish_reason=reason,
             topology=self.topology,
@@ -297,28 +291,49 @@ class VllmEngine(AsyncSampler):
 
         An iterator is read here, in the caller's thread: reading it may be a collective operation of the trainer.
         """
-        if "weights" in self._asleep or "scheduling" in self._asleep:
-            raise EngineError(
-                f"{self.name} is asleep", remedy="Call wake() before the update: its weights are not loaded"
-            )
+        self._check_ready_for(adapter=False)
         if isinstance(weights, Path):
             files = iter(safetensors_files(weights))
         else:
             files = as_files(packed(weights, CHUNK_BYTES))
-        self._loop.run(self._begin_update())
+        self._loop.run(self._begin_update("replay_begin_update"))
         with self._barrier.open_on_error():
             for file in files:
                 self._loop.run(self._call_workers("replay_load", str(file.absolute())))
-            self._loop.run(self._finish_update(version, probe, weights_id))
+            self._loop.run(self._finish_update(version, probe, weights_id, "replay_finish_update"))
 
-    async def _begin_update(self) -> None:
+    def update_adapter(self, adapter: Adapter, version: int, probe: Probe | None = None, weights_id: str = "") -> None:
+        """Replace the adapter, with the promises of `update_weights`; the base is what the engine was started with.
+
+        Needs `enable_lora=True`, and `max_lora_rank` for the rank of the adapter.
+        """
+        self._check_ready_for(adapter=True)
+        folder = self._adapter.write(adapter)
+        self._loop.run(self._begin_update())
+        with self._barrier.open_on_error():
+            self._adapter.use(folder)
+            self._loop.run(self._finish_update(version, probe, weights_id, "replay_load_adapter", str(folder)))
+
+    def _check_ready_for(self, *, adapter: bool) -> None:
+        if adapter != self._takes_adapters:
+            remedy = "Start it with enable_lora=True" if adapter else "Use update_adapter"
+            raise EngineError(f"{self.name} was started {'without' if adapter else 'with'} LoRA", remedy=remedy)
+        if "weights" in self._asleep or "scheduling" in self._asleep:
+            raise EngineError(
+                f"{self.name} is asleep", remedy="Call wake() before the update: its weights are not loaded"
+            )
+
+    async def _begin_update(self, *methods: str) -> None:
         await self._barrier.close(self._abort)
         self._state.begin_update()
-        await self._call_workers("replay_begin_update")
+        for method in methods:
+            await self._call_workers(method)
 
-    async def _finish_update(self, version: int, probe: Probe | None, weights_id: str) -> None:
+    async def _finish_update(
+        self, version: int, probe: Probe | None, weights_id: str, method: str, *arguments: str
+    ) -> None:
         with self._barrier.open_on_error():
-            await self._call_workers("replay_finish_update")
+            await self._call_workers(method, *arguments)
             await self._wake(set(self._asleep))
             if not await self._answered(self._llm.reset_prefix_cache()):
                 raise EngineError(f"{self.name} did not drop its prefix cache, which is of older weights")
@@ -329,7 +344,7 @@ class VllmEngine(AsyncSampler):
         self._barrier.open()
 
     async def _call_workers(self, method: str, *arguments: str) -> None:
-        with self._barrier.open_on_error(), self._translated_errors():
+        with self._barrier.open_on_error(), translated_errors(self.name):
             errors = await self._answered(self._llm.collective_rpc(method, args=arguments))
             failed = [(rank, error) for rank, error in enumerate(errors) if error]
             if failed:
@@ -337,7 +352,7 @@ class VllmEngine(AsyncSampler):
                 raise EngineError(
                     f"{self.name} could not update its weights: {error}",
                     found=f"worker {rank} of {len(errors)}, in {method}",
-                    remedy="Send every weight, in the names and shapes of the model's checkpoint",
+                    remedy="Send every weight under its name in the checkpoint, or an adapter of the modules asked for",
                 )
 
     # ---- sleep and shutdown ----------------------------------------------------------------------------------
@@ -350,6 +365,7 @@ class VllmEngine(AsyncSampler):
         self._loop.run(self._sleep(level))
 
     async def _sleep(self, level: int) -> None:
+        level = 1 if self._takes_adapters else level  # an adapter is no update of the base
         if not self._state.asleep:
             await self._barrier.close(self._abort)
             with self._barrier.open_on_error():
@@ -382,16 +398,3 @@ class VllmEngine(AsyncSampler):
     async def _shutdown(self) -> None:
         self._llm.shutdown()
         del self._llm  # else its destructor runs during interpreter shutdown
-
-
-def _seed_of(prompt: Sequence[int], params: SamplingParams) -> int | None:
-    return None if params.seed is None else params.seed ^ prompt_hash(prompt)
-
-
-def _token_logprobs(logprobs: Any) -> np.ndarray:
-    """(T,) float32: the first entry at each position, which is that of the token itself; 0 if there is none."""
-    if logprobs is None:
-        return np.zeros(0, np.float32)
-    values = np.asarray([*logprobs.logprobs, 0.0], np.float32)
-    starts, ends = np.asarray(logprobs.start_indices, int), np.asarray(logprobs.end_indices, int)
-    return values[np.where(starts < ends, starts, -1)]

@@ -8,7 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from moe_replay.errors import EngineError, EngineName, EngineOptionError, MissingExtraError
+from moe_replay.errors import (
+    EngineError,
+    EngineName,
+    EngineOptionError,
+    EngineUnavailableError,
+    MissingExtraError,
+)
 from moe_replay.rollout.vllm_capture import capture_arguments
 from moe_replay.rollout.vllm_masks import check_mask_option
 from moe_replay.utils.messages import one_line
@@ -55,6 +61,10 @@ def engine_arguments(engine: EngineName, model: str, capture: str, options: dict
             remedy="Start an engine for each: rollout.engines_per_node, or several servers; enable_expert_parallel = "
             "true shares the experts of one engine over its tensor_parallel_size",
         )
+    if options.get("enable_lora") and capture == "vllm" and on_cpu():
+        raise EngineOptionError(
+            f"{engine} on CPU has LoRA with our capture of routes only", remedy='Use capture "ours"'
+        )
     defaults: dict[str, Any] = {"disable_log_stats": True}
     if on_cpu() and "max_num_batched_tokens" not in options:
         defaults["enable_chunked_prefill"] = False  # or seeds could not be used: see _check_seed
@@ -72,6 +82,20 @@ def without_launcher_variables() -> Iterator[None]:
         yield
     finally:
         os.environ.update(hidden)
+
+
+@contextmanager
+def translated_errors(engine: EngineName) -> Iterator[None]:
+    """Raise our errors in place of vLLM's: a request that it rejects, processes that have died."""
+    from vllm.exceptions import VLLMClientError
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+    try:
+        yield
+    except VLLMClientError as rejection:
+        raise EngineError(f"{engine} rejected a request: {rejection}") from rejection
+    except (EngineDeadError, EngineGenerateError) as failure:
+        raise EngineUnavailableError(f"{engine} failed: {failure}", remedy="Its log names the cause") from failure
 
 
 def vllm_version() -> str:

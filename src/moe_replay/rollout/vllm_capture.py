@@ -116,3 +116,12 @@ class RouteSource:
 async def _own_routes(output: Any, prompt_tokens: int) -> np.ndarray | None:
     """Return what vLLM's own capture has put into an output."""
     return output.routed_experts
+
+
+def token_logprobs(logprobs: Any) -> np.ndarray:
+    """Return (T,) float32 of flat log-probs: at each position the first, of the token itself; 0 if there is none."""
+    if logprobs is None:
+        return np.zeros(0, np.float32)
+    values = np.asarray([*logprobs.logprobs, 0.0], np.float32)
+    starts, ends = np.asarray(logprobs.start_indices, int), np.asarray(logprobs.end_indices, int)
+    return values[np.where(starts < ends, starts, -1)]

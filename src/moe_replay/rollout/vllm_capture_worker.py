@@ -50,6 +50,32 @@ class RouteCapture:
         return output
 
 
+class LoraBesideExperts:
+    """LoRA on CPU, where vLLM has no kernels for experts with adapters: the others can have some all the same.
+
+    vLLM chooses the kernels of experts by whether there is LoRA at all, so the model is loaded without it. Mixed into a
+    worker of vLLM.
+    """
+
+    model_runner: Any
+    vllm_config: Any
+
+    def load_model(self, **options: Any) -> None:
+        """Load the model, then add room for adapters to the modules that `lora_target_modules` names."""
+        from vllm.config import set_current_vllm_config
+
+        config, runner = self.vllm_config, self.model_runner
+        adapters = config.lora_config
+        config.lora_config = runner.lora_config = None
+        try:
+            super().load_model(**options)  # type: ignore[misc]
+        finally:
+            config.lora_config = runner.lora_config = adapters
+        if adapters is not None:
+            with set_current_vllm_config(config):
+                runner.model = runner.load_lora_model(runner.model, config, runner.device)
+
+
 def __getattr__(name: str) -> type:
     """Return a worker class; vLLM is imported only where one is used."""
     if name not in ("GpuWorker", "CpuWorker"):
@@ -63,4 +89,5 @@ def _worker_class(name: str) -> type:
         from vllm.v1.worker.gpu_worker import Worker
     else:
         from vllm.v1.worker.cpu_worker import CPUWorker as Worker
-    return type(name, (RouteCapture, Worker), {"__module__": __name__})
+    mixed_in = (RouteCapture,) if name == "GpuWorker" else (RouteCapture, LoraBesideExperts)
+    return type(name, (*mixed_in, Worker), {"__module__": __name__})

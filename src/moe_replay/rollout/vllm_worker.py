@@ -15,6 +15,8 @@ import torch
 from moe_replay.utils.processes import end_with_parent
 
 OK = ""
+ADAPTER, ADAPTER_ID = "policy", 1
+"""Name and number of the policy's adapter in vLLM."""
 
 
 class WeightUpdates:
@@ -50,6 +52,20 @@ class WeightUpdates:
     def replay_finish_update(self) -> str:
         """Convert all weights to the layout of the kernels; an error text if some are missing."""
         return _error_text(self._replay_finish_update)
+
+    def replay_load_adapter(self, folder: str) -> str:
+        """Load a PEFT folder in place of the adapter before it."""
+        return _error_text(lambda: self._replay_load_adapter(folder))
+
+    def _replay_load_adapter(self, folder: str) -> str:
+        from vllm.lora.request import LoRARequest
+
+        if not self.model_runner.add_lora(LoRARequest(ADAPTER, ADAPTER_ID, folder, load_inplace=True)):
+            return "the adapter was not loaded"
+        manager = self.model_runner.lora_manager._adapter_manager
+        here = self.vllm_config.parallel_config.pipeline_parallel_size == 1  # else some modules are on other ranks
+        unused = sorted(manager.get_adapter(ADAPTER_ID).loras.keys() - manager.modules.keys()) if here else []
+        return f"no room for {len(unused)} modules of the adapter, among them {unused[0]}" if unused else OK
 
     def _replay_begin_update(self) -> str:
         from vllm.config import set_current_vllm_config

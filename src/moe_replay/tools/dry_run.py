@@ -13,7 +13,7 @@ from moe_replay.routes.topology import MoeTopology, text_config
 from moe_replay.tools.model_config import ModelConfigError, model_config
 from moe_replay.tools.plan import Dimensions, Parallel, Work, plan_layout
 from moe_replay.tools.plan.text import plan_text
-from moe_replay.train.backends.lora_targets import check_targets
+from moe_replay.train.backends.lora_targets import targets_of
 from moe_replay.train.config.keys import ConfigError
 from moe_replay.train.config.sections import BackendConfig
 from moe_replay.train.config.train_config import TrainConfig
@@ -49,7 +49,7 @@ def dry_run(config: TrainConfig, ranks: int | None = None) -> str:
             raise
         return "\n".join([*lines, "", f"The layout is not checked: {unsupported}"])
     if config.model.lora_rank:
-        check_targets(model, config.model)
+        targets_of(model, config.model)
     plan = plan_layout(topology, parallel, work_of(config, parallel), dimensions=Dimensions.from_config(model))
     return "\n".join([*lines, "", "If every sequence has its maximum length:", plan_text(plan)])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import secrets
@@ -11,9 +12,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from moe_replay.distributed.ranks import all_gather_text, from_rank_0, raise_on_all_ranks, world_size
-from moe_replay.rollout.engine import Engine, StartRequest
+from moe_replay.rollout.engine import Engine, LoraSpec, StartRequest
 from moe_replay.rollout.model_folder import read_config
 from moe_replay.rollout.registry import start_engine
+from moe_replay.train.backends.lora_targets import targets_of
 from moe_replay.train.config.keys import ConfigError
 from moe_replay.train.config.sections import ModelConfig, RolloutConfig
 from moe_replay.train.config.train_config import TrainConfig
@@ -102,7 +104,20 @@ def open_engine(config: TrainConfig, folder: str, started: StartedEngines | None
 
         size = vocabulary_size(folder, trust_remote_code=config.model.trust_remote_code)
         return connect_local(started.urls, started.token, size)
-    return start_engine(config.rollout.engine, start_request(config.rollout, config.model, folder, length))
+    request = start_request(config.rollout, config.model, folder, length)
+    if config.rollout.lora:
+        request = dataclasses.replace(request, lora=lora_spec(config.model, folder))
+    return start_engine(config.rollout.engine, request)
+
+
+def lora_spec(model: ModelConfig, folder: str) -> LoraSpec:
+    """Return what an engine must know of the policy's adapter before it starts; raise for what vLLM cannot take."""
+    from moe_replay.rollout.vllm_adapter import adapter_options
+
+    targets = targets_of(read_config(folder, trust_remote_code=model.trust_remote_code), model)
+    spec = LoraSpec(model.lora_rank, targets.engine_modules)
+    adapter_options(spec)
+    return spec
 
 
 def start_request(rollout: RolloutConfig, model: ModelConfig, folder: str, max_length: int) -> StartRequest:

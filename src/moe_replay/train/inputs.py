@@ -14,7 +14,7 @@ from moe_replay.train.config.plugin_names import PluginName
 from moe_replay.train.config.sections import BackendConfig
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt, load_prompts, read_rows
-from moe_replay.train.engines import longest_sequence, vocabulary_size
+from moe_replay.train.engines import longest_sequence, lora_spec, vocabulary_size
 from moe_replay.train.rewards import Reward, load_reward
 from moe_replay.train.sources import Sources, load_tokenizer
 from moe_replay.train.tools import ToolSet, load_tools
@@ -117,6 +117,8 @@ def read_inputs(config: TrainConfig, sources: Sources, status: StatusCallback) -
     """Read the data and load the rewards; raise for what the model cannot be trained with."""
     trusted = config.model.trust_remote_code
     max_length = longest_sequence(config, sources.model)
+    if config.rollout.lora:
+        lora_spec(config.model, sources.model)
     tokenizer = load_tokenizer(sources.model, trust_remote_code=trusted)
     max_prompt = min(config.data.max_prompt_tokens, max_length - 1)
     vocab_size = vocabulary_size(sources.model, trust_remote_code=trusted)

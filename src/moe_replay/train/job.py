@@ -253,14 +253,7 @@ class Job:
             with raise_on_all_ranks("finishing the samples in flight"):
                 if self._rollouts is not None and version != self._rollouts.engine.weight_version:
                     self._rollouts.finish_running()
-        weights = self._devices.weights_then_offload()
-        with raise_on_all_ranks("updating the weights of the engine"):
-            if self._rollouts is None:
-                for _ in weights:  # gathering them is collective
-                    pass
-                return
-            self._devices.wake_engine_for_update()
-            self._rollouts.engine.update_weights(weights, version, probe)
+        self._devices.update_engine(version, probe)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return mean rewards on the evaluation prompts if this step evaluates, else nothing."""

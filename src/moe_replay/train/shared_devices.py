@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch import Tensor
 
 from moe_replay.distributed.ranks import raise_on_all_ranks
+from moe_replay.rollout.types import Probe
 from moe_replay.train.backends.base import Backend
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.synced_engine import SyncedEngine
@@ -25,6 +27,7 @@ class SharedDevices:
         self._backend = backend
         self._offload, self._sleep = config.backend.offload, config.rollout.sleep
         self._level = config.rollout.sleep_level
+        self._adapter_alone = config.rollout.lora
 
     def start_with(self, engine: SyncedEngine) -> None:
         """Take the engine of the run, which has its memory, and have it free that for the trainer."""
@@ -37,14 +40,28 @@ class SharedDevices:
         if self._sleep and self.engine is not None:
             self.engine.sleep(level or self._level)
 
-    def wake_engine_for_update(self) -> None:
-        """Have the engine take memory for its weights; on rank 0. The rest follows when it has read all of them."""
-        if self._sleep and self.engine is not None:
-            self.engine.wake_for_update()
+    def update_engine(self, version: int, probe: Probe | None) -> None:
+        """Send the policy's weights, or with `rollout.lora` its adapter alone, to the engine. On all ranks.
 
-    def weights_then_offload(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the policy's weights; after the last one the trainer's memory is freed. On all ranks."""
-        for name, tensor in self._backend.weights():
+        The engine takes memory for weights before; the rest follows when the trainer, having sent all, has freed its own.
+        """
+        adapter = self._backend.adapter() if self._adapter_alone else None
+        weights = self._then_offload(self._backend.weights() if adapter is None else adapter.tensors)
+        with raise_on_all_ranks("updating the weights of the engine"):
+            if self.engine is None:
+                for _ in weights:  # gathering them is collective
+                    pass
+                return
+            if self._sleep:
+                self.engine.wake_for_update()
+            if adapter is None:
+                self.engine.update_weights(weights, version, probe)
+            else:
+                self.engine.update_adapter(replace(adapter, tensors=weights), version, probe)
+
+    def _then_offload(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield weights of the policy; after the last one the trainer's memory is freed."""
+        for name, tensor in weights:
             # A copy: it may share memory that is freed before the engine has read it.
             yield name, tensor.clone() if self._offload else tensor
         self._free_trainer_memory()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from moe_replay.errors import EngineName
+from moe_replay.errors import EngineError, EngineName
+from moe_replay.rollout.adapter import Adapter
 from moe_replay.rollout.engine import Engine, put_to_sleep, wake_for_update
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.weights_id import WeightsLedger, identifies_weights, new_weights_id, takes_weights_id
@@ -62,12 +63,23 @@ class SyncedEngine:
 
     def update_weights(self, weights: Weights, version: int, probe: Probe | None = None) -> None:
         """Send weights under a new id, or under the same one as before if they are of the same version."""
-        weights_id = self._ledger.id_of(version) or new_weights_id(self._run_id, version, probe)
-        self._ledger.record(version, weights_id)
+        weights_id = self._new_id(version, probe)
         if takes_weights_id(self.engine):
             self.engine.update_weights(weights, version, probe, weights_id=weights_id)
         else:
             self.engine.update_weights(weights, version, probe)
+
+    def update_adapter(self, adapter: Adapter, version: int, probe: Probe | None = None) -> None:
+        """Send an adapter in the same way; raise if the engine takes none."""
+        update = getattr(self.engine, "update_adapter", None)
+        if update is None:
+            raise EngineError(f"{self.name} takes no adapters", remedy="Set rollout.lora = false")
+        update(adapter, version, probe, weights_id=self._new_id(version, probe))
+
+    def _new_id(self, version: int, probe: Probe | None) -> str:
+        weights_id = self._ledger.id_of(version) or new_weights_id(self._run_id, version, probe)
+        self._ledger.record(version, weights_id)
+        return weights_id
 
     def lacks_weights(self) -> bool:
         """Return whether a server that can be reached has lost the weights that it was sent."""

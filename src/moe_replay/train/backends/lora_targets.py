@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ _FUSED = {
     "w2": "down_proj",
 }
 _HALVES = (("gate_proj", "up_proj"), ("w1", "w3"))
+_INSIDE_EXPERTS = re.compile(r"\.experts\.\d+\.")
 _INSIDE_ROUTERS = ("gate", "router", "classifier")
 
 
@@ -37,6 +39,14 @@ class Targets(NamedTuple):
 
     modules: tuple[str, ...]
     parameters: tuple[str, ...]
+
+    @property
+    def engine_modules(self) -> tuple[str, ...]:
+        """Last names of the modules that an engine adapts; all experts of a layer are one module."""
+        owners = [name.rpartition(".")[0] for name in self.parameters]
+        experts = ["experts"] if any(_INSIDE_EXPERTS.search(name) for name in self.modules) else []
+        modules = [name for name in self.modules if not _INSIDE_EXPERTS.search(name)]
+        return tuple(sorted({*map(_leaf, [*modules, *owners]), *experts}))
 
 
 def find_targets(model: Any, names: Sequence[str], router_family: str | None = None) -> Targets:
@@ -73,11 +83,11 @@ def find_targets(model: Any, names: Sequence[str], router_family: str | None = N
     return Targets(tuple(sorted(found & linear)), tuple(sorted(found - linear)))
 
 
-def check_targets(settings: Any, config: ModelConfig) -> None:
-    """Raise if `model.lora_targets` do not fit the model of a Transformers config, which is not loaded."""
+def targets_of(settings: Any, config: ModelConfig) -> Targets:
+    """Return what `model.lora_targets` mean in the model of a Transformers config, which is not loaded."""
     with torch.device("meta"):
         model = build_model(settings, trust_remote_code=config.trust_remote_code)
-    find_targets(model, config.lora_targets, config.router_family)
+    return find_targets(model, config.lora_targets, config.router_family)
 
 
 def _linear_layers(model: Any) -> Iterator[str]:

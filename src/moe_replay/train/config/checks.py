@@ -59,6 +59,7 @@ def problems(config: Sections) -> Iterator[str]:
     yield from _backend(config.backend)
     yield from _data(config)
     yield from _rollout(config.rollout)
+    yield from _adapters(config)
     yield from _algorithm(config)
     yield from _optim(config)
     yield from _reward(config.reward)
@@ -208,6 +209,13 @@ def _rollout(rollout: RolloutConfig) -> Iterator[str]:
             "rollout.sleep: an engine that samples while the trainer works cannot sleep; "
             "set rollout.max_staleness = 0 or rollout.sleep = false"
         )
+
+
+def _adapters(config: Sections) -> Iterator[str]:
+    if config.rollout.lora and not config.model.lora_rank:
+        yield "rollout.lora: there is no adapter to send; set model.lora_rank"
+    if config.rollout.lora and (config.rollout.engine != "vllm" or config.rollout.engines_per_node is not None):
+        yield "rollout.lora: only one vllm in this process takes adapters; remove it, and merged weights are sent"
 
 
 def _url_problem(url: str) -> str | None:

@@ -169,6 +169,8 @@ class RolloutConfig(Section):
     """Free the engine's memory while training."""
     sleep_level: int = Field(2, ge=1, le=2)
     """1: an engine that sleeps keeps its weights in host memory; 2: it drops them, since it is sent new ones."""
+    lora: bool = False
+    """Send the LoRA adapter alone to the engine, which is started for it (vllm), in place of merged weights."""
     check_weights: bool = True
     """After each update of the weights, compare log-probs of engine and trainer on a probe."""
     probe_tolerance: Limit = Field(0.05, gt=0)

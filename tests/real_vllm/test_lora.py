@@ -1,0 +1,143 @@
+"""The real vLLM with LoRA: it gets the adapter alone, and samples and routes as Transformers does with that adapter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from moe_replay.errors import EngineError, EngineOptionError
+from moe_replay.rollout.adapter import Adapter
+from moe_replay.rollout.engine import LoraSpec, StartRequest
+from moe_replay.rollout.types import Probe, SamplingParams
+from moe_replay.train.backends import lora
+from moe_replay.train.config.sections import ModelConfig
+from moe_replay.train.loop import train
+from tests.real_vllm.conftest import NEEDS_VLLM, SHARED
+from tests.rollout.tiny import assert_sampled_from, reference
+from tests.train.runs import tiny_config
+
+pytest.importorskip("peft")
+pytest.importorskip("transformers", "5")
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "router")
+PARAMS = SamplingParams(n=2, max_tokens=8)
+PROMPTS = [[3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8, 1]]
+PROBE = [number % 11 + 1 for number in range(40)]
+
+
+@pytest.fixture(scope="module")
+def engine(demo_files: Any) -> Iterator[Any]:
+    pytest.importorskip("vllm", reason=NEEDS_VLLM)
+    from moe_replay.rollout.vllm import start
+
+    options = {name: value for name, value in SHARED.items() if name != "dtype"}
+    request = StartRequest(
+        model=str(demo_files.model),
+        max_length=256,
+        dtype="float32",
+        lora=LoraSpec(4, ("gate", "k_proj", "o_proj", "q_proj", "v_proj")),
+        options={**options, "enable_prefix_caching": True, "capture": "checked"},
+    )
+    started = start(request)
+    yield started
+    started.close()
+
+
+def base_model(files: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(files.model, dtype=torch.float32).eval()
+
+
+def adapted(files: Any, seed: int, targets: tuple[str, ...] = TARGETS) -> nn.Module:
+    """The model of the engine with an adapter that is not zero."""
+    model = base_model(files)
+    torch.manual_seed(seed)
+    lora.add_adapters(model, ModelConfig(lora_rank=4, lora_alpha=8, lora_targets=targets))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(0, 0.3)
+    return model.eval()
+
+
+def adapter_of(model: nn.Module) -> Adapter:
+    return Adapter(
+        lora.adapter_state(model, model.state_dict(), lora.adapted_weights(model), lambda whole: whole), 4, 8
+    )
+
+
+def probe(model: nn.Module) -> Probe:
+    return Probe(token_ids=PROBE, logprobs=reference(model, np.array(PROBE)).logprobs, tolerance=1e-3)
+
+
+def assert_samples_are_of(model: nn.Module, engine: Any, version: int, weights_id: str) -> None:
+    for group in engine.generate(PROMPTS, PARAMS):
+        for sample in group:
+            assert (sample.weight_version, sample.weights_id) == (version, weights_id)
+            assert_sampled_from(model, sample)
+
+
+def test_the_adapter_alone_makes_the_policy(engine: Any, demo_files: Any) -> None:
+    base, first, second = base_model(demo_files), adapted(demo_files, 1), adapted(demo_files, 2)
+    assert_samples_are_of(base, engine, 0, "")
+    engine.update_adapter(adapter_of(first), 1, probe(first), weights_id="one")
+    assert_samples_are_of(first, engine, 1, "one")  # the same prompts: nothing of the prefix cache is left
+    routes = [reference(model, np.array(PROBE)).trace.experts for model in (base, first)]
+    assert (np.sort(routes[0]) != np.sort(routes[1])).any()
+    engine.update_adapter(adapter_of(second), 2, probe(second), weights_id="two")
+    assert_samples_are_of(second, engine, 2, "two")
+
+
+def test_what_is_not_the_policy_is_never_sampled_from(engine: Any, demo_files: Any) -> None:
+    first, second = adapted(demo_files, 1), adapted(demo_files, 2)
+    with pytest.raises(EngineError, match="does not compute with the weights"):
+        engine.update_adapter(adapter_of(first), 3, probe(second))
+    with pytest.raises(EngineError, match="did not succeed"):
+        engine.generate(PROMPTS, PARAMS)
+    other = adapted(demo_files, 1, ("gate_proj", "up_proj", "down_proj"))
+    with pytest.raises(EngineError, match=r"no room for [0-9]+ modules of the adapter.*replay_load_adapter"):
+        engine.update_adapter(adapter_of(other), 3)
+    with pytest.raises(EngineError, match="takes adapters"):
+        engine.update_weights([], 3)
+    engine.update_adapter(adapter_of(first), 3, probe(first), weights_id="three")
+    assert_samples_are_of(first, engine, 3, "three")
+
+
+def test_training_with_r3_and_gspo_sends_the_adapter_alone(engine: Any, demo_files: Any, tmp_path: Path) -> None:
+    made = tiny_config(
+        demo_files.model,
+        demo_files.train,
+        tmp_path / "run",
+        model={"lora_rank": 4, "lora_alpha": 8, "lora_targets": TARGETS, "lora_merge": False},
+        algorithm={"level": "sequence", "updates_per_rollout": 2},
+        rollout={"engine": "vllm", "lora": True, "probe_tolerance": 1e-3},
+        checkpoint={"export": True},
+        steps=2,
+    )
+    folder = train(made, engine)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["routing/aligned"] != 0 and line["loss/grad_norm"] > 0 for line in lines)
+    assert all(line["mismatch/rollout_vs_old/logprob_abs_diff/mean"] < 1e-4 for line in lines)
+    from peft import PeftModel
+
+    policy = PeftModel.from_pretrained(base_model(demo_files), str(folder / "checkpoints/step-00000002/adapter"))
+    assert engine.weight_version == 2
+    assert_samples_are_of(policy, engine, 2, engine.weights_id)
+
+
+def test_experts_on_cpu_are_refused_before_anything_starts() -> None:
+    pytest.importorskip("vllm", reason=NEEDS_VLLM)
+    from moe_replay.rollout.vllm import start
+
+    with pytest.raises(EngineOptionError, match=r"vLLM on CPU cannot.*rollout\.lora = false"):
+        start(StartRequest(model="nowhere", lora=LoraSpec(4, ("experts", "q_proj"))))
+    with pytest.raises(EngineOptionError, match="at most 512"):
+        start(StartRequest(model="nowhere", lora=LoraSpec(1024, ("q_proj",))))
