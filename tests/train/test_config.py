@@ -204,7 +204,10 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"log": {"sinks": ["tensorbord"]}}, "log.sinks: unknown metric sink 'tensorbord'"),
         ({"rollout": {"dtype": "bf16"}}, "dtype"),
         ({"model": {"dtype": "fp8"}}, "dtype"),
-        ({"model": {"lora_rank": 8}, "backend": MEGATRON}, "model.lora_rank"),
+        (
+            {"model": {"lora_rank": 8}, "backend": MEGATRON | {"megatron": {"moe_grouped_gemm": True}}},
+            "adapters are added to single experts",
+        ),
         ({"model": {"lora_rank": 8, "lora_targets": []}}, "model.lora_targets"),
         ({"model": {"lora_rank": 8, "lora_targets": ["self_attn.q_proj"]}}, "write e.g. q_proj"),
         ({"model": {"lora_rank": 8, "lora_targets": [""]}}, "model.lora_targets"),
@@ -213,7 +216,7 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"rollout": {"lora": True}}, "rollout.lora: there is no adapter to send"),
         (
             {"rollout": {"lora": True, "engine": "transformers"}, "model": {"lora_rank": 8}},
-            "only one vllm in this process",
+            "only one vllm in this",
         ),
         ({"model": {"lora_merge": False}}, "model.lora_rank: 0 trains all weights"),
         ({"model": {"attention": "flash_attention_2", "dtype": "float32"}}, "does not support float32"),
@@ -272,6 +275,7 @@ def test_what_cannot_work_is_refused(tables: dict[str, Any], told: str) -> None:
             | {"pipeline_parallel": 2, "virtual_pipeline": 2, "megatron": {"sequence_parallel": True}}
         },
         {"model": {"lora_rank": 8}},
+        {"model": {"lora_rank": 8}, "backend": MEGATRON},
         PROMPTS,
         {"eval": {"every": 5}},
         {"reward": {"functions": ["accuracy", "format"], "weights": [1.0, 0.5]}},

@@ -43,7 +43,7 @@ class SharedDevices:
     def update_engine(self, version: int, probe: Probe | None) -> None:
         """Send the policy's weights, or with `rollout.lora` its adapter alone, to the engine. On all ranks.
 
-        The engine takes memory for weights before; the rest follows when the trainer, having sent all, has freed its own.
+        The engine first takes memory for weights alone; the rest follows when the trainer has freed its own.
         """
         adapter = self._backend.adapter() if self._adapter_alone else None
         weights = self._then_offload(self._backend.weights() if adapter is None else adapter.tensors)

@@ -22,8 +22,9 @@ from moe_replay.megatron.weights import transfer
 from moe_replay.megatron.weights.checkpoint import FILE_BYTES, Checkpoint
 from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.family import ADD_A_FAMILY, Family
+from moe_replay.megatron.weights.local_shards import ParameterSpec
 from moe_replay.megatron.weights.model import MegatronRecipe, config_of, recipe
-from moe_replay.megatron.weights.transfer import Chunks
+from moe_replay.megatron.weights.transfer import Chunks, Merging
 from moe_replay.utils.plugins import is_path, resolve
 
 __all__ = [
@@ -93,13 +94,20 @@ def load_hf(folder: str | Path, chunks: Chunks, *, family: Family | str | None =
     transfer.load(checkpoint, chunks, family_of(checkpoint.model_type, family))
 
 
-def hf_tensors(chunks: Chunks, like: str | Path, *, family: Family | str | None = None) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(
+    chunks: Chunks,
+    like: str | Path,
+    *,
+    family: Family | str | None = None,
+    adapters: Mapping[ParameterSpec, Merging] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights with the names, shapes and dtypes of the checkpoint `like`, one at a time, on every rank.
 
-    A collective: all ranks must iterate to the end, whether they use the tensors or not.
+    A collective: all ranks must iterate to the end, whether they use the tensors or not. `adapters` of this rank
+    (`moe_replay.megatron.lora`) are merged.
     """
     checkpoint = Checkpoint(like)
-    return transfer.export_tensors(chunks, checkpoint, family_of(checkpoint.model_type, family))
+    return transfer.export_tensors(chunks, checkpoint, family_of(checkpoint.model_type, family), adapters)
 
 
 def export_hf(

@@ -29,6 +29,7 @@ _TRANSFORMER_ENGINE_NAMES = [
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 _GROUPED = re.compile(r"(?<=\.mlp\.experts\.)(weight|bias)([12])$")  # all experts of a rank in one parameter
+ADAPTER = ".lora."  # in the names of parameters that no checkpoint of the model has
 _EXPERT_BIAS = "router.expert_bias"  # a buffer that checkpoints hold as a weight
 
 
@@ -178,6 +179,8 @@ _Named = tuple[tuple[str, int | None, int | None], Tensor, int | None]
 def _named_tensors(model: Any) -> Iterator[_Named]:
     numbers = [layer.layer_number for layer in model.decoder.layers]
     for name, parameter in model.named_parameters():
+        if ADAPTER in name:
+            continue
         if _GROUPED.search(name):
             for of_expert, tensor, partition_dim in expert_views(name, parameter, model.config):
                 yield global_name(of_expert, numbers), tensor, partition_dim

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,14 @@ from moe_replay.megatron.weights.local_shards import LocalModel, ParameterSpec
 from moe_replay.megatron.weights.tensor_slices import ParameterShard, TensorSlice
 
 Chunks = nn.Module | Sequence[nn.Module]
+
+
+class Merging(Protocol):
+    """An adapter of a parameter on this rank."""
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return the weight with the adapter added."""
+        ...
 
 
 class WeightMap(NamedTuple):
@@ -103,18 +111,24 @@ def _check(checkpoint: Checkpoint, local: LocalModel, weight_map: WeightMap) -> 
 # ---- export ---------------------------------------------------------------------------------------------------------
 
 
-def export_tensors(chunks: Chunks, like: Checkpoint, family: Family) -> Iterator[tuple[str, Tensor]]:
+def export_tensors(
+    chunks: Chunks, like: Checkpoint, family: Family, adapters: Mapping[ParameterSpec, Merging] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of the checkpoint, unsharded and in its dtype, layer by layer, on every rank.
 
     A collective: each tensor is gathered when it is requested, so all ranks must iterate to the end.
+    adapters   of the parameters on this rank, which are merged into them
     """
     local = LocalModel.of(chunks)
     weight_map = WeightMap.of(family, like, local)
     _check(like, local, weight_map)
     parameters = dict(local.parameters)
     assembly = _Assembly(like)
-    for stage, spec in _export_order(local):
-        shards = _gather(local, spec, stage, parameters.get(spec))
+    for stage, spec in export_order(local):
+        own = parameters.get(spec)
+        if own is not None and adapters is not None and spec in adapters:
+            own = adapters[spec].merged(own)
+        shards = gather(local, spec, stage, own)
         for expert_rank, of_experts in enumerate(shards):
             for rank, shard in enumerate(of_experts):
                 for part in weight_map.slices(local.shard(spec, expert_rank, rank)):
@@ -142,7 +156,7 @@ def _extra_tensors(like: Checkpoint, family: Family) -> Iterator[tuple[str, Tens
             yield name, like.read(name, tuple(slice(0, size) for size in like.shape(name)))
 
 
-def _export_order(local: LocalModel) -> list[tuple[int, ParameterSpec]]:
+def export_order(local: LocalModel) -> list[tuple[int, ParameterSpec]]:
     """Return every parameter with its pipeline stage: embeddings, layers in order, then the rest."""
 
     def position(item: tuple[int, ParameterSpec]) -> float:
@@ -154,7 +168,7 @@ def _export_order(local: LocalModel) -> list[tuple[int, ParameterSpec]]:
     return sorted(((stage, spec) for stage, specs in enumerate(local.specs) for spec in specs), key=position)
 
 
-def _gather(local: LocalModel, spec: ParameterSpec, stage: int, shard: Tensor | None) -> Tensor:
+def gather(local: LocalModel, spec: ParameterSpec, stage: int, shard: Tensor | None) -> Tensor:
     """Return all shards of one parameter on every rank, (expert-parallel ranks, tensor-parallel ranks, *shard)."""
     pipeline = local.groups.pipeline
     if shard is None:

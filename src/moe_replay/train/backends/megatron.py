@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from moe_replay.megatron import weights
 from moe_replay.replay.adapters.megatron_layout import layout_for
 from moe_replay.replay.controller import attach
+from moe_replay.rollout.adapter import Adapter
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.train.backends import megatron_build as build
 from moe_replay.train.backends.base import Backend, LossFunction, Routing, Scores, UpdateResult
 from moe_replay.train.backends.megatron_logprobs import hidden_states_only, token_scores
+from moe_replay.train.backends.megatron_lora import MegatronLora
 from moe_replay.train.backends.megatron_state import MegatronState
 from moe_replay.train.backends.offload import TrainerOffload
 from moe_replay.train.backends.routing import apply_routing
@@ -60,9 +62,12 @@ class MegatronBackend(Backend):
         self._config = recipe.config
         self._family = recipe.family
         chunks = build.load_chunks(recipe, folder, device, packed=self._packed)
+        self._lora = MegatronLora.of(config, chunks, folder, self._family) if config.model.lora_rank else None
         self.models = build.distributed(chunks, config)
         self._optimizer = build.make_optimizer(self.models, config.optim, sharded=config.backend.distributed_optimizer)
-        self._reference = self._reference_chunks(config, folder) if config.algorithm.beta > 0 else None
+        own = self._lora is not None and config.model.reference is None  # the policy without its adapters
+        with_reference = config.algorithm.beta > 0 and not own
+        self._reference = self._reference_chunks(config, folder) if with_reference else None
         self.replay = attach(self.models)
         self.topology = self.replay.topology
         self._state = MegatronState(
@@ -103,9 +108,13 @@ class MegatronBackend(Backend):
 
     def score_reference(self, batches: Sequence[MicroBatch]) -> list[Tensor | None]:
         """Return log-probs on the last pipeline stage, None on the others."""
-        if self._reference is None:
+        if self._reference is not None:
+            scores = self._scored(self._reference, batches, self._native_forward, self._temperature)
+        elif self._lora is not None:
+            with self._lora.off():
+                scores = self._scored(self.models, batches, self._native_forward, self._temperature)
+        else:
             raise ValueError("there is a reference model only where algorithm.beta > 0")
-        scores = self._scored(self._reference, batches, self._native_forward, self._temperature)
         return [None if one is None else one.logprobs for one in scores]
 
     def update(self, batches: Sequence[MicroBatch], loss: LossFunction, routing: Routing, lr: float) -> UpdateResult:
@@ -261,7 +270,12 @@ class MegatronBackend(Backend):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the weights, gathering one tensor at a time from the ranks that hold it."""
-        return weights.hf_tensors(self.models, like=self._folder, family=self._family)
+        adapters = None if self._lora is None else self._lora.adapters
+        return weights.hf_tensors(self.models, like=self._folder, family=self._family, adapters=adapters)
+
+    def adapter(self) -> Adapter | None:
+        """Return the adapter, gathered when it is read; None if all weights are trained."""
+        return None if self._lora is None else self._lora.adapter(self.models)
 
     def save(self, folder: Path) -> None:
         """Save one file per rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -12,7 +13,8 @@ from moe_replay.distributed.ranks import raise_on_all_ranks
 from moe_replay.errors import LayoutError, MissingExtraError, MoeReplayError, ReplayStateError
 from moe_replay.megatron import cpu as megatron_cpu
 from moe_replay.megatron import mindspeed, weights
-from moe_replay.rollout.model_folder import check_finite
+from moe_replay.rollout.model_folder import check_finite, read_config
+from moe_replay.train.backends.lora_targets import targets_of
 from moe_replay.train.config.sections import BackendConfig, OptimConfig
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.utils.messages import one_line
@@ -96,6 +98,9 @@ def recipe_for(config: TrainConfig, folder: str) -> weights.MegatronRecipe:
             folder, family=backend.weight_family, trust_remote_code=config.model.trust_remote_code, **settings
         )
         _check(config, recipe)
+        if config.model.lora_rank:
+            targets_of(read_config(folder, trust_remote_code=config.model.trust_remote_code), config.model)
+            return replace(recipe, transformer_engine=False)  # adapters are of Megatron-Core's own layers
     return recipe
 
 

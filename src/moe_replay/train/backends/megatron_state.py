@@ -29,7 +29,10 @@ class MegatronState(RankState):
         self._models = models
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters and buffers, and the float32 copies of parameters in half precision."""
+        """Yield trained parameters and buffers, and the float32 copies of parameters in half precision.
+
+        Frozen parameters come from `model.path`.
+        """
         yield from self._model_tensors()
         storages = {tensor.untyped_storage().data_ptr() for _, tensor in self._model_tensors()}
         for name, parameter, _ in self.optimized():
@@ -38,7 +41,8 @@ class MegatronState(RankState):
 
     def _model_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for number, model in enumerate(self._models):
-            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+            for name, tensor in [*trained, *model.named_buffers()]:
                 yield f"model.{number}.{name}", tensor
 
     def optimized(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:

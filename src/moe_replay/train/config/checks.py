@@ -114,8 +114,8 @@ def _plugins(config: Sections) -> Iterator[str]:
 
 
 def _model(model: ModelConfig, backend: BackendConfig) -> Iterator[str]:
-    if model.lora_rank and backend.kind == "megatron":
-        yield "model.lora_rank: LoRA needs backend.kind = fsdp; with megatron set lora_rank = 0"
+    if model.lora_rank and backend.kind == "megatron" and backend.megatron.get("moe_grouped_gemm"):
+        yield "backend.megatron.moe_grouped_gemm: adapters are added to single experts; remove it"
     if model.lora_rank and not model.lora_targets:
         yield "model.lora_targets: no layers to adapt; name some, or set model.lora_rank = 0"
     for name in model.lora_targets:
