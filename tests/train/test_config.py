@@ -233,8 +233,8 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"backend": {"weight_family": "mixtral"}}, "backend.weight_family: fsdp"),
         ({"model": {"router_family": "qwen3_moe"}, "backend": MEGATRON}, "model.router_family: Megatron-Core's own"),
         (
-            {"backend": MEGATRON | {"weight_family": "gpt_oss"}},
-            "unknown weight family 'gpt_oss'; write deepseek_v3",
+            {"backend": MEGATRON | {"weight_family": "gpt2"}},
+            "unknown weight family 'gpt2'; write deepseek_v3",
         ),
         ({"backend": {"megatron": {"a": 1}}}, "backend.megatron: fsdp"),
         ({"backend": MEGATRON | {"tensor_parallel": 0}}, "tensor_parallel"),
