@@ -180,6 +180,13 @@ def test_lora_of_swift_rlhf(tmp_path: Path) -> None:
     assert "#   --lora_rank: of no use without --tuner_type lora" in text
 
 
+def test_lora_on_megatron(tmp_path: Path) -> None:
+    command = "megatron rlhf --rlhf_type grpo --model m --dataset d.jsonl --tuner_type lora --vllm_enable_lora true"
+    config, _ = converted("swift", command, tmp_path)
+    assert (config.backend.kind, config.model.lora_rank, config.model.lora_targets) == ("megatron", 8, ("all-linear",))
+    assert config.rollout.lora
+
+
 def test_arguments_without_a_launcher_are_those_of_training(tmp_path: Path) -> None:
     text, _ = convert("swift", ["--model", "m", "--dataset", "d.jsonl", "--tensor_model_parallel_size=2"])
     config = loaded(text, tmp_path)

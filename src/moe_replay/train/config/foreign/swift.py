@@ -27,6 +27,7 @@ OPTIONS: dict[str, Option] = {
             "lora_rank": "model.lora_rank",
             "lora_alpha": "model.lora_alpha",
             "merge_lora": "model.lora_merge",
+            "vllm_enable_lora": "rollout.lora",
             "target_modules": "model.lora_targets",
             "gradient_checkpointing": "model.gradient_checkpointing",
             "tensor_model_parallel_size": "backend.tensor_parallel",
