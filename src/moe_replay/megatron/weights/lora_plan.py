@@ -79,7 +79,9 @@ class LoraPlan:
             is_router = bool(_ROUTER.search(shard.key))
             has_router |= is_router
             if is_router or _LINEAR.search(shard.key):
-                names |= {_leaf(piece.name) for piece in self.weight_map.slices(shard)}
+                pieces = self.weight_map.slices(shard)
+                names |= {_leaf(piece.name) for piece in pieces}
+                self._check_matrices(shard, [piece for piece in pieces if self._wants(piece.name, is_router=is_router)])
         known = {*names, ALL_LINEAR, *([ROUTER] if has_router else [])}
         for target in self.targets:
             if target not in known:
@@ -87,6 +89,18 @@ class LoraPlan:
                     "model.lora_targets: no layer of this model on Megatron-Core has this name",
                     expected=f"some of {', '.join(sorted(known))}",
                     found=repr(target),
+                )
+
+    @staticmethod
+    def _check_matrices(shard: ParameterShard, pieces: Sequence[TensorSlice]) -> None:
+        for piece in pieces:
+            if len(piece.tensor_shape) != 2 or piece.transposed:
+                raise WeightMapError(
+                    "model.lora_targets: checkpoints of this family have no matrix of their own for this layer",
+                    layer=shard.layer,
+                    expected="a tensor (out, in), one for each expert",
+                    found=f"{piece.name} of shape {piece.tensor_shape}",
+                    remedy="Leave experts out of model.lora_targets, or set backend.kind = fsdp",
                 )
 
 
