@@ -128,10 +128,24 @@ def test_a_recipe_and_overrides_reach_the_loop(trained: list[TrainConfig]) -> No
     assert (config.replay.mode, config.name) == ("r2", "tiny")
 
 
-def test_neither_is_needed(trained: list[TrainConfig]) -> None:
+def test_neither_is_needed(trained: list[TrainConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_replay.utils.device.cpu_has_bfloat16", lambda: True)
     main(["train"])
     main(["train", "--steps", "3"])
     assert trained == [load_config(RECIPE), load_config(RECIPE, ["--steps", "3"])]
+
+
+@pytest.mark.parametrize(
+    ("has_bfloat16", "words", "expected"),
+    [(True, [], "bfloat16"), (False, [], "float16"), (False, ["--rollout.dtype", "float32"], "float32")],
+)
+def test_the_embedded_default_samples_in_what_the_cpu_has(
+    trained: list[TrainConfig], monkeypatch: pytest.MonkeyPatch, has_bfloat16: bool, words: list[str], expected: str
+) -> None:
+    monkeypatch.setattr("moe_replay.utils.device.cpu_has_bfloat16", lambda: has_bfloat16)
+    monkeypatch.setattr("moe_replay.utils.device.accelerator", lambda: None)
+    main(["train", *words])
+    assert trained[0].rollout.dtype == expected
 
 
 def test_a_model_of_ones_own_is_not_trained_by_the_recipe_of_the_embedded_one(trained: list[TrainConfig]) -> None:

@@ -374,6 +374,12 @@ def test_options_that_are_ours(start: Callable[..., Any]) -> None:
         start("model", nonsense=1)
 
 
+def test_bfloat16_on_a_cpu_without_it(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_replay.rollout.vllm_arguments.cpu_has_bfloat16", lambda: False)
+    with pytest.raises(EngineError, match="this CPU does not compute in bfloat16"):
+        start("model", dtype="bfloat16")
+
+
 def test_a_version_that_has_no_routes(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.engine.arg_utils.AsyncEngineArgs", make_dataclass("Args", ["model"]))
     with pytest.raises(EngineError, match=r"cannot return routes.*0\.30\.0"):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moe_replay.errors import MissingExtraError, MoeReplayError
-from moe_replay.utils.device import accelerator, collective_backends, device_type
+from moe_replay.utils.device import accelerator, collective_backends, cpu_has_bfloat16, device_type
 
 HERE = accelerator()
 
@@ -29,6 +29,19 @@ def test_what_torch_finds_is_used() -> None:
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(MoeReplayError, match="no device of type cuda is available: found cpu as torch sees it"):
         device_type("cuda")
+
+
+@pytest.mark.parametrize(
+    ("machine", "features", "expected"),
+    [("aarch64", "fp asimd asimdhp", False), ("aarch64", "fp asimd bf16 i8mm", True), ("x86_64", "fpu sse2", True)],
+)
+def test_a_cpu_without_bfloat16_is_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: str, features: str, expected: bool
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\nFeatures : {features}\n")
+    assert cpu_has_bfloat16(tmp_path / "cpuinfo") is expected
+    assert cpu_has_bfloat16(tmp_path / "no such file")
 
 
 def test_an_npu_needs_torch_npu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ class TrainCommand:
         if self.recipe is None and not config.model.path and not self.tiny:
             from moe_replay.demo import RECIPE
 
-            return load_config(RECIPE, self.overrides)  # what the embedded default learns with
+            return load_config(RECIPE, [*_half_precision(), *self.overrides])  # what the embedded default learns with
         return config
 
     def _help(self) -> str:
@@ -105,6 +105,13 @@ class TrainCommand:
         except ImportError as missing:
             raise _missing(missing) from missing
         return f"{INTRODUCTION}\n{help_text(shutil.get_terminal_size().columns)}"
+
+
+def _half_precision() -> list[str]:
+    """Return options for the engine of the embedded default, where the CPU has no bfloat16."""
+    from moe_replay.utils.device import accelerator, cpu_has_bfloat16
+
+    return [] if accelerator() or cpu_has_bfloat16() else ["--rollout.dtype", "float16"]
 
 
 def _number_of_ranks() -> int | None:

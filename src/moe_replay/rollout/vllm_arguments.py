@@ -17,6 +17,7 @@ from moe_replay.errors import (
 )
 from moe_replay.rollout.vllm_capture import capture_arguments
 from moe_replay.rollout.vllm_masks import check_mask_option
+from moe_replay.utils.device import cpu_has_bfloat16
 from moe_replay.utils.messages import one_line
 
 # Variables by which a launcher tells a trainer its process group: the engine's own processes form another group.
@@ -60,6 +61,11 @@ def engine_arguments(engine: EngineName, model: str, capture: str, options: dict
             found=f"data_parallel_size {options['data_parallel_size']}",
             remedy="Start an engine for each: rollout.engines_per_node, or several servers; enable_expert_parallel = "
             "true shares the experts of one engine over its tensor_parallel_size",
+        )
+    if options.get("dtype") == "bfloat16" and on_cpu() and not cpu_has_bfloat16():
+        raise EngineOptionError(
+            f"{engine} would end with an illegal instruction: this CPU does not compute in bfloat16",
+            remedy="Use dtype float16 or float32",
         )
     if options.get("enable_lora") and capture == "vllm" and on_cpu():
         raise EngineOptionError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import platform
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,6 +45,13 @@ def device_type(wanted: str = "auto") -> str:
             remedy="Set the device to auto",
         )
     return wanted
+
+
+def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this CPU computes in bfloat16. On an ARM core without it, vLLM ends with an illegal instruction."""
+    if platform.machine() not in ("aarch64", "arm64") or not cpuinfo.is_file():
+        return True
+    return "bf16" in cpuinfo.read_text(encoding="utf-8").split()
 
 
 def device_module(device: torch.device) -> Any:
