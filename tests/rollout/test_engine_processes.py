@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int, visible: str | None = None) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr("moe_replay.rollout.engine_processes.accelerator", lambda: "cuda")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -49,7 +49,7 @@ def test_shares_that_are_not_even_are_refused(monkeypatch: pytest.MonkeyPatch, e
 
 
 def test_without_gpus_there_is_nothing_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("moe_replay.rollout.engine_processes.accelerator", lambda: None)
     assert device_shares(2, {"tensor_parallel_size": 4}) == [None, None]
 
 

@@ -133,5 +133,6 @@ def test_cuda_is_named_only_where_nothing_else_will_do() -> None:
     named = {str(path.relative_to(source)) for path in source.rglob("*.py") if "torch.cuda." in path.read_text()}
     allowed = {
         "megatron/weights/model.py",  # whether torch has its grouped GEMM for bfloat16
+        "utils/host_memory.py",  # its runtime pins memory that is there already
     }
     assert {name for name in named if not name.startswith("megatron/cpu/")} == allowed

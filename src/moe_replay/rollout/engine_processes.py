@@ -22,6 +22,7 @@ from moe_replay.rollout.engine import Engine, StartRequest
 from moe_replay.rollout.pool import EnginePool
 from moe_replay.rollout.registry import start_engine
 from moe_replay.rollout.vllm_server import VllmServer
+from moe_replay.utils.device import accelerator
 from moe_replay.utils.processes import end_with_parent, leave_process_group
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -35,10 +36,10 @@ def device_shares(engines: int, options: Mapping[str, Any]) -> list[str | None]:
 
     Every engine gets as many of those that this process sees, in order; they must be as many as the engine uses.
     """
-    if not torch.cuda.is_available():
+    if accelerator() != "cuda":
         return [None] * engines
     given = os.environ.get(VISIBLE)
-    devices = given.split(",") if given else [str(number) for number in range(torch.cuda.device_count())]
+    devices = given.split(",") if given else [str(number) for number in range(torch.accelerator.device_count())]
     each = len(devices) // engines
     used = int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1))
     if each * engines != len(devices) or each != used:
