@@ -34,7 +34,7 @@ def test_log_probs_that_are_not_finite_are_not_blamed_on_packing(tmp_path: Path)
     with launch.process_group(CPU):
         backend = FsdpBackend(tiny_config(tmp_path, tmp_path, tmp_path / "run"), str(tmp_path), CPU)
         with torch.no_grad():
-            backend.model.lm_head.weight.to_local().fill_(float("nan"))
+            backend.model.model.layers[0].self_attn.o_proj.weight.to_local().fill_(float("nan"))
         probe = ProbeSequence(np.arange(3, 20, dtype=np.int32), backend)
         with pytest.raises(AlignmentError, match=r"the log-probs of the model are not finite.*16 of 16 tokens"):
             probe.check_packing(backend, tolerance=1e-4)
