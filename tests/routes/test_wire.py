@@ -122,7 +122,7 @@ def test_the_writer_follows_the_specification(trace: RouteTrace) -> None:
 
 
 def test_the_example_of_the_specification_is_true() -> None:
-    dump = re.search(r"```\n((?:[0-9a-f]{2}[ \n])+)```", SPEC.read_text())
+    dump = re.search(r"```\n(89 4d 52 54 (?:[0-9a-f]{2}[ \n])+)```", SPEC.read_text())
     assert dump is not None
     experts = [[[299, 0], [1, 2]], [[256, 255], [4, 3]], [[0, 0], [0, 0]]]
     trace = RouteTrace([5, 7, 9], experts, [1, 3], [True, True, False], [(0, 4), (2, 5)], num_experts=300)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 
 import numpy as np
@@ -135,10 +136,16 @@ def test_weights_and_biases_goes_on_with_the_same_run(tmp_path: Path, monkeypatc
         sink.close()
         ids.append((tmp_path / "wandb-id.txt").read_text())
     assert ids[0] == ids[1]
-    files = sorted(tmp_path.glob(f"wandb/offline-run-*-{ids[0]}/run-{ids[0]}.wandb"))
-    content = b"".join(path.read_bytes() for path in files)
+
+    def written() -> bytes:
+        files = sorted(tmp_path.glob(f"wandb/offline-run-*-{ids[0]}/run-{ids[0]}.wandb"))
+        return b"".join(path.read_bytes() for path in files)
+
+    ends = time.monotonic() + 120
+    while b"1.5125" not in written() and time.monotonic() < ends:  # a process of W&B writes it, also after the end
+        time.sleep(0.1)
     for text in (b"reward/mean", b"0.5125", b"1.5125", b"loss/total"):
-        assert text in content
+        assert text in written()
 
 
 # ---- sinks of a user -------------------------------------------------------------------------------------------------

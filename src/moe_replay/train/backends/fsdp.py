@@ -57,9 +57,11 @@ class FsdpBackend(Backend):
         self._offload = TrainerOffload(
             config.backend.offload, device, weights=self._sharded_parameters, optimizer=self._optimizer_state
         )
-        # Last: the forward inside leaves gathered parameters in the root module, which nothing above may keep.
         self._scores = HeadScores(self.model, config.batch.logit_chunk)
         self._reference_scores = HeadScores(self._reference, config.batch.logit_chunk) if self._reference else None
+        for model in (self.model, self._reference):
+            if isinstance(model, FSDPModule):
+                model.reshard()  # the forward inside `HeadScores` leaves gathered parameters in the root module
 
     def _reference_model(self, config: TrainConfig, folder: str) -> nn.Module | None:
         """Return the reference model; None if beta is 0, or if the policy without its adapters is the reference."""
