@@ -38,7 +38,33 @@ def test_a_signal_saves_the_step_and_the_run_resumes(demo_files: Any, tmp_path: 
         (checkpoint,) = [path for path in (tmp_path / "run/checkpoints").iterdir() if path.name > f"step-{reached:08d}"]
         reached = int(checkpoint.name.removeprefix("step-"))
         assert 0 < reached < 40
+        assert "finishing the step, then saving; again to end at once" in rest
         assert "to resume: moe-replay train" in rest
+
+
+SLOW_SOURCES = """
+import sys, time
+from moe_replay.cli.main import main
+from moe_replay.train import sources
+
+def find_sources(config, status):
+    print("preparing", flush=True)
+    time.sleep(3600)
+
+sources.find_sources = find_sources
+main(["train", "--output", sys.argv[1]])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_warm_start_or_a_download(tmp_path: Path, number: signal.Signals) -> None:
+    """Both come before the first step and take minutes: there is nothing to finish."""
+    with start_python(SLOW_SOURCES, str(tmp_path / "run"), stderr=subprocess.STDOUT) as run:
+        assert run.stdout is not None
+        wait_for_line(run.stdout, "preparing")
+        run.send_signal(number)
+        assert run.wait(LIMIT_S) == INTERRUPTED_STATUS
+        assert "interrupted before a step began" in run.stdout.read()
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,13 @@ class TrainCommand:
         from moe_replay.train.loop import train
         from moe_replay.train.run.interruption import INTERRUPTED_STATUS, InterruptHandler
 
-        with InterruptHandler(ends_process=True) as interruption:
-            folder = train(config, write_report=write_run_report, interruption=interruption)
+        try:
+            with InterruptHandler(ends_process=True) as interruption:
+                folder = train(config, write_report=write_run_report, interruption=interruption)
+        except KeyboardInterrupt:
+            if is_rank_0:
+                print("interrupted before a step began; the same command starts it again", file=sys.stderr)
+            sys.exit(INTERRUPTED_STATUS)
         if interruption.stopped_after is not None:
             if is_rank_0:
                 print(f"interrupted; to resume: moe-replay train {folder / 'config.toml'}", file=sys.stderr)

@@ -116,7 +116,8 @@ class Job:
                 with raise_on_all_ranks("checking the configuration"):
                     if rank() == 0:
                         check_names(config)
-                sources = sources_on_all_ranks(config, progress.message)
+                with interruption.nothing_to_save():  # it may download a model, or train the embedded one
+                    sources = sources_on_all_ranks(config, progress.message)
                 inputs: Inputs | None = None
                 with raise_on_all_ranks("reading the data"):
                     if rank() == 0:

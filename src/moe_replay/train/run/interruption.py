@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
@@ -32,6 +35,7 @@ class InterruptHandler:
     def __init__(self, ends_process: bool = False) -> None:
         self.stopped_after: int | None = None
         self._received = False
+        self._raises = False
         self._ends_process = ends_process
         farewell = "ended without saving; the run resumes from its newest checkpoint"
         self._signals = EndSignals(self._handle, end_after=2 if ends_process else 3, farewell=farewell)
@@ -44,9 +48,22 @@ class InterruptHandler:
         self._signals.__exit__(kind, error, traceback)
 
     def _handle(self, number: signal.Signals, count: int) -> None:
-        if self._received and not self._ends_process:
+        again, self._received = self._received, True
+        if self._raises or (again and not self._ends_process):
             raise KeyboardInterrupt
-        self._received = True
+        if not again and os.environ.get("RANK", "0") == "0":
+            os.write(
+                2, f"\nmoe-replay: {number.name}: finishing the step, then saving; again to end at once\n".encode()
+            )
+
+    @contextmanager
+    def nothing_to_save(self) -> Iterator[None]:
+        """Inside, the first signal raises KeyboardInterrupt at once: for long work before the first step."""
+        self._raises = True
+        try:
+            yield
+        finally:
+            self._raises = False
 
     def stop_requested(self, device: torch.device) -> bool:
         """Return whether any rank has received a signal. All ranks call it."""
