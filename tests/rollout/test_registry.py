@@ -15,7 +15,9 @@ from moe_replay.rollout.pool import EnginePool
 from moe_replay.rollout.registry import ENGINES, EngineSpec, engine_spec, start_engine, start_sampler
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.rollout.types import SamplingParams
+from moe_replay.train.config.sections import ModelConfig, RolloutConfig
 from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.train.engines import start_request
 from moe_replay.utils.plugins import PluginError
 from tests.rollout.tiny import tiny_model
 
@@ -69,6 +71,20 @@ def test_a_config_refuses_an_engine_that_cannot_be_trained_with(engine: str, tex
 def test_an_unknown_engine_is_named_with_its_setting() -> None:
     with pytest.raises(PluginError, match="--engine: plain_vllm_server, sglang_server"):
         start_sampler("sglang", StartRequest(model="m"), key="--engine")
+
+
+def test_a_capture_is_refused_by_engines_without_the_choice() -> None:
+    asked = StartRequest(model="m", urls=("http://127.0.0.1:1",), capture="vllm")
+    for name in ("transformers", "vllm_server", "sglang_server", "plain_vllm_server"):
+        with pytest.raises(EngineError, match=f"{name} has no choice of who records routes.*use one of vllm"):
+            start_sampler(name, asked)
+    with pytest.raises(EngineError, match="no choice of who records routes"):
+        start_engine("tests.rollout.test_registry:start_tiny", asked)
+
+
+def test_the_capture_of_a_run_reaches_its_engine() -> None:
+    rollout = RolloutConfig(capture="checked")
+    assert start_request(rollout, ModelConfig(), "m", 16).capture == "checked"
 
 
 def test_servers_are_one_pool_with_the_token_of_the_environment(

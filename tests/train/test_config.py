@@ -203,6 +203,14 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"reward": {"functions": ["exact"]}}, "write accuracy, format, module:name, verl:module:name"),
         ({"log": {"sinks": ["tensorbord"]}}, "log.sinks: unknown metric sink 'tensorbord'"),
         ({"rollout": {"dtype": "bf16"}}, "dtype"),
+        ({"rollout": {"capture": "theirs"}}, "rollout.capture"),
+        ({"rollout": {"options": {"capture": "ours"}}}, "rollout.options.capture: set rollout.capture instead"),
+        ({"rollout": {"engine": "transformers", "capture": "ours"}}, "transformers has no choice of who records"),
+        ({"rollout": SERVER | {"capture": "vllm"}}, "remove it, and start the servers with --capture"),
+        (
+            {"rollout": {"capture": "checked", "options": {"pipeline_parallel_size": 2}}},
+            "rollout.capture: capture 'checked' cannot be used with pipeline parallelism",
+        ),
         ({"model": {"dtype": "fp8"}}, "dtype"),
         (
             {"model": {"lora_rank": 8}, "backend": MEGATRON | {"megatron": {"moe_grouped_gemm": True}}},
@@ -270,6 +278,8 @@ def test_what_cannot_work_is_refused(tables: dict[str, Any], told: str) -> None:
     [
         {"rollout": SERVER | {"max_staleness": 1}},
         {"rollout": {"sleep": True}},
+        {"rollout": {"capture": "checked"}},
+        {"rollout": {"engines_per_node": 2, "capture": "vllm", "options": {"pipeline_parallel_size": 2}}},
         {
             "backend": MEGATRON
             | {"pipeline_parallel": 2, "virtual_pipeline": 2, "megatron": {"sequence_parallel": True}}

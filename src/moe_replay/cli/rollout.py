@@ -10,7 +10,7 @@ from typing import Annotated
 from typing_extensions import Doc
 
 from moe_replay.errors import EngineError, MissingExtraError
-from moe_replay.rollout.engine import TOKEN_VARIABLE, Engine, StartRequest
+from moe_replay.rollout.engine import TOKEN_VARIABLE, Capture, Engine, StartRequest
 from moe_replay.rollout.registry import ENGINES, engine_spec, start_engine
 from moe_replay.rollout.request_limits import RequestLimits
 from moe_replay.utils.secrets import find_token
@@ -46,6 +46,8 @@ class RolloutCommand:
     """Version of the weights in `model`."""
     limits: RequestLimits = field(default_factory=RequestLimits)
     """What one client may ask for."""
+    capture: Capture = "auto"
+    """Who records routes (vllm): ours, in its worker; vllm: its own capture; checked: both; auto: ours if possible."""
     engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)
     """More of the engine's own options, e.g. --engine-options tensor_parallel_size 2 enable_sleep_mode True."""
 
@@ -80,6 +82,7 @@ class RolloutCommand:
             dtype=self.dtype,
             weight_version=self.weight_version,
             trust_remote_code=self.trust_remote_code,
+            capture=self.capture,
             options=self.engine_options,
         )
         return start_engine(self.engine, request, key="--engine")

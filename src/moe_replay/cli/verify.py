@@ -15,7 +15,7 @@ import numpy as np
 from typing_extensions import Doc
 
 from moe_replay.errors import MissingExtraError, MoeReplayError
-from moe_replay.rollout.engine import TOKEN_VARIABLE, StartRequest
+from moe_replay.rollout.engine import TOKEN_VARIABLE, Capture, StartRequest
 from moe_replay.rollout.registry import ENGINES, engine_spec, start_sampler
 from moe_replay.tools.attribution.result import Attribution, Thresholds
 from moe_replay.utils.secrets import READABLE_BY_ALL, find_token, has_password
@@ -50,6 +50,8 @@ class VerifyCommand:
     """Run Python code that comes with the model."""
     rollout_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type that the engine computes in; auto: the type of the weights on disk. Servers have their own."""
+    capture: Capture = "auto"
+    """Who records routes (vllm): ours, in its worker; vllm: its own capture; checked: both; auto: ours if possible."""
     engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)
     """More of the engine's own options, e.g. --engine-options gpu_memory_utilization 0.5 enforce_eager True."""
     prompts: Path | None = None
@@ -225,6 +227,7 @@ class VerifyCommand:
             urls=self.url,
             token=find_token(self.token, self.token_file, TOKEN_VARIABLE),
             trust_remote_code=self.trust_remote_code,
+            capture=self.capture,
             options=self.engine_options,
         )
         engine = start_sampler(self.engine, request, key="--engine")

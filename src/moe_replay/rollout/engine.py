@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.routes.topology import MoeTopology
 
 TOKEN_VARIABLE = "MOE_REPLAY_TOKEN"
+Capture = Literal["auto", "ours", "vllm", "checked"]
+"""Who records routes in vLLM. auto: ours where it can be used; checked: both, and they must agree."""
 T = TypeVar("T")
 
 
@@ -108,6 +110,7 @@ class StartRequest:
     trust_remote_code   run Python code that comes with the model
     sleep            whether `sleep` will be called
     sampling_mask    whether samples will be asked for with their sampling mask
+    capture          who records routes, in an engine that has the choice (`EngineSpec.takes_capture`)
     urls, token      of servers that run already; without a token, that of $MOE_REPLAY_TOKEN
     min_servers      of `urls` that must be reachable; None: all
     lora             of the adapter that updates will consist of; None: updates have all weights
@@ -122,6 +125,7 @@ class StartRequest:
     trust_remote_code: bool = False
     sleep: bool = False
     sampling_mask: bool = False
+    capture: Capture = "auto"
     urls: tuple[str, ...] = ()
     token: str | None = field(default=None, repr=False)
     min_servers: int | None = None

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from moe_replay.errors import EngineError
+from moe_replay.errors import EngineError, EngineOptionError
 from moe_replay.rollout.engine import Engine, Sampler, StartRequest
 from moe_replay.utils.plugins import import_path, resolve
 
@@ -28,6 +28,7 @@ class EngineSpec:
     takes_weights   is an `Engine`; otherwise it only samples, and cannot be trained with
     package         that must be installed here to start it; empty: none
     returns_masks   can return the sampling mask of its samples, in some release at least
+    takes_capture   has the choice of who records routes (`StartRequest.capture`)
     """
 
     start: str | Start
@@ -36,10 +37,11 @@ class EngineSpec:
     takes_weights: bool = True
     package: str = ""
     returns_masks: bool = True
+    takes_capture: bool = False
 
 
 ENGINES: dict[str, EngineSpec] = {
-    "vllm": EngineSpec("moe_replay.rollout.vllm:start", "vLLM in this process", package="vllm"),
+    "vllm": EngineSpec("moe_replay.rollout.vllm:start", "vLLM in this process", package="vllm", takes_capture=True),
     "transformers": EngineSpec(
         "moe_replay.rollout.transformers:start", "Transformers in this process", package="transformers"
     ),
@@ -62,6 +64,12 @@ def engine_spec(name: str, *, key: str = "rollout.engine") -> EngineSpec:
 def start_sampler(name: str, request: StartRequest, *, key: str = "rollout.engine") -> Sampler:
     """Start an engine on a model, or connect to the servers that have it, for sampling only."""
     spec = engine_spec(name, key=key)
+    if request.capture != "auto" and not spec.takes_capture:
+        raise EngineOptionError(
+            f"{name} has no choice of who records routes",
+            found=f"capture {request.capture}",
+            remedy=f"Leave capture out, or use one of {', '.join(capturing_engines())}",
+        )
     start = import_path(spec.start, kind="engine", key=key) if isinstance(spec.start, str) else spec.start
     return start(request)
 
@@ -82,6 +90,11 @@ def start_engine(name: str, request: StartRequest, *, key: str = "rollout.engine
 def trainable_engines() -> list[str]:
     """Names of the built-in engines that take weights."""
     return [name for name, spec in ENGINES.items() if spec.takes_weights]
+
+
+def capturing_engines() -> list[str]:
+    """Names of the built-in engines that have the choice of who records routes."""
+    return [name for name, spec in ENGINES.items() if spec.takes_capture]
 
 
 def server_engines() -> list[str]:

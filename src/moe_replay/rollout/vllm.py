@@ -14,14 +14,13 @@ import numpy as np
 
 from moe_replay.errors import EngineError, EngineName, EngineUnavailableError
 from moe_replay.rollout.adapter import Adapter
-from moe_replay.rollout.captured_sample import captured_sample, parse_finish_reason
-from moe_replay.rollout.engine import Engine, StartRequest, end_tokens
+from moe_replay.rollout.engine import Capture, Engine, StartRequest, end_tokens
 from moe_replay.rollout.loop import AsyncSampler, while_alive
 from moe_replay.rollout.request_barrier import RequestBarrier
 from moe_replay.rollout.request_limits import check_token_ids
 from moe_replay.rollout.sampling import prompt_hash
 from moe_replay.rollout.state import EngineState
-from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
+from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.vllm_adapter import AdapterSlot, adapter_options
 from moe_replay.rollout.vllm_arguments import (
     WORKING_VERSIONS,
@@ -31,8 +30,9 @@ from moe_replay.rollout.vllm_arguments import (
     vllm_version,
     without_launcher_variables,
 )
-from moe_replay.rollout.vllm_capture import Capture, RouteSource, returns_routes, token_logprobs
+from moe_replay.rollout.vllm_capture import RouteSource, returns_routes, token_logprobs
 from moe_replay.rollout.vllm_masks import MASK_OPTION, MaskReturn
+from moe_replay.rollout.vllm_outputs import OutputReader
 from moe_replay.rollout.weights import as_files, packed, safetensors_files
 from moe_replay.rollout.weights_id import CurrentWeights
 from moe_replay.routes.router_families import load_router_family
@@ -61,6 +61,7 @@ def start(request: StartRequest) -> Engine:
             weight_version=request.weight_version,
             router_family=request.router_family,
             dtype=request.dtype,
+            capture=request.capture,
             **options,
         )
 
@@ -101,6 +102,7 @@ class VllmEngine(AsyncSampler):
         self.vocab_size: int = config.get_vocab_size()
         self._masks = MaskReturn(self.name, options, self.vocab_size)
         self.topology = MoeTopology.from_config(config.hf_config, load_router_family(router_family))
+        self._outputs = OutputReader(self.name, self.topology, self._masks)
         self._end_tokens = end_tokens(config.try_get_generation_config(), config.hf_text_config)
         self._sleep_mode_enabled: bool = config.enable_sleep_mode
         self._takes_adapters: bool = self._llm.vllm_config.lora_config is not None
@@ -178,7 +180,7 @@ class VllmEngine(AsyncSampler):
                     raise EngineError(f"{self.name} lost samples", expected=params.draws, found=len(completions))
                 routes = [await captured(one, len(prompt)) for one in completions]
         # In a thread: the loop must stay free for the outputs of other requests.
-        build = partial(self._to_samples, prompt, completions, routes, weights, params)
+        build = partial(self._outputs.samples, prompt, completions, routes, weights, params)
         samples = await asyncio.get_running_loop().run_in_executor(self._trace_thread, build)
         return samples * (params.n // params.draws)
 
@@ -223,50 +225,6 @@ class VllmEngine(AsyncSampler):
         if last is None or not last.finished:
             raise EngineError(f"{self.name} ended a request without an output")
         return last
-
-    def _to_samples(
-        self,
-        prompt: Sequence[int],
-        outputs: Sequence[Any],
-        routes: Sequence[np.ndarray | None],
-        weights: CurrentWeights,
-        params: SamplingParams,
-    ) -> list[Sample]:
-        ids = np.asarray(prompt, np.int32)
-        return [
-            self._to_sample(ids, output, captured, weights, params, index)
-            for index, (output, captured) in enumerate(zip(outputs, routes, strict=True))
-        ]
-
-    def _to_sample(
-        self,
-        prompt: np.ndarray,
-        output: Any,
-        captured: np.ndarray | None,
-        weights: CurrentWeights,
-        params: SamplingParams,
-        index: int,
-    ) -> Sample:
-        completion = np.asarray(output.token_ids, np.int32)
-        reason = parse_finish_reason(output.finish_reason, self.name, index)
-        aborted_before_prefill = reason is FinishReason.ABORT and not len(completion)
-        if captured is None and not aborted_before_prefill:
-            raise EngineError(f"{self.name} returned no routes", sample=index, expected=f"vLLM {WORKING_VERSIONS}")
-        return captured_sample(
-            prompt,
-            completion,
-            lambda: token_logprobs(output.logprobs),
-            captured,
-            finish_reason=reason,
-            topology=self.topology,
-            engine=self.name,
-            weight_version=weights.version,
-            weights_id=weights.weights_id or "",
-            sample=index,
-            sampling_mask=partial(self._masks.mask, output, completion, params, index)
-            if params.sampling_mask
-            else None,
-        )
 
     async def _abort(self) -> None:
         await self._answered(self._llm.abort(list(self._barrier.active)))

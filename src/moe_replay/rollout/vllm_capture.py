@@ -11,10 +11,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from moe_replay.errors import EngineError, EngineOptionError
+from moe_replay.rollout.engine import Capture
 from moe_replay.rollout.route_channel import RouteReceiver
-
-Capture = Literal["auto", "ours", "vllm", "checked"]
-"""auto: ours where it can be used; checked: both, and they must agree."""
 
 CapturedRoutes = Callable[[Any, int], Awaitable[np.ndarray | None]]
 """(output of a sample, tokens of its prompt) -> (tokens - 1, decoder layers, K)."""

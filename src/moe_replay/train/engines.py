@@ -130,6 +130,7 @@ def start_request(rollout: RolloutConfig, model: ModelConfig, folder: str, max_l
         trust_remote_code=model.trust_remote_code,
         sleep=rollout.sleep,
         sampling_mask=rollout.replays_sampling_mask,
+        capture=rollout.capture,
         urls=rollout.urls,
         token=rollout.token,
         min_servers=rollout.min_servers,

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from moe_replay.rollout.registry import engine_spec, server_engines, trainable_engines
+from moe_replay.errors import EngineOptionError
+from moe_replay.rollout.registry import EngineSpec, engine_spec, server_engines, trainable_engines
+from moe_replay.rollout.vllm_capture import chosen_capture
 from moe_replay.train.config.plugin_names import PluginName
 from moe_replay.train.config.sections import (
     BackendConfig,
@@ -178,6 +180,7 @@ def _rollout(rollout: RolloutConfig) -> Iterator[str]:
             f"rollout.sampling_mask: {rollout.engine} does not return the tokens that top_p and top_k leave, so ratios "
             "would be biased; set top_p = 1 and top_k = 0, or accept the bias with sampling_mask = off"
         )
+    yield from _capture(rollout, spec)
     if rollout.is_server and not rollout.urls:
         yield f"rollout.urls: {rollout.engine} needs the addresses of its servers, e.g. http://127.0.0.1:8000"
     if not rollout.is_server and rollout.urls:
@@ -209,6 +212,22 @@ def _rollout(rollout: RolloutConfig) -> Iterator[str]:
             "rollout.sleep: an engine that samples while the trainer works cannot sleep; "
             "set rollout.max_staleness = 0 or rollout.sleep = false"
         )
+
+
+def _capture(rollout: RolloutConfig, spec: EngineSpec) -> Iterator[str]:
+    if not spec.takes_capture:
+        if rollout.capture != "auto":
+            yield (
+                f"rollout.capture: {rollout.engine} has no choice of who records routes; remove it"
+                + (", and start the servers with --capture" if rollout.engine == "vllm_server" else "")
+            )
+    elif "capture" in rollout.options:
+        yield "rollout.options.capture: set rollout.capture instead"
+    elif rollout.engine == "vllm":
+        try:
+            chosen_capture(rollout.capture, rollout.options)
+        except EngineOptionError as refused:
+            yield f"rollout.capture: {refused.problem}; {refused.remedy}"
 
 
 def _adapters(config: Sections) -> Iterator[str]:

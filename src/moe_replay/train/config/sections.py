@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AllowInfNan, BeforeValidator, Field, field_validator
 
 from moe_replay.megatron.weights import WEIGHT_MAPS
+from moe_replay.rollout.engine import Capture
 from moe_replay.rollout.registry import ENGINES, engine_spec, trainable_engines
 from moe_replay.routes.router_families import ROUTER_FAMILIES
 from moe_replay.train.advantages import ADVANTAGES
@@ -147,6 +148,9 @@ class RolloutConfig(Section):
     sampling_mask: Literal["auto", "off"] = "auto"
     """What the trainer does about top_p and top_k. auto: it scores each token over the tokens that were left, which the
     engine returns; off: over the whole vocabulary, which biases importance ratios."""
+    capture: Capture = "auto"
+    """Who records routes (vllm): ours, in vLLM's worker; vllm: its own capture; checked: both, which must agree, slow;
+    auto: ours unless other options of the engine forbid it."""
     reproducible: bool = True
     """Give every request a seed, so that a run can be repeated; on large GPU batches sampling is faster without."""
     max_staleness: int = Field(0, ge=0, le=1000)
