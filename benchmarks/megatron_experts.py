@@ -5,12 +5,14 @@
 
 Sequences of different lengths are scored with their routes recorded, then trained on with these routes replayed (R2).
 `apart` is how far log-probs of the update are from those of the scoring pass, at most; `noise` is the same for two
-identical scoring passes. With `deterministic` both are 0.
+identical scoring passes. With `deterministic` both are 0. Each row is measured in a process of its own: Megatron-Core's
+hooks on gradients keep a model alive as long as its process, so a second model would add to the peak of the first.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import statistics
 import tempfile
 import time
@@ -71,15 +73,34 @@ def main() -> None:
     parser.add_argument("--device", choices=sorted(SIZES), default="cpu")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    device = torch.device(arguments.device)
-    with launch.process_group(device), tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), SIZES[arguments.device], device)
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        in_process(context, write_model, Path(folder), SIZES[arguments.device], arguments.device)
         trajectories = made_up(SIZES[arguments.device]["vocab_size"], *WORK[arguments.device])
-        print(f"{len(trajectories)} sequences, {sum(map(len, trajectories))} tokens, {device}")
-        print("| experts | batch | score, s | update, s | peak, GiB | apart | noise |\n|---|---|---|---|---|---|---|")
+        print(f"{len(trajectories)} sequences, {sum(map(len, trajectories))} tokens, {arguments.device}")
+        print(
+            "| experts | batch | score, s | update, s | peak, GiB | apart | noise |\n|---|---|---|---|---|---|---|",
+            flush=True,
+        )
         for setup in SETUPS:
-            with launch.deterministic_kernels(setup.deterministic):
-                print(measured(setup, folder, trajectories, device, arguments.repeats), flush=True)
+            in_process(context, print_row, setup, folder, arguments.device, arguments.repeats)
+
+
+def in_process(context: Any, function: Any, *arguments: Any) -> None:
+    """Call a function in a process of its own; raise if it fails there."""
+    process = context.Process(target=function, args=arguments)
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise SystemExit(f"{function.__name__}{arguments} failed")
+
+
+def print_row(setup: Setup, folder: str, device_type: str, repeats: int) -> None:
+    """Print one row of the table."""
+    device = torch.device(device_type)
+    trajectories = made_up(SIZES[device_type]["vocab_size"], *WORK[device_type])
+    with launch.process_group(device), launch.deterministic_kernels(setup.deterministic):
+        print(measured(setup, folder, trajectories, device, repeats), flush=True)
 
 
 def measured(setup: Setup, folder: str, trajectories: list[Trajectory], device: torch.device, repeats: int) -> str:
@@ -114,10 +135,6 @@ def measured(setup: Setup, folder: str, trajectories: list[Trajectory], device: 
     score, update = (statistics.median(column) for column in zip(*times[1:], strict=True))
     peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else float("nan")
     backend.close()
-    del backend
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
     experts = "grouped" if setup.grouped else "one after another"
     batch = ("packed" if setup.packed else "padded") + (", deterministic" if setup.deterministic else "")
     return f"| {experts} | {batch} | {score:.3f} | {update:.3f} | {peak:.1f} | {max(apart):.1e} | {noise:.1e} |"
@@ -140,9 +157,11 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def write_model(folder: Path, sizes: dict[str, Any], device: torch.device) -> None:
+def write_model(folder: Path, sizes: dict[str, Any], device_type: str) -> None:
     """Write a Qwen3-MoE with random weights."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    device = torch.device(device_type)
 
     settings = Qwen3MoeConfig(
         **sizes,
