@@ -18,13 +18,16 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_replay.megatron.weights import transfer
+from moe_replay.distributed.ranks import world_size
+from moe_replay.megatron.weights import source, transfer
 from moe_replay.megatron.weights.checkpoint import FILE_BYTES, Checkpoint
 from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.family import ADD_A_FAMILY, Family
 from moe_replay.megatron.weights.local_shards import ParameterSpec
 from moe_replay.megatron.weights.model import MegatronRecipe, config_of, recipe
+from moe_replay.megatron.weights.source import MegatronSource
 from moe_replay.megatron.weights.transfer import Chunks, Merging
+from moe_replay.rollout.weight_source import tensors_of
 from moe_replay.utils.plugins import is_path, resolve
 
 __all__ = [
@@ -107,7 +110,8 @@ def hf_tensors(
     (`moe_replay.megatron.lora`) are merged.
     """
     checkpoint = Checkpoint(like)
-    return transfer.export_tensors(chunks, checkpoint, family_of(checkpoint.model_type, family), adapters)
+    everything = MegatronSource(chunks, checkpoint, family_of(checkpoint.model_type, family), adapters)
+    return tensors_of(everything, range(world_size()))
 
 
 def export_hf(
@@ -120,4 +124,4 @@ def export_hf(
 ) -> None:
     """Write the weights as a checkpoint folder; config and tokenizer are copied from `like`. A collective call."""
     checkpoint = Checkpoint(like)
-    transfer.write(chunks, folder, checkpoint, family_of(checkpoint.model_type, family), file_bytes)
+    source.write(chunks, folder, checkpoint, family_of(checkpoint.model_type, family), file_bytes)

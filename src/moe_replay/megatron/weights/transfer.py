@@ -1,17 +1,15 @@
-"""Loading a checkpoint folder into the model chunks of this rank, and exporting the chunks of all ranks."""
+"""Loading a checkpoint folder into the model chunks of this rank, and gathering parameters of all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_replay.megatron.weights.checkpoint import FILE_BYTES, Checkpoint, write_folder
+from moe_replay.megatron.weights.checkpoint import Checkpoint
 from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.family import ADD_A_FAMILY, Family, Rules
 from moe_replay.megatron.weights.local_shards import LocalModel, ParameterSpec
@@ -64,7 +62,7 @@ def load(checkpoint: Checkpoint, chunks: Chunks, family: Family) -> None:
     """
     local = LocalModel.of(chunks)
     weight_map = WeightMap.of(family, checkpoint, local)
-    _check(checkpoint, local, weight_map)
+    check(checkpoint, local, weight_map)
     with torch.no_grad():
         for spec, tensor in local.parameters:
             for part in weight_map.slices(local.local_shard(spec)):
@@ -72,7 +70,7 @@ def load(checkpoint: Checkpoint, chunks: Chunks, family: Family) -> None:
                 target.copy_(part.oriented(checkpoint.read(part.name, part.source)).reshape(target.shape))
 
 
-def _check(checkpoint: Checkpoint, local: LocalModel, weight_map: WeightMap) -> None:
+def check(checkpoint: Checkpoint, local: LocalModel, weight_map: WeightMap) -> None:
     """Raise unless the checkpoint has exactly the tensors of the whole model, in their shapes."""
     present = checkpoint.names
     model_type = weight_map.model_type
@@ -108,52 +106,7 @@ def _check(checkpoint: Checkpoint, local: LocalModel, weight_map: WeightMap) -> 
             )
 
 
-# ---- export ---------------------------------------------------------------------------------------------------------
-
-
-def export_tensors(
-    chunks: Chunks, like: Checkpoint, family: Family, adapters: Mapping[ParameterSpec, Merging] | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the checkpoint, unsharded and in its dtype, layer by layer, on every rank.
-
-    A collective: each tensor is gathered when it is requested, so all ranks must iterate to the end.
-    adapters   of the parameters on this rank, which are merged into them
-    """
-    local = LocalModel.of(chunks)
-    weight_map = WeightMap.of(family, like, local)
-    _check(like, local, weight_map)
-    parameters = dict(local.parameters)
-    assembly = _Assembly(like)
-    for stage, spec in export_order(local):
-        own = parameters.get(spec)
-        if own is not None and adapters is not None and spec in adapters:
-            own = adapters[spec].merged(own)
-        shards = gather(local, spec, stage, own)
-        for expert_rank, of_experts in enumerate(shards):
-            for rank, shard in enumerate(of_experts):
-                for part in weight_map.slices(local.shard(spec, expert_rank, rank)):
-                    yield from assembly.add(part, shard)
-    assembly.check_complete()
-
-
-def write(chunks: Chunks, folder: str | Path, like: Checkpoint, family: Family, file_bytes: int = FILE_BYTES) -> None:
-    """Write the current weights as a checkpoint folder on rank 0. A collective call.
-
-    Tensors of `like` that are not part of the model (multi-token prediction layers) are copied unchanged.
-    """
-    tensors = chain(export_tensors(chunks, like, family), _extra_tensors(like, family))
-    write_folder(tensors, folder, like.folder, file_bytes)
-    dist.barrier()  # no rank returns before the folder is complete
-
-
-def _extra_tensors(like: Checkpoint, family: Family) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that are not part of the model, on rank 0, which writes them."""
-    extra = family.extra_tensors(like.config)
-    if extra is None or dist.get_rank() != 0:
-        return
-    for name in sorted(like.names):
-        if extra.match(name):
-            yield name, like.read(name, tuple(slice(0, size) for size in like.shape(name)))
+# ---- gather ---------------------------------------------------------------------------------------------------------
 
 
 def export_order(local: LocalModel) -> list[tuple[int, ParameterSpec]]:
@@ -188,34 +141,3 @@ def _all_gather(tensor: Tensor, group: Any) -> Tensor:
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, tensor.contiguous(), group=group)
     return torch.stack(parts)
-
-
-class _Assembly:
-    """Assembles checkpoint tensors from slices and yields each when it is complete."""
-
-    def __init__(self, like: Checkpoint) -> None:
-        self._like = like
-        self._open: dict[str, tuple[Tensor, int]] = {}
-        self._done: set[str] = set()
-
-    def add(self, part: TensorSlice, shard: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Copy a slice out of a shard; yield its tensor if that completes it."""
-        if part.name in self._done:  # tied embeddings: the output projection is the same tensor
-            return
-        tensor, missing = self._open.pop(part.name, None) or self._new_tensor(part, shard)
-        target = part.oriented(tensor[part.source])
-        target.copy_(shard[part.target].reshape(target.shape))
-        if missing > part.numel:
-            self._open[part.name] = tensor, missing - part.numel
-            return
-        self._done.add(part.name)
-        yield part.name, tensor
-
-    def _new_tensor(self, part: TensorSlice, shard: Tensor) -> tuple[Tensor, int]:
-        tensor = torch.empty(part.tensor_shape, dtype=self._like.dtype(part.name), device=shard.device)
-        return tensor, tensor.numel()
-
-    def check_complete(self) -> None:
-        """Raise if a tensor is incomplete."""
-        if self._open:
-            raise WeightMapError("the shards of all ranks do not cover a tensor", found=sorted(self._open)[:3])

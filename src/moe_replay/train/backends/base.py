@@ -17,7 +17,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_replay.distributed.ranks import world_size
 from moe_replay.rollout.adapter import Adapter
+from moe_replay.rollout.weight_source import WeightSource, tensors_of
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.train.micro_batch import MicroBatch
@@ -116,8 +118,12 @@ class Backend(ABC):
         """Undo `offload`; nothing happens if nothing is off the device."""
 
     @abstractmethod
+    def weight_source(self) -> WeightSource:
+        """Return all weights as the checkpoint names and shapes them, layer by layer. All ranks call it."""
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over all weights as the checkpoint names, shapes and types them. All ranks must exhaust it."""
+        """Iterate over all weights on every rank. All ranks must exhaust it."""
+        return tensors_of(self.weight_source(), range(world_size()))
 
     def adapter(self) -> Adapter | None:
         """Return the LoRA adapter, whose tensors all ranks must exhaust; None if all weights are trained."""

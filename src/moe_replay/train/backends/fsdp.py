@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from moe_replay.replay.controller import attach
 from moe_replay.rollout.adapter import Adapter
-from moe_replay.rollout.weights import checkpoint_tensors
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.train.backends import lora
 from moe_replay.train.backends.base import Backend, LossFunction, Routing, Scores, UpdateResult
+from moe_replay.train.backends.fsdp_source import FsdpSource
 from moe_replay.train.backends.fsdp_state import FsdpState
 from moe_replay.train.backends.offload import TrainerOffload
 from moe_replay.train.backends.routing import apply_routing
@@ -145,17 +145,10 @@ class FsdpBackend(Backend):
 
     # ---- weights and state --------------------------------------------------------------------------------------
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the weights in the model's dtype, gathering one at a time; tied ones come once."""
-        every = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        tied = every - {name for name, _ in self.model.named_parameters()}
-        held = {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
-        if self._lora is None:
-            plain = ((name, _whole(tensor.detach().to(self._dtype))) for name, tensor in held.items())
-        else:
-            scale = self._lora.lora_alpha / self._lora.lora_rank
-            plain = lora.merged_state(held, self._adapted, scale, self._dtype, _whole)
-        return checkpoint_tensors(self.model, plain)
+    def weight_source(self) -> FsdpSource:
+        """Return the weights as an engine reads them; adapters are merged."""
+        scale = 1.0 if self._lora is None else self._lora.lora_alpha / self._lora.lora_rank
+        return FsdpSource(self.model, self._dtype, self._adapted, scale)
 
     def adapter(self) -> Adapter | None:
         """Return the adapter, gathered one tensor at a time when it is read; None if all weights are trained."""

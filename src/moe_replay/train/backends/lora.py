@@ -131,23 +131,6 @@ def plain_name(name: str) -> str:
     return name.replace(".base_layer", "")
 
 
-def merged_state(
-    state: Mapping[str, Tensor], adapted: tuple[AdaptedWeight, ...], scale: float, dtype: torch.dtype, gather: Gather
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the whole tensors of a model in `dtype`, adapters merged in float32, under the names without adapters."""
-    by_weight = {one.weight: one for one in adapted}
-    factors = {name for one in adapted for name in (one.down, one.up)}
-    for name, tensor in state.items():
-        if name in factors:
-            continue
-        one = by_weight.get(name)
-        if one is None:
-            yield plain_name(name), gather(tensor.detach().to(dtype))
-        else:
-            weight, down, up = (gather(state[part].detach()) for part in (one.weight, one.down, one.up))
-            yield one.plain, one.merged(weight, down, up, scale).to(dtype)
-
-
 def adapter_state(
     model: nn.Module, state: Mapping[str, Tensor], adapted: tuple[AdaptedWeight, ...], gather: Gather
 ) -> Iterator[tuple[str, Tensor]]:

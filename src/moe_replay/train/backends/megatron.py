@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_replay.megatron import weights
+from moe_replay.megatron.weights.checkpoint import Checkpoint
+from moe_replay.megatron.weights.source import MegatronSource
 from moe_replay.replay.adapters.megatron_layout import layout_for
 from moe_replay.replay.controller import attach
 from moe_replay.rollout.adapter import Adapter
@@ -52,7 +53,6 @@ class MegatronBackend(Backend):
         )
         if config.backend.virtual_pipeline:
             self.micro_batch_multiple = config.backend.pipeline_parallel
-        self._folder = folder
         self._packed = config.batch.packed
         self._temperature = config.rollout.temperature
         self._max_grad_norm = config.optim.max_grad_norm
@@ -74,6 +74,8 @@ class MegatronBackend(Backend):
             self.models, self._optimizer, _layout_facts(config), moments=config.checkpoint.optimizer
         )
         self._state_bytes = self._state.bytes_of_all_ranks()
+        adapters = None if self._lora is None else self._lora.adapters
+        self._source = MegatronSource(self.models, Checkpoint(folder), self._family, adapters)
         self._offload = TrainerOffload(
             config.backend.offload,
             device,
@@ -268,10 +270,9 @@ class MegatronBackend(Backend):
 
     # ---- weights and state --------------------------------------------------------------------------------------
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the weights, gathering one tensor at a time from the ranks that hold it."""
-        adapters = None if self._lora is None else self._lora.adapters
-        return weights.hf_tensors(self.models, like=self._folder, family=self._family, adapters=adapters)
+    def weight_source(self) -> MegatronSource:
+        """Return the weights as an engine reads them; adapters are merged. All ranks call it."""
+        return self._source
 
     def adapter(self) -> Adapter | None:
         """Return the adapter, gathered when it is read; None if all weights are trained."""

@@ -1,0 +1,84 @@
+"""Weights of sharded policies for engines: the bytes of the checkpoint, on the ranks that need them and no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed import harness, weight_sources
+from tests.distributed.megatron_models import PRELOADED
+from tests.megatron.weights.models import assert_same_bytes, save_checkpoint, saved_tensors, tiny
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("pydantic")
+harness.PRELOADED.extend(PRELOADED)
+
+BF16 = {"dtype": "bfloat16"}
+PP_EP = {"pipeline_parallel": 2, "expert_parallel": 2}
+RECEIVERS = [[0], [1, 3], [0, 1, 2, 3]]
+
+
+def as_sent(folder: Path, kind: str) -> dict[str, Tensor]:
+    """What a bfloat16 policy makes of a float32 checkpoint: rounded, except the correction bias of the routers."""
+    kept = "e_score_correction_bias"
+    exact = saved_tensors(folder)
+    rounded = {name: tensor if kept in name else tensor.bfloat16() for name, tensor in exact.items()}
+    return rounded if kind == "fsdp" else {name: tensor.float() for name, tensor in rounded.items()}
+
+
+@pytest.mark.parametrize(
+    ("variant", "kind", "settings"),
+    [("deepseek_v3", "fsdp", {}), ("deepseek_v3", "megatron", PP_EP), ("qwen3_moe-tied", "megatron", PP_EP)],
+    ids=["fsdp4", "pp2-ep2", "pp2-ep2-tied"],
+)
+def test_receivers_get_the_bytes_of_the_checkpoint_layer_by_layer(
+    tmp_path: Path, variant: str, kind: str, settings: dict[str, Any]
+) -> None:
+    save_checkpoint(tiny(variant), tmp_path)
+    ranks = harness.run_ranks(4, weight_sources.read_source, str(tmp_path), kind, settings | BF16, RECEIVERS)
+    wanted = as_sent(tmp_path, kind)
+    total = sum(tensor.nbytes for tensor in wanted.values())
+    # One parameter beside the layer: the shards that a tensor is assembled from, or experts that are still fused.
+    scratch = max(tensor.nbytes for tensor in tiny(variant).state_dict().values()) // (2 if kind == "fsdp" else 1)
+    for number, receivers in enumerate(RECEIVERS):
+        found = [rank[number] for rank in ranks]
+        assert all(one["metadata"] == found[0]["metadata"] for one in found)
+        assert len({len(one["names"]) for one in found}) == 1, "as many groups on every rank"
+        for rank, one in enumerate(found):
+            if rank not in receivers:
+                assert not any(one["names"])
+                assert one["received"] == 0
+                continue
+            assert_same_bytes(one["tensors"], wanted)
+            flat = [name for names in one["names"] for name in names]
+            assert one["metadata"] == [(name, str(wanted[name].dtype), list(wanted[name].shape)) for name in flat]
+            assert_one_layer_each(one["names"])
+            assert one["peak"] <= one["largest"] + scratch, "more than one layer is alive"
+            assert one["largest"] < total / 3
+        if len(receivers) < 4:
+            assert all(one["collectives"] == 0 for one in found)
+            assert sum(one["sent"] for one in found) == sum(one["received"] for one in found)
+            assert 0 < sum(one["received"] for one in found) < len(receivers) * total
+
+
+def assert_one_layer_each(groups: list[list[str]]) -> None:
+    layers = [{name.split(".")[2] for name in names if ".layers." in name} for names in groups]
+    assert [len(of_group) for of_group in layers if of_group] == [1] * 4
+    assert len(groups) == 6, "embedding, four layers, head"
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("fsdp", {}), ("megatron", {"tensor_parallel": 2})])
+def test_adapters_are_merged_into_what_one_rank_receives(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    save_checkpoint(tiny("qwen3_moe"), tmp_path)
+    ranks = harness.run_ranks(2, weight_sources.read_merged, str(tmp_path), kind, settings, [[0], [0, 1]])
+    alone, together = (ranks[0][number]["tensors"] for number in (0, 1))
+    assert_same_bytes(alone, together)
+    assert_same_bytes(ranks[1][1]["tensors"], together)
+    base = saved_tensors(tmp_path)
+    moved = {name.split(".")[-2] for name, tensor in alone.items() if not torch.equal(tensor, base[name])}
+    assert moved == {"q_proj", "gate_proj", "up_proj", "down_proj"}
