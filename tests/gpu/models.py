@@ -37,6 +37,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "v_head_dim": 128,
         "n_group": 2,
         "topk_group": 1,
+        # In the config of every released checkpoint, though Transformers has no such fields: without them vLLM knows
+        # no bias of the routers, and does not start.
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
     },
     "glm4_moe": BODY | ROUTED | {"num_nextn_predict_layers": 0},
     "gpt_oss": BODY | {"num_local_experts": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_replay.rollout.slot_routes import EndedRequest, RunnerV1, RunnerV2, SlotRoutes
+from moe_replay.rollout.slot_routes import EndedRequest, RunnerV1, RunnerV2, SlotRoutes, id_dtype
 
 BLOCK, BLOCKS, LAYERS, TOP_K = 4, 6, 3, 2
 
@@ -41,8 +41,8 @@ class Worker:
 
     def __init__(self, blocks: dict[str, list[int]], num_experts: int = 64) -> None:
         self.requests = Requests(blocks)
-        self.captured = torch.zeros(16, LAYERS, TOP_K, dtype=torch.int32)
-        self.routes = SlotRoutes(self.requests, self.captured, (BLOCKS, BLOCK), num_experts)
+        self.captured = torch.zeros(16, LAYERS, TOP_K, dtype=id_dtype(num_experts))
+        self.routes = SlotRoutes(self.requests, self.captured, (BLOCKS, BLOCK))
         self.chance = np.random.default_rng(0)
         self.num_experts = num_experts
         self.truth: dict[tuple[str, int], np.ndarray] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -53,7 +54,8 @@ class VerifyCommand:
     capture: Capture = "auto"
     """Who records routes (vllm): ours, in its worker; vllm: its own capture; checked: both; auto: ours if possible."""
     engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """More of the engine's own options, e.g. --engine-options gpu_memory_utilization 0.5 enforce_eager True."""
+    """More of the engine's own options, e.g. --engine-options gpu_memory_utilization 0.5. vLLM is started with
+    enforce_eager, which saves a minute; enforce_eager False verifies CUDA graphs as well."""
     prompts: Path | None = None
     """JSONL or parquet file, or datasets folder, with a column prompt or messages; if not given, random tokens."""
     traces: Path | None = None
@@ -228,11 +230,12 @@ class VerifyCommand:
             token=find_token(self.token, self.token_file, TOKEN_VARIABLE),
             trust_remote_code=self.trust_remote_code,
             capture=self.capture,
-            options=self.engine_options,
+            options={"enforce_eager": True, **self.engine_options} if self.engine == "vllm" else self.engine_options,
         )
+        began = time.monotonic()
         engine = start_sampler(self.engine, request, key="--engine")
         try:
-            _tell(f"{engine.name} samples {len(prompts)} prompts")
+            _tell(f"{engine.name}, started in {time.monotonic() - began:.0f} s, samples {len(prompts)} prompts")
             groups = engine.generate(prompts, params)
             return [sample for group in groups for sample in group][: self.samples], str(engine.name)
         finally:

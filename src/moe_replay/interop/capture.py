@@ -125,9 +125,9 @@ class _Checks:
     def dense_layers(self) -> None:
         """Raise unless the capture is zero in dense layers."""
         dense = [layer for layer in range(self.topology.num_layers) if layer not in self.layers]
-        filled = np.argwhere(self.captured[:, dense].any(axis=-1))
-        if len(filled):
-            row, slot = filled[0].tolist()
+        of_dense = self.captured[:, dense]
+        if of_dense.any():
+            row, slot = np.argwhere(of_dense.any(axis=-1))[0].tolist()
             raise self.error(
                 "captured routes in a layer that has no router",
                 "The layer axis is shifted (counted over MoE layers only), or the router of a draft (MTP) layer wrote "

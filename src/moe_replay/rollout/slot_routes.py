@@ -107,28 +107,27 @@ class SlotRoutes:
     shape   (layers, K) of a token, all decoder layers counted
     """
 
-    def __init__(self, runner: Runner, captured: Tensor, blocks: tuple[int, int], num_experts: int) -> None:
+    def __init__(self, runner: Runner, captured: Tensor, blocks: tuple[int, int]) -> None:
         """Make room for every slot.
 
-        captured   (tokens, layers, K): what the routers write in each forward
+        captured   (tokens, layers, K), of `id_dtype`: what the routers write in each forward
         blocks     of the KV cache, and slots of each
         """
         self._runner = runner
-        self._captured = captured
+        self._captured = captured.flatten(1)
         self.shape: tuple[int, int] = (captured.shape[1], captured.shape[2])
         self._routes = torch.zeros(
-            (*blocks, self.shape[0] * self.shape[1]),
-            dtype=torch.uint8 if num_experts <= 256 else torch.int16,
-            device=captured.device,
+            (*blocks, self.shape[0] * self.shape[1]), dtype=captured.dtype, device=captured.device
         )
+        self._slots = self._routes.flatten(0, 1)
         self._preempted: dict[str, int] = {}  # request -> tokens in its last step since it was resumed
 
     def store(self, tokens: int, scheduled: Mapping[str, int]) -> None:
         """Keep what the routers have chosen in the last forward, of this many tokens of the scheduled requests."""
         for request_id in self._preempted.keys() & scheduled.keys():
             self._preempted[request_id] = scheduled[request_id]
-        chosen = self._captured[:tokens].flatten(1).to(self._routes.dtype)
-        self._routes.flatten(0, 1).index_copy_(0, self._runner.slots(tokens), chosen)
+        # The only kernel of a step beside those in the CUDA graph: at small batches the host has no time to lose.
+        self._slots.index_copy_(0, self._runner.slots(tokens), self._captured[:tokens])
 
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Follow the KV cache where vLLM copies blocks, (source, destination)."""
@@ -167,8 +166,12 @@ def capture_routes(runner: Any, vllm_config: Any, kv_cache_config: Any) -> SlotR
         (RunnerV2 if hasattr(runner, "block_tables") else RunnerV1)(runner, full[0]),
         _capturer(runner, vllm_config, kv_cache_config).device_buffer,
         (kv_cache_config.num_blocks, groups[full[0]].block_size),
-        vllm_config.model_config.get_num_experts(),
     )
+
+
+def id_dtype(num_experts: int) -> torch.dtype:
+    """Return the dtype that expert ids are kept in on the device."""
+    return torch.uint8 if num_experts <= 256 else torch.int16
 
 
 def _capturer(runner: Any, vllm_config: Any, kv_cache_config: Any) -> Any:
@@ -189,6 +192,8 @@ def _capturer(runner: Any, vllm_config: Any, kv_cache_config: Any) -> Any:
     }
     wanted = inspect.signature(vllm_capture.RoutedExpertsCapturer).parameters
     capturer = vllm_capture.RoutedExpertsCapturer(**{name: arguments[name] for name in wanted})
+    # Narrow ids from the routers on, converted where they are written, inside the CUDA graph.
+    capturer.device_buffer = capturer.device_buffer.to(id_dtype(vllm_config.model_config.get_num_experts()))
     vllm_capture.bind_routed_experts_capturer(model, capturer)
     for router, other in zip(routers, before, strict=True):
         if other is not None:

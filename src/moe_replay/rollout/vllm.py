@@ -31,6 +31,7 @@ from moe_replay.rollout.vllm_arguments import (
     without_launcher_variables,
 )
 from moe_replay.rollout.vllm_capture import RouteSource, returns_routes, token_logprobs
+from moe_replay.rollout.vllm_console import engine_console
 from moe_replay.rollout.vllm_masks import MASK_OPTION, MaskReturn
 from moe_replay.rollout.vllm_outputs import OutputReader
 from moe_replay.rollout.weights import as_files, packed, safetensors_files
@@ -48,13 +49,12 @@ T = TypeVar("T")
 def start(request: StartRequest) -> Engine:
     """Start vLLM in this process."""
     options: dict[str, Any] = {"max_model_len": request.max_length, "trust_remote_code": request.trust_remote_code}
-    if request.sampling_mask:
-        options[MASK_OPTION] = True
+    options |= {MASK_OPTION: True} if request.sampling_mask else {}
     if request.sleep and accelerator() is not None:  # on CPU there is no memory to free: it only stops sampling
         options["enable_sleep_mode"] = True
     if request.lora is not None:
         options |= adapter_options(request.lora)
-    with without_launcher_variables():
+    with without_launcher_variables(), engine_console():
         return request.call(
             VllmEngine,
             request.model,

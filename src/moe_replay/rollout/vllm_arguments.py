@@ -17,6 +17,7 @@ from moe_replay.errors import (
 )
 from moe_replay.rollout.vllm_capture import capture_arguments
 from moe_replay.rollout.vllm_masks import check_mask_option
+from moe_replay.rollout.vllm_quantization import quantization_options
 from moe_replay.utils.device import cpu_has_bfloat16
 from moe_replay.utils.messages import one_line
 
@@ -75,7 +76,7 @@ def engine_arguments(engine: EngineName, model: str, capture: str, options: dict
     if on_cpu() and "max_num_batched_tokens" not in options:
         defaults["enable_chunked_prefill"] = False  # or seeds could not be used: see _check_seed
     try:
-        return AsyncEngineArgs(**defaults | options | fixed)
+        return AsyncEngineArgs(**defaults | options | quantization_options(model, options) | fixed)
     except (ValueError, TypeError, LookupError, AttributeError) as wrong:
         raise EngineOptionError(f"{engine} does not take these options: {one_line(wrong)}") from wrong
 

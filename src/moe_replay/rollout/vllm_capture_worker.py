@@ -1,4 +1,7 @@
-"""vLLM's worker with route capture, named to vLLM as its `worker_cls`: `GpuWorker` or `CpuWorker`."""
+"""vLLM's worker with route capture, named to vLLM as its `worker_cls`: `GpuWorker` or `CpuWorker`.
+
+`GpuTimedWorker` and `CpuTimedWorker` have no capture, for comparisons: their steps can be timed as well.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,13 @@ import torch
 
 from moe_replay.rollout.route_channel import RouteSender
 from moe_replay.rollout.slot_routes import SlotRoutes, capture_routes
+from moe_replay.rollout.step_timers import TimedSteps
+from moe_replay.rollout.vllm_console import ToldStart
 
 
-class RouteCapture:
+class RouteCapture(TimedSteps):
     """Keeps what the routers choose in every step, and sends it when a request ends. Mixed into a worker of vLLM."""
 
-    model_runner: Any  # vLLM's
     vllm_config: Any
     replay_routes: SlotRoutes | None = None
     replay_sender: RouteSender | None = None
@@ -35,17 +39,19 @@ class RouteCapture:
         """Run one step. Routes of requests that have ended are read before its forward can overwrite their slots."""
         routes, sender = self.replay_routes, self.replay_sender
         if routes is None or sender is None:
-            return super().execute_model(scheduler_output)  # type: ignore[misc]
+            return super().execute_model(scheduler_output)
         final, preempted = scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ()
-        with torch.inference_mode():
-            if final or preempted:
-                sender.send(*routes.read(sorted(final), sorted(preempted)))
-            if copies := getattr(scheduler_output, "kv_cache_block_copies", None):
-                routes.copy_blocks(copies)
-        output = super().execute_model(scheduler_output)  # type: ignore[misc]
+        copies = getattr(scheduler_output, "kv_cache_block_copies", None)
+        if final or preempted or copies:
+            with self.replay_timed("read"), torch.inference_mode():
+                if final or preempted:
+                    sender.send(*routes.read(sorted(final), sorted(preempted)))
+                if copies:
+                    routes.copy_blocks(copies)
+        output = super().execute_model(scheduler_output)
         tokens = scheduler_output.total_num_scheduled_tokens
         if tokens:
-            with torch.inference_mode():
+            with self.replay_timed("store"), torch.inference_mode():
                 routes.store(tokens, scheduler_output.num_scheduled_tokens)
         return output
 
@@ -76,18 +82,25 @@ class LoraBesideExperts:
                 runner.model = runner.load_lora_model(runner.model, config, runner.device)
 
 
+_MIXED_IN: dict[str, tuple[type, ...]] = {
+    "GpuWorker": (RouteCapture, ToldStart),
+    "CpuWorker": (RouteCapture, ToldStart, LoraBesideExperts),
+    "GpuTimedWorker": (TimedSteps,),
+    "CpuTimedWorker": (TimedSteps,),
+}
+
+
 def __getattr__(name: str) -> type:
     """Return a worker class; vLLM is imported only where one is used."""
-    if name not in ("GpuWorker", "CpuWorker"):
+    if name not in _MIXED_IN:
         raise AttributeError(name)
     return _worker_class(name)
 
 
 @cache
 def _worker_class(name: str) -> type:
-    if name == "GpuWorker":
+    if name.startswith("Gpu"):
         from vllm.v1.worker.gpu_worker import Worker
     else:
         from vllm.v1.worker.cpu_worker import CPUWorker as Worker
-    mixed_in = (RouteCapture,) if name == "GpuWorker" else (RouteCapture, LoraBesideExperts)
-    return type(name, (*mixed_in, Worker), {"__module__": __name__})
+    return type(name, (*_MIXED_IN[name], Worker), {"__module__": __name__})

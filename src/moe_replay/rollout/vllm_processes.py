@@ -18,6 +18,7 @@ from typing import Any
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from moe_replay.rollout.vllm_console import leave_out_what_means_nothing
 from moe_replay.utils.processes import end_with_parent, leave_process_group
 from moe_replay.utils.signals import SIGNALS
 
@@ -51,6 +52,7 @@ def start_llm(arguments: Any) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor.abstract import Executor
 
+    leave_out_what_means_nothing()
     config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     executor = Executor.get_class(config)
     with _prepared():
@@ -85,6 +87,7 @@ def _end_with_announced_parent() -> None:
 
 def _detach() -> None:
     """Separate the engine core from the process that started it, except for its end."""
+    leave_out_what_means_nothing()
     parent = multiprocessing.parent_process()
     if parent is None:
         return  # vLLM runs in the process itself

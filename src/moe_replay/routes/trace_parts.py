@@ -126,7 +126,7 @@ def narrowed_ids(
             "impossible number of experts", expected=f"{experts.shape[2]} (top_k) to {MAX_EXPERTS}", found=num_experts
         )
     if not coverage.all():
-        experts = np.where(np.broadcast_to(coverage, experts.shape[:2])[..., None], experts, 0)
+        experts = _zero_where_uncovered(experts, coverage)
     limit = num_experts or MAX_EXPERTS
     if experts.size and (int(experts.max()) >= limit or (experts.dtype.kind == "i" and int(experts.min()) < 0)):
         token, index, _ = np.argwhere((experts < 0) | (experts >= limit))[0].tolist()
@@ -141,6 +141,17 @@ def narrowed_ids(
         )
     largest = num_experts if num_experts is not None else int(experts.max(initial=0)) + 1
     return np.array(experts, dtype=narrowest_dtype(largest), order="C")
+
+
+def _zero_where_uncovered(experts: np.ndarray, coverage: np.ndarray) -> np.ndarray:
+    """Return the ids, zero where uncovered; a copy only if they are not."""
+    if coverage.shape[1] > 1:
+        return np.where(coverage[..., None], experts, 0)
+    uncovered = np.flatnonzero(~coverage[:, 0])  # a few rows: the last token's, most of the time
+    if experts[uncovered].any():
+        experts = experts.copy()
+        experts[uncovered] = 0
+    return experts
 
 
 def checked_spans(weight_version: int | Sequence[tuple[int, int]], tokens: int) -> tuple[VersionSpan, ...]:

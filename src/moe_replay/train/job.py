@@ -18,6 +18,7 @@ from moe_replay.rollout.engine import Engine
 from moe_replay.routes.trace_file import TraceWriter
 from moe_replay.train import launch
 from moe_replay.train.backends.base import Backend
+from moe_replay.train.config.sections import PROBE_TOLERANCE
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt, PromptStream
 from moe_replay.train.engines import StartedEngines, engines_of_all_nodes, open_engine
@@ -139,7 +140,7 @@ class Job:
                 backend.reload()
                 job._checkpoints.require_equal(data=from_rank_0(lambda: job._rows_identity, "reading the data"))
                 job._probe = ProbeSequence.broadcast(job._rollouts.probe_tokens if job._rollouts else None, backend)
-                job._probe.check_packing(backend, config.rollout.probe_tolerance)
+                job._probe.check_packing(backend, config.rollout.probe_tolerance or PROBE_TOLERANCE)
                 job._resume()
                 yield job
 
@@ -151,8 +152,10 @@ class Job:
         self._eval_prompts = inputs.eval_prompts
         if engine is None:
             self._progress.message(f"starting the rollout engine: {config.rollout.engine}")
+            began = time.monotonic()
             engine = open_engine(config, sources.model, started)
             stack.callback(engine.close)
+            self._progress.message(f"{engine.name}: ready after {time.monotonic() - began:.0f} s")
         stream = PromptStream(inputs.prompts, seed=config.seed, shuffle=config.data.shuffle)
         self._rollouts = Rollouts(
             config, SyncedEngine(engine), stream, inputs.tokenizer, inputs.rewards, inputs.max_length, inputs.tools

@@ -89,7 +89,7 @@ class ProbeSequence:
             else scores.logprobs.float().cpu().numpy()
         )
         logprobs = next(part for part in all_gather(own.view(np.uint8)) if part.size).view(np.float32).copy()
-        return Probe(token_ids=self.token_ids.tolist(), logprobs=logprobs, tolerance=config.probe_tolerance)
+        return Probe(token_ids=self.token_ids.tolist(), logprobs=logprobs, tolerance=config.weights_tolerance)
 
 
 def _scores(backend: Backend, batch: MicroBatch) -> Scores | None:

@@ -33,6 +33,7 @@ def _finite_size(value: Any) -> Any:
     return value
 
 
+PROBE_TOLERANCE, QUANTISED_PROBE_TOLERANCE = 0.05, 0.2
 Setting = Annotated[int | Annotated[float, AllowInfNan()] | bool | str, BeforeValidator(_finite_size)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 ReplayMode = Literal["off", "r2", "r3", "auto"]
@@ -177,10 +178,17 @@ class RolloutConfig(Section):
     """Send the LoRA adapter alone to the engine, which is started for it (vllm), in place of merged weights."""
     check_weights: bool = True
     """After each update of the weights, compare log-probs of engine and trainer on a probe."""
-    probe_tolerance: Limit = Field(0.05, gt=0)
-    """Median difference of log-probs on the probe above which the run stops."""
+    probe_tolerance: Limit | None = Field(None, gt=0)
+    """Median difference of log-probs on the probe above which the run stops; left out: 0.05, and 0.2 for an engine that
+    quantises its weights (options.quantization)."""
     options: dict[str, Setting] = Field({})
     """More of the engine's own options, e.g. gpu_memory_utilization = 0.3."""
+
+    @property
+    def weights_tolerance(self) -> float:
+        """What `probe_tolerance` is where it is left out."""
+        default = QUANTISED_PROBE_TOLERANCE if self.options.get("quantization") else PROBE_TOLERANCE
+        return default if self.probe_tolerance is None else self.probe_tolerance
 
     @property
     def is_truncated(self) -> bool:

@@ -1,0 +1,92 @@
+"""What vLLM's processes show on the console: the progress of a start, and no warnings that mean nothing here.
+
+Both hold for engines that `rollout.vllm.start` starts, unless `VLLM_LOGGING_LEVEL` is set: then all of vLLM's log of
+that level is shown. The processes are told by environment variables, which they inherit.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+LEVEL = "VLLM_LOGGING_LEVEL"
+_TOLD = "MOE_REPLAY_ENGINE_CONSOLE"
+_MEAN_NOTHING = {
+    "%s: Failed to load weights": "tables that no checkpoint has (RotaryEmbedding); an update that lacks weights fails",
+    "Passing raw prompts to InputProcessor is deprecated": "token ids in, token ids out",
+    "Using None for EOS token id": "end tokens are among the stop tokens",
+    "Op '%s' not present in model": "of a list that vLLM makes itself",
+    "Enforce eager set": "it was asked for",
+    "Inductor compilation was disabled by user settings": "it was asked for",
+    "This model does not officially support disabling chunked prefill": "on CPU, where seeds need it",
+    "Model Runner V2 requires Triton": "on CPU",
+    "libtcmalloc is not found": "on CPU",
+    "Failed to import the DeepSelect extension": "a kernel of other models",
+    "[shutdown] Process manager: force killing": "an engine that is closed",
+}
+
+
+@contextmanager
+def engine_console() -> Iterator[None]:
+    """Have the processes that vLLM starts in this context tell their progress, and leave out what means nothing."""
+    if LEVEL in os.environ:
+        yield
+        return
+    os.environ.update({LEVEL: "WARNING", _TOLD: "1"})
+    try:
+        yield
+    finally:
+        for name in (LEVEL, _TOLD):
+            os.environ.pop(name, None)
+
+
+def leave_out_what_means_nothing() -> None:
+    """Filter vLLM's log in this process, if `engine_console` says so; more than once changes nothing."""
+    if _TOLD in os.environ:
+        for handler in logging.getLogger("vllm").handlers:
+            if _means_something not in handler.filters:
+                handler.addFilter(_means_something)
+
+
+def _means_something(record: logging.LogRecord) -> bool:
+    text = str(record.msg)
+    return record.levelno > logging.WARNING or not any(text.startswith(known) for known in _MEAN_NOTHING)
+
+
+class ToldStart:
+    """Tells on the console what a worker of vLLM does while it starts. Mixed into a worker of vLLM."""
+
+    vllm_config: Any
+    rank: int
+
+    def load_model(self, **options: Any) -> None:
+        """Load the weights."""
+        leave_out_what_means_nothing()
+        with self._told("loading weights"):
+            super().load_model(**options)  # type: ignore[misc]
+
+    def determine_available_memory(self) -> Any:
+        """Measure what is left for the KV cache."""
+        with self._told("compiling, and measuring memory"):
+            return super().determine_available_memory()  # type: ignore[misc]
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Compile what is left, and capture CUDA graphs."""
+        eager = self.vllm_config.model_config.enforce_eager
+        with self._told("warming up" if eager else "compiling, and capturing CUDA graphs"):
+            return super().compile_or_warm_up_model()  # type: ignore[misc]
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        if _TOLD not in os.environ or self.rank:
+            yield
+            return
+        print(f"vLLM: {what}", file=sys.stderr, flush=True)
+        began = time.monotonic()
+        yield
+        print(f"vLLM: {what}: done in {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)

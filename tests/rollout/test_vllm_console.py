@@ -1,0 +1,106 @@
+"""vLLM's processes on the console: what they tell, and what they leave out; without vLLM."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moe_replay.rollout.vllm_console import LEVEL, ToldStart, engine_console, leave_out_what_means_nothing
+
+MEANINGLESS = ("%s: Failed to load weights", "RotaryEmbedding")
+
+
+class Records(logging.Handler):
+    """Keeps what would be shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.shown.append(record.getMessage())
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Records]:
+    monkeypatch.delenv(LEVEL, raising=False)
+    handler, logger = Records(), logging.getLogger("vllm")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+def say_all() -> None:
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    logger.warning(*MEANINGLESS)
+    logger.warning("the GPU is on fire")
+    logger.error(*MEANINGLESS)
+
+
+def test_warnings_that_mean_nothing_are_left_out(log: Records) -> None:
+    with engine_console():
+        assert os.environ[LEVEL] == "WARNING"
+        leave_out_what_means_nothing()
+        leave_out_what_means_nothing()
+        say_all()
+    assert LEVEL not in os.environ
+    assert log.shown == ["the GPU is on fire", "RotaryEmbedding: Failed to load weights"]  # the error
+
+
+def test_who_asks_for_vllms_log_gets_it(log: Records, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LEVEL, "INFO")
+    with engine_console():
+        leave_out_what_means_nothing()
+        say_all()
+    assert os.environ[LEVEL] == "INFO"
+    assert len(log.shown) == 3
+
+
+class Phases:
+    """The start of a worker of vLLM."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=False))
+
+    def load_model(self, **options: Any) -> None:
+        self.loaded = options
+
+    def determine_available_memory(self) -> int:
+        return 7
+
+    def compile_or_warm_up_model(self) -> str:
+        return "compiled"
+
+
+class Worker(ToldStart, Phases):
+    """A worker that tells what it does."""
+
+
+def start(worker: Worker) -> None:
+    worker.load_model(load_dummy_weights=True)
+    assert worker.loaded == {"load_dummy_weights": True}
+    assert worker.determine_available_memory() == 7
+    assert worker.compile_or_warm_up_model() == "compiled"
+
+
+def test_a_start_tells_what_takes_its_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv(LEVEL, raising=False)
+    start(Worker(rank=0))
+    assert capsys.readouterr().err == ""  # not one of ours
+    with engine_console():
+        start(Worker(rank=1))
+        assert capsys.readouterr().err == ""
+        start(Worker(rank=0))
+    told = capsys.readouterr().err.splitlines()
+    assert told[::2] == [
+        "vLLM: loading weights",
+        "vLLM: compiling, and measuring memory",
+        "vLLM: compiling, and capturing CUDA graphs",
+    ]
+    assert all(": done in " in line for line in told[1::2])
