@@ -1,4 +1,4 @@
-"""The client of a plain `vllm serve` against the real one."""
+"""The clients of a plain `vllm serve` against the real one: one that samples only, and one that is trained with."""
 
 from __future__ import annotations
 
@@ -6,47 +6,102 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from moe_replay.errors import EngineError
 from moe_replay.rollout.plain_vllm import PlainVllmServer
-from moe_replay.rollout.types import SamplingParams
+from moe_replay.rollout.plain_vllm_engine import PlainVllmEngine
+from moe_replay.rollout.plain_vllm_wire import WORKER_EXTENSION
+from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams
+from moe_replay.rollout.weights import checkpoint_tensors
 from moe_replay.routes.topology import MoeTopology
-from tests.ports import answers
+from tests.ports import answers, reserved_port
 from tests.real_vllm.conftest import NEEDS_VLLM
-from tests.rollout.tiny import VOCABULARY, assert_sampled_from, tiny_model
+from tests.rollout.tiny import VOCABULARY, assert_sampled_from, reference, tiny_model
 
 pytest.importorskip("vllm", reason=NEEDS_VLLM)
 
 
-def test_the_real_vllm_serve(tmp_path: Path, port: int) -> None:
-    model = tiny_model("qwen3_moe")
-    model.save_pretrained(tmp_path)
-    save_tokenizer(tmp_path)
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tmp_path)]
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server with the model `tiny_model("qwen3_moe")`."""
+    with reserved_port() as port:
+        yield from _served(tmp_path_factory.mktemp("served"), port)
+
+
+def _served(folder: Path, port: int) -> Iterator[str]:
+    tiny_model("qwen3_moe").save_pretrained(folder)
+    save_tokenizer(folder)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny", "--dtype", "float32"]
     command += ["--enable-return-routed-experts", "--logprobs-mode", "processed_logprobs", "--enforce-eager"]
-    command += ["--max-model-len", "256", "--kv-cache-memory-bytes", str(2**26)]
-    environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    command += ["--max-model-len", "256", "--kv-cache-memory-bytes", str(2**26), "--no-enable-chunked-prefill"]
+    # On CPU vLLM's own reload leaves experts as they were packed, so the workers have our extension.
+    command += ["--enable-scale-out", "--worker-extension-cls", WORKER_EXTENSION]
+    environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SERVER_DEV_MODE": "1"}
     server = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
         while server.poll() is None and not answers(port):
             time.sleep(0.5)
         assert server.poll() is None, "vllm serve did not start"
-        url, topology = f"http://127.0.0.1:{port}", MoeTopology.from_config(model.config)
-        with PlainVllmServer(url, "tiny", topology, processed_logprobs=True) as client:
-            assert client.name.name == "vLLM"
-            for group in client.generate(
-                [[1, 2, 3], list(range(1, 60))], SamplingParams(n=2, max_tokens=6, temperature=0.7)
-            ):
-                for sample in group:
-                    assert_sampled_from(model, sample, 0.7)
+        yield f"http://127.0.0.1:{port}"
     finally:
         if server.poll() is None:
             os.killpg(server.pid, signal.SIGTERM)  # and the processes that it has started
         server.wait()
+
+
+def test_the_real_vllm_serve(url: str) -> None:
+    model = tiny_model("qwen3_moe")
+    with PlainVllmServer(url, "tiny", MoeTopology.from_config(model.config), processed_logprobs=True) as client:
+        assert client.name.name == "vLLM"
+        for group in client.generate(
+            [[1, 2, 3], list(range(1, 60))], SamplingParams(n=2, max_tokens=6, temperature=0.7)
+        ):
+            for sample in group:
+                assert_sampled_from(model, sample, 0.7)
+
+
+def test_training_with_the_real_vllm_serve(url: str) -> None:
+    model = tiny_model("qwen3_moe")
+    with PlainVllmEngine(url, MoeTopology.from_config(model.config), vocabulary=VOCABULARY) as engine:
+        engine.update_weights(checkpoint_tensors(model), 1, probe(model), "run-1")
+        running: list[list[list[Sample]]] = []
+        long = SamplingParams(n=2, max_tokens=250, ignore_eos=True)
+        thread = threading.Thread(target=lambda: running.append(engine.generate([[1, 2, 3]], long)))
+        thread.start()
+        while not engine._barrier.active:
+            time.sleep(0.01)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+        engine.update_weights(checkpoint_tensors(model), 2, probe(model), "run-2")
+        thread.join()
+        for sample in running[0][0]:  # aborted by the update, or done before it
+            assert sample.weights_id == "run-1" or sample.finish_reason is FinishReason.ABORT
+        samples = engine.generate(
+            [[1, 2, 3], list(range(1, 60))], SamplingParams(max_tokens=6, temperature=0.7, seed=3)
+        )
+        for (sample,) in samples:
+            assert (sample.weight_version, sample.weights_id) == (2, "run-2")
+            assert_sampled_from(model, sample, 0.7)
+        incomplete = [(name, tensor) for name, tensor in checkpoint_tensors(model) if "experts.3" not in name]
+        with pytest.raises(EngineError, match="missing"):
+            engine.update_weights(incomplete, 3, probe(model), "run-3")
+        with pytest.raises(EngineError, match="an update that did not succeed"):
+            engine.generate([[1, 2, 3]], SamplingParams())
+
+
+def probe(model: nn.Module) -> Probe:
+    tokens = torch.arange(5, 25).numpy()
+    return Probe(token_ids=tokens.tolist(), logprobs=reference(model, tokens).logprobs, tolerance=1e-3)
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -22,6 +22,7 @@ from moe_replay.utils.plugins import PluginError
 from tests.rollout.tiny import tiny_model
 
 STARTED: list[StartRequest] = []
+MY_SAMPLER = EngineSpec("tests.rollout.test_registry:start_tiny", "samples only", takes_weights=False)
 MY_SERVER = EngineSpec("tests.rollout.test_registry:start_tiny", "servers of mine", is_server=True)
 
 
@@ -60,7 +61,7 @@ def test_a_spec_of_the_users_own_says_that_it_is_a_server() -> None:
     [
         ("vlm", "unknown engine 'vlm'.*did you mean 'vllm'"),
         ("tests.rollout.test_registry:nothing", "cannot be loaded"),
-        ("plain_vllm_server", "takes no weights; set one of vllm, transformers, vllm_server, sglang_server"),
+        ("tests.rollout.test_registry:MY_SAMPLER", "takes no weights; set one of vllm, transformers, vllm_server"),
     ],
 )
 def test_a_config_refuses_an_engine_that_cannot_be_trained_with(engine: str, text: str) -> None:

@@ -197,7 +197,7 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"rollout": SERVER | {"urls": ["a:8000"]}}, "write http://a:8000"),
         ({"rollout": {"environment": "game"}}, "unknown environment 'game'; write tools, module:name"),
         ({"rollout": {"engine": "vlm"}}, "unknown engine 'vlm'; write vllm, "),
-        ({"rollout": {"engine": "plain_vllm_server"}}, "rollout.engine"),
+        ({"rollout": {"engine": "plain_vllm_server"}}, "rollout.urls: plain_vllm_server needs"),
         ({"algorithm": {"baseline": "stdd"}}, "leave_one_out, module:name; did you mean 'std'?"),
         ({"reward": {"functions": ["format", "acuracy"]}}, "reward.functions: unknown reward 'acuracy'"),
         ({"reward": {"functions": ["exact"]}}, "write accuracy, format, module:name, verl:module:name"),

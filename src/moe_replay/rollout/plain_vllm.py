@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 
 from moe_replay.errors import EngineError, EngineName
-from moe_replay.interop.encoding import from_base64, from_npy, max_bytes
-from moe_replay.interop.rows import PeerError
 from moe_replay.rollout.answers import reading_answer, vocabulary_size
 from moe_replay.rollout.captured_sample import captured_sample, parse_finish_reason
 from moe_replay.rollout.engine import Sampler, StartRequest
 from moe_replay.rollout.http import HttpClient
 from moe_replay.rollout.model_folder import read_config
+from moe_replay.rollout.plain_vllm_wire import npy_routes
 from moe_replay.rollout.types import Sample, SamplingParams
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
@@ -131,18 +130,10 @@ class PlainVllmServer(HttpClient):
             prompt,
             completion,
             lambda: np.asarray(choice["logprobs"]["token_logprobs"], np.float32),
-            _npy(choice["routed_experts"], len(prompt) + len(completion), self.topology, index),
+            npy_routes(choice["routed_experts"], len(prompt) + len(completion), self.topology, index),
             finish_reason=parse_finish_reason(choice["finish_reason"], engine, index),
             topology=self.topology,
             engine=engine,
             weight_version=self.weight_version,
             sample=index,
         )
-
-
-def _npy(encoded: str, tokens: int, topology: MoeTopology, sample: int) -> np.ndarray:
-    """Return the array in base64 of a .npy file, which is at most as large as the routes of `tokens` tokens."""
-    try:
-        return from_npy(from_base64(encoded, max_bytes(tokens, topology), "vLLM", sample), "vLLM", sample)
-    except PeerError as wrong:
-        raise EngineError(f"vLLM returned {wrong}", sample=sample) from wrong

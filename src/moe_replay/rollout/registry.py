@@ -28,6 +28,7 @@ class EngineSpec:
     takes_weights   is an `Engine`; otherwise it only samples, and cannot be trained with
     package         that must be installed here to start it; empty: none
     returns_masks   can return the sampling mask of its samples, in some release at least
+    start_sampler   in place of `start` where the engine need only sample; None: the same
     takes_capture   has the choice of who records routes (`StartRequest.capture`)
     """
 
@@ -38,6 +39,7 @@ class EngineSpec:
     package: str = ""
     returns_masks: bool = True
     takes_capture: bool = False
+    start_sampler: str | Start | None = None
 
 
 ENGINES: dict[str, EngineSpec] = {
@@ -50,7 +52,10 @@ ENGINES: dict[str, EngineSpec] = {
         "moe_replay.rollout.sglang_server:start", "SGLang servers", is_server=True, returns_masks=False
     ),
     "plain_vllm_server": EngineSpec(
-        "moe_replay.rollout.plain_vllm:start", "one `vllm serve`, to sample only", is_server=True, takes_weights=False
+        "moe_replay.rollout.plain_vllm_engine:start",
+        "vLLM's own servers, `vllm serve`",
+        is_server=True,
+        start_sampler="moe_replay.rollout.plain_vllm:start",
     ),
 }
 
@@ -64,19 +69,23 @@ def engine_spec(name: str, *, key: str = "rollout.engine") -> EngineSpec:
 def start_sampler(name: str, request: StartRequest, *, key: str = "rollout.engine") -> Sampler:
     """Start an engine on a model, or connect to the servers that have it, for sampling only."""
     spec = engine_spec(name, key=key)
+    return _start(name, spec, spec.start_sampler or spec.start, request, key)
+
+
+def _start(name: str, spec: EngineSpec, start: str | Start, request: StartRequest, key: str) -> Sampler:
     if request.capture != "auto" and not spec.takes_capture:
         raise EngineOptionError(
             f"{name} has no choice of who records routes",
             found=f"capture {request.capture}",
             remedy=f"Leave capture out, or use one of {', '.join(capturing_engines())}",
         )
-    start = import_path(spec.start, kind="engine", key=key) if isinstance(spec.start, str) else spec.start
-    return start(request)
+    return (import_path(start, kind="engine", key=key) if isinstance(start, str) else start)(request)
 
 
 def start_engine(name: str, request: StartRequest, *, key: str = "rollout.engine") -> Engine:
     """Start an engine, or connect to its servers, for training: it must take new weights."""
-    sampler = start_sampler(name, request, key=key)
+    spec = engine_spec(name, key=key)
+    sampler = _start(name, spec, spec.start, request, key)
     if not _takes_weights(sampler):
         sampler.close()
         raise EngineError(

@@ -31,7 +31,7 @@ from moe_replay.rollout.sglang_wire import (
 from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.weights import packed, safetensors_files
-from moe_replay.rollout.weights_id import CurrentWeights, WeightsLedger
+from moe_replay.rollout.weights_id import CurrentWeights, WeightsLedger, parse_version_text, version_text
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.utils.processes import owned_folder
@@ -133,16 +133,7 @@ class SglangServer(HttpClient):
 
     def _parse_version(self, text: str) -> CurrentWeights:
         """Read SGLang's version text: `default` until the first update, then what the update sent."""
-        if text == "default":
-            return CurrentWeights(self._first_version, "")
-        version, _, weights_id = text.partition("@")
-        if not version.isdecimal():
-            raise EngineError(
-                f"{self._state.engine} has a weight version that is not a number",
-                found=version,
-                remedy="Update its weights through this engine, or with a number as weight_version",
-            )
-        return CurrentWeights(int(version), weights_id)
+        return parse_version_text(text, self._first_version, self._state.engine)
 
     # ---- sampling -----------------------------------------------------------------------------------------------
 
@@ -288,7 +279,7 @@ class SglangServer(HttpClient):
 
     def _update(self, folder: Path, version: int, probe: Probe | None, weights_id: str) -> None:
         safetensors_files(folder)
-        text = f"{version}@{weights_id}" if weights_id else str(version)
+        text = version_text(version, weights_id)
         update = {"model_path": str(folder.absolute()), "weight_version": text, "flush_cache": True}
         with self._requests_held(), self._state.update_to(version, weights_id):
             with self._generation_paused():

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_replay.errors import EngineUnavailableError
+from moe_replay.errors import EngineError, EngineUnavailableError
 from moe_replay.rollout.types import Probe, Sample
 
 REMEMBERED = 1024
+INCOMPLETE = "incomplete"
+"""In place of the id, while weights are being replaced on a server that would keep the version of the old ones."""
 
 
 class CurrentWeights(NamedTuple):
@@ -33,6 +35,28 @@ class CurrentWeights(NamedTuple):
 
 class ForeignWeightsError(EngineUnavailableError):
     """Samples of weights that were never sent: of a server that restarted, or that someone else has updated."""
+
+
+def version_text(version: int, weights_id: str | None) -> str:
+    """Return version and id as one text, for servers that keep a text as the version of their weights."""
+    return f"{version}@{weights_id}" if weights_id else str(version)
+
+
+def parse_version_text(text: str, initial: int, engine: str) -> CurrentWeights:
+    """Read the version of a server: `default` until the first update, then a `version_text`.
+
+    initial   version of the weights that the server was started with
+    """
+    if text == "default":
+        return CurrentWeights(initial, "")
+    version, _, weights_id = text.partition("@")
+    if not version.isdecimal():
+        raise EngineError(
+            f"{engine} has a weight version that is not a number",
+            found=version,
+            remedy="Update its weights through this engine, or with a number as weight_version",
+        )
+    return CurrentWeights(int(version), weights_id)
 
 
 def new_weights_id(run_id: str, version: int, probe: Probe | None = None) -> str:
