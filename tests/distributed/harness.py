@@ -2,9 +2,9 @@
 
     results = run_ranks(2, on_rank, "qwen3_moe", 3)     # on_rank("qwen3_moe", 3) on ranks 0 and 1
 
-Ranks are forked from a server process that has imported torch and Transformers and done nothing else, so that a rank
-starts in a moment and no thread is ever forked. What goes in is plain Python (traces as bytes, as they travel between
-machines); what comes back is plain Python and tensors.
+Ranks are forked from a server process that has imported torch, Transformers and the trainer and done nothing else, so
+that a rank starts in a moment and no thread is ever forked. What goes in is plain Python (traces as bytes, as they
+travel between machines); what comes back is plain Python and tensors.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ PRELOADED = [
     *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES),
     "torch.distributed.fsdp",
     "pytest",
+    "moe_replay.cli.main",
+    "moe_replay.rollout.transformers",
+    "moe_replay.train.backends.fsdp",
+    "moe_replay.train.loop",
 ]
 
 
@@ -56,10 +60,15 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: floa
         return [torch.load(folder / f"{rank}.result", weights_only=True) for rank in range(size)]
 
 
-@functools.cache
 def _server() -> ForkServerContext:
+    return fork_server()
+
+
+@functools.cache
+def fork_server() -> ForkServerContext:
+    """The server that processes of tests are forked from; one for all, started with the first of them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload([*dict.fromkeys(PRELOADED), "tests.distributed.frozen"])
     return context
 
 

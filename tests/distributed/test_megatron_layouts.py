@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import harness
-from tests.distributed.megatron_models import FULL, MICRO_BATCHES, PRELOADED, Case, run_case, save_reference
+from tests.distributed.megatron_models import FULL, PRELOADED, Case, save_reference
+from tests.distributed.megatron_partition import run_case
 
 pytest.importorskip("megatron.core")
 harness.PRELOADED.extend(PRELOADED)
@@ -110,9 +111,11 @@ def reference_folder() -> tempfile.TemporaryDirectory:
 
 
 @functools.cache
-def reference(variant: str, micro_batches: int, varying: bool) -> tuple[str, list[float]]:
-    """The whole model: where its outcome lies, and its losses."""
-    path = str(Path(reference_folder().name, f"{variant}-{micro_batches}-{varying}"))
+def reference(variant: str = "hybrid", varying: bool = False) -> tuple[str, list[float]]:
+    """The whole model, on as many micro-batches as any layout needs: where its outcome lies, and its losses."""
+    same_model = [case for case in CASES.values() if (case.variant, case.varying) == (variant, varying)]
+    micro_batches = max(case.micro_batches * case.dp for case in same_model)
+    path = str(Path(reference_folder().name, f"{variant}-{varying}"))
     (losses,) = harness.run_ranks(1, save_reference, path, variant, micro_batches, varying)
     return path, losses
 
@@ -125,13 +128,14 @@ def tolerance(case: Case) -> tuple[float, float]:
 @pytest.mark.parametrize("name", CASES)
 def test_partitioned_as_whole(name: str) -> None:
     case = CASES[name]
-    path, expected = reference(case.variant, MICRO_BATCHES * case.dp, case.varying)
+    path, expected = reference(case.variant, case.varying)
     ranks = harness.run_ranks(case.size, run_case, case, path)
     loss_tolerance, gradient_tolerance = tolerance(case)
     for dp in range(case.dp):
         # Context-parallel ranks hold parts of a loss, tensor-parallel ones the same.
         parts = [rank["losses"] for rank in ranks if rank["dp"] == dp and rank["losses"]]
         losses = [sum(of_one) / case.tp for of_one in zip(*parts, strict=True)]
-        assert losses == pytest.approx(expected[dp * MICRO_BATCHES : (dp + 1) * MICRO_BATCHES], abs=loss_tolerance)
+        own = slice(dp * case.micro_batches, (dp + 1) * case.micro_batches)
+        assert losses == pytest.approx(expected[own], abs=loss_tolerance)
     for number, rank in enumerate(ranks):
         assert rank["worst"] <= gradient_tolerance, f"rank {number}: {rank['name']} is {rank['worst']:.1e} apart"

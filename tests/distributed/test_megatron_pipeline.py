@@ -16,13 +16,12 @@ from tests.distributed import harness
 from tests.distributed.megatron_models import (
     FULL,
     LENGTHS,
-    MICRO_BATCHES,
     PRELOADED,
     WIDTH,
     Case,
-    Partition,
     sequences,
 )
+from tests.distributed.megatron_partition import Partition
 from tests.distributed.test_megatron_layouts import reference
 
 pytest.importorskip("megatron.core")
@@ -34,7 +33,7 @@ def partition_of(case: Case, path: str) -> Partition:
 
 
 def on_ranks(case: Case, function: Any) -> list[Any]:
-    path, _ = reference("hybrid", MICRO_BATCHES * case.dp, False)
+    path, _ = reference()
     return harness.run_ranks(case.size, function, case, path)
 
 
@@ -223,7 +222,7 @@ def steps_with_evaluations(case: Case, path: str) -> list[float]:
         distances.append(partition.distance()[0])
         partition.run(forward_only=True)  # an evaluation
     gc.collect()
-    assert len(partition.passes) == 6 * MICRO_BATCHES * len(partition.models)
+    assert len(partition.passes) == 6 * case.micro_batches * len(partition.models)
     assert [forward_pass() for forward_pass in partition.passes if forward_pass() is not None] == []
     assert partition.replay._active._backwards == {}
     return distances

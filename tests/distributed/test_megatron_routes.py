@@ -14,13 +14,12 @@ from moe_replay.distributed.traces import collect_traces, merge_traces
 from tests.distributed import harness
 from tests.distributed.megatron_models import (
     FULL,
-    MICRO_BATCHES,
     PRELOADED,
     Case,
-    Partition,
     move_routers,
     sequences,
 )
+from tests.distributed.megatron_partition import Partition
 from tests.distributed.test_megatron_layouts import ALLTOALL, reference
 
 pytest.importorskip("megatron.core")
@@ -93,7 +92,7 @@ def record_and_replay(case: Case, path: str) -> dict[str, Any]:
         layout, _ = gathered.inputs(number)
         for model in gathered.models:
             layers = gathered.replay.layers_of(model)
-            batch = mr.RouteBatch.from_traces(traces[number % MICRO_BATCHES], layout, layers)
+            batch = mr.RouteBatch.from_traces(traces[number % case.micro_batches], layout, layers)
             if not layers:
                 continue
             same_rows.append(torch.equal(batch.experts[batch.valid], kept.batches[number, layers].experts[batch.valid]))
@@ -117,7 +116,7 @@ def move_routers_everywhere(partition: Partition) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_kept_and_gathered_routes_replay_alike(name: str) -> None:
     case = CASES[name]
-    path, _ = reference("hybrid", MICRO_BATCHES * case.dp, False)
+    path, _ = reference()
     ranks = harness.run_ranks(case.size, record_and_replay, case, path)
     for rank in ranks:
         assert rank["same rows"]
@@ -127,7 +126,8 @@ def test_kept_and_gathered_routes_replay_alike(name: str) -> None:
     # The whole model, run alone, takes the same routes with these weights.
     moved = torch.load(path, weights_only=True)["moved traces"]
     expected = [
-        [trace for dp in range(case.dp) for trace in moved[dp * MICRO_BATCHES + i]] for i in range(MICRO_BATCHES)
+        [trace for dp in range(case.dp) for trace in moved[dp * case.micro_batches + i]]
+        for i in range(case.micro_batches)
     ]
     assert ranks[0]["traces"] == expected
 

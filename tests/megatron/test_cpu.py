@@ -19,16 +19,15 @@ from moe_replay.megatron.cpu import PATCHES
 from tests.distributed import harness
 from tests.distributed.megatron_models import (
     FULL,
-    MICRO_BATCHES,
     PRELOADED,
     Case,
-    Partition,
     enable,
     make_chunk,
     make_config,
     packed_params,
     start,
 )
+from tests.distributed.megatron_partition import Partition
 from tests.distributed.test_megatron_layouts import ALLTOALL, reference
 from tests.models import tiny_qwen3_moe
 
@@ -170,7 +169,7 @@ def fails_without(name: str, case: Case, path: str) -> str:
 @pytest.mark.parametrize("name", TINY)
 def test_megatron_fails_without(name: str) -> None:
     case = TINY[name]
-    path, _ = reference(case.variant, MICRO_BATCHES * case.dp, False)
+    path, _ = reference(case.variant)
     for message in harness.run_ranks(case.size, fails_without, name, case, path):
         assert message
 
