@@ -18,6 +18,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+# The tests start hundreds of Python processes: without bytecode each of them would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
 .PHONY: help train docs test test-quick test-faults lint types unit test-transformers4 test-transformers-between test-sglang test-gpu test-megatron-versions mutants format bench clean
 
