@@ -39,7 +39,8 @@ pytestmark = pytest.mark.engine
 
 ENGINE: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": 2**26}
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "MOE_REPLAY_TOKEN": "secret"}
-QUIET |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # with a worker process, as a user's
+QUIET |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # a worker below the core, as on several GPUs, and shared memory
+WITHOUT_WORKER = QUIET | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the core computes itself, as on one GPU
 
 
 def engine_core(pid: int) -> Process:
@@ -53,8 +54,8 @@ def vllm_recipe(demo_files: Any, folder: Path, **overrides: Any) -> str:
     return recipe(demo_files, folder, rollout=rollout, replay={"compare_every": 0}, **overrides)
 
 
-def start_training(made: str) -> subprocess.Popen[str]:
-    return start_command("train", made, environment=QUIET)
+def start_training(made: str, environment: dict[str, str] = QUIET) -> subprocess.Popen[str]:
+    return start_command("train", made, environment=environment)
 
 
 def start_server(demo_files: Any, port: int) -> subprocess.Popen[str]:
@@ -74,7 +75,7 @@ def wait_until_healthy(server: subprocess.Popen[str], port: int) -> None:
 def test_ctrl_c_and_a_second_signal(demo_files: Any, tmp_path: Path) -> None:
     """Ctrl-C reaches the whole process group and the step is saved; then an engine that hangs, and two signals."""
     made = vllm_recipe(demo_files, tmp_path, steps=40, checkpoint={"every": 0})
-    with start_training(made) as run:
+    with start_training(made, WITHOUT_WORKER) as run:
         assert run.stdout is not None
         wait_for_line(run.stdout, "step 1/40")
         below, core = descendants(run.pid), engine_core(run.pid)
