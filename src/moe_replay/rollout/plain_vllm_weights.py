@@ -19,7 +19,8 @@ from torch import Tensor
 
 from moe_replay.errors import EngineError, EngineOptionError, MissingExtraError
 from moe_replay.rollout.plain_vllm_wire import WORKER_EXTENSION, ServerSettings
-from moe_replay.rollout.weights import packed, read_tensors, safetensors_files
+from moe_replay.rollout.weight_chunks import packed
+from moe_replay.rollout.weights import read_tensors, safetensors_files
 from moe_replay.utils.device import accelerator
 from moe_replay.utils.processes import owned_folder
 

@@ -10,25 +10,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
-from torch import Tensor
 
 from moe_replay.errors import EngineAnswerError, EngineError, EngineName, EngineUnavailableError
 from moe_replay.rollout.answers import vocabulary_size
 from moe_replay.rollout.engine import Engine, StartRequest, put_to_sleep, wake_for_update
 from moe_replay.rollout.loop import AsyncSampler
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
+from moe_replay.rollout.weight_chunks import ChunkQueue, broadcast_chunks
 from moe_replay.rollout.weights_id import CurrentWeights, identifies_weights
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.utils.messages import one_line
@@ -295,20 +292,20 @@ class EnginePool(AsyncSampler):
             return False
 
     def update_weights(self, weights: Weights, version: int, probe: Probe | None = None, weights_id: str = "") -> None:
-        """Send new weights to every engine, reading them once; those that did not take them are taken out of rotation.
+        """Send new weights to every engine, reading and serialising them once; those that fail leave the rotation.
 
         Raises if no engine took them. The update that was sent last goes to those engines only that do not have it.
         """
         again = bool(weights_id) and weights_id == self._weights_id
         self._version, self._weights_id = version, weights_id
         members = self._without_weights() if again else self._members
-        queues = [_WeightQueue(weights) for _ in members]
+        queues = [ChunkQueue(weights) for _ in members]
         with ThreadPoolExecutor(len(members) or 1) as threads:
             updates = [
                 threads.submit(each.update, member.engine, version, probe, weights_id)
                 for each, member in zip(queues, members, strict=True)
             ]
-            _broadcast(weights, queues)
+            broadcast_chunks(weights, queues)
         self._apply_outcomes(updates, members)
 
     def _apply_outcomes(self, calls: Sequence[Future[None]], members: Sequence[_Member]) -> None:
@@ -353,48 +350,3 @@ class EnginePool(AsyncSampler):
         super().close()
         for member in self._members:
             member.engine.close()
-
-
-# ---- one iterator of weights for several engines --------------------------------------------------------------------
-
-
-class _WeightQueue:
-    """Weights on their way to one engine. At most two tensors are queued, so a slow engine slows the producer."""
-
-    def __init__(self, weights: Weights) -> None:
-        self._folder = weights if isinstance(weights, Path) else None
-        self._tensors: queue.Queue[tuple[str, Tensor] | None] = queue.Queue(maxsize=2)
-        self._update_ended = threading.Event()
-
-    def update(self, engine: Engine, version: int, probe: Probe | None, weights_id: str) -> None:
-        """Update the engine from the queue; the producer is unblocked whether that succeeds or fails."""
-        try:
-            engine.update_weights(self._folder or self._dequeue(), version, probe, weights_id)
-        finally:
-            self._update_ended.set()
-
-    def put(self, item: tuple[str, Tensor] | None) -> None:
-        """Queue one tensor, or None as the end; dropped once the engine's update has ended."""
-        while not self._update_ended.is_set():
-            try:
-                self._tensors.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-            return
-
-    def _dequeue(self) -> Iterator[tuple[str, Tensor]]:
-        while (item := self._tensors.get()) is not None:
-            yield item
-
-
-def _broadcast(weights: Weights, queues: Sequence[_WeightQueue]) -> None:
-    """Read an iterator of weights once, in the caller's thread: reading it may be a collective operation."""
-    if isinstance(weights, Path):
-        return
-    try:
-        for item in weights:
-            for each in queues:
-                each.put(item)
-    finally:
-        for each in queues:
-            each.put(None)

@@ -233,7 +233,8 @@ class _BodyReader:
             raise _ResponseError(400, "the client disconnected during an update") from gone
         except TimeoutError as slow:
             raise _ResponseError(408, f"an update takes at most {self._limits.update_s:g} s") from slow
-        taken = bytes(self._buffer[:size])
+        with memoryview(self._buffer) as received:
+            taken = bytes(received[:size])
         del self._buffer[:size]
         return taken
 

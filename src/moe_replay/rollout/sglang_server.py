@@ -30,7 +30,8 @@ from moe_replay.rollout.sglang_wire import (
 )
 from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
-from moe_replay.rollout.weights import packed, safetensors_files
+from moe_replay.rollout.weight_chunks import packed
+from moe_replay.rollout.weights import safetensors_files
 from moe_replay.rollout.weights_id import CurrentWeights, WeightsLedger, parse_version_text, version_text
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology

@@ -34,7 +34,8 @@ from moe_replay.rollout.vllm_capture import RouteSource, returns_routes, token_l
 from moe_replay.rollout.vllm_console import engine_console
 from moe_replay.rollout.vllm_masks import MASK_OPTION, MaskReturn
 from moe_replay.rollout.vllm_outputs import OutputReader
-from moe_replay.rollout.weights import as_files, packed, safetensors_files
+from moe_replay.rollout.weight_chunks import packed
+from moe_replay.rollout.weights import as_files, safetensors_files
 from moe_replay.rollout.weights_id import CurrentWeights
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from moe_replay.errors import EngineError
 from moe_replay.rollout.types import Probe, Weights
-from moe_replay.rollout.weights import packed
+from moe_replay.rollout.weight_chunks import packed
 
-CHUNK_BYTES = 64 * 2**20
 MAX_FRAME_BYTES = 8 * 2**30
+_PIECE_BYTES = 2**19
 _LENGTH = struct.Struct("<Q")
 
 Read = Callable[[int], bytes]  # returns exactly that many bytes of the body, or raises
@@ -61,7 +61,7 @@ def write_update(weights: Weights, version: int, probe: Probe | None, weights_id
     header = UpdateHeader(version=version, folder=folder, probe=sent, weights_id=weights_id or None)
     yield from _frame(header.model_dump_json(exclude_none=True).encode())
     if not isinstance(weights, Path):
-        for chunk in packed(weights, CHUNK_BYTES):
+        for chunk in packed(weights):
             yield from _frame(chunk)
     yield from _frame(b"")
 
@@ -88,8 +88,10 @@ def read_tensors(read: Read) -> Iterator[tuple[str, Tensor]]:
 
 
 def _frame(content: bytes) -> Iterator[bytes]:
+    """Yield a frame in small pieces: the HTTP client copies what is left of a piece after every write to its socket."""
     yield _LENGTH.pack(len(content))
-    yield content
+    for start in range(0, len(content), _PIECE_BYTES):
+        yield content[start : start + _PIECE_BYTES]
 
 
 def _read_frame(read: Read, limit: int) -> bytes:

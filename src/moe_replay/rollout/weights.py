@@ -45,23 +45,6 @@ def _read_files(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
                 yield name, tensors.get_tensor(name)
 
 
-def packed(weights: NamedTensors, chunk_bytes: int) -> Iterator[bytes]:
-    """Yield the tensors as safetensors files of about `chunk_bytes`; a larger tensor has a file of its own."""
-    from safetensors.torch import save
-
-    chunk: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in weights:
-        if chunk and size + tensor.nbytes > chunk_bytes:
-            yield save(chunk)
-            chunk, size = {}, 0
-        # safetensors rejects tensors that share memory: parts of one parameter are copied
-        chunk[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        size += tensor.nbytes
-    if chunk:
-        yield save(chunk)
-
-
 def as_files(chunks: Iterable[bytes]) -> Iterator[Path]:
     """Yield each chunk as a file in memory for the processes of this machine, deleted when the next one is requested.
 
