@@ -15,20 +15,18 @@ import argparse
 import multiprocessing
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from parts.training import config_of, made_up, now, write_model
 from torch import Tensor
 
-from moe_replay.rollout.types import FinishReason
 from moe_replay.routes.trace import RouteTrace
 from moe_replay.train import launch
 from moe_replay.train.backends.base import Backend, Routing
 from moe_replay.train.batches import mini_batches
-from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.micro_batch import MicroBatch
 from moe_replay.train.types import Trajectory
 
@@ -74,9 +72,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        in_process(context, write_model, Path(folder), SIZES[arguments.device], arguments.device)
-        trajectories = made_up(SIZES[arguments.device]["vocab_size"], *WORK[arguments.device])
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        in_process(context, write_model, folder, SIZES[arguments.device], torch.device(arguments.device))
+        trajectories = sequences_of(SIZES[arguments.device]["vocab_size"], *WORK[arguments.device])
         print(f"{len(trajectories)} sequences, {sum(map(len, trajectories))} tokens, {arguments.device}")
         print(
             "| experts | batch | score, s | update, s | peak, GiB | apart | noise |\n|---|---|---|---|---|---|---|",
@@ -95,18 +94,23 @@ def in_process(context: Any, function: Any, *arguments: Any) -> None:
         raise SystemExit(f"{function.__name__}{arguments} failed")
 
 
-def print_row(setup: Setup, folder: str, device_type: str, repeats: int) -> None:
+def print_row(setup: Setup, folder: Path, device_type: str, repeats: int) -> None:
     """Print one row of the table."""
     device = torch.device(device_type)
-    trajectories = made_up(SIZES[device_type]["vocab_size"], *WORK[device_type])
+    trajectories = sequences_of(SIZES[device_type]["vocab_size"], *WORK[device_type])
     with launch.process_group(device), launch.deterministic_kernels(setup.deterministic):
         print(measured(setup, folder, trajectories, device, repeats), flush=True)
 
 
-def measured(setup: Setup, folder: str, trajectories: list[Trajectory], device: torch.device, repeats: int) -> str:
+def measured(setup: Setup, folder: Path, trajectories: list[Trajectory], device: torch.device, repeats: int) -> str:
     """Open the backend, take some steps, and return the row of the table."""
-    config = config_of(folder, device, setup)
-    backend = launch.open_backend(config, folder, device)
+    config = config_of(
+        folder,
+        device,
+        backend={"kind": "megatron", "megatron": {"moe_grouped_gemm": setup.grouped}},
+        batch={"tokens_per_micro_batch": 8192, "packed": setup.packed},
+    )
+    backend = launch.open_backend(config, str(folder), device)
     (batches,) = mini_batches(
         trajectories,
         backend,
@@ -150,67 +154,12 @@ def distance(one: list[Tensor], other: list[Tensor]) -> float:
     return max((a - b).abs().max().item() for a, b in zip(one, other, strict=True))
 
 
-def now(device: torch.device) -> float:
-    """Return the time at which the device has done everything."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def write_model(folder: Path, sizes: dict[str, Any], device_type: str) -> None:
-    """Write a Qwen3-MoE with random weights."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    device = torch.device(device_type)
-
-    settings = Qwen3MoeConfig(
-        **sizes,
-        intermediate_size=2 * sizes["hidden_size"],
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-    )
-    torch.manual_seed(0)
-    with device:
-        model = Qwen3MoeForCausalLM(settings)
-    model.to(settings.dtype).save_pretrained(folder)
-
-
-def config_of(folder: str, device: torch.device, setup: Setup) -> TrainConfig:
-    """Return the settings of one backend; what is not about it does not matter here."""
-    return TrainConfig.model_validate(
-        {
-            "model": {"path": folder, "dtype": "bfloat16" if device.type == "cuda" else "float32"},
-            "data": {"path": "unused"},
-            "backend": {
-                "kind": "megatron",
-                "device": device.type,
-                "megatron": {"moe_grouped_gemm": setup.grouped},
-            },
-            "batch": {"tokens_per_micro_batch": 8192, "packed": setup.packed},
-        }
-    )
-
-
-def made_up(vocabulary: int, sequences: int, longest: int) -> list[Trajectory]:
-    """Return random sequences of different lengths, half prompt and half completion, without routes of an engine."""
+def sequences_of(vocabulary: int, sequences: int, longest: int) -> list[Trajectory]:
+    """Return random sequences of different lengths, without routes of an engine."""
     random = np.random.default_rng(0)
     lengths = random.integers(longest // 4, longest + 1, sequences)
     tokens = [random.integers(0, vocabulary, length).astype(np.int32) for length in lengths]
-    return [
-        Trajectory(
-            row=number,
-            group=number // 2,
-            token_ids=ids,
-            trace=RouteTrace.uncovered(ids, [0], 8),
-            logprobs=np.full(len(ids), -np.log(vocabulary), np.float32),
-            versions=np.where(np.arange(len(ids)) < len(ids) // 2, -1, 0),
-            finish_reason=FinishReason.STOP,
-            reward=float(number % 2),
-            advantage=float(number % 2) - 0.5,
-        )
-        for number, ids in enumerate(tokens)
-    ]
+    return [made_up(number, ids, RouteTrace.uncovered(ids, [0], 8), vocabulary) for number, ids in enumerate(tokens)]
 
 
 if __name__ == "__main__":

@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from parts.training import config_of, made_up, now, write_model
 
-from moe_replay.rollout.types import FinishReason
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.train import launch
 from moe_replay.train.backends.fsdp import FsdpBackend
@@ -34,6 +33,8 @@ SIZES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
         "num_hidden_layers": 5,
         "num_experts": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
         "vocab_size": 512,
     },
     "cuda": {
@@ -41,9 +42,12 @@ SIZES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 384,
         "num_hidden_layers": 17,
         "num_experts": 64,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
         "vocab_size": 32768,
     },
 }
+SHAPE = {"head_dim": 64, "mlp_only_layers": [0]}  # the first layer is dense
 WORK = {"cpu": (8, 128), "cuda": (16, 1024)}  # sequences, tokens of each
 MODES = {"native": ("off", False), "watched": ("off", True), "r2": ("r2", True), "r3": ("r3", True)}
 
@@ -56,9 +60,9 @@ def main() -> None:
     device = torch.device(arguments.device)
     with launch.process_group(device), tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_model(folder, SIZES[arguments.device], device)
+        write_model(folder, SIZES[arguments.device] | SHAPE, device)
         backend = FsdpBackend(config(folder, device, *MODES["native"]), str(folder), device)
-        trajectories = made_up(backend, *WORK[arguments.device])
+        trajectories = routed(backend, *WORK[arguments.device])
         learners = {mode: Learner(config(folder, device, *how), backend) for mode, how in MODES.items()}
         for learner in learners.values():
             step(learner, trajectories, device)
@@ -77,46 +81,20 @@ def main() -> None:
         print(f"| {mode} | {ratio:.3f} |")
 
 
-def write_model(folder: Path, sizes: dict[str, Any], device: torch.device) -> None:
-    """A Qwen3-MoE with a dense first layer and random weights."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    heads = sizes["hidden_size"] // 64
-    settings = Qwen3MoeConfig(
-        **sizes,
-        intermediate_size=2 * sizes["hidden_size"],
-        num_attention_heads=heads,
-        num_key_value_heads=max(heads // 4, 1),
-        head_dim=64,
-        num_experts_per_tok=8,
-        mlp_only_layers=[0],
-        norm_topk_prob=True,
-    )
-    torch.manual_seed(0)
-    with device:
-        Qwen3MoeForCausalLM(settings).save_pretrained(folder)
-
-
 def config(folder: Path, device: torch.device, mode: str, observe: bool) -> TrainConfig:
-    """One update on all sequences; what is not about the learner does not matter here."""
-    return TrainConfig.model_validate(
-        {
-            "model": {
-                "path": str(folder),
-                "dtype": "bfloat16" if device.type == "cuda" else "float32",
-                "gradient_checkpointing": True,
-            },
-            "data": {"path": "unused"},
-            "backend": {"device": device.type},
-            "replay": {"mode": mode, "observe": observe},
-            "batch": {"tokens_per_micro_batch": 4096},
-            "optim": {"lr": 0.0},
-        }
+    """One update on all sequences."""
+    return config_of(
+        folder,
+        device,
+        model={"gradient_checkpointing": True},
+        replay={"mode": mode, "observe": observe},
+        batch={"tokens_per_micro_batch": 4096},
+        optim={"lr": 0.0},
     )
 
 
-def made_up(backend: FsdpBackend, sequences: int, tokens: int) -> list[Trajectory]:
-    """Random sequences, half prompt and half completion, routed as the model routes them."""
+def routed(backend: FsdpBackend, sequences: int, tokens: int) -> list[Trajectory]:
+    """Random sequences, routed as the model routes them."""
     random = np.random.default_rng(0)
     vocabulary = backend.model.config.vocab_size
     found = []
@@ -126,39 +104,19 @@ def made_up(backend: FsdpBackend, sequences: int, tokens: int) -> list[Trajector
         with torch.no_grad(), backend.replay.record() as recording:
             backend.model(input_ids=fed, use_cache=False)
         (trace,) = recording.traces(TokenLayout.packed([tokens]), [ids])
-        versions = np.where(np.arange(tokens) < tokens // 2, -1, 0)
-        found.append(
-            Trajectory(
-                row=number,
-                group=number // 2,
-                token_ids=ids,
-                logprobs=np.full(tokens, -np.log(vocabulary), np.float32),
-                versions=versions,
-                trace=trace,
-                finish_reason=FinishReason.STOP,
-                reward=float(number % 2),
-                advantage=float(number % 2) - 0.5,
-            )
-        )
+        found.append(made_up(number, ids, trace, vocabulary))
     return found
 
 
 def step(learner: Learner, trajectories: list[Trajectory], device: torch.device) -> float:
     """Seconds of old log-probs and one update, batches made anew as in training."""
-    synchronise(device)
-    began = time.perf_counter()
+    began = now(device)
     metrics = learner.new_metrics()
     updates = learner.prepare(trajectories)
     learner.score(updates, metrics, step=1)
     learner.update(updates, metrics, step=1)
-    learner.summarize(metrics)
-    synchronise(device)
-    return time.perf_counter() - began
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    learner.summarize(metrics, updates)
+    return now(device) - began
 
 
 if __name__ == "__main__":

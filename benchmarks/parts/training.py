@@ -1,0 +1,71 @@
+"""What benchmarks of training steps share: a model with random weights, made-up sequences, settings, a clock."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moe_replay.rollout.types import FinishReason
+from moe_replay.routes.trace import RouteTrace
+from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.train.types import Trajectory
+
+
+def write_model(folder: Path, sizes: dict[str, Any], device: torch.device) -> None:
+    """Write a Qwen3-MoE, top 8, with random weights."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    settings = Qwen3MoeConfig(
+        **sizes,
+        intermediate_size=2 * sizes["hidden_size"],
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        dtype=getattr(torch, dtype_on(device)),
+    )
+    torch.manual_seed(0)
+    with device:
+        model = Qwen3MoeForCausalLM(settings)
+    model.to(settings.dtype).save_pretrained(folder)
+
+
+def dtype_on(device: torch.device) -> str:
+    """Return the precision that is trained in there."""
+    return "bfloat16" if device.type == "cuda" else "float32"
+
+
+def config_of(folder: Path, device: torch.device, **sections: dict[str, Any]) -> TrainConfig:
+    """Return the settings of a backend on this device; what is not about a step does not matter here."""
+    settings: dict[str, Any] = {
+        "model": {"path": str(folder), "dtype": dtype_on(device)},
+        "data": {"path": "unused"},
+        "backend": {"device": device.type},
+    }
+    for name, section in sections.items():
+        settings[name] = settings.get(name, {}) | section
+    return TrainConfig.model_validate(settings)
+
+
+def made_up(number: int, ids: np.ndarray, trace: RouteTrace, vocabulary: int) -> Trajectory:
+    """Return a sequence that is half prompt and half completion, in a group of two."""
+    return Trajectory(
+        row=number,
+        group=number // 2,
+        token_ids=ids,
+        logprobs=np.full(len(ids), -np.log(vocabulary), np.float32),
+        versions=np.where(np.arange(len(ids)) < len(ids) // 2, -1, 0),
+        trace=trace,
+        finish_reason=FinishReason.STOP,
+        reward=float(number % 2),
+        advantage=float(number % 2) - 0.5,
+    )
+
+
+def now(device: torch.device) -> float:
+    """Return the time at which the device has done everything."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
