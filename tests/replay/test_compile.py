@@ -15,7 +15,7 @@ from tests.replay.checkpointing import CHECKPOINTS, abort_backward, unwrapped
 
 pytestmark = pytest.mark.slow
 
-STEPS = 6
+STEPS = 4
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +25,12 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
+def two_sparse_layers():
+    return tiny_qwen3_moe(num_hidden_layers=2, mlp_only_layers=[], experts_implementation="batched_mm")
+
+
 def test_recording_and_replaying_compile_to_one_graph_each():
-    model = tiny_qwen3_moe(num_hidden_layers=3, experts_implementation="batched_mm")
+    model = two_sparse_layers()
     replay = mr.attach(model)
     counter = CompileCounter()
     compiled = torch.compile(model, backend=counter, fullgraph=True)
@@ -54,7 +58,7 @@ def test_recording_and_replaying_compile_to_one_graph_each():
 
 
 def test_training_step_compiles():
-    model = tiny_qwen3_moe(num_hidden_layers=3, experts_implementation="batched_mm").train()
+    model = two_sparse_layers().train()
     replay = mr.attach(model)
     batches = []
     for step in range(STEPS):
@@ -79,7 +83,7 @@ def test_training_step_compiles():
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_compiled_layers_are_recomputed_with_their_own_routes(use_reentrant):
     """Regional compilation: each decoder layer compiled, checkpointing around it in eager mode."""
-    model = tiny_qwen3_moe(num_hidden_layers=3, experts_implementation="batched_mm").train()
+    model = two_sparse_layers().train()
     replay = mr.attach(model)
     inputs = [random_ids(2, 7, seed=i) for i in range(3)]
     batches = []
@@ -111,7 +115,7 @@ def test_compiled_layers_are_recomputed_with_their_own_routes(use_reentrant):
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_compiled_model_recomputes_with_its_own_routes(name):
     """The whole model compiled around checkpointed layers: hooks that tie the backward to its pass run eagerly."""
-    model = tiny_qwen3_moe(num_hidden_layers=3, experts_implementation="batched_mm").train()
+    model = two_sparse_layers().train()
     replay = mr.attach(model)
     ids = random_ids(2, 7)
     with torch.no_grad(), replay.record() as recording:
@@ -133,7 +137,7 @@ def test_a_compiled_model_recomputes_with_its_own_routes(name):
 
 
 def test_compiled_forward_fed_other_tokens_is_refused():
-    model = tiny_qwen3_moe(num_hidden_layers=3, experts_implementation="batched_mm")
+    model = two_sparse_layers()
     replay = mr.attach(model)
     with torch.no_grad(), replay.record() as recording:
         model(random_ids(2, 7))
