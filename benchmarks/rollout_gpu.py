@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -176,7 +177,10 @@ class Child:
 
     def __init__(self, variant: str) -> None:
         command = [sys.executable, __file__, *sys.argv[1:], "--child", variant]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.cache = tempfile.TemporaryDirectory()  # of compiled code: two that start at once must not share one
+        environment = os.environ | {"VLLM_CACHE_ROOT": self.cache.name}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen(command, **pipes, text=True, env=environment)
 
     def ask(self, batch: Batch) -> Any:
         """Return the answer to one line."""
@@ -195,6 +199,7 @@ class Child:
     def end(self) -> None:
         """Close its input, and wait until it has ended."""
         self.process.communicate()
+        self.cache.cleanup()
 
 
 def serve(chosen: argparse.Namespace) -> None:

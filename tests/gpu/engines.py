@@ -27,7 +27,8 @@ NEEDS_GPU = [
     pytest.mark.skipif(not (ON_CPU or torch.cuda.is_available()), reason="needs a CUDA device"),
     pytest.mark.engine,
 ]
-FEW_BLOCKS = 80  # of 16 tokens: too few for a dozen sequences of 200
+BLOCK = 32 if ON_CPU else 16
+FEW_SLOTS = 1280  # of the KV cache: too few for a dozen sequences of 200 tokens
 OPTIONS: dict[str, Any] = {
     "max_model_len": 512,
     "max_num_seqs": 32,
@@ -78,7 +79,7 @@ class Case:
         self.sleeps = bool(options.get("enable_sleep_mode"))
         self.model = self.load(seed=0)
         self.model.save_pretrained(folder)
-        settings = OPTIONS | ({"enforce_eager": True, "block_size": 32} if ON_CPU else ON_GPU) | options
+        settings = OPTIONS | ({"enforce_eager": True, "block_size": BLOCK} if ON_CPU else ON_GPU) | options
         self.engine = VllmEngine(folder, dtype=self.dtype, **settings)
 
     def load(self, seed: int) -> Any:

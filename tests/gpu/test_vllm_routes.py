@@ -16,7 +16,7 @@ from moe_replay.errors import EngineError
 from moe_replay.rollout.session import Session
 from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
 from moe_replay.rollout.weights import checkpoint_tensors
-from tests.gpu.engines import FEW_BLOCKS, NEEDS_GPU, ON_CPU, Case, random_prompts, score, started
+from tests.gpu.engines import BLOCK, FEW_SLOTS, NEEDS_GPU, ON_CPU, Case, random_prompts, score, started
 from tests.gpu.models import FAMILIES
 
 pytestmark = NEEDS_GPU
@@ -32,7 +32,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     family, dtype = request.param
     options: dict[str, Any] = {}
     if dtype == "float32":  # exact enough for tokens that are computed again after a preemption to choose alike
-        options = {"num_gpu_blocks_override": FEW_BLOCKS // 2 if ON_CPU else FEW_BLOCKS}
+        options = {"num_gpu_blocks_override": FEW_SLOTS // BLOCK, "block_size": BLOCK}
     if (family, dtype) == ("qwen3_moe", "bfloat16"):
         options = {"enable_sleep_mode": not ON_CPU}
     with started(family, dtype, tmp_path_factory.mktemp("model"), **options) as started_case:

@@ -13,7 +13,7 @@ import torch
 from moe_replay.rollout.route_channel import RouteSender
 from moe_replay.rollout.slot_routes import SlotRoutes, capture_routes
 from moe_replay.rollout.step_timers import TimedSteps
-from moe_replay.rollout.vllm_console import ToldStart
+from moe_replay.rollout.vllm_console import ToldStart, leave_out_what_means_nothing
 
 
 class RouteCapture(TimedSteps):
@@ -103,4 +103,5 @@ def _worker_class(name: str) -> type:
         from vllm.v1.worker.gpu_worker import Worker
     else:
         from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+    leave_out_what_means_nothing()  # before the worker is made
     return type(name, (*_MIXED_IN[name], Worker), {"__module__": __name__})

@@ -17,18 +17,18 @@ from typing import Any
 LEVEL = "VLLM_LOGGING_LEVEL"
 _TOLD = "MOE_REPLAY_ENGINE_CONSOLE"
 _MEAN_NOTHING = {
-    "%s: Failed to load weights": "tables that no checkpoint has (RotaryEmbedding); an update that lacks weights fails",
+    ": Failed to load weights": "tables that no checkpoint has (RotaryEmbedding); an update that lacks weights fails",
     "Passing raw prompts to InputProcessor is deprecated": "token ids in, token ids out",
     "Using None for EOS token id": "end tokens are among the stop tokens",
-    "Op '%s' not present in model": "of a list that vLLM makes itself",
+    "not present in model, enabling with": "of a list that vLLM makes itself",
     "Enforce eager set": "it was asked for",
     "Inductor compilation was disabled by user settings": "it was asked for",
-    "This model does not officially support disabling chunked prefill": "on CPU, where seeds need it",
+    "does not officially support disabling chunked prefill": "on CPU, where seeds need it",
     "Model Runner V2 requires Triton": "on CPU",
     "libtcmalloc is not found": "on CPU",
-    "Failed to import the DeepSelect extension": "a kernel of other models",
     "[shutdown] Process manager: force killing": "an engine that is closed",
 }
+"""Parts of messages -> why they do not matter."""
 
 
 @contextmanager
@@ -54,8 +54,7 @@ def leave_out_what_means_nothing() -> None:
 
 
 def _means_something(record: logging.LogRecord) -> bool:
-    text = str(record.msg)
-    return record.levelno > logging.WARNING or not any(text.startswith(known) for known in _MEAN_NOTHING)
+    return record.levelno > logging.WARNING or not any(known in record.getMessage() for known in _MEAN_NOTHING)
 
 
 class ToldStart:
@@ -66,7 +65,6 @@ class ToldStart:
 
     def load_model(self, **options: Any) -> None:
         """Load the weights."""
-        leave_out_what_means_nothing()
         with self._told("loading weights"):
             super().load_model(**options)  # type: ignore[misc]
 

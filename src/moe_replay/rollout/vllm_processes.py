@@ -87,7 +87,6 @@ def _end_with_announced_parent() -> None:
 
 def _detach() -> None:
     """Separate the engine core from the process that started it, except for its end."""
-    leave_out_what_means_nothing()
     parent = multiprocessing.parent_process()
     if parent is None:
         return  # vLLM runs in the process itself
@@ -103,3 +102,4 @@ def _detach() -> None:
 
 
 _end_with_announced_parent()  # where vLLM has spawned the process that imports this
+leave_out_what_means_nothing()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from moe_replay.rollout.vllm_copied_weights import CopiedWeights
 from moe_replay.utils.processes import end_with_parent
 
 OK = ""
@@ -25,6 +26,7 @@ class WeightUpdates:
     model_runner: Any  # vLLM's
     vllm_config: Any
     replay_updating: bool = False
+    replay_copied: CopiedWeights
 
     def __new__(cls, *arguments: Any, **options: Any) -> WeightUpdates:
         """Make the worker end with the process that started it, before it takes any memory."""
@@ -77,6 +79,7 @@ class WeightUpdates:
         _forget_packed_experts(model)
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
+        self.replay_copied = CopiedWeights(model)
         self.replay_updating = True
         return OK
 
@@ -88,7 +91,9 @@ class WeightUpdates:
             return "no update has been started"
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config), torch.device(self.model_runner.device):
-            model.load_weights(iter(load_file(file).items()))
+            tensors = load_file(file)
+            self.replay_copied.expect(tensors)
+            self.replay_copied.process(model.load_weights(iter(tensors.items())))
         return OK
 
     def _replay_finish_update(self) -> str:
