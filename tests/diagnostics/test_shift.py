@@ -258,10 +258,9 @@ def test_without_routes_there_is_no_verdict():
 
 
 def test_lost_groups_of_rows():
-    gained = torch.tensor([36.0] * 20 + [0.5] * 20 + [0.0] * 2, dtype=torch.float64)
-    scores = RowScores(gained, torch.full((42,), 40.0, dtype=torch.float64), top_k=4)
-    groups = torch.tensor([0] * 20 + [1] * 20 + [2] * 2)
-    judged, lost = scores.at_chance(groups, 3)
+    gained = torch.tensor([[36.0] * 20, [0.5] * 20, [0.0] * 20], dtype=torch.float64)
+    possible = torch.tensor([[40.0] * 20, [40.0] * 20, [40.0] * 2 + [0.0] * 18], dtype=torch.float64)
+    judged, lost = RowScores(gained, possible, top_k=4).at_chance()
     assert judged.tolist() == [True, True, False]
     assert lost.tolist() == [False, True, False]
 

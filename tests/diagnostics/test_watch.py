@@ -277,8 +277,8 @@ def test_capital_does_not_grow_on_healthy_routes():
         sample = RowSample.draw(layout, np.random.default_rng(seed), sequences=8, rows=128, sampled=sampled)
         evidence = unit_evidence(ours, theirs, sample, ours.num_experts or 0)
         capitals.append(evidence.capital[..., evidence.counted].flatten(0, 2))
-        segment = torch.from_numpy(sample.segment)
-        history.add(evidence.pooled(segment).numpy(), evidence.tally(segment).numpy())
+        sums = evidence.summed(torch.from_numpy(sample.segments))
+        history.add(sums.capital.numpy(), sums.tally.numpy())
         assert history.log10 < 1  # an alarm is 10
     capital = torch.cat(capitals, 1).exp()
     assert capital.shape[1] > 500

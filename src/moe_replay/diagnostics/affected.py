@@ -46,9 +46,9 @@ def affected_parts(evidence: Evidence, layout: TokenLayout) -> Affected | None:
     step = max(1, CELLS // cells)
     for first in range(0, len(sample.rows), step):
         part = sample.part(first, first + step)
-        found, segment = unit_evidence(ours, theirs, part, num_experts), torch.from_numpy(part.segment)
-        capital, tally = capital + found.pooled(segment).numpy(), tally + found.tally(segment).numpy()
-        suspects.append(found.suspects().numpy() >= 0)
+        found = unit_evidence(ours, theirs, part, num_experts).summed(torch.from_numpy(part.segments))
+        capital, tally = capital + found.capital.numpy(), tally + found.tally.numpy()
+        suspects.append(found.suspects.numpy())
     history.add(capital, tally)
     if history.log10 < -math.log10(FALSE_ALARMS):
         return None

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from moe_replay.diagnostics.affected import affected_parts
 from moe_replay.diagnostics.causes import explain
@@ -76,7 +77,7 @@ def compare(native: Sequence[RouteTrace], given: Sequence[RouteTrace], *, width:
         detail = "no sample has a single recorded route"
         verdict = Verdict(status="misaligned", cause=Cause.NOTHING_RECORDED, detail=detail)
     else:
-        scores = row_scores(ours, theirs, table.chance_on_device()[:, HERE])
+        scores = row_scores(ours, theirs, torch.from_numpy(table.chance[:, HERE]))
         lost = np.flatnonzero(misrouted_rows(ours, theirs, scores, layout.starts))
         wrong = verdict.layers or ours.layers
         evidence = Evidence(

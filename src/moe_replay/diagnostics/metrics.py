@@ -13,10 +13,20 @@ def shared_experts(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
     An expert that `other` names twice counts once: a buffer full of zeros agrees on expert 0 at most.
     """
-    found = one == other[..., :1]
-    for number in range(1, other.shape[-1]):  # faster than to compare all pairs at once, and in less memory
-        found |= one == other[..., number, None]
+    # On a GPU it takes longer to start an operation than to compare; on a CPU the loop is faster and needs less memory.
+    found = _found_one_by_one(one, other) if one.device.type == "cpu" else _found_at_once(one, other)
     return found.float().mean(-1)
+
+
+def _found_one_by_one(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    found = one == other[..., :1]
+    for number in range(1, other.shape[-1]):
+        found |= one == other[..., number, None]
+    return found
+
+
+def _found_at_once(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return (one[..., None] == other[..., None, :]).any(-1)
 
 
 def same_experts(one: RouteBatch, other: RouteBatch) -> torch.Tensor:

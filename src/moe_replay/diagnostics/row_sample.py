@@ -58,14 +58,15 @@ class RowSample:
         held      rows to draw from; all that hold a token where None
         """
         held = np.flatnonzero(layout.rows != PADDING) if held is None else held
-        sequence = _sequence_of(layout, layout.rows[held])
-        present = np.unique(sequence)
-        chosen = chance.permutation(present)[:sequences]
+        row_of = np.full(layout.num_tokens + 1, PADDING)
+        row_of[layout.rows[held]] = held
+        before = np.concatenate([[0], np.cumsum(row_of[:-1] != PADDING)])[layout.starts]  # held tokens before each
+        chosen = chance.permutation(np.flatnonzero(np.diff(before)))[:sequences]
         each = max(rows // max(len(chosen), 1), 2)
         units, segments = [], []
         for one in chosen:
-            own = held[sequence == one]
-            for segment, part in _split(layout, own, each, sampled, chance):
+            tokens = slice(layout.starts[one], layout.starts[one + 1])
+            for segment, part in _split(row_of[tokens], None if sampled is None else sampled[tokens], each, chance):
                 units.append(part)
                 segments.append(segment)
         widest = max(map(len, units), default=0)
@@ -73,8 +74,6 @@ class RowSample:
         for unit, part in enumerate(units):
             picked[unit, : len(part)] = part
         of_unit = np.repeat(chosen, 2)
-        row_of = np.full(layout.num_tokens + 1, PADDING)
-        row_of[layout.rows[held]] = held
         return cls(
             rows=picked,
             sequence=of_unit,
@@ -87,6 +86,16 @@ class RowSample:
     def present(self) -> np.ndarray:
         """(U, M) bool: where there is a row."""
         return self.rows != PADDING
+
+    @property
+    def index(self) -> np.ndarray:
+        """(1 + P + NUM_CONTROLS, U, M) int64: `rows`, then `places`, then `controls`."""
+        return np.concatenate([self.rows[None], self.places, self.controls])
+
+    @property
+    def segments(self) -> np.ndarray:
+        """(segments, U) float64: 1 for the segment of each unit, else 0."""
+        return (self.segment == np.array(SEGMENTS)[:, None]).astype(np.float64)
 
     def part(self, first: int, last: int) -> RowSample:
         """Return the units from `first` up to `last`."""
@@ -101,27 +110,27 @@ class RowSample:
 
 
 def _split(
-    layout: TokenLayout, own: np.ndarray, each: int, sampled: np.ndarray | None, chance: np.random.Generator
+    own: np.ndarray, sampled: np.ndarray | None, each: int, chance: np.random.Generator
 ) -> list[tuple[int, np.ndarray]]:
-    """Return two units of the rows of one sequence, `each` rows together: prompt and sampled tokens, or two halves."""
+    """Return two units of one sequence, `each` rows together: prompt and sampled tokens, or two halves.
+
+    own       (T,) rows of its tokens, PADDING for those that are not held
+    sampled   (T,) bool, or None where not known
+    """
+    here = own != PADDING
     if sampled is None:
-        ordered = own[np.argsort(layout.rows[own])]
-        half = len(ordered) // 2
-        parts, wanted = (ordered[:half], ordered[half:]), each // 2
+        held = own[here]
+        half = len(held) // 2
+        parts, wanted = (held[:half], held[half:]), each // 2
         segments = (UNKNOWN, UNKNOWN)
     else:
-        is_sampled = sampled[layout.rows[own]]
-        parts, wanted = (own[~is_sampled], own[is_sampled]), round(SAMPLED_SHARE * each)
+        parts, wanted = (own[here & ~sampled], own[here & sampled]), round(SAMPLED_SHARE * each)
         segments = (PROMPT, SAMPLED)
     last = min(len(parts[1]), max(wanted, each - len(parts[0])))
     return [
         (segment, chance.permutation(part)[:count])
         for segment, part, count in zip(segments, parts, (each - last, last), strict=True)
     ]
-
-
-def _sequence_of(layout: TokenLayout, tokens: np.ndarray) -> np.ndarray:
-    return np.searchsorted(layout.starts, tokens, side="right") - 1
 
 
 def _places(

@@ -21,48 +21,48 @@ MIN_INFORMATION = 0.02  # 1 - chance of a layer that is evaluated
 class RowScores(NamedTuple):
     """Agreement of native and given routes above chance, summed over layers.
 
-    agreement       (R,) share of common experts above chance
-    max_agreement   (R,) its largest possible value; 0 for rows without routes
+    agreement       (..., R) share of common experts above chance
+    max_agreement   (..., R) its largest possible value; 0 for rows without routes
     """
 
     agreement: Tensor
     max_agreement: Tensor
     top_k: int
 
-    def at_chance(self, groups: Tensor, count: int, min_tokens: int = MIN_TOKENS) -> tuple[Tensor, Tensor]:
-        """Return groups with enough rows to be judged, and those that agree no better than chance, (count,) bool each.
+    def at_chance(self, min_tokens: int = MIN_TOKENS) -> tuple[Tensor, Tensor]:
+        """Return which groups of rows can be judged, and which of them agree no better than chance, (...) bool each.
 
-        groups   (R,) int64, the group of each row
-
-        Does not synchronize with the device.
+        A group is the rows of the last dimension. Does not synchronize with the device.
         """
-
-        def total(values: Tensor) -> Tensor:
-            return torch.zeros(count, dtype=torch.float64, device=values.device).index_add_(0, groups, values)
-
-        possible, rows = total(self.max_agreement), total((self.max_agreement > 0).double())
-        level = total(self.agreement) / possible
-        residual = total((self.agreement - level[groups].nan_to_num() * self.max_agreement).square())
+        possible, rows = self.max_agreement.sum(-1), (self.max_agreement > 0).sum(-1)
+        level = self.agreement.sum(-1) / possible  # NaN without rows, which compares as False
+        residual = torch.addcmul(self.agreement, level[..., None], self.max_agreement, value=-1).square().sum(-1)
         # Adds binomial variance to that of the rows: a few identical rows prove little.
-        deviation = (residual + possible / (4 * self.top_k)).sqrt() / possible
-        judged = (rows >= min_tokens) & (CERTAIN * deviation < FLOOR)
-        return judged, judged & (level + CERTAIN * deviation < FLOOR)
+        margin = residual.add(possible, alpha=1 / (4 * self.top_k)).sqrt() * CERTAIN / possible
+        judged = (rows >= min_tokens) & (margin < FLOOR)
+        return judged, judged & (level + margin < FLOOR)
 
 
-def row_scores(native: RouteBatch, given: RouteBatch, chance: Tensor, rows: Tensor | None = None) -> RowScores:
-    """Score all rows, or `rows` (n,); chance (L,) of each layer, NaN for a layer to skip."""
-    count = native.num_rows if rows is None else len(rows)
-    agreement = torch.zeros(count, dtype=torch.float64, device=native.experts.device)
+def row_scores(native: RouteBatch, given: RouteBatch, chance: Tensor) -> RowScores:
+    """Score all rows; chance (L,) of each layer, NaN for a layer to skip."""
+    agreement = torch.zeros(native.num_rows, dtype=torch.float64)
     max_agreement = torch.zeros_like(agreement)
-    pick = slice(None) if rows is None else rows
-    for part in chunks(np.arange(len(native.layers)), count * native.top_k**2):
+    for part in chunks(np.arange(len(native.layers)), native.num_rows * native.top_k**2):
         slots = slice(int(part[0]), int(part[-1]) + 1)
-        expected = chance[slots].nan_to_num()[:, None]
-        informative = given.valid[slots][:, pick] & (1 - chance[slots] > MIN_INFORMATION)[:, None]
-        shared = shared_experts(native.experts[slots][:, pick], given.experts[slots][:, pick]).double()
-        agreement += torch.where(informative, shared - expected, 0).sum(0)
-        max_agreement += torch.where(informative, 1 - expected, 0).sum(0)
+        shared = shared_experts(native.experts[slots], given.experts[slots])
+        scores = above_chance(shared, given.valid[slots], chance[slots], native.top_k)
+        agreement += scores.agreement
+        max_agreement += scores.max_agreement
     return RowScores(agreement, max_agreement, native.top_k)
+
+
+def above_chance(shared: Tensor, covered: Tensor, chance: Tensor, top_k: int) -> RowScores:
+    """Return the scores (...) of rows that share so much (L, ...) where covered (L, ...); chance (L,) of each layer."""
+    chance = chance.view(-1, *[1] * (shared.dim() - 1))
+    information = 1 - chance
+    informative = covered & (information > MIN_INFORMATION)
+    agreement = torch.where(informative, shared - chance, 0).sum(0)
+    return RowScores(agreement, torch.where(informative, information, 0).sum(0), top_k)
 
 
 def misrouted_rows(native: RouteBatch, given: RouteBatch, scores: RowScores, starts: np.ndarray) -> np.ndarray:
@@ -100,9 +100,8 @@ def _same_in_all_layers(batch: RouteBatch) -> np.ndarray:
 
 def _at_chance(scores: RowScores, rows: np.ndarray) -> bool:
     chosen = torch.from_numpy(rows)
-    one_group = torch.zeros(len(rows), dtype=torch.int64)
     picked = RowScores(scores.agreement[chosen], scores.max_agreement[chosen], scores.top_k)
-    return bool(picked.at_chance(one_group, 1)[1])
+    return bool(picked.at_chance()[1])
 
 
 def _worst_run(missing: np.ndarray) -> slice:

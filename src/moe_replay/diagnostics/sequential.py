@@ -22,6 +22,7 @@ are routed almost alike count less, in other sequences not at all: it may be the
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -66,6 +67,38 @@ _LOG_PRIOR = -np.log(3.0 * np.array([_NEAR] * _NEAR + [_FAR] * _FAR + [1]))
 _BET_PRIOR = -math.log(2 * math.prod(SHAPE[:-1])) + np.append(0.0, _LOG_PRIOR)
 
 
+class _Constants(NamedTuple):
+    """Constants on a device.
+
+    stakes    (stakes, 1, H, 1, 1) float32
+    some      (some, 1, 1, 1, 1) float32
+    affected  (affected, 1, 1, 1, 1) float64
+    prior     (H, 1) float64: log
+    place     (places, H) float64: 1 for the `Place` of each hypothesis
+    numbers   (places, 1) int64
+    """
+
+    stakes: Tensor
+    some: Tensor
+    affected: Tensor
+    prior: Tensor
+    place: Tensor
+    numbers: Tensor
+
+
+class EvidenceSums(NamedTuple):
+    """Evidence of all units of a row sample.
+
+    capital    (SHAPE) float64: log-capital, for any place in each unit and for one place in all
+    tally      (TALLY) float64: units with votes in each segment, and those of them that are suspect, by `Place`
+    suspects   (U,) bool: units that are probably affected
+    """
+
+    capital: Tensor
+    tally: Tensor
+    suspects: Tensor
+
+
 class UnitEvidence(NamedTuple):
     """Evidence against the alignment of each unit of a row sample.
 
@@ -76,66 +109,90 @@ class UnitEvidence(NamedTuple):
     capital: Tensor
     counted: Tensor
 
-    def pooled(self, segment: Tensor) -> Tensor:
-        """Return log-capital (SHAPE) of all units together, for any place in each unit and for one place in all.
+    def summed(self, segments: Tensor) -> EvidenceSums:
+        """Return the evidence of all units together, and which of them are suspect.
 
-        segment   (U,) int64
+        segments   (segments, U) float64: 1 for the segment of each unit, else 0
         """
-        any_place = (self.capital + self._prior).logsumexp(2, keepdim=True)
-        of_unit = torch.cat([any_place, self.capital], 2)
-        bets = torch.stack([_mixed(of_unit, share) for share in AFFECTED])  # (affected, kinds, stakes, 1 + H, U)
-        return torch.einsum("akshu,gu->gaksh", bets, _one_hot(segment))
+        constants = _constants(self.capital.device)
+        weighted = self.capital + constants.prior
+        any_place = weighted.logsumexp(2, keepdim=True)  # (kinds, stakes, 1, U)
+        bets = _mixed(torch.cat([any_place, self.capital], 2), constants.affected)
+        by_unit = any_place.logsumexp((0, 1), keepdim=True)  # (1, 1, 1, U)
+        by_place = constants.place @ (weighted - by_unit).exp().sum((0, 1))  # (3, U): how probable each is
+        suspect = by_unit.flatten() > SUSPECT + math.log(NUM_KINDS * len(STAKES))
+        places = (by_place.argmax(0) == constants.numbers) & suspect
+        return EvidenceSums(
+            capital=(bets @ segments.T).movedim(-1, 0),
+            tally=segments @ torch.cat([self.counted[None], places]).double().T,
+            suspects=suspect,
+        )
 
-    def suspects(self) -> Tensor:
-        """Return the `Place` of each unit that is probably affected, -1 for the others, (U,) int64."""
-        sizes = len(SHIFTS), NUM_PLACES - len(SHIFTS), 1
-        parts = (self.capital + self._prior).split(sizes, 2)
-        by_place = torch.stack([part.logsumexp((0, 1, 2)) for part in parts])  # (3, U)
-        tests = math.log(NUM_KINDS * len(STAKES))
-        return torch.where(by_place.logsumexp(0) - tests > SUSPECT, by_place.argmax(0), -1)
 
-    def tally(self, segment: Tensor) -> Tensor:
-        """Return (TALLY): units with votes in each segment, and those of them that are suspect, by `Place`."""
-        found = self.suspects()
-        columns = [self.counted, *(found == number for number in range(len(Place)))]
-        return _one_hot(segment) @ torch.stack(columns, 1).double()
+class PlaceCounts(NamedTuple):
+    """What native routes of a row's own place, of its P other places and of C controls have in common with it.
 
-    @property
-    def _prior(self) -> Tensor:
-        return to_device(_LOG_PRIOR, self.capital.device)[:, None]
+    name       (L, 1 + P + C, U, M) int32: names the set of experts of a place
+    in_own     (L, 1 + P + C, U, M) int64: how many of them the own place has natively
+    in_given   (L, 1 + P + C, U, M) int64: how many of them are given to the row
+    """
+
+    name: Tensor
+    in_own: Tensor
+    in_given: Tensor
+
+
+def count_places(native: Tensor, given: Tensor, num_experts: int) -> PlaceCounts:
+    """Return the counts of native routes (L, 1 + P + C, U, M, K) and given ones (L, 1, U, M, K), int64 both."""
+    own = torch.cat([native[:, :1], given], 1)
+    held = torch.zeros(*own.shape[:-1], num_experts, dtype=torch.int64, device=own.device).scatter_(-1, own, 1)
+    # What is known of each expert in one number: its name, whether the own place has it, whether the given routes do.
+    # Then one gather and one sum serve three counts.
+    facts = _names(num_experts, own.device).add(held[:, :1], alpha=1 << _BITS).add_(held[:, 1:])
+    sums = facts.expand(-1, native.shape[1], -1, -1, -1).gather(-1, native).sum(-1)
+    return PlaceCounts((sums >> (2 * _BITS)).int(), (sums >> _BITS) & _MASK, sums & _MASK)
 
 
 def unit_evidence(native: RouteBatch, given: RouteBatch, sample: RowSample, num_experts: int) -> UnitEvidence:
-    """Return the evidence of a row sample, over all layers of the batches. Does not synchronize with the device."""
-    device = native.experts.device
-    index = np.concatenate([sample.rows[None], sample.places, sample.controls]).astype(np.int32)
-    votes, weight, names = _votes(native, given, to_device(index, device).long(), num_experts)
-    (at_place, at_random), (weight, controls) = (
-        part.split([NUM_PLACES, len(sample.controls)], 1) for part in (votes, weight)
-    )
+    """Return the evidence of a row sample, over all layers of the batches."""
+    index = to_device(sample.index, native.experts.device)
+    known = native.valid[:, index] & (index >= 0)  # an index of -1 is that of some row
+    counts = count_places(native.experts[:, index].long(), given.experts[:, index[:1]].long(), num_experts)
+    return evidence_of(counts, given.valid[:, index[:1]], known, native.top_k)
+
+
+def evidence_of(counts: PlaceCounts, covered: Tensor, known: Tensor, top_k: int) -> UnitEvidence:
+    """Return the evidence of these counts. Does not synchronize with the device.
+
+    covered   (L, 1, U, M) bool: own rows that are given routes
+    known     (L or 1, 1 + P + C, U, M) bool: places with native routes
+    """
+    constants = _constants(covered.device)
+    votes, weights = _votes(counts, covered & known[:, :1], known[:, 1:], top_k)
+    at_place, at_random, controls = votes[:, :NUM_PLACES], votes[:, NUM_PLACES:], weights[:, NUM_PLACES:]
     used = controls.sum(1, keepdim=True)
     mean = (at_random * controls).sum(1, keepdim=True) / used.clamp(min=1)
     ahead = torch.cat([at_place - AHEAD, mean + BEHIND], 1)  # (L, H, U, M)
-    weight = torch.cat([weight, used.clamp(max=1)], 1)
+    weight = torch.cat([weights[:, :NUM_PLACES], used.clamp(max=1)], 1)
     # Of a row that is compared with random ones, its own place is the question.
-    question = 31 * names[:, :1] + torch.cat([names[:, 1 : 1 + NUM_PLACES], names[:, :1]], 1)
+    own = counts.name[:, :1]
+    question = torch.cat([counts.name[:, 1 : 1 + NUM_PLACES], own], 1).add_(own, alpha=31)
     counted = weight > 0
     weight = weight / _times_asked(question, counted)
 
-    kinds = []
-    for stake in STAKES:
-        stakes = to_device(np.array([stake[0]] * NUM_PLACES + [stake[1]], np.float32), device)[:, None, None]
-        gain = torch.log1p(stakes * ahead) * weight
-        by_row, by_layer = gain.sum(0), gain.sum(-1)  # (H, U, M), (L, H, U)
-        some_rows = [_mixed(by_row, share).sum(-1) for share in SOME]
-        some_layers = [_mixed(by_layer, share).sum(0) for share in SOME]
-        kinds.append(torch.stack([by_row.sum(-1), *some_rows, *some_layers]))
-    return UnitEvidence(torch.stack(kinds, 1).double(), counted.any(0).any(0).any(-1))
+    gain = torch.log1p(constants.stakes * ahead) * weight  # (stakes, L, H, U, M)
+    by_row, by_layer = gain.sum(1), gain.sum(-1)  # (stakes, H, U, M), (stakes, L, H, U)
+    some = _mixed(torch.cat([by_row, by_layer.movedim(1, -1)], -1), constants.some)  # (some, stakes, H, U, M + L)
+    rows = by_row.shape[-1]
+    kinds = [by_row.sum(-1)[None], some[..., :rows].sum(-1), some[..., rows:].sum(-1)]
+    return UnitEvidence(torch.cat(kinds).double(), counted.any(dim=(0, 1, 3)))
 
 
 def log_evidence(capital: np.ndarray) -> float:
     """Return the log of the mean capital over all bets, whose logs are given (SHAPE)."""
-    return float(np.logaddexp.reduce((capital + _BET_PRIOR).ravel()))
+    logs = capital + _BET_PRIOR
+    largest = logs.max()
+    return float(largest + np.log(np.exp(logs - largest).sum()))
 
 
 @dataclass(eq=False, slots=True)
@@ -209,33 +266,38 @@ class Finding(NamedTuple):
     suspects: int
 
 
-def _votes(native: RouteBatch, given: RouteBatch, index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return votes and their weights, (L, P, U, M) each, and numbers (L, 1 + P, U, M) that name the sets of experts.
+@functools.cache
+def _names(num_experts: int, device: torch.device) -> Tensor:
+    """Return a random number for each expert (E,) int64, above the bits of two counts."""
+    return to_device(np.random.default_rng(0).integers(1, 1 << 24, num_experts) << (2 * _BITS), device)
 
-    index   (1 + P, U, M): own rows and those of P other places, -1 for none
-    """
-    exists, index = index >= 0, index.clamp(min=0)
-    routes = native.experts[:, index].long()  # (L, 1 + P, U, M, K)
-    taken = given.experts[:, index[:1]].long()
-    # What is known of each expert in one number: its name, whether the own place has it, whether the given routes do.
-    # Then one gather and one sum serve three counts.
-    names = to_device(np.random.default_rng(0).integers(1, 1 << 24, num_experts) << (2 * _BITS), index.device)
-    facts = names.expand(*taken.shape[:-1], num_experts).clone()
-    facts += torch.zeros_like(facts).scatter_(-1, routes[:, :1], 1 << _BITS)
-    facts += torch.zeros_like(facts).scatter_(-1, taken, 1)
-    sums = facts.expand(-1, routes.shape[1], -1, -1, -1).gather(-1, routes).sum(-1)
-    name, in_own, in_taken = sums >> (2 * _BITS), (sums >> _BITS) & _MASK, sums & _MASK
 
-    differing = native.top_k - in_own[:, 1:]
-    ahead = in_taken[:, 1:] - in_taken[:, :1]
-    covered = (given.valid & native.valid)[:, index[:1]] & exists[:1]
-    compared = covered & exists[1:] & native.valid[:, index[1:]]
-    possible = native.top_k * compared.sum(0, keepdim=True)
-    difference = (differing * compared).sum(0, keepdim=True) / (DISTINCT * possible.clamp(min=1))  # (1, P, U, M)
+@functools.cache
+def _constants(device: torch.device) -> _Constants:
+    place = np.repeat(np.eye(len(Place)), [len(SHIFTS), NUM_PLACES - len(SHIFTS), 1], axis=1)
+    stakes = np.array([[at_place] * NUM_PLACES + [at_none] for at_place, at_none in STAKES], np.float32)
+    arrays = (
+        stakes[:, None, :, None, None],
+        np.array(SOME, np.float32)[:, None, None, None, None],
+        np.array(AFFECTED)[:, None, None, None, None],
+        _LOG_PRIOR[:, None],
+        place,
+        np.arange(len(Place))[:, None],
+    )
+    return _Constants(*(to_device(array, device) for array in arrays))
+
+
+def _votes(counts: PlaceCounts, covered: Tensor, known: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return votes and their weights, (L, P + C, U, M) each."""
+    differing = top_k - counts.in_own[:, 1:]
+    ahead = counts.in_given[:, 1:] - counts.in_given[:, :1]
+    compared = covered & known
+    differing_compared = differing * compared
+    possible = top_k * compared.sum(0, keepdim=True)
+    difference = differing_compared.sum(0, keepdim=True) / (DISTINCT * possible.clamp(min=1))  # (1, P + C, U, M)
     weight = difference.clamp(max=1)
     weight[:, len(SHIFTS) :].floor_()
-    weight = weight * (compared & (differing > 0))
-    return ahead / differing.clamp(min=1), weight, name.int()
+    return ahead / differing.clamp(min=1), weight * (differing_compared > 0)
 
 
 def _times_asked(question: Tensor, counted: Tensor) -> Tensor:
@@ -244,12 +306,7 @@ def _times_asked(question: Tensor, counted: Tensor) -> Tensor:
     return same.sum(-1, dtype=torch.int32).clamp(min=1)
 
 
-def _mixed(log_capital: Tensor, share: float) -> Tensor:
-    """Return the log of `1 - share + share * capital`; exactly 0 for a capital of 1."""
-    small = torch.log1p(share * torch.expm1(log_capital.clamp(max=_LARGE)))
-    return torch.where(log_capital < _LARGE, small, log_capital + math.log(share))
-
-
-def _one_hot(segment: Tensor) -> Tensor:
-    """Return (segments, U) float64."""
-    return (segment == torch.arange(len(SEGMENTS), device=segment.device)[:, None]).double()
+def _mixed(log_capital: Tensor, shares: Tensor) -> Tensor:
+    """Return the log of `1 - share + share * capital` (...) for each of the shares (n, 1, ...); exactly 0 for 1."""
+    small = log_capital.clamp(max=_LARGE)
+    return torch.log1p(shares * torch.expm1(small)) + (log_capital - small)

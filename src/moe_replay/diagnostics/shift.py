@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -112,23 +113,15 @@ class ShiftTable:
 
     @cached_property
     def chance(self) -> np.ndarray:
-        """(L, S layer shifts): the agreement of routes that know nothing of each other, from the loads of experts."""
-        return self.chance_on_device().cpu().numpy()
+        """(L, S layer shifts): the agreement of routes that know nothing of each other, from the loads of experts.
 
-    def chance_on_device(self) -> Tensor:
-        """Return `chance` on the device of the sums: the mean over all pairs of different tokens, NaN without any."""
-        native, given = self.loads.unbind(1)
-        expected = torch.full(self.pairs.shape[:2], torch.nan, dtype=torch.float64, device=self.loads.device)
-        for column, shift in enumerate(SHIFTS):
-            first, last = max(0, -shift), min(len(self.layers), len(self.layers) - shift)
-            if first >= last:
-                continue
-            own, other = native[first:last], given[first + shift : last + shift]
-            same_token = self.pairs[first:last, column, HERE]
-            common = (own[:, :-1] * other[:, :-1]).sum(1) / self.top_k - same_token[:, _SHARED]
-            pairs = own[:, -1] * other[:, -1] - same_token[:, _PAIRS]
-            expected[first:last, column] = torch.where(pairs > 0, common / pairs, torch.nan).clamp(0, 1)
-        return expected
+        The mean over all pairs of different tokens, NaN without any.
+        """
+        count = len(self.layers)
+        there = np.arange(count)[:, None] + np.array(SHIFTS)
+        other = self._loads[there.clip(0, count - 1), 1]  # (L, S, E + 1)
+        common, pairs = foreign_pairs(self._loads[:, :1], other, self._sums[:, :, HERE], self.top_k)
+        return np.where((there >= 0) & (there < count), _ratio(common, pairs).clip(0, 1), np.nan)
 
     @cached_property
     def above_chance(self) -> np.ndarray:
@@ -139,7 +132,7 @@ class ShiftTable:
     @cached_property
     def information(self) -> np.ndarray:
         """(L,): 1 - chance, what a token of the layer can tell; 0 where every token goes to the same experts."""
-        return np.nan_to_num(1 - self.chance[:, HERE])
+        return _known(1 - self.chance[:, HERE])
 
     @cached_property
     def effective_rows(self) -> np.ndarray:
@@ -147,7 +140,7 @@ class ShiftTable:
         native, rows = self._loads[:, 0, :-1], self._loads[:, 0, -1]
         expected = _ratio((native**2).sum(1) / self.top_k - rows, rows * (rows - 1))
         echo = _ratio(self._echo[:, 0], self._echo[:, 1])
-        repeated = np.clip(np.nan_to_num(_ratio(echo - expected, 1 - expected)), 0, 1)
+        repeated = np.clip(_known(_ratio(echo - expected, 1 - expected)), 0, 1)
         return self.counts[:, HERE, HERE] * (1 - repeated) / (1 + repeated)
 
     @cached_property
@@ -163,8 +156,8 @@ class ShiftTable:
         """(L, S, S): standard error of the difference between the unmoved `above_chance` and a moved one."""
         count, lead, squared = (self._sums[..., column] for column in (_PAIRS, _LEAD, _LEAD_SQUARED))
         variance = (squared + 2) / (count + 2) - (lead / (count + 2)) ** 2
-        share = np.nan_to_num(_ratio(count, self.counts[:, HERE, HERE][:, None, None]))
-        information = np.minimum(self.information[:, None], np.nan_to_num(1 - self.chance))
+        share = _known(_ratio(count, self.counts[:, HERE, HERE][:, None, None]))
+        information = np.minimum(self.information[:, None], _known(1 - self.chance))
         return _error(variance, share * self.effective_rows[:, None, None], information[..., None])
 
     @cached_property
@@ -218,8 +211,7 @@ def shift_table(
     near, inside = neighbours(layout, picked)
     device = native.experts.device
     here, moved, exists = (to_device(array, device) for array in (picked, near, inside))
-    # Equal on all ranks, since `replay()` refuses ids that the router does not have; else wide enough for any id.
-    experts = max(native.num_experts or 0, given.num_experts or 0, (given.max_expert or 0) + 1)
+    experts = experts_counted(native, given)
     table = ShiftTable.empty(native.source_layers, native.top_k, experts, device)
     wanted = np.array([native.layers.index(layer) for layer in (native.layers if layers is None else layers)])
     place = np.searchsorted(table.layers, native.layers)  # of each slot in the table
@@ -228,12 +220,12 @@ def shift_table(
     seen = np.unique(around[(around >= 0) & (around < count)])
     for part in chunks(seen, len(picked) * native.top_k):
         slots, rank = (to_device(array, device) for array in (part, place[part]))
-        table.loads[rank, 1] = _loads(given.experts[slots][:, here], given.valid[slots][:, here], experts)
+        table.loads[rank, 1] = loads_of(given.experts[slots][:, here], given.valid[slots][:, here], experts)
     for part in chunks(np.arange(len(wanted)), len(picked) * (len(SHIFTS) * native.top_k) ** 2):
         slots, rank = (to_device(array, device) for array in (wanted[part], place[wanted[part]]))
         chosen = native.experts[slots][:, here]  # (l, n, K)
         counted = given.valid[slots][:, here]  # (l, n)
-        table.loads[rank, 0] = _loads(chosen, counted, experts)
+        table.loads[rank, 0] = loads_of(chosen, counted, experts)
         after = HERE + 1
         follows = counted & exists[after]
         echoed = shared_experts(chosen, native.experts[slots][:, moved[after]]).double() * follows
@@ -244,16 +236,42 @@ def shift_table(
         there = near_slots.clamp(0, count - 1)[..., None, None]  # (l, S, 1, 1)
         both = given.valid[there, moved] & exists & counted[:, None, None] & inside_model  # (l, S, S, n)
         shared = shared_experts(chosen[:, None, None], given.experts[there, moved]).double()
-        lead = shared[:, HERE, HERE, None, None] - shared
-        sums = [torch.ones_like(shared), shared, shared.square(), lead, lead.square()]
-        table.pairs[rank] = torch.stack([(one * both).sum(-1) for one in sums], -1)
+        table.pairs[rank] = pair_sums(shared, both)
     return table
+
+
+def pair_sums(shared: Tensor, both: Tensor) -> Tensor:
+    """Return `pairs` (l, S, S, 5) of a table: what pairs share, where both have routes, (l, S, S, ...) each."""
+    here = shared[:, HERE, HERE, None, None]
+    shares = (torch.stack([shared, here - shared]) * both).flatten(4)
+    first, second = shares.sum(-1), shares.square().sum(-1)
+    pairs = both.flatten(3).sum(-1, dtype=torch.float64)
+    return torch.stack([pairs, first[0], second[0], first[1], second[1]], -1)
+
+
+def foreign_pairs(own: Any, other: Any, same_token: Any, top_k: int) -> tuple[Any, Any]:
+    """Return what pairs of different tokens share, summed, and their number, (...) each; arrays, or tensors.
+
+    own, other   (..., E + 1) of `ShiftTable.loads`
+    same_token   (..., 5) of `ShiftTable.pairs`: the pairs to leave out
+    """
+    product = own * other
+    common = product[..., :-1].sum(-1) / top_k - same_token[..., _SHARED]
+    return common, product[..., -1] - same_token[..., _PAIRS]
 
 
 def chunks(slots: np.ndarray, cells: int) -> Iterator[np.ndarray]:
     """Split layers so that about `CELLS` ids are compared at once; `cells` of each layer."""
     step = max(1, CELLS // max(cells, 1))
     return (slots[first : first + step] for first in range(0, len(slots), step))
+
+
+def experts_counted(native: RouteBatch, given: RouteBatch) -> int:
+    """Return the number of experts whose loads are counted.
+
+    Equal on all ranks, since `replay()` refuses ids that the router does not have; else wide enough for any id.
+    """
+    return max(native.num_experts or 0, given.num_experts or 0, (given.max_expert or 0) + 1)
 
 
 def check_comparable(native: RouteBatch, given: RouteBatch, layout: TokenLayout) -> None:
@@ -281,18 +299,21 @@ def neighbours(layout: TokenLayout, rows: np.ndarray) -> tuple[np.ndarray, np.nd
     return np.maximum(found, 0), found != PADDING
 
 
-def _loads(experts: Tensor, counted: Tensor, num_experts: int) -> Tensor:
+def loads_of(experts: Tensor, counted: Tensor, num_experts: int) -> Tensor:
     """Return (l, E + 1): how often each expert occurs in the rows (l, n, K) that count (l, n); last, these rows."""
-    weight = counted.double()
+    bins = torch.nn.functional.pad(experts.long(), (0, 1), value=num_experts)  # one more choice of every row
     load = torch.zeros(len(experts), num_experts + 1, dtype=torch.float64, device=experts.device)
-    load.scatter_add_(1, experts.long().flatten(1), weight[..., None].expand(experts.shape).flatten(1))
-    load[:, -1] = weight.sum(1)
-    return load
+    return load.scatter_add_(1, bins.flatten(1), counted.double()[..., None].expand(bins.shape).flatten(1))
 
 
 def _ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
     """Return above / below, NaN where `below` is not positive."""
     return np.divide(above, below, out=np.full(np.broadcast(above, below).shape, np.nan), where=below > 0)
+
+
+def _known(values: np.ndarray) -> np.ndarray:
+    """Return the values with 0 for NaN."""
+    return np.where(np.isnan(values), 0.0, values)
 
 
 def _error(variance: np.ndarray, rows: np.ndarray, scale: np.ndarray) -> np.ndarray:

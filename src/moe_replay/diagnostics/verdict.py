@@ -141,7 +141,7 @@ _CAUSES = {
 def _judge_step(table: ShiftTable) -> Verdict:
     if not table.counts[:, HERE, HERE].any():
         return Verdict(status="unclear", cause=Cause.LITTLE_EVIDENCE, detail="no row with a recorded route was seen")
-    shifts = [_shift_of_layer(table, slot) for slot in range(len(table.layers))]
+    shifts = _shifts(table)
     lost = lost_slots(table)
     wrong = sorted(set(lost) | {slot for slot, shift in enumerate(shifts) if shift})
     if wrong:
@@ -168,15 +168,16 @@ def lost_slots(table: ShiftTable) -> list[int]:
     return np.flatnonzero(certain & (table.effective_rows >= FEWEST_ROWS)).tolist()
 
 
-def _shift_of_layer(table: ShiftTable, slot: int) -> tuple[int, int] | None:
-    """Return (layers, tokens) by which the routes of a layer are late, where another shift beats none for certain."""
-    level = np.nan_to_num(table.above_chance[slot], nan=-1.0)
-    ahead = np.nan_to_num(-table.lead[slot], nan=-1.0)
-    beats = (ahead > LEAD) & (ahead > CERTAIN * table.lead_deviation[slot]) & (level > FLOOR)
-    if not beats.any() or table.effective_rows[slot] < FEWEST_ROWS:
-        return None
-    row, column = np.unravel_index(np.where(beats, level, -1).argmax(), level.shape)
-    return SHIFTS[row], SHIFTS[column]
+def _shifts(table: ShiftTable) -> list[tuple[int, int] | None]:
+    """Return (layers, tokens) by which the routes of each layer are late; None unless a shift is better for certain."""
+    level, ahead = table.above_chance, -table.lead  # NaN compares as False
+    beats = (ahead > LEAD) & (ahead > CERTAIN * table.lead_deviation) & (level > FLOOR)
+    beats &= (table.effective_rows >= FEWEST_ROWS)[:, None, None]
+    found: list[tuple[int, int] | None] = [None] * len(beats)
+    for slot in np.flatnonzero(beats.any((1, 2))):
+        row, column = np.unravel_index(np.where(beats[slot], level[slot], -1).argmax(), level.shape[1:])
+        found[slot] = SHIFTS[row], SHIFTS[column]
+    return found
 
 
 def _moved(table: ShiftTable, wrong: list[int], shifts: list[tuple[int, int] | None]) -> Verdict:

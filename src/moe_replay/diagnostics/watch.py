@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from moe_replay.diagnostics.compare import VerifyReport, compare
 from moe_replay.diagnostics.row_sample import RowSample
-from moe_replay.diagnostics.row_scores import row_scores
-from moe_replay.diagnostics.sequential import unit_evidence
-from moe_replay.diagnostics.shift import HERE, ShiftTable, shift_table
+from moe_replay.diagnostics.row_scores import above_chance
+from moe_replay.diagnostics.sampled_routes import SampledRoutes
+from moe_replay.diagnostics.sequential import evidence_of
+from moe_replay.diagnostics.shift import ShiftTable, check_comparable, experts_counted
 from moe_replay.errors import AlignmentError
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import TokenLayout
-from moe_replay.utils.device import to_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,28 +55,28 @@ class AlignmentWatch:
             return ShiftTable.empty(native.source_layers, native.top_k, native.num_experts or 0, device)
         _check_sampled(sampled, layout)
         given = _as_replayed(given, native)
+        check_comparable(native, given, layout)
         chance = np.random.default_rng([self.seed, step])
         count = min(self.layers, len(native.layers))
         layers = tuple(sorted(chance.choice(native.layers, count, replace=False).tolist()))
         rows = self.sequences * self.tokens
         sample = RowSample.draw(layout, chance, sequences=self.sequences, rows=rows, sampled=sampled)
-        picked = sample.rows[sample.present]
-        table = shift_table(native, given, layout, rows=picked, layers=layers)
-        if not len(picked):
-            return table
-        device = native.experts.device
-        places = to_device(np.searchsorted(table.layers, layers), device)
-        ours, theirs = (_selected(batch, layers) for batch in (native, given))
-        scores = row_scores(ours, theirs, table.chance_on_device()[places, HERE], to_device(picked, device))
-        unit = to_device(np.nonzero(sample.present)[0], device)
-        judged, lost = (units.view(-1, 2).any(1).sum() for units in scores.at_chance(unit, len(sample.rows)))
-        evidence = unit_evidence(ours, theirs, sample, table.num_experts)
-        segment = to_device(sample.segment, device)
-        return replace(
-            table,
-            sequences=torch.stack([judged, lost]).double(),
-            capital=evidence.pooled(segment),
-            tally=evidence.tally(segment),
+        num_experts, model = experts_counted(native, given), (native.source_layers, native.top_k)
+        if not sample.rows.size:
+            return ShiftTable.empty(*model, num_experts, native.experts.device)
+        routes = SampledRoutes.gather(native, given, sample, layers)
+        counts = routes.counts(num_experts)
+        sums = routes.shift_sums(counts, num_experts)
+        shared = counts.in_given[:, 0] / native.top_k
+        scores = above_chance(shared, routes.covered, routes.chance(sums), native.top_k)
+        evidence = evidence_of(counts, routes.covered[:, None], routes.known, native.top_k).summed(routes.segments)
+        units = torch.stack(scores.at_chance())  # two of each sequence
+        return ShiftTable(
+            *model,
+            *routes.spread(sums, len(native.source_layers)),
+            sequences=units.unflatten(1, (-1, 2)).any(2).sum(1, dtype=torch.float64),
+            capital=evidence.capital,
+            tally=evidence.tally,
         )
 
     def explain(self, native: RouteBatch, given: RouteBatch, layout: TokenLayout) -> VerifyReport:
@@ -94,14 +94,6 @@ def _check_sampled(sampled: np.ndarray | None, layout: TokenLayout) -> None:
             expected=f"bool ({layout.num_tokens},): the tokens of all sequences, concatenated",
             found=f"{sampled.dtype} {sampled.shape}",
         )
-
-
-def _selected(batch: RouteBatch, layers: tuple[int, ...]) -> RouteBatch:
-    """Return `batch.select_layers(layers)` without synchronizing with the device."""
-    slots = to_device(np.searchsorted(batch.layers, layers), batch.experts.device)
-    all_valid = tuple(batch.all_valid[batch.layers.index(layer)] for layer in layers)
-    chosen = {"layers": layers, "experts": batch.experts[slots], "valid": batch.valid[slots], "all_valid": all_valid}
-    return replace(batch, **chosen, coverage=None)
 
 
 def _as_replayed(given: RouteBatch, native: RouteBatch) -> RouteBatch:

@@ -69,3 +69,10 @@ def collective_backends(device: torch.device) -> str:
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """Return a copy of an array on a device, without synchronizing with it; on the CPU, the array itself."""
     return torch.from_numpy(array).to(device, non_blocking=True)
+
+
+def indices_to_device(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
+    """Return copies of arrays of indices on a device, int64, all in one transfer that does not synchronize."""
+    flat = np.concatenate([array.ravel() for array in arrays]).astype(np.int32)
+    parts = to_device(flat, device).long().split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
