@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.faults.forked import fork_python
 from tests.faults.processes import (
     LIMIT_S,
     descendants,
     rank_process,
     shared_memory,
-    start_python,
     start_ranks,
     wait_for_line,
     wait_until_gone,
@@ -66,12 +65,10 @@ def test_a_rank_names_the_one_that_was_killed(rank_0: str, told: str, port: int)
     ranks = []
     for number in range(2):
         place = {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        environment = os.environ | place | {"GLOO_SOCKET_IFNAME": "lo"}
-        ranks.append(start_python(RANK, rank_0, env=environment, stderr=subprocess.STDOUT, stdin=subprocess.PIPE))
+        ranks.append(fork_python(RANK, rank_0, environment=place | {"GLOO_SOCKET_IFNAME": "lo"}))
     first, second = ranks
     with first, second:
         for each in ranks:
-            assert each.stdout is not None
             wait_for_line(each.stdout, "ready")
         second.kill()
         second.wait(LIMIT_S)
@@ -87,7 +84,7 @@ def test_a_rank_names_the_one_that_was_killed(rank_0: str, told: str, port: int)
 def test_a_killed_rank_ends_the_others_and_the_engine(demo_files: Any, tmp_path: Path) -> None:
     """Rank 1, then, in the resumed run, the one with the engine, each while a step is being sampled."""
     pytest.importorskip("vllm", reason=NEEDS_VLLM)
-    from tests.faults.test_vllm_processes import ENGINE, QUIET, engine_core
+    from tests.faults.test_vllm_processes import ENGINE, QUIET, WITHOUT_WORKER, engine_core
 
     made = recipe(
         demo_files,
@@ -98,8 +95,8 @@ def test_a_killed_rank_ends_the_others_and_the_engine(demo_files: Any, tmp_path:
         checkpoint={"every": 1, "keep": 2},
         reward={"functions": ["tests.faults.hanging:announced"]},
     )
-    for reached, number in ((1, 1), (2, 0)):
-        with start_ranks("train", made, environment=QUIET) as agent:
+    for reached, number, environment in ((1, 1, WITHOUT_WORKER), (2, 0, QUIET)):
+        with start_ranks("train", made, environment=environment) as agent:
             assert agent.stdout is not None
             wait_for_line(agent.stdout, f"step {reached}/1000")
             wait_for_line(agent.stdout, "rewarding")

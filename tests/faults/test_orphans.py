@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from moe_replay.utils.processes import clear_leftovers, list_shared_files, owned_folder, start_time
-from tests.faults.processes import LIMIT_S, ROOT, process, start_command, start_python, wait_for_line, wait_until_gone
+from tests.faults.forked import fork_command
+from tests.faults.processes import LIMIT_S, ROOT, process, start_python, wait_for_line, wait_until_gone
 from tests.ports import answers
 
 # ---- processes ------------------------------------------------------------------------------------------------------
@@ -72,8 +73,7 @@ def test_a_signal_ends_the_server_and_closes_its_engine(number: signal.Signals, 
     pytest.importorskip("uvicorn")
     words = ["rollout", "--model", "none", "--engine", "tests.faults.engines:start", "--port", str(port)]
     words += ["--limits.header-s", "0.5"]
-    with start_command(*words, environment={"MOE_REPLAY_TOKEN": "secret"}) as server:
-        assert server.stdout is not None
+    with fork_command(*words, environment={"MOE_REPLAY_TOKEN": "secret"}) as server:
         engine = process(int(wait_for_line(server.stdout, "engine ").split()[1]))
         while not answers(port):
             assert server.poll() is None
@@ -93,8 +93,7 @@ def test_a_server_whose_engine_died_ends(port: int) -> None:
     pytest.importorskip("tyro")
     pytest.importorskip("uvicorn")
     words = ["rollout", "--model", "none", "--engine", "tests.faults.engines:start", "--port", str(port)]
-    with start_command(*words, environment={"MOE_REPLAY_TOKEN": "secret"}) as server:
-        assert server.stdout is not None
+    with fork_command(*words, environment={"MOE_REPLAY_TOKEN": "secret"}) as server:
         os.kill(int(wait_for_line(server.stdout, "engine ").split()[1]), signal.SIGKILL)
         assert "an engine 1 has died" in server.stdout.read()
         assert server.wait(LIMIT_S) != 0

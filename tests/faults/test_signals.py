@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,11 @@ import pytest
 
 from moe_replay.train.config.file import to_toml
 from moe_replay.train.run.interruption import INTERRUPTED_STATUS
-from tests.faults.processes import LIMIT_S, ROOT, start_command, start_python, wait_for_line
+from tests.faults.forked import fork_command, fork_python
+from tests.faults.processes import LIMIT_S, start_command, wait_for_line
 from tests.train.runs import tiny_config
+
+pytestmark = pytest.mark.slow
 
 
 def recipe(demo_files: Any, folder: Path, **overrides: Any) -> str:
@@ -28,8 +29,8 @@ def test_a_signal_saves_the_step_and_the_run_resumes(demo_files: Any, tmp_path: 
     """With a status of its own; the run goes on where it was."""
     made = recipe(demo_files, tmp_path, steps=40, replay={"compare_every": 0}, checkpoint={"every": 0})
     reached = 0
-    for number in (signal.SIGHUP, signal.SIGINT):
-        with start_command("train", made) as run:
+    for number, start in ((signal.SIGHUP, start_command), (signal.SIGINT, fork_command)):
+        with start("train", made) as run:
             assert run.stdout is not None
             wait_for_line(run.stdout, f"step {reached + 1}/40")
             run.send_signal(number)
@@ -59,8 +60,7 @@ main(["train", "--output", sys.argv[1]])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_warm_start_or_a_download(tmp_path: Path, number: signal.Signals) -> None:
     """Both come before the first step and take minutes: there is nothing to finish."""
-    with start_python(SLOW_SOURCES, str(tmp_path / "run"), stderr=subprocess.STDOUT) as run:
-        assert run.stdout is not None
+    with fork_python(SLOW_SOURCES, str(tmp_path / "run")) as run:
         wait_for_line(run.stdout, "preparing")
         run.send_signal(number)
         assert run.wait(LIMIT_S) == INTERRUPTED_STATUS
@@ -77,8 +77,7 @@ def test_a_signal_ends_the_warm_start_or_a_download(tmp_path: Path, number: sign
 )
 def test_a_second_signal_ends_a_run_that_hangs(demo_files: Any, tmp_path: Path, settings: dict[str, Any]) -> None:
     made = recipe(demo_files, tmp_path, **settings)
-    with start_command("train", made) as run:
-        assert run.stdout is not None
+    with fork_command("train", made) as run:
         wait_for_line(run.stdout, "hanging")
         run.send_signal(signal.SIGINT)
         run.send_signal(signal.SIGTERM)
@@ -101,8 +100,7 @@ with InterruptHandler(ends_process=sys.argv[1] == "command"):
 
 @pytest.mark.parametrize(("where", "signals"), [("command", 2), ("program", 3)])
 def test_a_main_thread_that_never_returns_to_python_is_ended(where: str, signals: int) -> None:
-    with start_python(DEADLOCK, where, stderr=subprocess.DEVNULL) as stuck:
-        assert stuck.stdout is not None
+    with fork_python(DEADLOCK, where) as stuck:
         wait_for_line(stuck.stdout, "ready")
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)[:signals]:
             assert stuck.poll() is None
@@ -133,14 +131,16 @@ with InterruptHandler(ends_process=True) as interruption:
 
 def test_signals_of_a_forked_child_are_not_the_parents() -> None:
     """A child has the handlers of its parent, until it sets its own."""
-    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S)
-    assert (done.returncode, done.stdout.strip()) == (0, "not mine False"), done.stderr
+    with fork_python(FORKED) as done:
+        told, _ = done.communicate(LIMIT_S)
+    assert (done.returncode, told.splitlines()[-1]) == (0, "not mine False")
 
 
 IGNORED = """
 import os, signal
 from moe_replay.train.run.interruption import InterruptHandler
 
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
 with InterruptHandler(ends_process=True) as interruption:
     os.kill(os.getpid(), signal.SIGHUP)
     os.kill(os.getpid(), signal.SIGHUP)
@@ -150,15 +150,9 @@ with InterruptHandler(ends_process=True) as interruption:
 
 
 def test_what_nohup_ignores_stays_ignored() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", IGNORED],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=LIMIT_S,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
-    )
-    assert (done.returncode, done.stdout.strip()) == (0, "noted True"), done.stderr
+    with fork_python(IGNORED) as done:
+        told, _ = done.communicate(LIMIT_S)
+    assert (done.returncode, told.splitlines()[-1]) == (0, "noted True")
 
 
 def test_handlers_and_the_wakeup_descriptor_are_restored() -> None:

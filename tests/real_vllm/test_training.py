@@ -51,9 +51,9 @@ def test_three_steps(server: str, demo_files: Any, tmp_path: Path, backend: str,
         "backend": {"kind": backend},
         "model": {"dtype": TRAINER_DTYPE},
         "replay": {"mode": mode},
-        "rollout": {"engine": "vllm_server", "urls": [server], "token": TOKEN, "prompts_per_step": 8},
+        "rollout": {"engine": "vllm_server", "urls": [server], "token": TOKEN},
         "optim": {"lr": 1e-4},
-        "checkpoint": {"export": True},
+        "checkpoint": {"export": mode == "r3"},
     }
     arguments = (str(demo_files.model), str(demo_files.train), str(tmp_path / "run"), overrides)
     (lines,) = run_ranks(1, train_on_rank, *arguments)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,10 +17,10 @@ from moe_replay.rollout.engine import StartRequest
 from moe_replay.rollout.engine_processes import EngineProcesses, connect_local, device_shares
 from moe_replay.rollout.types import SamplingParams
 from moe_replay.rollout.weights import checkpoint_tensors
+from tests.faults.forked import fork_python
 from tests.rollout.tiny import assert_sampled_from, tiny_model
 
 TOKEN = "open sesame"
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int, visible: str | None = None) -> None:
@@ -94,11 +92,9 @@ def test_a_trainer_that_is_killed_leaves_no_engine(tmp_path: Path) -> None:
         "print(*started.pids, flush=True)\n"
         "time.sleep(100000)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT) as trainer:
-        assert trainer.stdout is not None
+    with fork_python(program) as trainer:
         engine = int(trainer.stdout.readline())
         descriptor = os.pidfd_open(engine)
-        trainer.send_signal(signal.SIGKILL)
-        trainer.wait()
+        trainer.kill()
     assert select.select([descriptor], [], [], 120)[0], "the engine lives on"
     os.close(descriptor)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -20,6 +17,7 @@ from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.rollout.types import SamplingParams
 from moe_replay.rollout.vllm_server import VllmServer
 from moe_replay.rollout.weights import checkpoint_tensors
+from tests.faults.forked import Forked, fork_command
 from tests.ports import reserved_port
 from tests.rollout.serving import serving
 from tests.rollout.tiny import assert_sampled_from, tiny_model
@@ -32,14 +30,12 @@ QUICK = {"cooldown_s": 0.2, "max_backoff_s": 0.5}
 
 
 @contextmanager
-def server_process(folder: Path) -> Iterator[tuple[subprocess.Popen, str]]:
+def server_process(folder: Path) -> Iterator[tuple[Forked, str]]:
     """`moe-replay rollout` on a free port, ready to answer."""
-    command = [sys.executable, "-m", "moe_replay.cli.main", "rollout", "--model", str(folder)]
-    command += ["--engine", "transformers", "--dtype", "float32"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MOE_REPLAY_TOKEN": TOKEN}
+    words = ["rollout", "--model", str(folder), "--engine", "transformers", "--dtype", "float32"]
     with (
         reserved_port() as port,
-        subprocess.Popen([*command, "--port", str(port)], env=environment) as process,
+        fork_command(*words, "--port", str(port), environment={"MOE_REPLAY_TOKEN": TOKEN}) as process,
     ):
         try:
             yield process, f"http://127.0.0.1:{port}"
@@ -47,7 +43,7 @@ def server_process(folder: Path) -> Iterator[tuple[subprocess.Popen, str]]:
             process.kill()
 
 
-def wait_until_healthy(process: subprocess.Popen, client: VllmServer) -> None:
+def wait_until_healthy(process: Forked, client: VllmServer) -> None:
     while not client.healthy():
         assert process.poll() is None, "the server did not start"
         time.sleep(0.1)

@@ -1,0 +1,132 @@
+"""Programs and commands in forks of the server of ranks, which has imported the trainer: seconds of CPU less for each.
+
+What is asked of them is what `subprocess.Popen` offers. A fork leaves without running what is registered with `atexit`.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tests.distributed.harness import fork_server
+
+ROOT = Path(__file__).parents[2]
+
+
+class Forked:
+    """A function in a process and a process group of its own; its output and errors are one pipe, its input another."""
+
+    def __init__(self, function: Callable[..., None], *arguments: Any, environment: dict[str, str]) -> None:
+        context = fork_server()
+        output, written = context.Pipe(duplex=False)
+        read, given = context.Pipe(duplex=False)
+        pipes = (read, written)
+        self._process = context.Process(target=_in_fork, args=(pipes, environment, function, arguments))
+        self._process.start()
+        for used in pipes:
+            used.close()
+        self.stdout = os.fdopen(_taken(output))
+        self.stdin = os.fdopen(_taken(given), "w")
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired([str(self._process)], timeout)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float) -> tuple[str, None]:
+        """Close its input, and read until everything that writes to its output has ended."""
+        self.stdin.close()
+        text = self.stdout.read()
+        self.wait(timeout)
+        return text, None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stdin.close()
+        self.stdout.close()
+        if kind is not None:
+            self.kill()
+        self._process.join()
+
+
+def fork_command(*words: str, environment: dict[str, str] | None = None) -> Forked:
+    """Run `moe-replay`."""
+    return Forked(_command, words, environment=environment or {})
+
+
+def fork_python(code: str, *arguments: str, environment: dict[str, str] | None = None) -> Forked:
+    """Run a program."""
+    return Forked(_program, code, arguments, environment=environment or {})
+
+
+def _taken(connection: Connection) -> int:
+    """The file descriptor of a connection, which is closed."""
+    number = os.dup(connection.fileno())
+    connection.close()
+    return number
+
+
+def _in_fork(
+    pipes: Sequence[Connection], environment: dict[str, str], function: Callable[..., None], arguments: Any
+) -> None:
+    os.setsid()
+    os.environ |= environment
+    os.chdir(ROOT)
+    given, written = pipes
+    os.dup2(given.fileno(), 0)
+    os.dup2(written.fileno(), 1)
+    os.dup2(written.fileno(), 2)
+    for pipe in pipes:
+        pipe.close()
+    sys.stdin = os.fdopen(0)  # that of the server is closed
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    function(*arguments)
+
+
+def _command(words: Sequence[str]) -> None:
+    from moe_replay.cli.main import main
+
+    sys.argv[:] = ["moe-replay", *words]
+    main()
+
+
+def _program(code: str, arguments: Sequence[str]) -> None:
+    sys.argv[:] = ["-c", *arguments]
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(code)
+        file.flush()
+        runpy.run_path(file.name, run_name="__main__")
