@@ -7,11 +7,14 @@ import re
 import runpy
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.bfloat16 import fast_bfloat16
+from tests.faults.forked import fork_python
+from tests.faults.processes import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -25,14 +28,28 @@ def run_here(name: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.Monke
     return capsys.readouterr().out
 
 
-def run_apart(name: str, *launcher: str) -> str:
-    """In a process of its own: it makes process groups, or other state of a whole process."""
+def run_by_torchrun(name: str) -> str:
+    """On two ranks."""
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, *launcher, str(EXAMPLES / name)]
+    command = [sys.executable, *TORCHRUN, str(EXAMPLES / name)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def run_forked(name: str, size: int, port: int) -> str:
+    """In processes of its own with the variables of a launcher: it makes process groups, or other state of one."""
+    code = f"import runpy; runpy.run_path({str(EXAMPLES / name)!r}, run_name='__main__')"
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(fork_python(code, environment=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}))
+            for rank in range(size)
+        ]
+        outputs = [rank.communicate(LIMIT_S)[0] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0] * size, outputs
+    return "".join(outputs)
 
 
 def check_agreement(output: str, lines: int) -> None:
@@ -65,20 +82,20 @@ def test_plain_loop(mode: str, capsys: pytest.CaptureFixture, monkeypatch: pytes
 
 
 @pytest.mark.distributed
-def test_accelerate_loop() -> None:
+def test_accelerate_loop(port: int) -> None:
     pytest.importorskip("accelerate")
-    check_agreement(run_apart("accelerate_loop.py", *TORCHRUN), 3)
+    check_agreement(run_forked("accelerate_loop.py", 2, port), 3)
 
 
 @pytest.mark.distributed
 def test_fsdp2_loop() -> None:
-    check_agreement(run_apart("fsdp2_loop.py", *TORCHRUN), 3)
+    check_agreement(run_by_torchrun("fsdp2_loop.py"), 3)
 
 
 @pytest.mark.slow
-def test_megatron_forward_step() -> None:
+def test_megatron_forward_step(port: int) -> None:
     pytest.importorskip("megatron.core")
-    check_agreement(run_apart("megatron_forward_step.py", "-W", "ignore"), 3)
+    check_agreement(run_forked("megatron_forward_step.py", 1, port), 3)
 
 
 @pytest.mark.slow

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
 from tests.distributed.harness import fork_server
 
 ROOT = Path(__file__).parents[2]
@@ -114,6 +116,7 @@ def _in_fork(
     sys.stdin = os.fdopen(0)  # that of the server is closed
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    torch.set_num_threads(1)
     function(*arguments)
 
 

@@ -18,6 +18,7 @@ from moe_replay.rollout.engine_processes import EngineProcesses, connect_local, 
 from moe_replay.rollout.types import SamplingParams
 from moe_replay.rollout.weights import checkpoint_tensors
 from tests.faults.forked import fork_python
+from tests.faults.processes import wait_for_line
 from tests.rollout.tiny import assert_sampled_from, tiny_model
 
 TOKEN = "open sesame"
@@ -89,11 +90,11 @@ def test_a_trainer_that_is_killed_leaves_no_engine(tmp_path: Path) -> None:
         "from moe_replay.rollout.engine import StartRequest\n"
         "from moe_replay.rollout.engine_processes import EngineProcesses\n"
         f"started = EngineProcesses('transformers', StartRequest(model={str(tmp_path)!r}), 1, token='t')\n"
-        "print(*started.pids, flush=True)\n"
+        "print('\\nengine', *started.pids, flush=True)\n"
         "time.sleep(100000)\n"
     )
     with fork_python(program) as trainer:
-        engine = int(trainer.stdout.readline())
+        engine = int(wait_for_line(trainer.stdout, "engine ").split()[1])
         descriptor = os.pidfd_open(engine)
         trainer.kill()
     assert select.select([descriptor], [], [], 120)[0], "the engine lives on"

@@ -6,8 +6,6 @@ import asyncio
 import math
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -26,8 +24,9 @@ from moe_replay.train.job import DivergedError
 from moe_replay.train.learner import Learner
 from moe_replay.train.loop import train
 from moe_replay.train.rewards import RewardError
+from tests.faults.forked import fork_command
+from tests.faults.processes import wait_for_line
 
-ROOT = Path(__file__).resolve().parents[2]
 Config = Callable[..., Any]
 Metrics = Callable[[Path], list[dict[str, Any]]]
 
@@ -240,13 +239,9 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
     """By SIGKILL, in the middle of whatever it does after its second step."""
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(to_toml(config("killed", steps=1000, checkpoint={"every": 1})))
-    command = [sys.executable, "-m", "moe_replay.cli.main", "train", str(recipe)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as run:
-        assert run.stdout is not None
-        for line in run.stdout:
-            if line.split()[:2] == ["step", "2/1000"]:
-                run.kill()
-                break
+    with fork_command("train", str(recipe)) as run:
+        wait_for_line(run.stdout, "step 2/1000")
+        run.kill()
     assert run.returncode == -signal.SIGKILL
     steps = len(metrics_of(tmp_path / "killed")) + 2  # how far it came by then is up to the machine
     whole, killed = (config(name, steps=steps, checkpoint={"every": 1}) for name in ("whole", "killed"))
