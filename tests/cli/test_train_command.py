@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,8 @@ from moe_replay.cli.main import main
 from moe_replay.demo.settings import FULL, RECIPE
 from moe_replay.train.config.file import load_config
 from moe_replay.train.config.train_config import TrainConfig
+from tests.faults.forked import fork_command
+from tests.faults.processes import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -259,12 +260,15 @@ def test_a_dense_model_can_only_be_trained_without_replay(capsys: pytest.Capture
 
 
 @pytest.mark.distributed
-def test_torchrun_starts_it_and_one_rank_speaks() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "moe_replay.cli.main"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, "train", "--help"], capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("usage: moe-replay train") == 1
+def test_of_several_ranks_one_speaks() -> None:
+    """torchrun itself: tests/faults/test_bad_input.py."""
+    outputs = []
+    for rank in range(2):
+        with fork_command("train", "--help", environment={"RANK": str(rank), "WORLD_SIZE": "2"}) as done:
+            outputs.append(done.communicate(LIMIT_S)[0])
+        assert done.returncode == 0, outputs
+    assert outputs[0].count("usage: moe-replay train") == 1
+    assert outputs[1] == ""
 
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------

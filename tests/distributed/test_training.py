@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.harness import run_ranks
+from tests.distributed import harness, megatron_models
 from tests.train.runs import train_on_rank
 
 pytest.importorskip("transformers")
+harness.PRELOADED.extend(megatron_models.PRELOADED)
 
 COMPARED = (
     "reward/mean",
@@ -30,7 +31,7 @@ CHUNKS = {"pipeline_parallel": 2, "virtual_pipeline": 2}
 
 def curve(size: int, files: Any, output: Path, **overrides: Any) -> list[dict[str, float]]:
     arguments = (str(files.model), str(files.train), str(output), overrides)
-    every = run_ranks(size, train_on_rank, *arguments)
+    every = harness.run_ranks(size, train_on_rank, *arguments)
     assert all(lines == every[0] for lines in every)
     return [{name: line[name] for name in COMPARED} for line in every[0]]
 

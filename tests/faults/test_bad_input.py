@@ -412,7 +412,7 @@ def test_an_error_of_all_ranks_is_printed_once(
 
 @pytest.mark.distributed
 def test_torchrun_prints_it_once() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "-m", "moe_replay.cli.main"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "moe_replay.cli.main"]
     done = subprocess.run([*command, "train", "--steps", "0"], capture_output=True, text=True, timeout=600)
     assert done.returncode != 0
     assert done.stderr.count("the configuration is invalid") == 1
