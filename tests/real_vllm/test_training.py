@@ -51,7 +51,7 @@ def test_three_steps(server: str, demo_files: Any, tmp_path: Path, backend: str,
         "backend": {"kind": backend},
         "model": {"dtype": TRAINER_DTYPE},
         "replay": {"mode": mode},
-        "rollout": {"engine": "vllm_server", "urls": [server], "token": TOKEN},
+        "rollout": {"engine": "vllm_server", "urls": [server], "token": TOKEN, "prompts_per_step": 8},
         "optim": {"lr": 1e-4},
         "checkpoint": {"export": mode == "r3"},
     }
