@@ -32,7 +32,8 @@ class Forked:
         output, written = context.Pipe(duplex=False)
         read, given = context.Pipe(duplex=False)
         pipes = (read, written)
-        self._process = context.Process(target=_in_fork, args=(pipes, environment, function, arguments))
+        everything = dict(os.environ) | environment  # the server has that of the test that started it
+        self._process = context.Process(target=_in_fork, args=(pipes, everything, function, arguments))
         self._process.start()
         for used in pipes:
             used.close()
@@ -105,7 +106,8 @@ def _in_fork(
     pipes: Sequence[Connection], environment: dict[str, str], function: Callable[..., None], arguments: Any
 ) -> None:
     os.setsid()
-    os.environ |= environment
+    os.environ.clear()
+    os.environ.update(environment)
     os.chdir(ROOT)
     given, written = pipes
     os.dup2(given.fileno(), 0)
