@@ -77,8 +77,11 @@ def test_a_good_machine() -> None:
         (changed(megatron_core="0.20.0"), "megatron-core", "note", "test-megatron-versions"),
         (changed(transformer_engine=None), "megatron-core", "note", "transformer-engine"),
         (changed(vllm="0.21.0"), "vllm", "broken", "0.30"),
-        (changed(vllm="0.25.0"), "vllm", "note", "0.30"),
+        (changed(vllm="0.25.0"), "vllm", "broken", "vllm>=0.30,<0.33"),
+        (changed(vllm="0.29.1"), "vllm", "broken", "vllm>=0.30,<0.33"),
+        (changed(vllm="0.31.0"), "vllm", "note", "prefix_caching"),
         (changed(vllm="0.32.0"), "vllm", "note", "prefix_caching"),
+        (changed(vllm="0.33.0"), "vllm", "note", "vllm>=0.30,<0.33"),
         (replace(changed(vllm="0.32.0"), gpus=()), "vllm", "broken", "GPU"),
         (replace(changed(vllm="0.32.0"), triton=False), "vllm", "broken", "Triton"),
         (replace(changed(vllm="0.28.0"), gpus=()), "vllm", "broken", "0.30"),
@@ -96,6 +99,13 @@ def test_a_good_machine() -> None:
 def test_each_thing(system: SystemInfo, subject: str, status: str, words: str) -> None:
     found = finding(system, subject)
     assert (found.status, words in found.remedy, bool(found.remedy)) == (status, True, bool(words))
+
+
+def test_doctor_says_what_was_run_on_which_hardware() -> None:
+    assert "run on CPU" in finding(GOOD, "vllm").text
+    assert "not run" in finding(changed(vllm="0.31.0"), "vllm").text
+    assert "run on one NVIDIA H200" in finding(changed(vllm="0.32.0"), "vllm").text
+    assert "rollout.capture" in finding(GOOD, "vllm").text
 
 
 def test_what_is_needed_and_absent_is_broken() -> None:
@@ -203,4 +213,4 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 def test_the_remedy_stands_below() -> None:
     lines = findings_text(diagnose(changed(vllm="0.21.0"))).splitlines()
     assert len(lines) == len(CHECKS) + 1
-    assert [line.strip() for line in lines if "->" in line] == ["-> Use vLLM 0.30"]
+    assert [line.strip() for line in lines if "->" in line] == ["-> pip install 'vllm>=0.30,<0.33'"]

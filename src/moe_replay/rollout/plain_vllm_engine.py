@@ -34,6 +34,7 @@ from moe_replay.rollout.request_barrier import RequestBarrier
 from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.vllm_masks import MASK_OPTION, MaskReturn
+from moe_replay.rollout.vllm_release import check_version
 from moe_replay.rollout.weights_id import (
     INCOMPLETE,
     CurrentWeights,
@@ -119,6 +120,7 @@ class PlainVllmEngine(HttpClient):
     def settings(self) -> ServerSettings:
         """What the server was started with; raises if it cannot be trained with."""
         engine = f"{self.name} at {self.url}"
+        check_version(self.name.version, f" at {self.url}")
         with self._developer_mode():
             answer = self._call("GET", "/server_info?config_format=json")
         with reading_answer(self.url):

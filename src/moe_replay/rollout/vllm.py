@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from moe_replay.errors import EngineError, EngineName, EngineUnavailableError
+from moe_replay.errors import EngineError, EngineUnavailableError
 from moe_replay.rollout.adapter import Adapter
 from moe_replay.rollout.engine import Capture, Engine, StartRequest, end_tokens
 from moe_replay.rollout.loop import AsyncSampler, while_alive
@@ -23,17 +23,16 @@ from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.vllm_adapter import AdapterSlot, adapter_options
 from moe_replay.rollout.vllm_arguments import (
-    WORKING_VERSIONS,
     engine_arguments,
     on_cpu,
     translated_errors,
-    vllm_version,
     without_launcher_variables,
 )
-from moe_replay.rollout.vllm_capture import RouteSource, returns_routes, token_logprobs
+from moe_replay.rollout.vllm_capture import RouteSource, token_logprobs
 from moe_replay.rollout.vllm_console import engine_console
 from moe_replay.rollout.vllm_masks import MASK_OPTION, MaskReturn
 from moe_replay.rollout.vllm_outputs import OutputReader
+from moe_replay.rollout.vllm_release import WORKING_VERSIONS, VllmRelease, returns_routes
 from moe_replay.rollout.weight_chunks import packed
 from moe_replay.rollout.weights import as_files, safetensors_files
 from moe_replay.rollout.weights_id import CurrentWeights
@@ -84,8 +83,10 @@ class VllmEngine(AsyncSampler):
         capture: Capture = "auto",
         **options: Any,
     ) -> None:
-        self.name = EngineName("vLLM", vllm_version())
-        self._routes = RouteSource(capture, options, str(self.name))
+        release = VllmRelease.installed()
+        release.check()
+        self.name = release.name
+        self._routes = RouteSource(capture, options, str(self.name), release.lacks_for_capture)
         arguments = engine_arguments(self.name, str(model), self._routes.capture, options)
         super().__init__("vllm")
         with ExitStack() as undo:
@@ -149,7 +150,7 @@ class VllmEngine(AsyncSampler):
                 expected=f"vLLM {WORKING_VERSIONS}",
                 remedy="Its log above names the cause; without routes it cannot be used here",
             ) from failure
-        if self._routes.capture != "ours" and not returns_routes(llm):
+        if self._routes.capture != "ours" and not returns_routes(llm.vllm_config):
             llm.shutdown()
             raise EngineError(f"{self.name} disabled the return of routes", expected=f"vLLM {WORKING_VERSIONS}")
         await self._routes.connect(llm, folder)

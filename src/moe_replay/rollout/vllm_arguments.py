@@ -13,7 +13,6 @@ from moe_replay.errors import (
     EngineName,
     EngineOptionError,
     EngineUnavailableError,
-    MissingExtraError,
 )
 from moe_replay.rollout.vllm_capture import capture_arguments
 from moe_replay.rollout.vllm_masks import check_mask_option
@@ -32,15 +31,12 @@ _LAUNCHER_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-WORKING_VERSIONS = "0.30.0 or 0.32.0; docs/engines.md says what is known of others"
 
 
 def engine_arguments(engine: EngineName, model: str, capture: str, options: dict[str, Any]) -> Any:
     """Return vLLM's engine arguments for a model, who records routes, and options of the caller."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    if "enable_return_routed_experts" not in {field.name for field in dataclasses.fields(AsyncEngineArgs)}:
-        raise EngineError(f"{engine} cannot return routes", expected=f"vLLM {WORKING_VERSIONS}", found=engine.version)
     fixed: dict[str, Any] = {
         "model": model,
         "logprobs_mode": "processed_logprobs",  # of the distribution sampled from, temperature included
@@ -103,19 +99,6 @@ def translated_errors(engine: EngineName) -> Iterator[None]:
         raise EngineError(f"{engine} rejected a request: {rejection}") from rejection
     except (EngineDeadError, EngineGenerateError) as failure:
         raise EngineUnavailableError(f"{engine} failed: {failure}", remedy="Its log names the cause") from failure
-
-
-def vllm_version() -> str:
-    """Return the installed version; raise if there is none."""
-    try:
-        import vllm
-    except ImportError as missing:
-        raise MissingExtraError(
-            "vLLM is not installed",
-            expected=f"vLLM {WORKING_VERSIONS}",
-            remedy="pip install 'moe-replay[vllm]'; on CPU see requirements/test.txt",
-        ) from missing
-    return vllm.__version__
 
 
 def on_cpu() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -30,17 +30,23 @@ _NOT_OURS = {
 }
 
 
-def chosen_capture(capture: str, options: Mapping[str, Any]) -> Literal["ours", "vllm", "checked"]:
-    """Return who records routes in an engine with these options."""
+def chosen_capture(
+    capture: str, options: Mapping[str, Any], lacks: Sequence[str] = ()
+) -> Literal["ours", "vllm", "checked"]:
+    """Return who records routes in an engine with these options.
+
+    lacks   what our capture uses and the installed vLLM does not have
+    """
     if capture not in get_args(Capture):
         raise EngineOptionError("no such route capture", expected=", ".join(get_args(Capture)), found=capture)
     in_the_way = [why for name, why in _NOT_OURS.items() if options.get(name) not in (None, False, 0, 1, "auto")]
+    in_the_way += [f"a vLLM without {name}" for name in lacks]
     if capture == "auto":
         return "vllm" if in_the_way else "ours"
     if capture != "vllm" and in_the_way:
         raise EngineOptionError(
             f"capture {capture!r} cannot be used with {', '.join(in_the_way)}",
-            remedy='Use capture "auto" or "vllm", or leave that option out',
+            remedy='Use capture "auto" or "vllm", or leave that option out; vLLM 0.30 to 0.32 have all it uses',
         )
     return capture  # type: ignore[return-value]
 
@@ -54,20 +60,14 @@ def capture_arguments(capture: str, *, on_cpu: bool) -> dict[str, Any]:
     return arguments
 
 
-def returns_routes(llm: Any) -> bool:
-    """Whether vLLM's own capture is on: 0.31 moved the setting."""
-    settings = getattr(llm.vllm_config, "aux_output_config", None) or llm.model_config
-    return settings.enable_return_routed_experts
-
-
 class RouteSource:
     """Where an engine gets the routes of a finished request from.
 
     capture   who records them: "ours", "vllm" or "checked"
     """
 
-    def __init__(self, capture: str, options: Mapping[str, Any], engine: str) -> None:
-        self.capture = chosen_capture(capture, options)
+    def __init__(self, capture: str, options: Mapping[str, Any], engine: str, lacks: Sequence[str] = ()) -> None:
+        self.capture = chosen_capture(capture, options, lacks)
         self._engine = engine
         self._receiver = None if self.capture == "vllm" else RouteReceiver()
 

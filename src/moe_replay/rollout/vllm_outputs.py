@@ -12,9 +12,9 @@ import numpy as np
 from moe_replay.errors import EngineError, EngineName
 from moe_replay.rollout.captured_sample import captured_sample, parse_finish_reason
 from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
-from moe_replay.rollout.vllm_arguments import WORKING_VERSIONS
 from moe_replay.rollout.vllm_capture import token_logprobs
 from moe_replay.rollout.vllm_masks import MaskReturn
+from moe_replay.rollout.vllm_release import WORKING_VERSIONS
 from moe_replay.rollout.weights_id import CurrentWeights
 from moe_replay.routes.topology import MoeTopology
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,6 +11,7 @@ from moe_replay.errors import UnsupportedRouterError
 from moe_replay.megatron.weights import WEIGHT_MAPS
 from moe_replay.megatron.weights.family import ADD_A_FAMILY
 from moe_replay.rollout.registry import ENGINES
+from moe_replay.rollout.vllm_release import INSTALL, NEWEST, OLDEST, RUN_ON, release_numbers
 from moe_replay.routes.layer_rules import setting
 from moe_replay.routes.router_families import ROUTER_FAMILIES
 from moe_replay.routes.topology import MoeTopology, text_config
@@ -93,9 +93,7 @@ def _megatron_weights(model_type: str) -> Finding:
     )
 
 
-def numbers(version: str) -> tuple[int, ...]:
-    """Parse a version: `0.30.1rc2+cpu` is (0, 30, 1)."""
-    return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[a-z+-]", version)[0]))
+numbers = release_numbers
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -156,23 +154,19 @@ def _vllm(system: SystemInfo) -> Finding:
     if version is None:
         return Finding("vllm", Status.NOTE, "none", "no rollouts with vLLM here", "pip install 'moe-replay[vllm]'")
     release, on_cpu = numbers(version)[:2], not system.gpus
-    use = "Use vLLM 0.30"
-    if release < (0, 22):
-        text = "routes of hybrid-attention models are wrong, and all zero in some releases"
-        return Finding("vllm", Status.BROKEN, version, text, use)
-    if (0, 27) <= release <= (0, 29) and on_cpu:
-        return Finding("vllm", Status.BROKEN, version, "does not start on a CPU", use)
-    if release >= (0, 31):
-        text = "captures routes in Model Runner V2, which needs Triton, a GPU and prefix caching"
-        if on_cpu or not system.triton:
-            return Finding(
-                "vllm", Status.BROKEN, version, f"{text}; not available here", f"{use}, or a GPU with Triton"
-            )
-        return Finding("vllm", Status.NOTE, version, f"{text}; untested", "Leave enable_prefix_caching on")
+    if release < OLDEST:
+        return Finding("vllm", Status.BROKEN, version, "refused at start: older than what was run", INSTALL)
+    if release > NEWEST:
+        return Finding("vllm", Status.NOTE, version, "newer than what was run (0.30 to 0.32)", INSTALL)
+    run = f"{RUN_ON[release[0], release[1]]}; our capture of routes, or vLLM's own (rollout.capture)"
     if release == (0, 30):
-        text = "rollouts with routes; prefix caching may be on, pipeline parallelism is refused by vLLM"
+        text = f"{run}; prefix caching may be on, pipeline parallelism is refused by vLLM"
         return Finding("vllm", Status.OK, version, text)
-    return Finding("vllm", Status.NOTE, version, "same interface as 0.30; untested", use)
+    text = f"{run}; Model Runner V2, which needs Triton, a GPU, and for vLLM's own capture prefix caching"
+    if on_cpu or not system.triton:
+        remedy = "Use vLLM 0.30, or a GPU with Triton"
+        return Finding("vllm", Status.BROKEN, version, f"{text}; not available here", remedy)
+    return Finding("vllm", Status.NOTE, version, text, "Leave enable_prefix_caching on")
 
 
 def _sglang(system: SystemInfo) -> Finding:
