@@ -35,7 +35,9 @@ def test_older_releases_are_refused_with_the_version_to_install(version: str) ->
 
 @pytest.mark.parametrize("version", ["0.30.0", "0.30.1+cpu", "0.31.0", "0.32.0", "0.33.0.dev7+g1234", "dev"])
 def test_supported_and_newer_releases_are_used(version: str) -> None:
-    VllmRelease(version).check()
+    release = VllmRelease(version)
+    release.check()
+    assert str(release.name) == f"vLLM {version}"
 
 
 def test_a_release_without_what_is_used() -> None:
