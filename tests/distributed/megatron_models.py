@@ -68,6 +68,11 @@ BATCH_DEPENDS = {"mtp", "losses"}  # losses inside the model that count the toke
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
+def experts_of(variant: str) -> dict[str, Any]:
+    """Setting of the models that are compared, whole and partitioned: few experts, unless they are in groups."""
+    return {} if variant == "deepseek" else {"num_moe_experts": 4}
+
+
 @dataclass(frozen=True)
 class Case:
     """One layout to try: what is partitioned and how.
@@ -300,7 +305,7 @@ def save_reference(path: str, variant: str, micro_batches: int, varying: bool = 
     """Record the routes of some micro-batches, move the routers, replay: weights, traces, losses, gradients."""
     enable()
     start()
-    config = make_config(variant)
+    config = make_config(variant, **experts_of(variant))
     model = make_chunk(config, plain_attention=True)
     replay = mr.attach(model)
     traces = [recorded_alone(model, replay, sequences(number, varying)) for number in range(micro_batches)]

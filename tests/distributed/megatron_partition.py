@@ -20,6 +20,7 @@ from tests.distributed.megatron_models import (
     by_name,
     case_layout,
     enable,
+    experts_of,
     fed,
     make_chunk,
     make_config,
@@ -75,7 +76,7 @@ class Partition:
         self.case = case
         self.reference = reference
         self.dp_rank = parallel_state.get_data_parallel_rank()
-        self.config = make_config(case.variant, **case.parallel_settings())
+        self.config = make_config(case.variant, **experts_of(case.variant), **case.parallel_settings())
         stages = [None] if case.vpp is None else range(case.vpp)
         plain = case.packed or case.cp > 1
         self.chunks = [make_chunk(self.config, stage, plain) for stage in stages]
