@@ -23,6 +23,7 @@ pytest.importorskip("peft")
 harness.PRELOADED.extend(PRELOADED)
 
 TP, EP, PP = {"tensor_parallel": 2}, {"expert_parallel": 2}, {"pipeline_parallel": 2}
+CP = {"context_parallel": 2}
 PACKED, SHARDED = {"packed": True}, {"distributed_optimizer": True}
 FULL = {"megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
 ALL = ["all-linear", "router"]
@@ -32,6 +33,7 @@ LAYOUTS: dict[str, tuple[str, int, list[str], dict[str, Any]]] = {
     "tp2-ep2-etp1-sharded": ("qwen3_moe", 2, ALL, TP | EP | SHARDED | {"expert_tensor_parallel": 1}),
     "pp2-vpp2-recomputed": ("qwen3_moe", 2, ALL, PP | FULL | {"virtual_pipeline": 2}),
     "pp2-router-alone": ("qwen3_moe", 2, ["router"], PP | {"virtual_pipeline": 2}),
+    "cp2-packed": ("qwen3_moe", 2, ALL, CP | PACKED),
     "latent-attention-tp2": ("deepseek_v3", 2, ALL, TP),
 }
 TOLERANCE = 2e-5
