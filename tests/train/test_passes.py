@@ -109,6 +109,16 @@ def test_the_dry_run_counts_the_steps_of_epochs(config: Config, ten_prompts: str
     assert "3 passes of 2 updates of 8; 5 steps: 2 epochs of 10 rows" in dry_run(made)
 
 
+def test_steps_that_epochs_replace_are_named(
+    config: Config, ten_prompts: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = config(steps=7, data={"path": ten_prompts, "epochs": 0.4})
+    assert "1 step: 0.4 epochs of 10 rows; data.epochs replaces steps = 7" in dry_run(made)
+    folder = train(made)
+    assert "1 step: 0.4 epochs of 10 prompts; data.epochs replaces steps = 7" in capsys.readouterr().out
+    assert "replaces" not in dry_run(load_config(folder / "config.toml"))  # which has the number that was counted
+
+
 def test_a_warm_up_longer_than_the_epochs_is_refused(config: Config, ten_prompts: str) -> None:
     made = config(data={"path": ten_prompts, "epochs": 1}, optim={"warmup_steps": 4})
     with pytest.raises(ConfigError, match=r"optim\.warmup_steps.*at most steps = 3.*1 of 10 prompts"):

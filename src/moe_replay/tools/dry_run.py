@@ -20,7 +20,7 @@ from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import read_rows
 from moe_replay.train.engines import check_length
 from moe_replay.train.hub_data import is_hub_name
-from moe_replay.train.inputs import check_names, steps_of_epochs
+from moe_replay.train.inputs import check_names, epochs_in_words
 from moe_replay.train.replay_mode import plan_replay
 from moe_replay.utils.secrets import mask_passwords
 
@@ -142,7 +142,7 @@ def _steps(config: TrainConfig) -> str:
     if not config.data.path or not path.exists():
         return f"steps for {epochs:g} epoch{'s' * (epochs != 1)}"
     rows = len(read_rows(path, config.data.subset, config.data.split))
-    return f"{steps_of_epochs(config, rows)} steps: {epochs:g} epoch{'s' * (epochs != 1)} of {rows} rows"
+    return epochs_in_words(config, rows, "rows")
 
 
 def _tokens(config: TrainConfig) -> str:

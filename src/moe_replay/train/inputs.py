@@ -113,6 +113,15 @@ def steps_of_epochs(config: TrainConfig, num_prompts: int) -> int:
     return steps
 
 
+def epochs_in_words(config: TrainConfig, num_prompts: int, unit: str = "prompts") -> str:
+    """Return how many steps the epochs amount to, and that a number of steps which was set has no effect."""
+    epochs, steps = config.data.epochs, steps_of_epochs(config, num_prompts)
+    assert epochs is not None
+    replaced = "steps" in config.model_fields_set and config.steps != steps
+    note = f"; data.epochs replaces steps = {config.steps}" if replaced else ""
+    return f"{steps} step{'s' * (steps != 1)}: {epochs:g} epoch{'s' * (epochs != 1)} of {num_prompts} {unit}{note}"
+
+
 def read_inputs(config: TrainConfig, sources: Sources, status: StatusCallback) -> Inputs:
     """Read the data and load the rewards; raise for what the model cannot be trained with."""
     trusted = config.model.trust_remote_code

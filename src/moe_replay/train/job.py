@@ -22,7 +22,7 @@ from moe_replay.train.config.sections import PROBE_TOLERANCE
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt, PromptStream
 from moe_replay.train.engines import StartedEngines, engines_of_all_nodes, open_engine
-from moe_replay.train.inputs import Inputs, check_names, read_inputs, steps_of_epochs
+from moe_replay.train.inputs import Inputs, check_names, epochs_in_words, read_inputs, steps_of_epochs
 from moe_replay.train.learner import Learner
 from moe_replay.train.probe import ProbeSequence
 from moe_replay.train.rollouts import Rollouts
@@ -385,6 +385,5 @@ def _with_steps(config: TrainConfig, inputs: Inputs | None, run: Run, progress: 
     run.update(counted)
     progress.plan(steps)
     if inputs is not None:
-        epochs = config.data.epochs
-        progress.message(f"{steps} steps: {epochs:g} epoch{'s' * (epochs != 1)} of {len(inputs.prompts)} prompts")
+        progress.message(epochs_in_words(config, len(inputs.prompts)))
     return counted
