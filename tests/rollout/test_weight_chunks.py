@@ -16,7 +16,7 @@ import moe_replay as mr
 from moe_replay.errors import EngineError, EngineName
 from moe_replay.rollout.types import Weights
 from moe_replay.rollout.vllm_server import VllmServer
-from moe_replay.rollout.weight_chunks import CHUNK_BYTES, ChunkQueue, chunks_of
+from moe_replay.rollout.weight_chunks import CHUNK_BYTES, chunks_of, update_side_by_side
 from tests.rollout.serving import serving
 
 pytest.importorskip("tenacity", reason="the pool needs tenacity")
@@ -125,7 +125,7 @@ def test_a_server_that_fails_does_not_stop_the_others(serialised: list[int]) -> 
     assert len(serialised) == 8
 
 
-def test_a_slow_engine_slows_the_reading() -> None:
+def test_a_slow_engine_slows_the_reading(serialised: list[int]) -> None:
     started, go_on = threading.Event(), threading.Event()
 
     class Slow(Receiver):
@@ -134,27 +134,21 @@ def test_a_slow_engine_slows_the_reading() -> None:
             go_on.wait()
             super().update_weights(weights, version, probe, weights_id)
 
-    queue, engine = ChunkQueue(iter(())), Slow()
-    taker = threading.Thread(target=queue.update, args=(engine, 1, None, ""))
-    taker.start()
-    started.wait()
-    put: list[int] = []
+    read: list[str] = []
 
-    def produce() -> None:
-        for chunk in chunks_of(tensors().items(), 1):
-            queue.put(chunk)
-            put.append(len(put))
-        queue.put(None)
+    def reading() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors().items():
+            read.append(name)
+            yield name, tensor
 
-    producer = threading.Thread(target=produce)
+    engine = Slow()
+    producer = threading.Thread(target=update_side_by_side, args=([engine], reading(), 1, None, ""))
     producer.start()
-    while not put:
-        started.wait(0.01)
-    producer.join(timeout=0.3)
-    assert put == [0], "one chunk waits, no more"
+    started.wait()
+    producer.join(timeout=0.5)
+    assert len(read) <= 7, "one chunk of three waits, another is held, and its end is seen at the tensor behind it"
     go_on.set()
     producer.join()
-    taker.join()
     assert same(engine.weights, tensors())
 
 

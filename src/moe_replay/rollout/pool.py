@@ -25,7 +25,8 @@ from moe_replay.rollout.answers import vocabulary_size
 from moe_replay.rollout.engine import Engine, StartRequest, put_to_sleep, wake_for_update
 from moe_replay.rollout.loop import AsyncSampler
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
-from moe_replay.rollout.weight_chunks import ChunkQueue, broadcast_chunks
+from moe_replay.rollout.weight_chunks import update_side_by_side
+from moe_replay.rollout.weight_delta import SentWeights
 from moe_replay.rollout.weights_id import CurrentWeights, identifies_weights
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.utils.messages import one_line
@@ -128,6 +129,7 @@ class EnginePool(AsyncSampler):
         self._members = [_Member(engine) for engine in engines]
         self._attempts, self._cooldown_s, self._max_backoff_s = attempts, cooldown_s, max_backoff_s
         self._weights_id = ""  # of the last update
+        self._sent: SentWeights | None = None
         with ExitStack() as undo:
             undo.callback(super().close)
             self._version = self._reach(min_servers or len(engines), any_version)
@@ -299,14 +301,16 @@ class EnginePool(AsyncSampler):
         again = bool(weights_id) and weights_id == self._weights_id
         self._version, self._weights_id = version, weights_id
         members = self._without_weights() if again else self._members
-        queues = [ChunkQueue(weights) for _ in members]
-        with ThreadPoolExecutor(len(members) or 1) as threads:
-            updates = [
-                threads.submit(each.update, member.engine, version, probe, weights_id)
-                for each, member in zip(queues, members, strict=True)
-            ]
-            broadcast_chunks(weights, queues)
+        engines = [member.engine for member in members]
+        updates = update_side_by_side(engines, weights, version, probe, weights_id, self._sent)
         self._apply_outcomes(updates, members)
+
+    def send_changes(self, full_every: int) -> None:
+        """Send only what has changed since the last update, to servers that have it; all weights every so often.
+
+        A copy of the weights is kept here and on each server, in host memory.
+        """
+        self._sent = SentWeights(full_every)
 
     def _apply_outcomes(self, calls: Sequence[Future[None]], members: Sequence[_Member]) -> None:
         """Take engines whose call failed out of rotation, put the others in; raise if none is left."""

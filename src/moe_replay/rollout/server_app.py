@@ -33,8 +33,9 @@ from moe_replay.rollout.answers import DIGEST_HEADER, content_digest
 from moe_replay.rollout.engine import Engine, put_to_sleep, wake_for_update
 from moe_replay.rollout.request_limits import RequestLimits
 from moe_replay.rollout.sample_wire import MEDIA_TYPE, encode_samples
-from moe_replay.rollout.types import SamplingParams
-from moe_replay.rollout.weight_stream import read_header, read_tensors
+from moe_replay.rollout.types import SamplingParams, Weights
+from moe_replay.rollout.weight_delta import KeptWeights
+from moe_replay.rollout.weight_stream import UpdateHeader, read_frames, read_header, read_tensors
 from moe_replay.rollout.weights_id import takes_weights_id
 
 T = TypeVar("T")
@@ -89,6 +90,7 @@ class _Service:
         self._token = token.encode()
         self._active = 0
         self._has_ids = takes_weights_id(engine) and hasattr(engine, "weights_id")
+        self._kept = KeptWeights()
 
     def guarded(self, work: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         """Wrap a handler: it requires the token, and errors become responses with their text."""
@@ -122,6 +124,7 @@ class _Service:
         """Engine, weight version and topology."""
         topology = self.engine.topology
         ids = {"weights_id": getattr(self.engine, "weights_id", None)} if self._has_ids else {}
+        ids |= {"kept_id": self._kept.weights_id} if self._has_ids else {}
         return JSONResponse(
             ids
             | {
@@ -186,11 +189,22 @@ class _Service:
         header = read_header(read)
         if header.probe is not None:
             self._check(header.probe.token_ids)
-        weights = read_tensors(read) if header.folder is None else Path(header.folder)
+        weights = self._weights(header, read)
         if self._has_ids:
             self.engine.update_weights(weights, header.version, header.to_probe(), weights_id=header.weights_id or "")
         else:
             self.engine.update_weights(weights, header.version, header.to_probe())
+        if header.keep:
+            self._kept.weights_id = header.weights_id or ""
+
+    def _weights(self, header: UpdateHeader, read: Callable[[int], bytes]) -> Weights:
+        """Return the weights of an update. Changes are read, applied and verified before the engine is touched."""
+        if header.base_id:
+            return self._kept.change(header.base_id, read_frames(read))
+        self._kept.drop()
+        if header.folder is not None:
+            return Path(header.folder)
+        return self._kept.keep(read_tensors(read)) if header.keep else read_tensors(read)
 
     async def sleep(self, request: Request) -> Response:
         """Free the engine's memory."""

@@ -28,7 +28,7 @@ def start(request: StartRequest) -> Engine:
 
 
 class _Info(BaseModel):
-    """What a server says of itself. Those of older releases have no `weights_id`."""
+    """What a server says of itself. Those of older releases have no `weights_id`, and keep no copy of weights."""
 
     engine: tuple[str, str]
     weight_version: int
@@ -36,6 +36,7 @@ class _Info(BaseModel):
     model_type: str
     moe_layers: list[tuple[int, int, int]]
     weights_id: str | None = None
+    kept_id: str | None = None
 
 
 class VllmServer(HttpClient):
@@ -106,10 +107,11 @@ class VllmServer(HttpClient):
         The server must name them in its response: whatever else answers has not taken them. From an update with a
         `weights_id` on, samples of other weights than this client has sent are refused.
         """
-        self.identifies_weights = self.current_weights().weights_id is not None
+        before = self._info()
+        self.identifies_weights = before.weights_id is not None
         sent_id = weights_id if self.identifies_weights else ""
         self._ledger.record(version, weights_id)
-        info = self._info("POST", "/weights", write_update(weights, version, probe, sent_id))
+        info = self._info("POST", "/weights", write_update(weights, version, probe, sent_id, before.kept_id))
         if (info.weight_version, info.weights_id or "") != (version, sent_id):
             raise EngineAnswerError(
                 f"{self.url} answered an update of its weights and does not have them",

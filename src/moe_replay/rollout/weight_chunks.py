@@ -5,21 +5,27 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from torch import Tensor
 
 from moe_replay.rollout.engine import Engine
 from moe_replay.rollout.types import Probe, Weights
+from moe_replay.rollout.weight_delta import Changes, SentWeights
 
 CHUNK_BYTES = 64 * 2**20
 
 
 class WeightChunk:
-    """Some tensors in host memory, serialised once for however many engines."""
+    """Some tensors in host memory, serialised once for however many engines.
+
+    changes   of the tensors since the last update, where they are sent instead
+    """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
+        self.changes: Changes | None = None
         self._content: bytes | None = None
         self._lock = threading.Lock()
 
@@ -53,10 +59,13 @@ class ChunkStream:
     """The weights of one update for one engine, as chunks that it shares with other engines.
 
     Iterating over it yields (name, tensor), for engines that know nothing of chunks.
+
+    keep      the receiver is to keep a copy, for updates with changes alone
+    base_id   of the update that the chunks' changes refer to; empty: they have none
     """
 
-    def __init__(self, chunks: Iterator[WeightChunk]) -> None:
-        self.chunks = chunks
+    def __init__(self, chunks: Iterator[WeightChunk], *, keep: bool = False, base_id: str = "") -> None:
+        self.chunks, self.keep, self.base_id = chunks, keep, base_id
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for chunk in self.chunks:
@@ -70,18 +79,19 @@ def packed(weights: Iterable[tuple[str, Tensor]], chunk_bytes: int = CHUNK_BYTES
         yield chunk.content
 
 
-class ChunkQueue:
+class _ChunkQueue:
     """Chunks on their way to one engine. One waits at most, so that a slow engine slows the producer."""
 
-    def __init__(self, weights: Weights) -> None:
-        self._folder = weights if isinstance(weights, Path) else None
+    def __init__(self, sent: SentWeights | None) -> None:
+        self._keep, self._base_id = sent is not None, "" if sent is None else sent.base_id
         self._chunks: queue.Queue[WeightChunk | None] = queue.Queue(maxsize=1)
         self._update_ended = threading.Event()
 
     def update(self, engine: Engine, version: int, probe: Probe | None, weights_id: str) -> None:
         """Update the engine from the queue; the producer is unblocked whether that succeeds or fails."""
+        stream = ChunkStream(self._dequeue(), keep=self._keep, base_id=self._base_id)
         try:
-            engine.update_weights(self._folder or ChunkStream(self._dequeue()), version, probe, weights_id)
+            engine.update_weights(stream, version, probe, weights_id)
         finally:
             self._update_ended.set()
 
@@ -99,14 +109,39 @@ class ChunkQueue:
             yield chunk
 
 
-def broadcast_chunks(weights: Weights, queues: Sequence[ChunkQueue]) -> None:
-    """Read an iterator of weights once, in the caller's thread: reading it may be a collective operation."""
-    if isinstance(weights, Path):
-        return
-    try:
-        for chunk in chunks_of(weights):
+def update_side_by_side(
+    engines: Sequence[Engine],
+    weights: Weights,
+    version: int,
+    probe: Probe | None,
+    weights_id: str,
+    sent: SentWeights | None = None,
+) -> list[Future[None]]:
+    """Update all engines at once and return how that ended for each.
+
+    An iterator is read once, in the caller's thread: reading it may be a collective operation.
+
+    sent   the weights of the last update, whose changes are sent to engines that have kept it
+    """
+    with ThreadPoolExecutor(len(engines) or 1) as threads:
+        if isinstance(weights, Path):
+            return [threads.submit(one.update_weights, weights, version, probe, weights_id) for one in engines]
+        if sent is not None:
+            sent.begin()
+        queues = [_ChunkQueue(sent) for _ in engines]
+        updates = [
+            threads.submit(each.update, engine, version, probe, weights_id)
+            for each, engine in zip(queues, engines, strict=True)
+        ]
+        try:
+            for chunk in chunks_of(weights):
+                if sent is not None:
+                    chunk.changes = sent.changes(chunk.tensors)
+                for each in queues:
+                    each.put(chunk)
+            if sent is not None:
+                sent.end(weights_id)
+        finally:
             for each in queues:
-                each.put(chunk)
-    finally:
-        for each in queues:
-            each.put(None)
+                each.put(None)
+    return updates

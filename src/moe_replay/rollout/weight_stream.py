@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_replay.errors import EngineError
 from moe_replay.rollout.types import Probe, Weights
-from moe_replay.rollout.weight_chunks import packed
+from moe_replay.rollout.weight_chunks import ChunkStream, packed
 
 MAX_FRAME_BYTES = 8 * 2**30
 _PIECE_BYTES = 2**19
@@ -34,7 +34,11 @@ class _ProbeHeader(BaseModel):
 
 
 class UpdateHeader(BaseModel):
-    """Version of the weights that follow, or of those in a folder that the server can read; a probe; and their id."""
+    """Version of the weights that follow, or of those in a folder that the server can read; a probe; and their id.
+
+    keep      keep a copy of the weights in host memory, for an update with changes alone
+    base_id   the frames that follow are changes of the weights with this id
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -42,6 +46,8 @@ class UpdateHeader(BaseModel):
     folder: str | None = None
     probe: _ProbeHeader | None = None
     weights_id: str | None = Field(None, max_length=256)
+    keep: bool | None = None
+    base_id: str | None = Field(None, max_length=256)
 
     def to_probe(self) -> Probe | None:
         """Return the probe, if one was sent."""
@@ -51,18 +57,37 @@ class UpdateHeader(BaseModel):
         return Probe(token_ids=self.probe.token_ids, logprobs=logprobs, tolerance=self.probe.tolerance)
 
 
-def write_update(weights: Weights, version: int, probe: Probe | None, weights_id: str = "") -> Iterator[bytes]:
-    """Yield the body of a request in chunks. Without an id the header is one that older servers read too."""
+def write_update(
+    weights: Weights, version: int, probe: Probe | None, weights_id: str = "", kept_id: str | None = None
+) -> Iterator[bytes]:
+    """Yield the body of a request in chunks. Without an id the header is one that older servers read too.
+
+    kept_id   of the weights that the server has a copy of; None: it cannot keep one
+    """
+    stream = weights if isinstance(weights, ChunkStream) and weights_id and kept_id is not None else None
+    keep = stream is not None and stream.keep
+    changed = stream if stream is not None and stream.base_id and stream.base_id == kept_id else None
     sent = None
     if probe is not None:
         ids, logprobs = [int(token) for token in probe.token_ids], np.asarray(probe.logprobs).tolist()
         sent = _ProbeHeader(token_ids=ids, logprobs=logprobs, tolerance=probe.tolerance)
     folder = str(weights.absolute()) if isinstance(weights, Path) else None
-    header = UpdateHeader(version=version, folder=folder, probe=sent, weights_id=weights_id or None)
+    header = UpdateHeader(
+        version=version,
+        folder=folder,
+        probe=sent,
+        weights_id=weights_id or None,
+        keep=keep or None,
+        base_id=None if changed is None else changed.base_id,
+    )
     yield from _frame(header.model_dump_json(exclude_none=True).encode())
-    if not isinstance(weights, Path):
-        for chunk in packed(weights):
-            yield from _frame(chunk)
+    if changed is not None:
+        for chunk in changed.chunks:
+            assert chunk.changes is not None, "a stream with a base has changes"
+            yield from _frame(chunk.changes.content)
+    elif not isinstance(weights, Path):
+        for content in packed(weights):
+            yield from _frame(content)
     yield from _frame(b"")
 
 
@@ -79,12 +104,18 @@ def read_tensors(read: Read) -> Iterator[tuple[str, Tensor]]:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    while frame := _read_frame(read, MAX_FRAME_BYTES):
+    for frame in read_frames(read):
         try:
             tensors = load(frame)
         except SafetensorError as wrong:
             raise EngineError(f"an update with a frame that is not safetensors: {wrong}") from wrong
         yield from tensors.items()
+
+
+def read_frames(read: Read) -> Iterator[bytes]:
+    """Yield the frames that follow; raise unless the body ends with the end marker."""
+    while frame := _read_frame(read, MAX_FRAME_BYTES):
+        yield frame
 
 
 def _frame(content: bytes) -> Iterator[bytes]:
