@@ -1,10 +1,8 @@
-"""`moe-replay rollout`, as a user starts it."""
+"""`moe-replay rollout`."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import signal
 import time
 from pathlib import Path
 
@@ -13,6 +11,8 @@ import pytest
 from moe_replay.errors import EngineError
 from moe_replay.rollout.types import SamplingParams
 from moe_replay.rollout.vllm_server import VllmServer
+from tests.faults.forked import fork_command
+from tests.faults.processes import wait_for_line
 from tests.rollout.tiny import assert_sampled_from, tiny_model
 
 pytest.importorskip("tyro", reason="the command line needs tyro")
@@ -20,16 +20,15 @@ pytest.importorskip("uvicorn", reason="the server's own dependencies come with v
 
 
 @pytest.mark.engine
-def test_a_server_makes_up_its_token_and_prints_it(tmp_path: Path, port: int) -> None:
+def test_a_server_makes_up_its_token_and_prints_it(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("olmoe")
     model.save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "moe_replay.cli.main", "rollout", "--model", str(tmp_path), "--port", str(port)]
-    command += ["--engine", "transformers", "--dtype", "float32", "--weight-version", "5", "--max-length", "32"]
-    environment = {name: value for name, value in os.environ.items() if name != "MOE_REPLAY_TOKEN"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
+    words = ["rollout", "--model", str(tmp_path), "--port", str(port), "--engine", "transformers"]
+    words += ["--dtype", "float32", "--weight-version", "5", "--max-length", "32"]
+    monkeypatch.delenv("MOE_REPLAY_TOKEN", raising=False)
+    with fork_command(*words) as server:
         try:
-            assert server.stdout is not None
-            token = server.stdout.readline().removeprefix("token: ").strip()
+            token = wait_for_line(server.stdout, "token: ").removeprefix("token: ").strip()
             assert len(token) >= 32
             with VllmServer(f"http://127.0.0.1:{port}", token=token) as client:
                 while not client.healthy():
@@ -44,7 +43,7 @@ def test_a_server_makes_up_its_token_and_prints_it(tmp_path: Path, port: int) ->
             ):
                 stranger.generate([[1]], SamplingParams())
         finally:
-            server.terminate()
+            server.send_signal(signal.SIGTERM)
 
 
 def test_options_of_vllm_are_passed_on() -> None:
