@@ -7,6 +7,7 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -325,6 +326,44 @@ def test_sleep_is_asked_for_where_the_server_can(server: Server) -> None:
 def test_ways_of_weights_that_a_server_does_not_have(kind: str, text: str) -> None:
     with pytest.raises(EngineError, match=text):
         weight_route(kind, ServerSettings(), "http://a:1", lambda path, body: None, None)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_memory_of_a_gpu_is_offered_by_the_endpoints_of_vllm(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    packing = pytest.importorskip("vllm.distributed.weight_transfer.packed_tensor", reason="vLLM is not installed here")
+    asked: list[tuple[str, Any]] = []
+
+    def post(path: str, body: Any) -> None:
+        asked.append((path, body))
+        if fails and path == "/update_weights":
+            raise EngineError("out of memory")
+
+    def produced(iterator: Any, gpu_uuid: str, **_: Any) -> Iterator[Any]:
+        for name, tensor in iterator:
+            about = {"names": [name], "dtype_names": ["float32"], "shapes": [list(tensor.shape)], "tensor_sizes": [4]}
+            yield SimpleNamespace(**about, ipc_handle={gpu_uuid: ("handle",)})
+
+    monkeypatch.setattr(packing, "packed_ipc_producer", produced)  # and what else needs a GPU
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-1"))
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
+    route = weight_route("ipc", ServerSettings(transfer_backend="ipc"), "http://a:1", post, None)
+    if fails:
+        with pytest.raises(EngineError, match="out of memory"):
+            route.send(WEIGHTS.items())
+    else:
+        route.send(WEIGHTS.items())
+    updates = 1 if fails else 2
+    first, last = ["/init_weight_transfer_engine", "/start_weight_update"], "/finish_weight_update"
+    assert [path for path, _ in asked] == [*first, *["/update_weights"] * updates, last]  # else it refuses the next one
+    assert asked[0][1] == {"init_info": {"packed": True}}
+    assert asked[2][1]["update_info"].keys() >= {
+        "names",
+        "dtype_names",
+        "shapes",
+        "tensor_sizes",
+        "ipc_handles_pickled",
+    }
 
 
 def test_several_plain_servers_are_a_pool(server: Server, tmp_path: Path) -> None:
