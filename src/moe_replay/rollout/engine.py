@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 
 from moe_replay.errors import EngineError, EngineName, EngineOptionError
+from moe_replay.rollout.transfer import Receivers
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.routes.topology import MoeTopology
 
@@ -155,6 +156,11 @@ def put_to_sleep(engine: Engine, level: int) -> None:
         engine.sleep(level=level)  # type: ignore[call-arg]
     else:
         engine.sleep()
+
+
+def receivers_of(engine: Engine) -> Receivers | None:
+    """Return what takes part in transfers of weights to an engine (its `receivers`); None if it takes none."""
+    return getattr(engine, "receivers", None)
 
 
 def wake_for_update(engine: Engine) -> None:

@@ -32,6 +32,7 @@ from moe_replay.rollout.plain_vllm_wire import (
 from moe_replay.rollout.pool import connect
 from moe_replay.rollout.request_barrier import RequestBarrier
 from moe_replay.rollout.state import EngineState
+from moe_replay.rollout.transfer import Transfer
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.vllm_masks import MASK_OPTION, MaskReturn
 from moe_replay.rollout.vllm_release import check_version
@@ -221,6 +222,8 @@ class PlainVllmEngine(HttpClient):
 
         vLLM's own endpoints do not notice missing weights: pass a `probe`.
         """
+        if isinstance(weights, Transfer):
+            raise EngineError(f"{self._state.engine} takes no transfers", remedy='Set weights.kind = "http"')
         _ = (self.settings, self._route)
         self._ledger.record(version, weights_id)
         self._loop.run(self._barrier.close(self._abort))

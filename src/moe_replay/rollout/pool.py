@@ -22,8 +22,10 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 
 from moe_replay.errors import EngineAnswerError, EngineError, EngineName, EngineUnavailableError
 from moe_replay.rollout.answers import vocabulary_size
-from moe_replay.rollout.engine import Engine, StartRequest, put_to_sleep, wake_for_update
+from moe_replay.rollout.engine import Engine, StartRequest, put_to_sleep, receivers_of, wake_for_update
 from moe_replay.rollout.loop import AsyncSampler
+from moe_replay.rollout.pool_transfer import update_by_transfer
+from moe_replay.rollout.transfer import Receivers, Transfer
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.weight_chunks import update_side_by_side
 from moe_replay.rollout.weight_delta import SentWeights
@@ -301,8 +303,12 @@ class EnginePool(AsyncSampler):
         again = bool(weights_id) and weights_id == self._weights_id
         self._version, self._weights_id = version, weights_id
         members = self._without_weights() if again else self._members
-        engines = [member.engine for member in members]
-        updates = update_side_by_side(engines, weights, version, probe, weights_id, self._sent)
+        if isinstance(weights, Transfer):
+            members = self._members_in(weights, members)
+            updates = update_by_transfer([one.engine for one in members], weights, version, probe, weights_id)
+        else:
+            engines = [member.engine for member in members]
+            updates = update_side_by_side(engines, weights, version, probe, weights_id, self._sent)
         self._apply_outcomes(updates, members)
 
     def send_changes(self, full_every: int) -> None:
@@ -311,6 +317,20 @@ class EnginePool(AsyncSampler):
         A copy of the weights is kept here and on each server, in host memory.
         """
         self._sent = SentWeights(full_every)
+
+    def _members_in(self, transfer: Transfer, members: Sequence[_Member]) -> list[_Member]:
+        """Return the engines that take part in a transfer; others could not be reached when it began."""
+        for member in members:
+            if member.engine.url not in transfer.settings:
+                member.take_out(EngineUnavailableError("it could not be reached for a weight update"), self._cooldown_s)
+        return [member for member in self._members if member.engine.url in transfer.settings]
+
+    def receivers_by_url(self, weights_id: str = "") -> dict[str, Receivers | None]:
+        """Return what would take part in a transfer, of all engines that can be reached and lack these weights."""
+        again = bool(weights_id) and weights_id == self._weights_id
+        members = [one for one in self._members if one.engine.healthy()]
+        members = [one for one in members if self._lacks_weights(one.engine)] if again else members
+        return {member.engine.url: receivers_of(member.engine) for member in members}
 
     def _apply_outcomes(self, calls: Sequence[Future[None]], members: Sequence[_Member]) -> None:
         """Take engines whose call failed out of rotation, put the others in; raise if none is left."""

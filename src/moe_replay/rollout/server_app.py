@@ -30,12 +30,12 @@ from starlette.routing import Route
 
 from moe_replay.errors import EngineError, EngineUnavailableError, MoeReplayError
 from moe_replay.rollout.answers import DIGEST_HEADER, content_digest
-from moe_replay.rollout.engine import Engine, put_to_sleep, wake_for_update
+from moe_replay.rollout.engine import Engine, put_to_sleep, receivers_of, wake_for_update
 from moe_replay.rollout.request_limits import RequestLimits
 from moe_replay.rollout.sample_wire import MEDIA_TYPE, encode_samples
 from moe_replay.rollout.types import SamplingParams, Weights
 from moe_replay.rollout.weight_delta import KeptWeights
-from moe_replay.rollout.weight_stream import UpdateHeader, read_frames, read_header, read_tensors
+from moe_replay.rollout.weight_stream import UpdateHeader, read_frames, read_header, read_tensors, read_transfer
 from moe_replay.rollout.weights_id import takes_weights_id
 
 T = TypeVar("T")
@@ -125,8 +125,10 @@ class _Service:
         topology = self.engine.topology
         ids = {"weights_id": getattr(self.engine, "weights_id", None)} if self._has_ids else {}
         ids |= {"kept_id": self._kept.weights_id} if self._has_ids else {}
+        receivers = receivers_of(self.engine)
         return JSONResponse(
             ids
+            | ({} if receivers is None else {"receivers": [receivers.device, list(receivers.ids)]})
             | {
                 "engine": list(self.engine.name),
                 "weight_version": self.engine.weight_version,
@@ -202,6 +204,8 @@ class _Service:
         if header.base_id:
             return self._kept.change(header.base_id, read_frames(read))
         self._kept.drop()
+        if header.transfer is not None:
+            return read_transfer(read, header.transfer)
         if header.folder is not None:
             return Path(header.folder)
         return self._kept.keep(read_tensors(read)) if header.keep else read_tensors(read)

@@ -29,6 +29,7 @@ from moe_replay.rollout.sglang_wire import (
     was_retracted,
 )
 from moe_replay.rollout.state import EngineState
+from moe_replay.rollout.transfer import Transfer
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.weight_chunks import packed
 from moe_replay.rollout.weights import safetensors_files
@@ -269,6 +270,8 @@ class SglangServer(HttpClient):
 
         SGLang does not detect missing weights: pass a `probe`. The id is part of its version text.
         """
+        if isinstance(weights, Transfer):
+            raise EngineError(f"{self._state.engine} takes no transfers", remedy='Set weights.kind = "http"')
         self._ledger.record(version, weights_id)
         if isinstance(weights, Path):
             self._update(weights, version, probe, weights_id)

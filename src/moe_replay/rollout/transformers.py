@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +24,11 @@ from moe_replay.rollout.model_folder import ModelError, check_finite, load_model
 from moe_replay.rollout.request_limits import check_token_ids
 from moe_replay.rollout.sampling import Supports, draw, sampled_logprobs, uniforms
 from moe_replay.rollout.sampling_mask import SamplingMask
+from moe_replay.rollout.staging import device_id
 from moe_replay.rollout.state import EngineState
+from moe_replay.rollout.transfer import Receivers, Transfer
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
+from moe_replay.rollout.weight_receiver import received_tensors
 from moe_replay.rollout.weights import load_into, read_tensors
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.topology import MoeTopology
@@ -68,6 +72,7 @@ class TransformersEngine:
     """
 
     one_call_at_a_time = True
+    receives_in_caller = True  # transfers come from other processes
 
     def __init__(
         self,
@@ -128,6 +133,12 @@ class TransformersEngine:
     def weights_id(self) -> str:
         """Of the update that the weights come from."""
         return self._state.weights_id
+
+    @property
+    def receivers(self) -> Receivers:
+        """What takes part in transfers of weights: the process that this engine runs in."""
+        device: torch.device = self.model.device
+        return Receivers(device.type, (device_id(device),))
 
     def healthy(self) -> bool:
         """Always: the engine runs in this process."""
@@ -268,10 +279,14 @@ class TransformersEngine:
 
     def update_weights(self, weights: Weights, version: int, probe: Probe | None = None, weights_id: str = "") -> None:
         """Copy new weights into the module, in place."""
-        tensors = read_tensors(weights)
+        tensors = None if isinstance(weights, Transfer) else read_tensors(weights)
         self.abort()
         with self._lock, self._state.update_to(version, weights_id):
-            load_into(self.model, tensors)
+            if isinstance(weights, Transfer):
+                with closing(received_tensors(weights, self.model.device)) as received:
+                    load_into(self.model, received)
+            elif tensors is not None:
+                load_into(self.model, tensors)
             if probe is not None:
                 probe.check(self._prompt_logprobs([int(token) for token in probe.token_ids]), str(self.name))
 

@@ -17,10 +17,15 @@ from torch import Tensor
 
 from moe_replay.errors import EngineError
 from moe_replay.rollout.sampling_mask import SamplingMask
+from moe_replay.rollout.transfer import Transfer
 from moe_replay.routes.trace import RouteTrace
 
-Weights = Iterable[tuple[str, Tensor]] | Path
-"""New weights for an engine, named and shaped as in the model's checkpoint: streamed, or a folder of safetensors."""
+Tensors = Iterable[tuple[str, Tensor]]
+Weights = Tensors | Path | Transfer
+"""New weights for an engine, named and shaped as in the model's checkpoint.
+
+Streamed; a folder of safetensors; or a transfer, of which the engine is told where its workers find the tensors.
+"""
 
 
 class FinishReason(StrEnum):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from moe_replay.rollout.request_barrier import RequestBarrier
 from moe_replay.rollout.request_limits import check_token_ids
 from moe_replay.rollout.sampling import prompt_hash
 from moe_replay.rollout.state import EngineState
+from moe_replay.rollout.transfer import Receivers, Transfer, drive
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.vllm_adapter import AdapterSlot, adapter_options
 from moe_replay.rollout.vllm_arguments import (
@@ -252,6 +253,12 @@ class VllmEngine(AsyncSampler):
         An iterator is read here, in the caller's thread: reading it may be a collective operation of the trainer.
         """
         self._check_ready_for(adapter=False)
+        if isinstance(weights, Transfer):
+            self._loop.run(self._begin_update())
+            with self._barrier.open_on_error():
+                drive(weights, self._submit)
+                self._loop.run(self._finish_update(version, probe, weights_id, "replay_finish_update"))
+            return
         if isinstance(weights, Path):
             files = iter(safetensors_files(weights))
         else:
@@ -302,6 +309,15 @@ class VllmEngine(AsyncSampler):
                 probe.check(found, str(self.name))
             self._state.end_update(version, weights_id)
         self._barrier.open()
+
+    def _submit(self, method: str, argument: str) -> Future[None]:
+        return asyncio.run_coroutine_threadsafe(self._call_workers(method, argument), self._loop.loop)
+
+    @cached_property
+    def receivers(self) -> Receivers:
+        """What takes part in transfers of weights: every worker of vLLM."""
+        devices = self._loop.run(self._answered(self._llm.collective_rpc("replay_device")))
+        return Receivers(devices[0].partition(" ")[0], tuple(device.partition(" ")[2] for device in devices))
 
     async def _call_workers(self, method: str, *arguments: str) -> None:
         with self._barrier.open_on_error(), translated_errors(self.name):

@@ -16,6 +16,7 @@ from moe_replay.rollout.engine import Engine, StartRequest
 from moe_replay.rollout.http import HttpClient
 from moe_replay.rollout.pool import connect
 from moe_replay.rollout.sample_wire import decode_samples
+from moe_replay.rollout.transfer import Receivers
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.weight_stream import write_update
 from moe_replay.rollout.weights_id import CurrentWeights, WeightsLedger
@@ -37,6 +38,7 @@ class _Info(BaseModel):
     moe_layers: list[tuple[int, int, int]]
     weights_id: str | None = None
     kept_id: str | None = None
+    receivers: tuple[str, tuple[str, ...]] | None = None
 
 
 class VllmServer(HttpClient):
@@ -64,6 +66,12 @@ class VllmServer(HttpClient):
     @property
     def weight_version(self) -> int:
         return self._info().weight_version
+
+    @cached_property
+    def receivers(self) -> Receivers | None:
+        """What takes part in transfers of weights to the server; None in older releases."""
+        found = self._info().receivers
+        return None if found is None else Receivers(*found)
 
     def current_weights(self) -> CurrentWeights:
         """Return what the server says of its weights."""
@@ -111,7 +119,7 @@ class VllmServer(HttpClient):
         self.identifies_weights = before.weights_id is not None
         sent_id = weights_id if self.identifies_weights else ""
         self._ledger.record(version, weights_id)
-        info = self._info("POST", "/weights", write_update(weights, version, probe, sent_id, before.kept_id))
+        info = self._info("POST", "/weights", write_update(weights, version, probe, sent_id, before.kept_id, self.url))
         if (info.weight_version, info.weights_id or "") != (version, sent_id):
             raise EngineAnswerError(
                 f"{self.url} answered an update of its weights and does not have them",

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from moe_replay.errors import MoeReplayError
 from moe_replay.rollout.vllm_copied_weights import CopiedWeights
+from moe_replay.rollout.vllm_transfer import TransferLoader
 from moe_replay.utils.processes import end_with_parent
 
 OK = ""
@@ -27,6 +29,8 @@ class WeightUpdates:
     vllm_config: Any
     replay_updating: bool = False
     replay_copied: CopiedWeights
+    replay_by_plan: bool = False
+    replay_transfer: TransferLoader | None = None
 
     def __new__(cls, *arguments: Any, **options: Any) -> WeightUpdates:
         """Make the worker end with the process that started it, before it takes any memory."""
@@ -55,6 +59,45 @@ class WeightUpdates:
         """Convert all weights to the layout of the kernels; an error text if some are missing."""
         return _error_text(self._replay_finish_update)
 
+    def replay_device(self) -> str:
+        """Return type and name of this worker's device."""
+        return self._replay_loader().device_id()
+
+    def replay_join(self, settings: str) -> str:
+        """Start an update by a transfer, and wait for everybody who takes part in it."""
+        return _error_text(lambda: self._replay_join(settings))
+
+    def replay_receive(self, message: str) -> str:
+        """Load one chunk of the transfer."""
+        error = _error_text(lambda: self._replay_receive(message))
+        if error:
+            self._replay_loader().fail(error)
+        return error
+
+    def _replay_loader(self) -> TransferLoader:
+        if self.replay_transfer is None:
+            self.replay_transfer = TransferLoader(self)
+        return self.replay_transfer
+
+    def _replay_join(self, settings: str) -> str:
+        loader = self._replay_loader()
+        loader.join(settings)
+        if loader.by_plan:
+            if self.replay_updating and not self.replay_by_plan:
+                self._replay_finish_layers()  # of an interrupted update
+            self.replay_updating = self.replay_by_plan = True
+            return OK
+        return self._replay_begin_update()
+
+    def _replay_receive(self, message: str) -> str:
+        from vllm.config import set_current_vllm_config
+
+        if not self.replay_updating:
+            return "no update has been started"
+        with set_current_vllm_config(self.vllm_config), torch.device(self.model_runner.device):
+            self._replay_loader().receive(message)
+        return OK
+
     def replay_load_adapter(self, folder: str) -> str:
         """Load a PEFT folder in place of the adapter before it."""
         return _error_text(lambda: self._replay_load_adapter(folder))
@@ -73,8 +116,9 @@ class WeightUpdates:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        if self.replay_updating:
-            self._replay_finish_update()  # of an interrupted update: its weights are overwritten now
+        if self.replay_updating and not self.replay_by_plan:
+            self._replay_finish_layers()  # of an interrupted update: its weights are overwritten now
+        self.replay_by_plan = False
         model = self.model_runner.get_model()
         _forget_packed_experts(model)
         with set_current_vllm_config(self.vllm_config):
@@ -89,23 +133,47 @@ class WeightUpdates:
 
         if not self.replay_updating:
             return "no update has been started"
-        model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config), torch.device(self.model_runner.device):
-            tensors = load_file(file)
-            self.replay_copied.expect(tensors)
-            self.replay_copied.process(model.load_weights(iter(tensors.items())))
+            self.replay_load_tensors(load_file(file))
         return OK
 
+    def replay_load_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Load tensors by vLLM's own loaders, inside of its configuration."""
+        self.replay_copied.expect(tensors)
+        self.replay_copied.process(self.model_runner.get_model().load_weights(iter(tensors.items())))
+
     def _replay_finish_update(self) -> str:
+        if not self.replay_updating:
+            return "no update has been started"
+        loader = self.replay_transfer
+        if loader is not None and loader.joined and loader.by_plan:
+            error = self._replay_finish_copies(loader)
+        else:
+            error = self._replay_finish_layers()
+        if loader is not None:
+            loader.leave(complete=not error)
+        return error
+
+    def _replay_finish_copies(self, loader: TransferLoader) -> str:
+        from vllm.config import set_current_vllm_config
+
+        missing = loader.missing()
+        if missing:
+            return f"{len(missing)} tensors missing, among them {', '.join(missing[:3])}"
+        with set_current_vllm_config(self.vllm_config), torch.device(self.model_runner.device):
+            loader.finish_by_plan()
+        self.replay_updating = False
+        return OK
+
+    def _replay_finish_layers(self) -> str:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        if not self.replay_updating:
-            return "no update has been started"
         model = self.model_runner.get_model()
         missing, tied = _unloaded(model)
         with set_current_vllm_config(self.vllm_config), torch.device(self.model_runner.device):
-            finalize_layerwise_reload(model, self.model_runner.model_config)
+            with self._replay_loader().recording():
+                finalize_layerwise_reload(model, self.model_runner.model_config)
             for name in tied:
                 module: Any = model.get_submodule(name)
                 module.quant_method.process_weights_after_loading(module)  # on CPU it computes with a packed copy
@@ -164,5 +232,5 @@ def _error_text(work: Callable[[], str]) -> str:
     expected = (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
     try:
         return work()
-    except (*expected, SafetensorError) as error:
+    except (*expected, SafetensorError, MoeReplayError) as error:
         return f"{type(error).__name__}: {error}"

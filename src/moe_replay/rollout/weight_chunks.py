@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from moe_replay.rollout.engine import Engine
-from moe_replay.rollout.types import Probe, Weights
+from moe_replay.rollout.types import Probe, Tensors
 from moe_replay.rollout.weight_delta import Changes, SentWeights
 
 CHUNK_BYTES = 64 * 2**20
@@ -111,7 +111,7 @@ class _ChunkQueue:
 
 def update_side_by_side(
     engines: Sequence[Engine],
-    weights: Weights,
+    weights: Tensors | Path,
     version: int,
     probe: Probe | None,
     weights_id: str,

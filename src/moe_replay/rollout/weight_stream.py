@@ -2,6 +2,8 @@
 
 frame: u64 length (little-endian) | that many bytes
 body:  frame with the header (JSON) | frame with a safetensors file, any number of times | empty frame
+
+The frames of a transfer are its messages (JSON), the last of them the end.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from moe_replay.errors import EngineError
+from moe_replay.rollout.transfer import Transfer, TransferSettings
 from moe_replay.rollout.types import Probe, Weights
 from moe_replay.rollout.weight_chunks import ChunkStream, packed
 
@@ -36,8 +39,9 @@ class _ProbeHeader(BaseModel):
 class UpdateHeader(BaseModel):
     """Version of the weights that follow, or of those in a folder that the server can read; a probe; and their id.
 
-    keep      keep a copy of the weights in host memory, for an update with changes alone
-    base_id   the frames that follow are changes of the weights with this id
+    keep       keep a copy of the weights in host memory, for an update with changes alone
+    base_id    the frames that follow are changes of the weights with this id
+    transfer   the frames that follow are the messages of a transfer with these settings
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -48,6 +52,7 @@ class UpdateHeader(BaseModel):
     weights_id: str | None = Field(None, max_length=256)
     keep: bool | None = None
     base_id: str | None = Field(None, max_length=256)
+    transfer: TransferSettings | None = None
 
     def to_probe(self) -> Probe | None:
         """Return the probe, if one was sent."""
@@ -58,11 +63,17 @@ class UpdateHeader(BaseModel):
 
 
 def write_update(
-    weights: Weights, version: int, probe: Probe | None, weights_id: str = "", kept_id: str | None = None
+    weights: Weights,
+    version: int,
+    probe: Probe | None,
+    weights_id: str = "",
+    kept_id: str | None = None,
+    url: str = "",
 ) -> Iterator[bytes]:
     """Yield the body of a request in chunks. Without an id the header is one that older servers read too.
 
     kept_id   of the weights that the server has a copy of; None: it cannot keep one
+    url       of the server, which has settings of its own in a transfer
     """
     stream = weights if isinstance(weights, ChunkStream) and weights_id and kept_id is not None else None
     keep = stream is not None and stream.keep
@@ -79,9 +90,13 @@ def write_update(
         weights_id=weights_id or None,
         keep=keep or None,
         base_id=None if changed is None else changed.base_id,
+        transfer=weights.for_engine(url) if isinstance(weights, Transfer) else None,
     )
     yield from _frame(header.model_dump_json(exclude_none=True).encode())
-    if changed is not None:
+    if isinstance(weights, Transfer):
+        for message in weights.messages:
+            yield from _frame(message.encode())
+    elif changed is not None:
         for chunk in changed.chunks:
             assert chunk.changes is not None, "a stream with a base has changes"
             yield from _frame(chunk.changes.content)
@@ -97,6 +112,16 @@ def read_header(read: Read) -> UpdateHeader:
         return UpdateHeader.model_validate_json(_read_frame(read, limit=2**24))
     except ValidationError as wrong:
         raise EngineError(f"an update with an unreadable header: {wrong}") from wrong
+
+
+def read_transfer(read: Read, settings: TransferSettings) -> Transfer:
+    """Return the transfer that the header announces; its messages are read from the frames that follow."""
+
+    def messages() -> Iterator[str]:
+        while frame := _read_frame(read, limit=2**28):
+            yield frame.decode()
+
+    return Transfer({"": settings}, messages())
 
 
 def read_tensors(read: Read) -> Iterator[tuple[str, Tensor]]:

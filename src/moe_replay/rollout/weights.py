@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_replay.errors import EngineError
-from moe_replay.rollout.types import Weights
+from moe_replay.rollout.types import Tensors
 from moe_replay.utils.processes import owned_folder
 
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -31,7 +31,7 @@ def safetensors_files(folder: Path) -> list[Path]:
     return files
 
 
-def read_tensors(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(weights: Tensors | Path) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor once, lazily; a folder without weights raises immediately."""
     return _read_files(safetensors_files(weights)) if isinstance(weights, Path) else iter(weights)
 
@@ -78,7 +78,9 @@ def checkpoint_tensors(model: nn.Module, state: NamedTensors | None = None) -> I
 def load_into(model: nn.Module, weights: NamedTensors) -> None:
     """Copy all weights in place, under the names of the checkpoint or of the live model; raise if any is missing."""
     live = model.state_dict()
-    parts = {name: list(_to_checkpoint(model, name, t.to("meta"))) for name, t in live.items()}
+    described = {name: _to_checkpoint(model, name, t.to("meta")) for name, t in live.items()}
+    parts = {name: list(tensors) for name, tensors in described.items()}
+    shapes = {part: tensor.shape for tensors in described.values() for part, tensor in tensors.items()}
     owner = {part: name for name, names in parts.items() for part in names}
     if len(owner) < sum(map(len, parts.values())):
         raise EngineError(
@@ -95,6 +97,7 @@ def load_into(model: nn.Module, weights: NamedTensors) -> None:
         if name in live and parts[name] != [name]:  # the live model's own, fused form
             _copy(live[name], tensor, name)
         else:
+            _check_shape(shapes[name], tensor, name)
             group = incomplete.setdefault(target, {})
             group[name] = tensor
             if len(group) < len(parts[target]):
@@ -111,9 +114,13 @@ def load_into(model: nn.Module, weights: NamedTensors) -> None:
         )
 
 
+def _check_shape(expected: torch.Size, tensor: Tensor, name: str) -> None:
+    if expected != tensor.shape:
+        raise EngineError(f"wrong shape of {name}", expected=tuple(expected), found=tuple(tensor.shape))
+
+
 def _copy(target: Tensor, source: Tensor, name: str) -> None:
-    if target.shape != source.shape:
-        raise EngineError(f"wrong shape of {name}", expected=tuple(target.shape), found=tuple(source.shape))
+    _check_shape(target.shape, source, name)
     with torch.no_grad():
         target.copy_(source)
 

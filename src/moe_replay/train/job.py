@@ -72,6 +72,8 @@ class Job:
         self.backend = backend
         self.learner = Learner(config, backend)
         self.completed_steps = 0
+        self.sync_metrics: dict[str, float] = {}
+        self._weights_kind = ""
         self._run = run
         self._base = Path(base)
         self._progress = progress
@@ -257,7 +259,11 @@ class Job:
             with raise_on_all_ranks("finishing the samples in flight"):
                 if self._rollouts is not None and version != self._rollouts.engine.weight_version:
                     self._rollouts.finish_running()
-        self._devices.update_engine(version, probe)
+        synced = self._devices.update_engine(version, probe)
+        if synced.kind != self._weights_kind:
+            self._weights_kind = synced.kind
+            self._progress.message(f"weights reach the engine by {synced.kind} ({synced.reason})")
+        self.sync_metrics = synced.metrics()
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return mean rewards on the evaluation prompts if this step evaluates, else nothing."""

@@ -43,7 +43,7 @@ def train(
                 evaluated = job.evaluate(step)
 
             timed = clock.metrics(batch.num_tokens)
-            job.log(step, {**batch.metrics, **scored, **learned, **measured, **evaluated, **timed})
+            job.log(step, {**batch.metrics, **scored, **learned, **measured, **job.sync_metrics, **evaluated, **timed})
             job.save_traces(step, batch.trajectories)
             job.save_completions(step, batch.completions)
             if job.should_save(step):

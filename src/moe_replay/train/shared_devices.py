@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from moe_replay.distributed.ranks import raise_on_all_ranks
 from moe_replay.rollout.types import Probe
+from moe_replay.rollout.weight_source import Group, TensorInfo
 from moe_replay.train.backends.base import Backend
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.synced_engine import SyncedEngine
+from moe_replay.train.weight_sync import EngineSync, SyncReport
 
 
 class SharedDevices:
@@ -28,6 +31,7 @@ class SharedDevices:
         self._offload, self._sleep = config.backend.offload, config.rollout.sleep
         self._level = config.rollout.sleep_level
         self._adapter_alone = config.rollout.lora
+        self._sync = EngineSync(config.weights, backend.device, copies=config.backend.offload)
 
     def start_with(self, engine: SyncedEngine) -> None:
         """Take the engine of the run, which has its memory, and have it free that for the trainer."""
@@ -40,24 +44,27 @@ class SharedDevices:
         if self._sleep and self.engine is not None:
             self.engine.sleep(level or self._level)
 
-    def update_engine(self, version: int, probe: Probe | None) -> None:
+    def update_engine(self, version: int, probe: Probe | None) -> SyncReport:
         """Send the policy's weights, or with `rollout.lora` its adapter alone, to the engine. On all ranks.
 
         The engine first takes memory for weights alone; the rest follows when the trainer has freed its own.
         """
         adapter = self._backend.adapter() if self._adapter_alone else None
-        weights = self._then_offload(self._backend.weights() if adapter is None else adapter.tensors)
+        if adapter is None:
+            with raise_on_all_ranks("waking the engine"):
+                if self._sleep and self.engine is not None:
+                    self.engine.wake_for_update()
+            return self._sync.send(_ThenOffload(self._backend, self._free_trainer_memory), self.engine, version, probe)
+        began, weights = time.monotonic(), _Counted(self._then_offload(adapter.tensors))
         with raise_on_all_ranks("updating the weights of the engine"):
             if self.engine is None:
                 for _ in weights:  # gathering them is collective
                     pass
-                return
-            if self._sleep:
-                self.engine.wake_for_update()
-            if adapter is None:
-                self.engine.update_weights(weights, version, probe)
             else:
+                if self._sleep:
+                    self.engine.wake_for_update()
                 self.engine.update_adapter(replace(adapter, tensors=weights), version, probe)
+        return SyncReport("adapter", "the base of the engine does not change", time.monotonic() - began, weights.nbytes)
 
     def _then_offload(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield weights of the policy; after the last one the trainer's memory is freed."""
@@ -85,3 +92,34 @@ class SharedDevices:
         if self._offload:
             self._backend.offload()
             dist.barrier()  # the engine may take memory of any rank's device
+
+
+class _ThenOffload:
+    """The weights of a policy; after the last of them the trainer's memory is freed."""
+
+    def __init__(self, backend: Backend, free: Callable[[], None]) -> None:
+        self._backend, self._free = backend, free
+        self._source = backend.weight_source()
+
+    def metadata(self) -> Sequence[TensorInfo]:
+        """Return every tensor."""
+        return self._source.metadata()
+
+    def groups(self, receivers: Collection[int] = (0,)) -> Iterator[Group]:
+        """Yield the tensors of each layer; a second time if an engine has failed."""
+        self._backend.reload()
+        yield from self._source.groups(receivers)
+        self._free()
+
+
+class _Counted:
+    """Tensors, with the bytes that have been read."""
+
+    def __init__(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        self._tensors = tensors
+        self.nbytes = 0
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._tensors:
+            self.nbytes += tensor.nbytes
+            yield name, tensor

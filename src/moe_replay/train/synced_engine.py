@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from moe_replay.errors import EngineError, EngineName
 from moe_replay.rollout.adapter import Adapter
-from moe_replay.rollout.engine import Engine, put_to_sleep, wake_for_update
+from moe_replay.rollout.engine import Engine, put_to_sleep, receivers_of, wake_for_update
+from moe_replay.rollout.transfer import Receivers
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.weights_id import WeightsLedger, identifies_weights, new_weights_id, takes_weights_id
 from moe_replay.routes.topology import MoeTopology
@@ -80,6 +81,20 @@ class SyncedEngine:
         weights_id = self._ledger.id_of(version) or new_weights_id(self._run_id, version, probe)
         self._ledger.record(version, weights_id)
         return weights_id
+
+    def transfer_targets(self, version: int) -> dict[str, Receivers] | None:
+        """Return the workers that would take part in a transfer, by URL; None if an engine takes no transfers.
+
+        Engines that cannot be reached are left out, and with weights that were sent before those that have them.
+        """
+        of_pool = getattr(self.engine, "receivers_by_url", None)
+        if of_pool is None:
+            own_thread = getattr(self.engine, "receives_in_caller", False)
+            found = {"": None if own_thread else receivers_of(self.engine)}
+        else:
+            found = of_pool(self._ledger.id_of(version) or "")
+        known = {url: one for url, one in found.items() if one is not None}
+        return known if known and len(known) == len(found) else None
 
     def lacks_weights(self) -> bool:
         """Return whether a server that can be reached has lost the weights that it was sent."""

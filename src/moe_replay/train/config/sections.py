@@ -18,6 +18,7 @@ from moe_replay.train.advantages import ADVANTAGES
 from moe_replay.train.config.data_sections import CheckpointConfig, DataConfig, EvalConfig, LogConfig, RewardConfig
 from moe_replay.train.config.plugin_names import PluginName
 from moe_replay.train.config.section import Limit, Section
+from moe_replay.train.config.weights_section import WeightsConfig
 from moe_replay.train.environments import ENVIRONMENTS
 from moe_replay.train.losses.aggregation import Aggregation
 from moe_replay.train.losses.registry import LOSSES
@@ -318,6 +319,7 @@ class Sections(Section):
     backend: BackendConfig = BackendConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
+    weights: WeightsConfig = WeightsConfig()
     replay: ReplayConfig = ReplayConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optim: OptimConfig = OptimConfig()

@@ -176,6 +176,9 @@ def _parts(metrics: Mapping[str, float]) -> Iterator[str]:
         }
         if shares:
             yield "(" + " ".join(f"{phase} {share:.0%}" for phase, share in shares.items()) + ")"
+    if metrics.get("weights/gb"):
+        size, rate = metrics["weights/gb"], metrics["time/weights_gb_per_second"]
+        yield f"weights {size:.3g} GB at {rate:.2g} GB/s in {metrics['time/weights']:.2g} s"
     if metrics.get("loss/skipped"):
         yield "UPDATE SKIPPED: its gradient was not finite"
 

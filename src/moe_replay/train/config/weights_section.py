@@ -1,0 +1,22 @@
+"""Settings of how weights reach the engine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from moe_replay.train.config.section import Section
+
+WeightKind = Literal["auto", "http", "ipc", "nccl"]
+
+
+class WeightsConfig(Section):
+    """How the policy's weights reach the engine after every update (docs/weights-sync.md)."""
+
+    kind: WeightKind = "auto"
+    """auto: ipc if trainer and engine share their GPUs, nccl between GPUs of different cards or machines, else http."""
+    chunk_mib: int = Field(512, ge=1)
+    """Size of the buffer that weights go through with ipc and nccl, in MiB; a larger tensor gets a larger one."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Seconds in which ipc and nccl must get on by a chunk; then the update has failed."""

@@ -1,0 +1,174 @@
+"""Weights to servers in processes of their own, by memory and by broadcast: what arrives, and what faults leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("uvicorn", reason="the server's own dependencies come with vLLM")
+
+from moe_replay.errors import EngineError, MoeReplayError
+from moe_replay.rollout.engine import StartRequest
+from moe_replay.rollout.engine_processes import EngineProcesses
+from moe_replay.rollout.pool import EnginePool
+from moe_replay.rollout.types import Probe, SamplingParams
+from moe_replay.rollout.vllm_server import VllmServer
+from moe_replay.rollout.weight_source import Group, IteratorSource, TensorInfo
+from moe_replay.rollout.weights import checkpoint_tensors
+from moe_replay.train.config.weights_section import WeightsConfig
+from moe_replay.train.synced_engine import SyncedEngine
+from moe_replay.train.weight_sync import EngineSync
+from tests.rollout.tiny import tiny_model
+
+pytestmark = pytest.mark.engine
+
+TOKEN = "open sesame"
+PROMPT = list(range(3, 19))
+KINDS = ("ipc", "nccl")
+SERVERS = 4
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
+    """Four servers of one model, and their processes; the last tests end the last two of them."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("qwen3_moe").save_pretrained(folder)
+    request = StartRequest(model=str(folder), dtype="float32")
+    processes = EngineProcesses("transformers", request, SERVERS, token=TOKEN)
+    try:
+        yield {f"http://127.0.0.1:{port}": pid for port, pid in zip(processes.ports, processes.pids, strict=True)}
+    finally:
+        processes.close()
+
+
+@pytest.fixture
+def urls(servers: dict[str, int]) -> list[str]:
+    return list(servers)
+
+
+def clients(urls: Sequence[str]) -> list[VllmServer]:
+    return [VllmServer(url, token=TOKEN) for url in urls]
+
+
+def state(seed: int) -> dict[str, Tensor]:
+    """Weights under their names in the checkpoint."""
+    return {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(tiny_model("qwen3_moe", seed))}
+
+
+def probe(seed: int) -> Probe:
+    """What these weights say of the prompt."""
+    model = tiny_model("qwen3_moe", seed)
+    with torch.no_grad():
+        scores = model(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
+    logprobs = scores.gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0].numpy()
+    return Probe(token_ids=PROMPT, logprobs=logprobs, tolerance=1e-4)
+
+
+def sync(kind: str) -> EngineSync:
+    config = WeightsConfig(kind=kind, timeout_s=60)  # type: ignore[arg-type]
+    return EngineSync(config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_server_gets_the_weights_that_http_would_send(urls: list[str], kind: str, number: int) -> None:
+    seed = 10 * number + KINDS.index(kind)
+    with EnginePool(clients(urls[:number]), any_version=True) as pool:
+        engine = SyncedEngine(pool)
+        weights = state(seed)
+        sent = sync("http").send(IteratorSource(weights.items), engine, 1, probe(seed))
+        by_http = [client.prompt_logprobs(PROMPT) for client in clients(urls[:number])]
+        sync("http").send(IteratorSource(state(1).items), engine, 2, probe(1))
+        report = sync(kind).send(IteratorSource(weights.items), engine, 3, probe(seed))
+        assert report.kind == kind
+        assert report.nbytes == sent.nbytes == sum(tensor.nbytes for tensor in weights.values())
+        assert set(report.metrics()) == {"time/weights", "weights/gb", "time/weights_gb_per_second"}
+        for client, before in zip(clients(urls[:number]), by_http, strict=True):
+            assert client.weight_version == 3
+            assert np.array_equal(client.prompt_logprobs(PROMPT), before)
+
+
+class Changed:
+    """A source whose tensors differ from what the engine knows, or that fails."""
+
+    def __init__(self, tensors: dict[str, Tensor], fails_at: str = "") -> None:
+        self._tensors, self._fails_at = tensors, fails_at
+
+    def metadata(self) -> Sequence[TensorInfo]:
+        return [TensorInfo.of(name, tensor) for name, tensor in self._tensors.items()]
+
+    def groups(self, receivers: Collection[int] = (0,)) -> Iterator[Group]:
+        for name, tensor in self._tensors.items():
+            if name == self._fails_at:
+                raise MoeReplayError("the trainer has no memory left")
+            yield [(name, tensor)]
+
+
+def refuses_to_sample(url: str) -> bool:
+    client = VllmServer(url, token=TOKEN)
+    with pytest.raises(EngineError, match="did not succeed"):
+        client.generate([PROMPT], SamplingParams(max_tokens=2))
+    return True
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fault", ["shape", "lost", "unknown", "sender"])
+def test_after_a_fault_no_server_samples_until_it_has_all_weights(urls: list[str], kind: str, fault: str) -> None:
+    used = urls[:2]
+    weights = state(3)
+    broken = dict(weights)
+    name = next(one for one in weights if "layers.2" in one and "down_proj" in one)
+    if fault == "shape":
+        broken[name] = weights[name][:-1]
+    elif fault == "lost":
+        del broken[name]
+    elif fault == "unknown":
+        broken["model.layers.2.nothing"] = weights[name]
+    source = Changed(broken, name if fault == "sender" else "")
+    said = {"shape": "wrong shape of", "lost": "missing", "unknown": "no such parameter", "sender": "no memory left"}[
+        fault
+    ]
+    with EnginePool(clients(used), any_version=True) as pool:
+        engine = SyncedEngine(pool)
+        with pytest.raises(MoeReplayError, match=said):
+            sync(kind).send(source, engine, 5, probe(3))
+        assert all(refuses_to_sample(url) for url in used)
+        sync(kind).send(IteratorSource(weights.items), engine, 6, probe(3))
+        assert {sample.weight_version for [sample] in engine.generate([PROMPT] * 4, SamplingParams(max_tokens=2))} == {
+            6
+        }
+
+
+class Killing(Changed):
+    """A source that ends a server when half of its tensors have been read."""
+
+    def __init__(self, tensors: dict[str, Tensor], pid: int) -> None:
+        super().__init__(tensors)
+        self._pid = pid
+
+    def groups(self, receivers: Collection[int] = (0,)) -> Iterator[Group]:
+        for number, group in enumerate(super().groups(receivers)):
+            if number == len(self._tensors) // 2 and self._pid:
+                os.kill(self._pid, signal.SIGKILL)
+                self._pid = 0
+            yield group
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_killed_in_mid_sync_does_not_keep_the_others_from_their_weights(
+    servers: dict[str, int], urls: list[str], kind: str
+) -> None:
+    kept, ended = urls[0], urls[2 + KINDS.index(kind)]
+    with EnginePool(clients([ended, kept]), any_version=True) as pool:
+        engine = SyncedEngine(pool)
+        sync(kind).send(Killing(state(7), servers[ended]), engine, 4, probe(7))
+        samples = engine.generate([PROMPT] * 2, SamplingParams(max_tokens=2))
+        assert {sample.weight_version for [sample] in samples} == {4}
+        left = VllmServer(kept, token=TOKEN)
+        assert np.allclose(left.prompt_logprobs(PROMPT), probe(7).logprobs, atol=1e-4)
