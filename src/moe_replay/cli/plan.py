@@ -95,12 +95,17 @@ class PlanCommand:
         from moe_replay.tools.model_config import model_config
         from moe_replay.tools.plan.memory import plan_memory
         from moe_replay.tools.plan.sizes import ModelSizes
+        from moe_replay.tools.plan.sync import Rates, plan_sync, sync_text
         from moe_replay.train.config.file import load_config
 
         config = load_config(Path(recipe))
         sizes = ModelSizes.of(model_config(self.model or config.model.path))
         plan = plan_memory(config, sizes, gpus=self.gpus, gpu_gib=self.gpu_gib)
         print(plan)
+        nodes, rates = -(-self.gpus // self.ranks_per_node), Rates(network=self.gbit / 8)
+        servers = len(config.rollout.urls) or nodes * (config.rollout.engines_per_node or 1)
+        itemsize = 4 if config.model.dtype == "float32" else 2
+        print(sync_text(plan_sync(sizes.total, nodes=nodes, servers=servers, itemsize=itemsize, rates=rates), rates))
         if not plan.fits:
             raise SystemExit(1)
 

@@ -106,7 +106,7 @@ class _Trainer:
     kept_gradients   between updates
     gathered         parameters gathered for a layer and the next one, and for embedding and head
     reduced          gradients of layers on their way to the ranks that keep them
-    sent             gathered tensors on their way to the engine
+    sent             a layer on its way to the engine, and one parameter that it is made of
     """
 
     weights: float
@@ -143,7 +143,7 @@ def _fsdp(config: TrainConfig, sizes: ModelSizes, ranks: int) -> _Trainer:
         activations=inputs + 2 * working if recomputes else (sizes.layers + 1) * working,
         scoring=working,
         logits=_logits(config, sizes, 1),
-        sent=3 * compute * sizes.largest,
+        sent=compute * (max(sizes.layer, sizes.embedding) + sizes.largest),
     )
 
 
@@ -186,7 +186,7 @@ def _megatron(config: TrainConfig, sizes: ModelSizes, ranks: int) -> _Trainer:
         activations=in_flight * inputs + 2 * working if full else (in_flight * sizes.layers / pp + 1) * working,
         scoring=working,
         logits=_logits(config, sizes, tp),
-        sent=3 * compute * sizes.largest,
+        sent=compute * (max(sizes.layer, sizes.embedding) + sizes.largest),
     )
 
 
