@@ -75,6 +75,8 @@ def start_tests(folder: Path, tests: Sequence[str]) -> int:
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.path.insert(0, str(folder / "src"))
+    paths = [str(folder / "src"), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # for the processes that a test starts
     import moe_replay
 
     right = Path(moe_replay.__file__).is_relative_to(folder)  # and not the package that is installed
