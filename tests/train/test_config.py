@@ -262,6 +262,8 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"optim": {"warmup_steps": 11}, "steps": 10}, "at most steps = 10"),
         ({"reward": {"functions": []}}, "functions"),
         ({"reward": {"functions": ["accuracy", "format"], "weights": [1.0]}}, "1 weights for 2 functions"),
+        ({"weights": {"delta": True}}, "weights.delta: only servers"),
+        ({"weights": {"delta": True, "kind": "nccl"}, "rollout": {"engines_per_node": 2}}, "not by nccl"),
         ({"reward": {"functions": ["format", "format"]}}, "'format' is listed twice"),
         ({"checkpoint": {"keep": 0}}, "keep"),
         ({"name": "a/b"}, "name"),
@@ -289,6 +291,7 @@ def test_what_cannot_work_is_refused(tables: dict[str, Any], told: str) -> None:
         PROMPTS,
         {"eval": {"every": 5}},
         {"reward": {"functions": ["accuracy", "format"], "weights": [1.0, 0.5]}},
+        {"weights": {"delta": True}, "rollout": {"engines_per_node": 2}},
     ],
 )
 def test_what_can_work_is_not_refused(tables: dict[str, Any]) -> None:

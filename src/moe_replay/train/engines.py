@@ -19,6 +19,7 @@ from moe_replay.train.backends.lora_targets import targets_of
 from moe_replay.train.config.keys import ConfigError
 from moe_replay.train.config.sections import ModelConfig, RolloutConfig
 from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.train.config.weights_section import WeightsConfig
 
 
 def longest_sequence(config: TrainConfig, folder: str) -> int:
@@ -103,11 +104,19 @@ def open_engine(config: TrainConfig, folder: str, started: StartedEngines | None
         from moe_replay.rollout.engine_processes import connect_local
 
         size = vocabulary_size(folder, trust_remote_code=config.model.trust_remote_code)
-        return connect_local(started.urls, started.token, size)
+        return _sending_changes(connect_local(started.urls, started.token, size), config.weights)
     request = start_request(config.rollout, config.model, folder, length)
     if config.rollout.lora:
         request = dataclasses.replace(request, lora=lora_spec(config.model, folder))
-    return start_engine(config.rollout.engine, request)
+    return _sending_changes(start_engine(config.rollout.engine, request), config.weights)
+
+
+def _sending_changes(engine: Engine, weights: WeightsConfig) -> Engine:
+    """Have servers sent what has changed alone, with `weights.delta`."""
+    if weights.delta:
+        pool: Any = engine  # as the checks of the configuration require
+        pool.send_changes(weights.full_every)
+    return engine
 
 
 def lora_spec(model: ModelConfig, folder: str) -> LoraSpec:

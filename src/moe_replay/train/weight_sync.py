@@ -157,7 +157,8 @@ class _Attempt:
         targets = None if self._engine is None else self._engine.transfer_targets(self._version)
         if targets is not None:
             targets = {url: one for url, one in targets.items() if url not in without}
-        choice = choose_kind(self._config.kind, self._device.type, set(self._devices), targets)
+        wanted = "http" if self._config.delta else self._config.kind
+        choice = choose_kind(wanted, self._device.type, set(self._devices), targets)
         if choice.kind == "http" or targets is None:
             return json.dumps(choice._asdict())
         self._targets = targets

@@ -62,6 +62,7 @@ def problems(config: Sections) -> Iterator[str]:
     yield from _data(config)
     yield from _rollout(config.rollout)
     yield from _adapters(config)
+    yield from _weights(config)
     yield from _algorithm(config)
     yield from _optim(config)
     yield from _reward(config.reward)
@@ -235,6 +236,20 @@ def _adapters(config: Sections) -> Iterator[str]:
         yield "rollout.lora: there is no adapter to send; set model.lora_rank"
     if config.rollout.lora and (config.rollout.engine != "vllm" or config.rollout.engines_per_node is not None):
         yield "rollout.lora: only one vllm in this process takes adapters; remove it, and merged weights are sent"
+
+
+def _weights(config: Sections) -> Iterator[str]:
+    if not config.weights.delta:
+        return
+    if config.weights.kind not in ("auto", "http"):
+        yield f"weights.delta: changes travel in requests, not by {config.weights.kind}; set weights.kind = http"
+    if config.rollout.engine != "vllm_server" and config.rollout.engines_per_node is None:
+        yield (
+            "weights.delta: only servers of `moe-replay rollout` take changes; set rollout.engine = vllm_server or "
+            "rollout.engines_per_node, or remove it"
+        )
+    if config.rollout.lora:
+        yield "weights.delta: with rollout.lora the adapter alone is sent; remove one of them"
 
 
 def _url_problem(url: str) -> str | None:
