@@ -1,0 +1,137 @@
+"""Ranks and workers of a transfer as threads: who reads whose memory, in many chunks, and what a failure ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_replay.errors import MoeReplayError
+from moe_replay.rollout.transfer import Receivers, TransferError, TransferStore
+from moe_replay.rollout.weight_receiver import WeightReceiver
+from moe_replay.rollout.weight_sender import Meeting, WeightSender
+from moe_replay.rollout.weight_source import Group
+
+CPU = torch.device("cpu")
+CHUNK = 4096
+
+
+def weights(rank: int) -> dict[str, Tensor]:
+    """Tensors of several types and sizes, one larger than a chunk, one empty; every rank has values of its own."""
+    sizes = {"a": (3, 5), "large": (50, 40), "b": (7,), "empty": (0, 4), "c": (30, 30), "d": (1,)}
+    types = {"b": torch.bfloat16, "d": torch.int64}
+    return {
+        name: torch.arange(torch.Size(size).numel()).reshape(size).to(types.get(name, torch.float32)) + rank
+        for name, size in sizes.items()
+    }
+
+
+def groups(rank: int, fails: bool = False) -> Iterator[Group]:
+    for number, item in enumerate(weights(rank).items()):
+        if fails and number == 4:
+            raise MoeReplayError("no memory left")
+        yield [item]
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> threading.local:
+    """Give every thread a device of its own name."""
+    own = threading.local()
+    for module in ("weight_sender", "weight_receiver"):
+        monkeypatch.setattr(f"moe_replay.rollout.{module}.device_id", lambda _: own.name)
+    return own
+
+
+class Scene:
+    """Two ranks with a worker of two engines on the device of each."""
+
+    def __init__(self, devices: threading.local, kind: str = "ipc", chunk: int = CHUNK) -> None:
+        self.devices = devices
+        self.store = TransferStore.listen("127.0.0.1", 60)
+        ranks = (0, 1) if kind == "ipc" else (0,)
+        self.meeting = Meeting(kind, "127.0.0.1", self.store.port, ranks, 2, chunk, 60)  # type: ignore[arg-type]
+        self.engines = {"one": Receivers("cpu", ("gpu 0",)), "two": Receivers("cpu", ("gpu 1",))}
+        self.messages: list[list[str]] = [[], []]
+        self.ready = [threading.Semaphore(0), threading.Semaphore(0)]
+
+    def first_rank(self) -> int:
+        """Send the messages to both workers, as engines do."""
+        self.devices.name = "gpu 0"
+        sender = WeightSender(self.meeting, 0, CPU, groups(0), self.store)
+        transfer = sender.transfer(self.engines)
+        self.settings = [transfer.for_engine(url) for url in self.engines]
+        self.started.set()
+        try:
+            for message in transfer.messages_and_end():
+                for list_, ready in zip(self.messages, self.ready, strict=True):
+                    list_.append(message)
+                    ready.release()
+            return sender.bytes_sent
+        finally:
+            sender.close()
+            for list_, ready in zip(self.messages, self.ready, strict=True):
+                list_.append('{"end":-1}')
+                ready.release()
+
+    def second_rank(self, fails: bool) -> int:
+        self.devices.name = "gpu 1"
+        sender = WeightSender(self.meeting, 1, CPU, groups(1, fails))
+        try:
+            sender.assist()
+        except MoeReplayError as failure:
+            sender.fail(str(failure))
+            raise
+        sender.close()
+        return sender.bytes_sent
+
+    def worker(self, number: int) -> dict[str, Tensor]:
+        self.devices.name = f"gpu {number}"
+        self.started.wait()
+        receiver = WeightReceiver(self.settings[number], 0, CPU)
+        found: dict[str, Tensor] = {}
+        while self.ready[number].acquire() and not (message := self.messages[number].pop(0)).startswith('{"end"'):
+            found |= {name: tensor.clone() for name, tensor in receiver.receive(message)}
+            receiver.acknowledge()
+        receiver.close()
+        return found
+
+    def play(self, fails: bool = False) -> tuple[Future[int], Future[int] | None, list[Future[dict[str, Tensor]]]]:
+        self.started = threading.Event()
+        with ThreadPoolExecutor(4) as threads:
+            first = threads.submit(self.first_rank)
+            second = threads.submit(self.second_rank, fails) if self.meeting.kind == "ipc" else None
+            workers = [threads.submit(self.worker, number) for number in range(2)]
+        return first, second, workers
+
+
+@pytest.mark.parametrize("chunk", [CHUNK, 2**20])
+def test_every_worker_reads_the_memory_of_the_rank_on_its_device(devices: threading.local, chunk: int) -> None:
+    first, second, workers = Scene(devices, chunk=chunk).play()
+    assert second is not None
+    for rank, worker in enumerate(workers):
+        found, expected = worker.result(), weights(rank)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        assert all(found[name].dtype == tensor.dtype for name, tensor in expected.items())
+    assert first.result() == second.result() == sum(tensor.nbytes for tensor in weights(0).values())
+
+
+def test_a_broadcast_brings_the_first_rank_s_weights_to_all(devices: threading.local) -> None:
+    first, _, workers = Scene(devices, "nccl").play()
+    for worker in workers:
+        assert all(torch.equal(worker.result()[name], tensor) for name, tensor in weights(0).items())
+    assert first.result() > 0
+
+
+def test_a_rank_that_fails_ends_the_transfer_for_all(devices: threading.local) -> None:
+    first, second, workers = Scene(devices).play(fails=True)
+    with pytest.raises(TransferError, match="no memory left"):
+        first.result()
+    assert second is not None
+    with pytest.raises(MoeReplayError, match="no memory left"):
+        second.result()
+    assert all(len(worker.result()) < len(weights(0)) for worker in workers)
