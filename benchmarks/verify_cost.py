@@ -4,8 +4,9 @@ python benchmarks/verify_cost.py                    # a model of the proportions
 python benchmarks/verify_cost.py --device cuda      # larger
 
 Watching a step needs the routers' own choice besides the replayed one (one more top-k a layer), the sums of one
-micro-batch, and the verdict with its transfer to the host. Each is timed by itself; times are medians. A step is one
-micro-batch here; with more of them only the top-k is repeated.
+micro-batch, and the verdict with its transfer to the host. Each is timed by itself, with the device idle before and
+after; times are medians. Then whole steps with and without all of it are timed in turn: what is launched while the
+device still computes costs nothing. A step is one micro-batch here; with more of them only the top-k is repeated.
 """
 
 from __future__ import annotations
@@ -102,8 +103,15 @@ def main() -> None:
         "watch.measure": lambda: watch.measure(native, given, layout, 1, sampled),
         "judge": lambda: judge(table.with_vector(table.vector().cpu()), history),  # a new table: nothing is remembered
     }
-    steps = [timed(lambda: step(observe=False)) for _ in range(options.repeats)]
-    whole = statistics.median(steps)
+
+    def watched_step() -> None:
+        step(observe=True)
+        found = watch.measure(seen.pop(), given, layout, 1, sampled)
+        judge(found.with_vector(found.vector().cpu()), history)
+
+    pairs = [(timed(lambda: step(observe=False)), timed(watched_step)) for _ in range(2 * options.repeats + 1)][1:]
+    whole = statistics.median(plain for plain, _ in pairs)
+    ratio = statistics.median(watched / plain for plain, watched in pairs)
     print(
         f"{shape['layers']} MoE layers, top {shape['top_k']} of {shape['experts']}, hidden {shape['hidden']}, "
         f"{shape['batch']} x {shape['width']} tokens, {options.device}; forward + backward with replay: {whole:.3f} s"
@@ -114,6 +122,7 @@ def main() -> None:
     spent["together"] = sum(spent.values())
     for name, seconds in spent.items():
         print(f"{name:40} {seconds / whole:8.2%} of a step ({seconds * 1e3:.2f} ms)")
+    print(f"{'a step with all of this':40} {ratio:8.4f} times one without, median of {len(pairs)} pairs")
 
 
 if __name__ == "__main__":

@@ -128,8 +128,8 @@ def _split(
         segments = (PROMPT, SAMPLED)
     last = min(len(parts[1]), max(wanted, each - len(parts[0])))
     return [
-        (segment, chance.permutation(part)[:count])
-        for segment, part, count in zip(segments, parts, (each - last, last), strict=True)
+        (segment, chance.choice(part, count, replace=False))
+        for segment, part, count in zip(segments, parts, (min(each - last, len(parts[0])), last), strict=True)
     ]
 
 
