@@ -196,6 +196,7 @@ def test_a_module_that_cannot_be_imported(
 # ---- the whole command -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_process_ends_although_a_thread_of_a_users_function_does_not() -> None:
     """An executor's thread would be waited for at exit."""
     code = textwrap.dedent("""
@@ -222,6 +223,7 @@ def test_a_process_ends_although_a_thread_of_a_users_function_does_not() -> None
     assert done.stderr == "error: environment mine:game did not return within 1 s\n"
 
 
+@pytest.mark.slow
 def test_a_reward_that_keeps_the_interpreters_lock_ends_the_process_and_is_named() -> None:
     code = textwrap.dedent("""
         import re
@@ -241,6 +243,7 @@ def test_a_reward_that_keeps_the_interpreters_lock_ends_the_process_and_is_named
     assert "in backtracking" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_watch_ends_with_the_wait() -> None:
     """What hangs in Python alone is an error, after which the process lives on."""
     code = textwrap.dedent("""

@@ -162,6 +162,7 @@ def test_multi_token_prediction_routes_natively_and_says_so():
 # ---- recomputation --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_backward_in_any_order_with_passes_without_gradient_in_between(recompute):
     model, replay, inputs, routes = routed(**RECOMPUTE[recompute])
