@@ -1,12 +1,19 @@
-"""Which kind of weight sync is chosen."""
+"""Which kind of weight sync is chosen, and what follows one that fails."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from moe_replay.errors import EngineError
-from moe_replay.rollout.transfer import Receivers
-from moe_replay.train.weight_sync import choose_kind
+from moe_replay.rollout.transfer import Receivers, Transfer
+from moe_replay.rollout.weight_source import IteratorSource
+from moe_replay.train import weight_sync
+from moe_replay.train.config.weights_section import WeightsConfig
+from moe_replay.train.synced_engine import SyncedEngine
+from moe_replay.train.weight_sync import Choice, EngineSync, choose_kind
 
 TRAINER = {"gpu 0", "gpu 1"}
 SHARED = {"": Receivers("cuda", ("gpu 0", "gpu 1"))}
@@ -47,3 +54,39 @@ def test_what_is_configured_is_used_on_cpus(wanted: str) -> None:
 def test_what_cannot_be_is_refused(wanted: str, targets: dict[str, Receivers] | None, text: str) -> None:
     with pytest.raises(EngineError, match=text):
         choose_kind(wanted, "cuda", TRAINER, targets)
+
+
+class NoTransfers:
+    """An engine whose workers cannot open the trainer's memory."""
+
+    name = "an engine"
+    receivers = Receivers("cpu", ("machine",))
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.transfers = 0
+
+    def update_weights(self, weights: Any, version: int, probe: Any = None, weights_id: str = "") -> None:
+        if isinstance(weights, Transfer):
+            self.transfers += 1
+            raise EngineError("the memory cannot be opened")
+        self.loaded = dict(weights)
+
+
+def test_a_transfer_that_auto_chose_and_that_fails_is_followed_by_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        weight_sync, "choose_kind", lambda wanted, *_: Choice("ipc" if wanted in ("auto", "ipc") else "http", "chosen")
+    )
+    monkeypatch.setattr(weight_sync, "device_id", lambda _: "machine")
+    tensors = {f"model.layers.{number}.weight": torch.full((3,), number) for number in range(3)}
+    engine = NoTransfers()
+    sync = EngineSync(WeightsConfig(timeout_s=60), torch.device("cpu"))
+    for version in (1, 2):
+        report = sync.send(IteratorSource(tensors.items), SyncedEngine(engine), version, None)  # type: ignore[arg-type]
+        assert report.kind == "http"
+        assert "the memory cannot be opened" in report.reason
+        assert engine.loaded.keys() == tensors.keys()
+    assert engine.transfers == 1
+    configured = EngineSync(WeightsConfig(kind="ipc", timeout_s=60), torch.device("cpu"))
+    with pytest.raises(EngineError, match="cannot be opened"):
+        configured.send(IteratorSource(tensors.items), SyncedEngine(engine), 3, None)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ import torch
 from moe_replay.distributed.ranks import all_gather_text, from_rank_0, raise_on_all_ranks, rank
 from moe_replay.errors import EngineError
 from moe_replay.rollout.staging import device_id
-from moe_replay.rollout.transfer import TRANSFER_KINDS, Receivers, TransferKind, TransferStore
+from moe_replay.rollout.transfer import TRANSFER_KINDS, Receivers, TransferError, TransferKind, TransferStore
 from moe_replay.rollout.types import Probe
 from moe_replay.rollout.weight_sender import Meeting, WeightSender
 from moe_replay.rollout.weight_source import Group, WeightSource
@@ -110,9 +110,13 @@ class EngineSync:
     def __init__(self, config: WeightsConfig, device: torch.device, *, copies: bool = False) -> None:
         self._config, self._device, self._copies = config, device, copies
         self._devices: list[str] | None = None  # of all ranks
+        self._fallback = ""
 
     def send(self, source: WeightSource, engine: SyncedEngine | None, version: int, probe: Probe | None) -> SyncReport:
-        """Send all weights; if some servers fail in a transfer, once more to the others."""
+        """Send all weights; if some servers fail in a transfer, once more to the others.
+
+        A transfer that `auto` has chosen and that fails is followed by `http`, for the rest of the run.
+        """
         began = time.monotonic()
         if self._devices is None:
             self._devices = all_gather_text(device_id(self._device))
@@ -121,8 +125,12 @@ class EngineSync:
             attempt = _Attempt(self._config, self._device, self._devices, engine, version, failed)
             nbytes = attempt.run(source, probe, self._copies)
             if nbytes is not None:
-                return SyncReport(*attempt.choice, time.monotonic() - began, nbytes)
+                kind, reason = attempt.choice
+                return SyncReport(kind, self._fallback or reason, time.monotonic() - began, nbytes)
             failed |= attempt.failed
+            if attempt.goes_on == "http":
+                self._fallback = f"{attempt.choice.kind} has failed: {attempt.cause}"
+                self._config = self._config.model_copy(update={"kind": "http"})
 
 
 class _Attempt:
@@ -130,6 +138,7 @@ class _Attempt:
 
     without   servers that have failed before
     failed    servers that have failed in this one, after `run`
+    goes_on   after one that failed: "others" without the failed servers, or "http"; `cause` says why
     """
 
     def __init__(
@@ -148,6 +157,7 @@ class _Attempt:
         self._hosts: dict[str, str] = {}
         self._is_first = not without
         self.failed: set[str] = set()
+        self.goes_on = self.cause = ""
         told = json.loads(from_rank_0(lambda: self._prepare(without), "preparing an update of the engine's weights"))
         self.choice = Choice(told.pop("kind"), told.pop("reason"))
         self._told: dict[str, Any] = told
@@ -185,10 +195,19 @@ class _Attempt:
             try:
                 self._transfer(groups, ranks, probe)
             except EngineError as failure:
-                if self._engine is None or not self._others_left():
-                    raise
-                again = one_line(failure)
-        return None if all_gather_text(again)[0] else groups.nbytes
+                if self._engine is not None:
+                    again = self._way_on()
+                if not again and not (self._engine is None and isinstance(failure, TransferError)):
+                    raise  # of a transfer that broke off, rank 0 says why
+                again = again and f"{again} {one_line(failure)}"
+        self.goes_on, _, self.cause = all_gather_text(again)[0].partition(" ")
+        return None if self.goes_on else groups.nbytes
+
+    def _way_on(self) -> str:
+        """Return what can be tried after a transfer that failed."""
+        if self._others_left():
+            return "others"
+        return "http" if self._config.kind == "auto" else ""
 
     def _in_requests(self, source: WeightSource, probe: Probe | None, copies: bool) -> int:
         groups = _Counted(source.groups())
