@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -82,19 +83,24 @@ def checkpoint(seed: int, dtype: torch.dtype = torch.bfloat16) -> list[tuple[str
     return list({**tensors, "of another rank": torch.randn(2)}.items())
 
 
-def reloaded(layer: Layer, tensors: list[tuple[str, Tensor]], recorder: CopyRecorder | None = None) -> Layer:
-    """Update a layer as vLLM does."""
+def reloaded(
+    layer: Layer, tensors: list[tuple[str, Tensor]], recorder: CopyRecorder | None = None, chunk: int = 100
+) -> Layer:
+    """Update a layer as vLLM does, with so many tensors at a time."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     initialize_layerwise_reload(layer)
     if recorder is None:
         layer.load_weights(tensors)
     else:
-        recorder.announce(tensors)
-        with recorder:
-            layer.load_weights(tensors)
-        recorder.forget_loaded()
-    finalize_layerwise_reload(layer, None)  # type: ignore[arg-type]
+        for start in range(0, len(tensors), chunk):
+            own = [(name, tensor.clone()) for name, tensor in tensors[start : start + chunk]]
+            recorder.announce(own)
+            with recorder:
+                layer.load_weights(own)
+            del own  # memory that vLLM does not keep is used again
+    with recorder or nullcontext():
+        finalize_layerwise_reload(layer, None)  # type: ignore[arg-type]
     return layer
 
 
@@ -106,9 +112,9 @@ def new_layer(loader: Loader = whole) -> Layer:
     return layer
 
 
-def learned(layer: Layer) -> tuple[CopyPlan | None, str]:
+def learned(layer: Layer, chunk: int = 100) -> tuple[CopyPlan | None, str]:
     recorder = CopyRecorder()
-    reloaded(layer, checkpoint(0), recorder)
+    reloaded(layer, checkpoint(0), recorder, chunk)
     return recorder.plan()
 
 
@@ -117,9 +123,10 @@ def same(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_later_updates_are_the_copies_of_the_first() -> None:
+@pytest.mark.parametrize("chunk", [100, 4, 1])
+def test_later_updates_are_the_copies_of_the_first(chunk: int) -> None:
     layer = new_layer()
-    plan, reason = learned(layer)
+    plan, reason = learned(layer, chunk)
     assert plan is not None, reason
     addresses = [tensor.data_ptr() for tensor in layer.state_dict().values()]
     buffer = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in checkpoint(1)])  # as they arrive
@@ -151,6 +158,14 @@ def test_tensors_that_were_not_there_before_are_named_and_nothing_is_copied() ->
     with pytest.raises(EngineError, match=r"wrong shape of experts.0.up"):
         plan.load([*checkpoint(1), ("experts.0.up", torch.zeros(1, HIDDEN))])
     assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+
+
+def test_there_is_no_plan_if_part_of_a_parameter_was_not_copied() -> None:
+    layer, recorder = new_layer(), CopyRecorder()
+    reloaded(layer, [one for one in checkpoint(0) if one[0] != "experts.1.up"], recorder)
+    plan, reason = recorder.plan()
+    assert plan is None
+    assert "experts.0" in reason
 
 
 def test_there_is_no_plan_if_a_loader_computes() -> None:

@@ -8,12 +8,14 @@ computed from the tensors, later updates are the copies alone. Otherwise vLLM's 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -89,22 +91,27 @@ class CopyRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._infos: dict[str, TensorInfo] = {}
-        self._incoming: dict[int, tuple[str, Tensor]] = {}  # by address of their memory
+        self._incoming: dict[int, tuple[str, StorageWeakRef]] = {}  # by address of their memory
         self._loading: dict[int, tuple[Tensor, list[_Write]]] = {}  # memory of layers that are being loaded
         self._copies: dict[str, list[tuple[_Slice, Tensor]]] = {}
         self._unequal: list[Tensor] = []
         self._reason = ""
 
     def announce(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Tell which tensors are loaded next; each has memory of its own."""
+        """Tell which tensors are loaded next; each has memory of its own.
+
+        vLLM keeps them until their layer is complete, which may be after tensors that are announced later. Those that
+        it has let go of are forgotten: their memory may hold something else.
+        """
+        self._incoming = {key: kept for key, kept in self._incoming.items() if not kept[1].expired()}
         for name, tensor in tensors:
             self._infos[name] = TensorInfo.of(name, tensor)
-            self._incoming[_memory(tensor)] = (name, tensor)
+            self._incoming[_memory(tensor)] = (name, StorageWeakRef(tensor.untyped_storage()))
 
-    def forget_loaded(self) -> None:
-        """Drop the tensors that no layer waits for."""
-        waiting = {write.name for _, writes in self._loading.values() for write in writes}
-        self._incoming = {key: kept for key, kept in self._incoming.items() if kept[0] in waiting}
+    def _incoming_name(self, tensor: Tensor) -> str | None:
+        """Return the name of the announced tensor that a tensor shares its memory with."""
+        name, storage = self._incoming.get(_memory(tensor), ("", None))
+        return None if storage is None or storage.expired() else name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -117,10 +124,10 @@ class CopyRecorder(TorchDispatchMode):
     def _copied(self, target: Tensor, source: Tensor) -> None:
         if target.is_meta or source.is_meta or _memory(target) == _memory(source):
             return
-        incoming = self._incoming.get(_memory(source))
-        if incoming is not None:
+        name = self._incoming_name(source)
+        if name is not None:
             _, writes = self._loading.setdefault(_memory(target), (target, []))
-            writes.append(_Write(incoming[0], source, _Slice.of(target)))
+            writes.append(_Write(name, source, _Slice.of(target)))
             return
         loaded = self._loading.pop(_memory(source), None)
         if loaded is not None:
@@ -130,6 +137,9 @@ class CopyRecorder(TorchDispatchMode):
         """Note where the content of a loaded parameter has gone, if it is there as it was loaded."""
         if _Slice.of(target) != _Slice.of(source):
             self._reason = self._reason or f"{writes[0].name} is stored in another layout"
+            return
+        if sum(math.prod(write.target.size) for write in writes) < target.numel():
+            self._reason = self._reason or f"not all of what {writes[0].name} is a part of was copied"
             return
         for write in writes:
             place = write.target.within(target)
@@ -141,9 +151,9 @@ class CopyRecorder(TorchDispatchMode):
         outputs = {_memory(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not leaf.is_meta}
         for leaf in tree_leaves(args):
             if isinstance(leaf, Tensor) and not leaf.is_meta:
-                incoming = self._incoming.get(_memory(leaf))
-                if incoming is not None and outputs and _memory(leaf) not in outputs:
-                    self._reason = self._reason or f"{incoming[0]} is converted while it is loaded"
+                name = self._incoming_name(leaf)
+                if name is not None and outputs and _memory(leaf) not in outputs:
+                    self._reason = self._reason or f"{name} is converted while it is loaded"
 
     def plan(self) -> tuple[CopyPlan | None, str]:
         """Return the plan of the update that was recorded; without one, why."""

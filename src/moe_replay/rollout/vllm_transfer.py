@@ -79,7 +79,6 @@ class TransferLoader:
         self._recorder.announce(own)
         with self._recorder:
             self._worker.replay_load_tensors(dict(own))
-        self._recorder.forget_loaded()
 
     def recording(self) -> AbstractContextManager[Any]:
         """Record what is done to layers inside of this context, if the running transfer is recorded."""
