@@ -1,12 +1,12 @@
-"""What the alignment watch costs in training, as a share of one forward + backward with replay.
+"""What the alignment watch costs in training, as a share of a step: a scoring pass and an update with replay.
 
 python benchmarks/verify_cost.py                    # a model of the proportions of Qwen3-30B-A3B, small, on the CPU
 python benchmarks/verify_cost.py --device cuda      # larger
 
-Watching a step needs the routers' own choice besides the replayed one (one more top-k a layer), the sums of one
-micro-batch, and the verdict with its transfer to the host. Each is timed by itself, with the device idle before and
-after; times are medians. Then whole steps with and without all of it are timed in turn: what is launched while the
-device still computes costs nothing. A step is one micro-batch here; with more of them only the top-k is repeated.
+Watching a step needs the routers' own choice besides the replayed one in the scoring pass (one more top-k a layer), the
+sums of one micro-batch, and the verdict with its transfer to the host. Each is timed by itself, with the device idle
+before and after; times are medians. Then whole steps with and without all of it are timed in turn: what is launched
+while the device still computes costs nothing. A step is one micro-batch here; with more only the top-k is repeated.
 """
 
 from __future__ import annotations
@@ -77,20 +77,28 @@ def main() -> None:
             torch.cuda.synchronize()
         return clock() - start
 
-    def step(observe: bool) -> None:
-        with replay.replay(given, observe=observe) as replaying:
+    def score(observe: bool) -> None:
+        with torch.no_grad(), replay.replay(given, observe=observe) as replaying:
+            model(input_ids=ids).logits.float().logsumexp(-1)
+        if observe:
+            seen.append(replaying.native())
+
+    def update() -> None:
+        with replay.replay(given):
             loss = model(input_ids=ids).logits.float().logsumexp(-1).mean()
         loss.backward()
         model.zero_grad(set_to_none=True)
-        if observe:
-            seen.append(replaying.native())
+
+    def step() -> None:
+        score(observe=False)
+        update()
 
     def native_choice() -> None:
         for _ in range(shape["layers"]):
             torch.topk(scores, shape["top_k"])
 
     seen: list[mr.RouteBatch] = []
-    step(observe=True)
+    score(observe=True)
     native = seen.pop()
     sampled = np.tile(np.arange(shape["width"]) >= shape["width"] // 4, shape["batch"])
     table, history = watch.measure(native, given, layout, 0, sampled), EvidenceHistory()
@@ -105,16 +113,19 @@ def main() -> None:
     }
 
     def watched_step() -> None:
-        step(observe=True)
+        score(observe=True)
         found = watch.measure(seen.pop(), given, layout, 1, sampled)
         judge(found.with_vector(found.vector().cpu()), history)
+        update()
 
-    pairs = [(timed(lambda: step(observe=False)), timed(watched_step)) for _ in range(2 * options.repeats + 1)][1:]
+    pairs = [(timed(step), timed(watched_step)) for _ in range(2 * options.repeats + 1)][1:]
     whole = statistics.median(plain for plain, _ in pairs)
+    updating = statistics.median(timed(update) for _ in range(options.repeats))
     ratio = statistics.median(watched / plain for plain, watched in pairs)
     print(
         f"{shape['layers']} MoE layers, top {shape['top_k']} of {shape['experts']}, hidden {shape['hidden']}, "
-        f"{shape['batch']} x {shape['width']} tokens, {options.device}; forward + backward with replay: {whole:.3f} s"
+        f"{shape['batch']} x {shape['width']} tokens, {options.device}; "
+        f"a step with replay: {whole:.3f} s, its forward + backward: {updating:.3f} s"
     )
     spent = {
         name: statistics.median(timed(action) for _ in range(10 * options.repeats)) for name, action in parts.items()
