@@ -13,34 +13,19 @@ import platform
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from moe_replay.errors import EngineError
 from moe_replay.rollout.weight_source import Group, TensorInfo
 
+if TYPE_CHECKING:
+    from moe_replay.rollout.transfer_messages import BufferHandle
+
 ALIGNMENT = 256
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _FILE = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
-
-
-class BufferHandle(BaseModel):
-    """How another process opens a buffer: a file in memory, or the fields of a CUDA IPC handle."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    nbytes: int
-    file: str = ""
-    memory: str = ""
-    storage_bytes: int = 0
-    storage_offset: int = 0
-    counter: str = ""
-    counter_offset: int = 0
-    event: str = ""
-    event_sync: bool = False
 
 
 def device_id(device: torch.device) -> str:
@@ -72,6 +57,8 @@ class StagingBuffer:
 
     def handle(self) -> BufferHandle:
         """Return what another process opens the buffer with."""
+        from moe_replay.rollout.transfer_messages import BufferHandle
+
         if self._file is not None:
             return BufferHandle(nbytes=self.nbytes, file=f"/proc/{os.getpid()}/fd/{self._file}")
         shared: Any = self.bytes.untyped_storage()._share_cuda_()

@@ -14,20 +14,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from moe_replay.errors import EngineError, EngineUnavailableError
-from moe_replay.rollout.staging import DTYPES, BufferHandle
-from moe_replay.rollout.weight_source import TensorInfo
 
-TransferKind = Literal["ipc", "nccl"]
+if TYPE_CHECKING:
+    from moe_replay.rollout.transfer_messages import TransferSettings
+
 END = '{"end":'
-TRANSFER_KINDS: tuple[TransferKind, ...] = ("ipc", "nccl")
 
 
 class TransferError(EngineUnavailableError):
@@ -43,54 +41,6 @@ class Receivers(NamedTuple):
 
     device: str
     ids: tuple[str, ...]
-
-
-class TransferSettings(BaseModel):
-    """What a worker joins a transfer with.
-
-    host, port   of the sender's store
-    first        number of the engine's first worker, of all `workers`
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    kind: TransferKind
-    host: str
-    port: int = Field(ge=1, le=65535)
-    first: int = Field(ge=0)
-    workers: int = Field(ge=1)
-    timeout_s: float = Field(gt=0)
-
-
-class ChunkMessage(BaseModel):
-    """One chunk: tensors in their order in the buffer, and the buffer where it is a new one.
-
-    capacity   of the buffer, in bytes
-    handles    of the buffer on each device, by `device_id`
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    number: int = Field(ge=0)
-    nbytes: int = 0
-    capacity: int = 0
-    tensors: list[tuple[str, str, list[int]]] = []
-    handles: dict[str, BufferHandle] = {}
-
-    def infos(self) -> list[TensorInfo]:
-        """Return the tensors of the chunk."""
-        for name, dtype, _ in self.tensors:
-            if dtype not in DTYPES:
-                raise EngineError(f"the tensor {name} has an unknown type", found=dtype)
-        return [TensorInfo(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in self.tensors]
-
-
-def read_message(text: str) -> ChunkMessage:
-    """Read the message of a chunk."""
-    try:
-        return ChunkMessage.model_validate_json(text)
-    except ValidationError as wrong:
-        raise EngineError(f"a transfer with an unreadable message: {wrong}") from wrong
 
 
 @dataclass(slots=True)

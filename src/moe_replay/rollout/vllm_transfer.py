@@ -10,7 +10,7 @@ import torch
 
 from moe_replay.errors import EngineError
 from moe_replay.rollout.staging import device_id
-from moe_replay.rollout.transfer import TransferError, TransferSettings
+from moe_replay.rollout.transfer import TransferError
 from moe_replay.rollout.vllm_copy_plan import CopyPlan, CopyRecorder
 from moe_replay.rollout.weight_receiver import WeightReceiver
 
@@ -38,6 +38,8 @@ class TransferLoader:
 
     def join(self, settings: str) -> None:
         """Take part in a transfer."""
+        from moe_replay.rollout.transfer_messages import TransferSettings
+
         self.leave()
         self._by_plan, self._names = self._plan is not None, set()
         if not self._by_plan and self._learns():

@@ -7,12 +7,15 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from moe_replay.rollout.engine import Engine
 from moe_replay.rollout.types import Probe, Tensors
-from moe_replay.rollout.weight_delta import Changes, SentWeights
+
+if TYPE_CHECKING:  # it needs pydantic, which whoever only samples can do without
+    from moe_replay.rollout.weight_delta import Changes, SentWeights
 
 CHUNK_BYTES = 64 * 2**20
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,14 +12,14 @@ from moe_replay.errors import EngineError
 from moe_replay.rollout.staging import device_id, open_buffer, views
 from moe_replay.rollout.transfer import (
     BroadcastGroup,
-    ChunkMessage,
     Transfer,
     TransferError,
-    TransferSettings,
     TransferStore,
-    read_message,
 )
 from moe_replay.rollout.weight_source import TensorInfo
+
+if TYPE_CHECKING:
+    from moe_replay.rollout.transfer_messages import ChunkMessage, TransferSettings
 
 
 class WeightReceiver:
@@ -45,6 +46,8 @@ class WeightReceiver:
 
         They are valid until `acknowledge`.
         """
+        from moe_replay.rollout.transfer_messages import read_message
+
         message = read_message(text)
         if message.number != self._received:
             raise TransferError("a chunk of the weights is missing", expected=self._received, found=message.number)

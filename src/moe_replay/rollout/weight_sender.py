@@ -10,18 +10,16 @@ import torch
 from torch import Tensor
 
 from moe_replay.errors import MoeReplayError
-from moe_replay.rollout.staging import BufferHandle, StagingBuffer, aligned, device_id, fill
+from moe_replay.rollout.staging import StagingBuffer, aligned, device_id, fill
 from moe_replay.rollout.transfer import (
     BroadcastGroup,
-    ChunkMessage,
     Receivers,
     Transfer,
     TransferError,
-    TransferKind,
-    TransferSettings,
     TransferStore,
     end_message,
 )
+from moe_replay.rollout.transfer_messages import BufferHandle, ChunkMessage, TransferKind, TransferSettings
 from moe_replay.rollout.weight_receiver import describe
 from moe_replay.rollout.weight_source import Group
 from moe_replay.utils.messages import one_line

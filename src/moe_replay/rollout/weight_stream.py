@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from moe_replay.errors import EngineError
-from moe_replay.rollout.transfer import Transfer, TransferSettings
+from moe_replay.rollout.transfer import Transfer
+from moe_replay.rollout.transfer_messages import TransferSettings
 from moe_replay.rollout.types import Probe, Weights
 from moe_replay.rollout.weight_chunks import ChunkStream, packed
 

@@ -21,7 +21,8 @@ import torch
 from moe_replay.distributed.ranks import all_gather_text, from_rank_0, raise_on_all_ranks, rank
 from moe_replay.errors import EngineError
 from moe_replay.rollout.staging import device_id
-from moe_replay.rollout.transfer import TRANSFER_KINDS, Receivers, TransferError, TransferKind, TransferStore
+from moe_replay.rollout.transfer import Receivers, TransferError, TransferStore
+from moe_replay.rollout.transfer_messages import TRANSFER_KINDS, TransferKind
 from moe_replay.rollout.types import Probe
 from moe_replay.rollout.weight_sender import Meeting, WeightSender
 from moe_replay.rollout.weight_source import Group, WeightSource
