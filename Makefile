@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-26s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-train: .venv/.ready ## GRPO with routing replay on a tiny MoE, rollouts by vLLM on the CPU: about five minutes
+train: .venv/.ready ## GRPO with routing replay on a tiny MoE, rollouts by vLLM on the CPU: five to ten minutes
 	@VLLM_LOGGING_LEVEL=ERROR VLLM_CPU_OMP_THREADS_BIND=nobind TRANSFORMERS_VERBOSITY=error TQDM_DISABLE=1 \
 	  .venv/bin/moe-replay train $(ARGS)
 
@@ -49,7 +49,7 @@ unit: .venv/.ready ## Tests on transformers 5.x
 	@.venv/bin/python -c 'from importlib.util import find_spec as f; missing = [m for m in "$(NEEDED)".split() if not f(m)]; assert not missing, missing'
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(PARALLEL)
 
-test-quick: .venv/.ready ## Tests that start no engine, no ranks and no training: an answer in three minutes
+test-quick: .venv/.ready ## Tests that start no engine, no ranks and no training: an answer in about three minutes
 	@echo "==> quick tests"
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(PARALLEL) -m "not slow and not distributed and not engine"
 
