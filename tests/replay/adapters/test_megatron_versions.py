@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import moe_replay as mr
-from moe_replay.megatron import cpu as megatron_cpu
 from moe_replay.replay.adapters.megatron_settings import megatron_version
 from tests.distributed.megatron_models import (
     FULL,
@@ -18,12 +16,11 @@ from tests.distributed.megatron_models import (
     make_hybrid,
     move_routers,
     routers,
-    start,
 )
 from tests.models import assert_same_gradients, gradients
 
 pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_rank")]
 
 LAYERS = (1, 2, 4, 5, 7)
 AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
@@ -44,20 +41,6 @@ ROUTERS = {
     "aux": ("hybrid", AUX),
     "seq-aux": ("hybrid", SEQ_AUX),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory):
-    """Megatron-Core on the CPU, with one rank, and everything taken back afterwards."""
-    store = tmp_path_factory.mktemp("megatron") / "rendezvous"
-    with megatron_cpu.enabled():
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-        start()
-        yield
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
 
 
 def build(router, **settings):
