@@ -30,50 +30,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from parts.qwen3_moe import SMALL, TINY
 
 PROMPT = 64
 WARM_UP = 32  # tokens
 ANSWER = "answer: "
 TRUNCATION = {"top_k": 50, "top_p": 0.95}
-MODEL = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "vocab_size": 32768,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "moe_intermediate_size": 256,
-    "num_hidden_layers": 16,
-    "mlp_only_layers": [0],
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
-
-
-TINY = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "num_experts": 16,
-    "torch_dtype": "float32",
-}
 Rates = dict[str, list[float]]
 
 
@@ -206,7 +168,7 @@ def serve(chosen: argparse.Namespace) -> None:
     """Sample the batches that come in on stdin, and print tokens/s of each."""
     import vllm
 
-    model = MODEL | (TINY if chosen.tiny else {})
+    model = (TINY if chosen.tiny else SMALL | {"num_hidden_layers": 16}) | {"mlp_only_layers": [0]}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(model))
         options = {

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parts.qwen3_moe import SLICE, SMALL, TINY
 from torch import Tensor
 
 from moe_replay.rollout.types import Probe
@@ -32,48 +33,7 @@ from moe_replay.train.config.weights_section import WeightsConfig
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.weight_sync import EngineSync, SyncReport
 
-COMMON = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "mlp_only_layers": [],
-    "decoder_sparse_step": 1,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "num_experts_per_tok": 8,
-}
-
-
-def sizes(
-    *, vocab: int, hidden: int, expert: int, layers: int, heads: int, kv: int, head: int, experts: int
-) -> dict[str, int]:
-    """Return the sizes of a model as its config names them."""
-    return {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": 3 * hidden,
-        "moe_intermediate_size": expert,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "head_dim": head,
-        "num_experts": experts,
-    }
-
-
-MODELS: dict[str, dict[str, Any]] = {
-    "tiny": COMMON
-    | sizes(vocab=512, hidden=64, expert=32, layers=3, heads=2, kv=1, head=32, experts=16)
-    | {"torch_dtype": "float32"},
-    "small": COMMON | sizes(vocab=32768, hidden=1024, expert=256, layers=15, heads=16, kv=4, head=64, experts=64),
-    "slice": COMMON | sizes(vocab=151936, hidden=2048, expert=768, layers=8, heads=32, kv=4, head=128, experts=128),
-}
+MODELS = {"tiny": TINY, "small": SMALL, "slice": SLICE}
 
 
 def random_weights(config: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
