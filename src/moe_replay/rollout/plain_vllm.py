@@ -18,7 +18,7 @@ from moe_replay.rollout.captured_sample import captured_sample, parse_finish_rea
 from moe_replay.rollout.engine import Sampler, StartRequest
 from moe_replay.rollout.http import HttpClient
 from moe_replay.rollout.model_folder import read_config
-from moe_replay.rollout.plain_vllm_wire import npy_routes
+from moe_replay.rollout.plain_vllm_wire import no_routes, npy_routes
 from moe_replay.rollout.types import Sample, SamplingParams
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
@@ -113,19 +113,12 @@ class PlainVllmServer(HttpClient):
         return [self._to_sample(ids, choice) for choice in choices] * (params.n // params.draws)
 
     def _to_sample(self, prompt: np.ndarray, choice: dict[str, Any]) -> Sample:
-        index = choice["index"]
+        index, engine = choice["index"], EngineName("vLLM", f"at {self.url}")
         if choice.get("prompt_token_ids") not in (None, prompt.tolist()):
             raise EngineError("vLLM continued another prompt than it was sent", sample=index)
         if choice.get("token_ids") is None or choice.get("routed_experts") is None:
-            raise EngineError(
-                f"vLLM at {self.url} returned no routes",
-                sample=index,
-                expected="token_ids and routed_experts in every choice",
-                found=sorted(key for key, value in choice.items() if value is not None),
-                remedy="Start it with --enable-return-routed-experts; a gateway in between must pass the fields on",
-            )
+            raise no_routes(engine, choice, "token_ids and routed_experts")
         completion = np.asarray(choice["token_ids"], np.int32)
-        engine = EngineName("vLLM", f"at {self.url}")
         return captured_sample(
             prompt,
             completion,

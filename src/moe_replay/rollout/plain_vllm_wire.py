@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -168,13 +168,7 @@ class ChoiceReader:
         reason = parse_finish_reason(choice["finish_reason"], self.engine, index)
         encoded = choice.get("routed_experts")
         if encoded is None and reason is not FinishReason.ABORT:
-            raise EngineError(
-                f"{self.engine} returned no routes",
-                sample=index,
-                expected="routed_experts in every choice",
-                found=sorted(key for key, value in choice.items() if value is not None),
-                remedy="Start it with --enable-return-routed-experts; a gateway in between must pass the field on",
-            )
+            raise no_routes(self.engine, choice, "routed_experts")
         # Without routes, an aborted request starts again from its prompt when it is resumed.
         completion = np.asarray([] if encoded is None else choice["token_ids"], np.int32)
         tokens = len(prompt) + len(completion)
@@ -194,6 +188,17 @@ class ChoiceReader:
             if params.sampling_mask
             else None,
         )
+
+
+def no_routes(engine: EngineName, choice: Mapping[str, Any], fields: str) -> EngineError:
+    """Return the error of a choice that lacks the fields with its routes."""
+    return EngineError(
+        f"{engine} returned no routes",
+        sample=choice["index"],
+        expected=f"{fields} in every choice",
+        found=sorted(key for key, value in choice.items() if value is not None),
+        remedy="Start it with --enable-return-routed-experts; a gateway in between must pass all fields on",
+    )
 
 
 def _token_lists(mask: Any) -> Any:
