@@ -386,5 +386,5 @@ def scale_inner_losses(scale: float) -> None:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
-    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([scale]))
-    MTPLossAutoScaler.set_loss_scale(torch.tensor([scale]))
+    MoEAuxLossAutoScaler.main_loss_backward_scale = torch.tensor(scale)
+    MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(scale)

@@ -254,8 +254,7 @@ def aux_gradients(aux_loss, **settings):
     """Of the routers, under replay, with the load-balancing loss alone: the language model's is left out."""
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    # Of the shape that the schedules give it: the scale is kept for the life of the process.
-    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
+    MoEAuxLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
     model = build("losses", moe_z_loss_coeff=None, moe_aux_loss_coeff=1.0, **settings)
     replay = mr.attach(model, aux_loss=aux_loss)
     batch = recorded(model, replay, random_ids())

@@ -78,6 +78,17 @@ def start_parallel(config: TrainConfig, device: torch.device) -> None:
     with raise_on_all_ranks("dividing the ranks"), _Refusals("Megatron-Core cannot divide the ranks"):
         parallel_state.initialize_model_parallel(**parallel_sizes(config.backend), create_gloo_process_groups=False)
         model_parallel_cuda_manual_seed(config.seed)
+    _forget_loss_scale()
+
+
+def _forget_loss_scale() -> None:
+    """Drop the scale of the routers' losses that a backward outside of Megatron's schedules has left in this process.
+
+    Such a backward keeps a scalar, and the schedules then fail to copy their scale, of shape (1,), into it.
+    """
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
 def recipe_for(config: TrainConfig, folder: str) -> weights.MegatronRecipe:
