@@ -435,3 +435,9 @@ def test_episodes_end_where_the_sequence_is_full() -> None:
     assert not episode.can_continue
     with pytest.raises(EpisodeError, match=r"no further turn.*row 3.*8 tokens"):
         asyncio.run(episode.generate())
+
+
+def test_a_run_that_saves_nothing_leaves_no_checkpoint(config: Config) -> None:
+    folder = train(config(steps=1, checkpoint={"every": 0, "at_end": False}))
+    assert (folder / "metrics.jsonl").exists()
+    assert list((folder / "checkpoints").iterdir()) == []

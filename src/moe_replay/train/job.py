@@ -131,7 +131,8 @@ class Job:
                 stack.callback(backend.close)
                 job = cls(config, run, backend, progress, interruption, sources.model, write_report)
                 job._watch = watch
-                job._checkpoints.check_room(backend, job._export_like)
+                if config.checkpoint.every or config.checkpoint.at_end:
+                    job._checkpoints.check_room(backend, job._export_like)
                 backend.offload()
                 started = StartedEngines()
                 if engine is None:
@@ -182,7 +183,7 @@ class Job:
 
     def finish(self) -> Path:
         """Save, write the report, and return the folder of the run; nothing is saved before the first step."""
-        if self.completed_steps:
+        if self.completed_steps and self.config.checkpoint.at_end:
             self.save(self.completed_steps)
         if self._watch is not None:
             self._watch.stop()  # the other ranks have nothing left to do

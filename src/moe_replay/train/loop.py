@@ -27,7 +27,7 @@ def train(
         if job.should_stop(job.completed_steps):
             return job.finish()
         for step in range(job.completed_steps + 1, job.config.steps + 1):
-            metrics, clock = job.learner.new_metrics(), Clock()
+            metrics, clock = job.learner.new_metrics(), Clock(job.backend.device)
 
             with clock("rollout"):
                 batch = job.rollout()

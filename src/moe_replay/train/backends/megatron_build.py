@@ -78,17 +78,18 @@ def start_parallel(config: TrainConfig, device: torch.device) -> None:
     with raise_on_all_ranks("dividing the ranks"), _Refusals("Megatron-Core cannot divide the ranks"):
         parallel_state.initialize_model_parallel(**parallel_sizes(config.backend), create_gloo_process_groups=False)
         model_parallel_cuda_manual_seed(config.seed)
-    _forget_loss_scale()
+    _mend_loss_scale()
 
 
-def _forget_loss_scale() -> None:
-    """Drop the scale of the routers' losses that a backward outside of Megatron's schedules has left in this process.
+def _mend_loss_scale() -> None:
+    """Give the scale of the routers' losses the shape (1,) that Megatron's schedules copy theirs into.
 
-    Such a backward keeps a scalar, and the schedules then fail to copy their scale, of shape (1,), into it.
+    A backward outside of the schedules, earlier in this process, leaves a scalar there, and they would fail.
     """
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    if (scale := MoEAuxLossAutoScaler.main_loss_backward_scale) is not None:
+        scale.resize_(1)
 
 
 def recipe_for(config: TrainConfig, folder: str) -> weights.MegatronRecipe:

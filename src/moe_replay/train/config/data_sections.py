@@ -55,6 +55,8 @@ class CheckpointConfig(Section):
 
     every: int = Field(50, ge=0)
     """Steps between checkpoints; 0: only at the end."""
+    at_end: bool = True
+    """Save when the run ends or is interrupted. With `every = 0`, false saves nothing at all."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints that stay."""
     export: bool = True
