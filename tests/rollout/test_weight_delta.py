@@ -14,6 +14,10 @@ from torch import Tensor
 from moe_replay.errors import EngineError
 from moe_replay.rollout.types import Weights
 from moe_replay.rollout.weight_delta import Changes, KeptWeights, apply_changes
+from moe_replay.rollout.weight_source import IteratorSource
+from moe_replay.train.config.weights_section import WeightsConfig
+from moe_replay.train.synced_engine import SyncedEngine
+from moe_replay.train.weight_sync import EngineSync
 from tests.rollout.test_weight_chunks import Receiver, pool_of, same
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int8]
@@ -173,6 +177,21 @@ def test_servers_get_changes_and_have_what_a_full_update_gives(sent: list[int]) 
     assert sent[1::2] == sizes
     assert all(size > total for size in (sizes[0], sizes[4])), "the first, and every fourth"
     assert all(size < 0.1 * total for size in sizes[1:4])
+
+
+def test_the_bytes_of_an_update_are_those_that_travelled(sent: list[int]) -> None:
+    made = steps(3)
+    total = sum(tensor.nbytes for tensor in made[0].values())
+    sync = EngineSync(WeightsConfig(delta=True), torch.device("cpu"))
+    with ExitStack() as stack:
+        pool = pool_of(stack, [Copying(), Copying()])  # type: ignore[list-item]
+        pool.send_changes(full_every=100)
+        engine = SyncedEngine(pool)
+        reports = [sync.send(IteratorSource(one.items), engine, number, None) for number, one in enumerate(made)]
+    assert reports[0].nbytes == total
+    assert all(0 < report.nbytes < 0.1 * total for report in reports[1:])
+    assert all(report.nbytes < size for report, size in zip(reports, sent[::2], strict=True)), "without their frames"
+    assert reports[1].metrics()["weights/gb"] == reports[1].nbytes / 1e9
 
 
 def test_without_delta_no_copy_is_kept(sent: list[int]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_replay.errors import EngineError
+from moe_replay.errors import EngineError, EngineUnavailableError
 from moe_replay.rollout.transfer import Receivers, Transfer
 from moe_replay.rollout.weight_source import IteratorSource
 from moe_replay.train import weight_sync
@@ -54,6 +54,36 @@ def test_what_is_configured_is_used_on_cpus(wanted: str) -> None:
 def test_what_cannot_be_is_refused(wanted: str, targets: dict[str, Receivers] | None, text: str) -> None:
     with pytest.raises(EngineError, match=text):
         choose_kind(wanted, "cuda", TRAINER, targets)
+
+
+class Down:
+    """Servers of which none answers, or none lacks the weights."""
+
+    name = "servers"
+
+    def __init__(self, down: list[str]) -> None:
+        self.down, self.sent = down, 0
+
+    def receivers_by_url(self, weights_id: str = "") -> dict[str, Receivers | None]:
+        return {}
+
+    def unreachable(self) -> list[str]:
+        return self.down
+
+    def update_weights(self, weights: Any, version: int, probe: Any = None, weights_id: str = "") -> None:
+        self.sent += 1
+
+
+@pytest.mark.parametrize("wanted", ["ipc", "nccl"])
+def test_servers_that_are_down_are_named(wanted: str) -> None:
+    sync = EngineSync(WeightsConfig(kind=wanted, timeout_s=60), torch.device("cpu"))  # type: ignore[arg-type]
+    source = IteratorSource({"a": torch.ones(1)}.items)
+    engine = Down(["http://a", "http://b"])
+    with pytest.raises(EngineUnavailableError, match=r"can be reached.*http://a, http://b.*Restart"):
+        sync.send(source, SyncedEngine(engine), 1, None)  # type: ignore[arg-type]
+    nothing_to_do = Down([])
+    assert sync.send(source, SyncedEngine(nothing_to_do), 1, None).reason.startswith("there is no server")  # type: ignore[arg-type]
+    assert (engine.sent, nothing_to_do.sent) == (0, 1)
 
 
 class NoTransfers:

@@ -131,6 +131,7 @@ class EnginePool(AsyncSampler):
         self._members = [_Member(engine) for engine in engines]
         self._attempts, self._cooldown_s, self._max_backoff_s = attempts, cooldown_s, max_backoff_s
         self._weights_id = ""  # of the last update
+        self.bytes_sent: int | None = None  # by it to an engine, the most to any; None: not known
         self._sent: SentWeights | None = None
         with ExitStack() as undo:
             undo.callback(super().close)
@@ -301,7 +302,7 @@ class EnginePool(AsyncSampler):
         Raises if no engine took them. The update that was sent last goes to those engines only that do not have it.
         """
         again = bool(weights_id) and weights_id == self._weights_id
-        self._version, self._weights_id = version, weights_id
+        self._version, self._weights_id, self.bytes_sent = version, weights_id, None
         members = self._without_weights() if again else self._members
         if isinstance(weights, Transfer):
             members = self._members_in(weights, members)
@@ -309,6 +310,7 @@ class EnginePool(AsyncSampler):
         else:
             engines = [member.engine for member in members]
             updates = update_side_by_side(engines, weights, version, probe, weights_id, self._sent)
+            self.bytes_sent = max((one.result() or 0 for one in updates if one.exception() is None), default=0)
         self._apply_outcomes(updates, members)
 
     def send_changes(self, full_every: int) -> None:
@@ -332,7 +334,11 @@ class EnginePool(AsyncSampler):
         members = [one for one in members if self._lacks_weights(one.engine)] if again else members
         return {member.engine.url: receivers_of(member.engine) for member in members}
 
-    def _apply_outcomes(self, calls: Sequence[Future[None]], members: Sequence[_Member]) -> None:
+    def unreachable(self) -> list[str]:
+        """Return the URLs of the engines that do not answer."""
+        return [member.engine.url for member in self._members if not member.engine.healthy()]
+
+    def _apply_outcomes(self, calls: Sequence[Future[Any]], members: Sequence[_Member]) -> None:
         """Take engines whose call failed out of rotation, put the others in; raise if none is left."""
         failures = [call.exception() for call in calls]
         for member, failure in zip(members, failures, strict=True):

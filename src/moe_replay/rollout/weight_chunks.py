@@ -33,6 +33,11 @@ class WeightChunk:
         self._lock = threading.Lock()
 
     @property
+    def nbytes(self) -> int:
+        """Size of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
     def content(self) -> bytes:
         """The tensors as a safetensors file."""
         from safetensors.torch import save
@@ -65,19 +70,34 @@ class ChunkStream:
 
     keep      the receiver is to keep a copy, for updates with changes alone
     base_id   of the update that the chunks' changes refer to; empty: they have none
+    nbytes    size of the tensors, or of their changes, that have been read for the engine so far
     """
 
     def __init__(self, chunks: Iterator[WeightChunk], *, keep: bool = False, base_id: str = "") -> None:
-        self.chunks, self.keep, self.base_id = chunks, keep, base_id
+        self._chunks, self.keep, self.base_id = chunks, keep, base_id
+        self.nbytes = 0
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for chunk in self.chunks:
+        for chunk in self.whole():
             yield from chunk.tensors.items()
+
+    def whole(self) -> Iterator[WeightChunk]:
+        """Yield chunks whose tensors are sent."""
+        for chunk in self._chunks:
+            self.nbytes += chunk.nbytes
+            yield chunk
+
+    def changes(self) -> Iterator[Changes]:
+        """Yield the changes of the chunks, which are sent in place of the tensors."""
+        for chunk in self._chunks:
+            assert chunk.changes is not None, "a stream with a base has changes"
+            self.nbytes += chunk.changes.nbytes
+            yield chunk.changes
 
 
 def packed(weights: Iterable[tuple[str, Tensor]], chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
     """Yield the tensors as safetensors files of about `chunk_bytes`; a larger tensor has a file of its own."""
-    chunks = weights.chunks if isinstance(weights, ChunkStream) else chunks_of(weights, chunk_bytes)
+    chunks = weights.whole() if isinstance(weights, ChunkStream) else chunks_of(weights, chunk_bytes)
     for chunk in chunks:
         yield chunk.content
 
@@ -90,11 +110,15 @@ class _ChunkQueue:
         self._chunks: queue.Queue[WeightChunk | None] = queue.Queue(maxsize=1)
         self._update_ended = threading.Event()
 
-    def update(self, engine: Engine, version: int, probe: Probe | None, weights_id: str) -> None:
-        """Update the engine from the queue; the producer is unblocked whether that succeeds or fails."""
+    def update(self, engine: Engine, version: int, probe: Probe | None, weights_id: str) -> int:
+        """Update the engine from the queue and return the bytes that it was sent.
+
+        The producer is unblocked whether that succeeds or fails.
+        """
         stream = ChunkStream(self._dequeue(), keep=self._keep, base_id=self._base_id)
         try:
             engine.update_weights(stream, version, probe, weights_id)
+            return stream.nbytes
         finally:
             self._update_ended.set()
 
@@ -119,10 +143,10 @@ def update_side_by_side(
     probe: Probe | None,
     weights_id: str,
     sent: SentWeights | None = None,
-) -> list[Future[None]]:
-    """Update all engines at once and return how that ended for each.
+) -> list[Future[int]] | list[Future[None]]:
+    """Update all engines at once and return how that ended for each: with the bytes that it was sent, or an error.
 
-    An iterator is read once, in the caller's thread: reading it may be a collective operation.
+    Of a folder no bytes are known. An iterator is read once, in the caller's thread: reading it may be collective.
 
     sent   the weights of the last update, whose changes are sent to engines that have kept it
     """

@@ -98,9 +98,8 @@ def write_update(
         for message in weights.messages:
             yield from _frame(message.encode())
     elif changed is not None:
-        for chunk in changed.chunks:
-            assert chunk.changes is not None, "a stream with a base has changes"
-            yield from _frame(chunk.changes.content)
+        for changes in changed.changes():
+            yield from _frame(changes.content)
     elif not isinstance(weights, Path):
         for content in packed(weights):
             yield from _frame(content)

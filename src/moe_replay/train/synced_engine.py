@@ -85,7 +85,8 @@ class SyncedEngine:
     def transfer_targets(self, version: int) -> dict[str, Receivers] | None:
         """Return the workers that would take part in a transfer, by URL; None if an engine takes no transfers.
 
-        Engines that cannot be reached are left out, and with weights that were sent before those that have them.
+        Engines that cannot be reached are left out, and with weights that were sent before those that have them;
+        none may be left.
         """
         of_pool = getattr(self.engine, "receivers_by_url", None)
         if of_pool is None:
@@ -94,7 +95,16 @@ class SyncedEngine:
         else:
             found = of_pool(self._ledger.id_of(version) or "")
         known = {url: one for url, one in found.items() if one is not None}
-        return known if known and len(known) == len(found) else None
+        return known if len(known) == len(found) else None
+
+    def unreachable(self) -> list[str]:
+        """Return the servers that do not answer."""
+        of_pool = getattr(self.engine, "unreachable", None)
+        return [] if of_pool is None else of_pool()
+
+    def bytes_sent(self) -> int | None:
+        """Return the bytes that the last update sent to an engine in requests; None if that is not known."""
+        return getattr(self.engine, "bytes_sent", None)
 
     def lacks_weights(self) -> bool:
         """Return whether a server that can be reached has lost the weights that it was sent."""

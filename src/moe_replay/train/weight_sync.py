@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import torch
 
 from moe_replay.distributed.ranks import all_gather_text, from_rank_0, raise_on_all_ranks, rank
-from moe_replay.errors import EngineError
+from moe_replay.errors import EngineError, EngineUnavailableError
 from moe_replay.rollout.staging import device_id
 from moe_replay.rollout.transfer import Receivers, TransferError, TransferStore
 from moe_replay.rollout.transfer_messages import TRANSFER_KINDS, TransferKind
@@ -38,6 +38,7 @@ class SyncReport(NamedTuple):
     """What an update of the engine's weights took, the probe included.
 
     reason   why weights went this way
+    nbytes   that were sent to an engine: tensors, or their changes; of several engines, the most to any
     """
 
     kind: str
@@ -68,6 +69,8 @@ def choose_kind(wanted: str, trainer: str, devices: set[str], targets: Targets |
     """
     if wanted == "http":
         return Choice(wanted, "as configured")
+    if targets == {}:
+        return Choice("http", "there is no server to send them to")
     if targets is None:
         if wanted == "auto":
             return Choice("http", "the engine takes no other kind")
@@ -169,6 +172,14 @@ class _Attempt:
         if targets is not None:
             targets = {url: one for url, one in targets.items() if url not in without}
         wanted = "http" if self._config.delta else self._config.kind
+        if targets == {} and wanted in TRANSFER_KINDS and self._engine is not None and not without:
+            down = self._engine.unreachable()
+            if down:
+                raise EngineUnavailableError(
+                    "no rollout server that needs the weights can be reached",
+                    found=f"no answer from {', '.join(down)}",
+                    remedy="Restart the servers, and resume the run",
+                )
         choice = choose_kind(wanted, self._device.type, set(self._devices), targets)
         if choice.kind == "http" or targets is None:
             return json.dumps(choice._asdict())
@@ -186,7 +197,7 @@ class _Attempt:
         )
 
     def run(self, source: WeightSource, probe: Probe | None, copies: bool) -> int | None:
-        """Return the bytes of all tensors; None if servers have failed and others are left."""
+        """Return the bytes that were sent to an engine; None if servers have failed and others are left."""
         if self.choice.kind == "http":
             return self._in_requests(source, probe, copies)
         ranks = self._sending_ranks()
@@ -219,7 +230,8 @@ class _Attempt:
                     self._engine.update_weights(tensors, self._version, probe)
             finally:
                 groups.exhaust()
-        return groups.nbytes
+        sent = None if self._engine is None else self._engine.bytes_sent()
+        return groups.nbytes if sent is None else sent
 
     def _sending_ranks(self) -> tuple[int, ...]:
         """Return the ranks that hand weights over: rank 0, and with `ipc` one for each device of a worker."""
