@@ -21,7 +21,7 @@ SHELL := /bin/bash
 # The tests start hundreds of Python processes: without bytecode each of them would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
-.PHONY: help train docs test test-quick test-faults lint types unit test-transformers4 test-transformers-between test-sglang test-gpu test-megatron-versions mutants format bench clean
+.PHONY: help train docs site test test-quick test-faults lint types unit test-transformers4 test-transformers-between test-sglang test-gpu test-megatron-versions mutants format bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-26s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,7 +33,16 @@ train: .venv/.ready ## GRPO with routing replay on a tiny MoE, rollouts by vLLM 
 docs: .venv/.ready ## Write docs/config.md from the code
 	.venv/bin/python -m moe_replay.train.config.reference > docs/config.md
 
-test: lint types test-transformers4 test-transformers-between unit ## Everything that must pass: lint, types, tests on transformers 4.57 and 5.x
+test: lint types site test-transformers4 test-transformers-between unit ## Everything that must pass: lint, types, the site, tests on transformers 4.57 and 5.x
+
+site: .venv/.ready .mkdocs/.ready ## Build the documentation as a site in build/site; a warning is an error
+	@echo "==> site"
+	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=.mkdocs .venv/bin/python -m mkdocs build --quiet --strict
+
+.mkdocs/.ready: requirements/docs.txt .venv/.pinned
+	@rm -rf .mkdocs
+	@.venv/bin/python -m pip --disable-pip-version-check -qq install --no-deps --no-compile --target .mkdocs -r $<
+	@touch $@
 
 lint: .venv/.ready ## ruff: rules and formatting
 	@echo "==> lint"
@@ -101,7 +110,7 @@ bench: .venv/.ready ## Run every script in benchmarks/
 	@for script in benchmarks/*.py; do echo "==> $$script"; .venv/bin/python "$$script"; done
 
 clean: ## Remove environments, caches and build products
-	rm -rf .venv .venv-tf4 .venv-sglang .megatron .transformers build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-tf4 .venv-sglang .megatron .mkdocs .transformers build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -exec rm -rf {} +
 
 # ---- environments ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 FOLDERS = ("", "src/moe_replay", "src/moe_replay/train")  # that paths in the text are relative to
 ELSEWHERE = ("torch/",)
 TOKEN = "only this test knows it"
