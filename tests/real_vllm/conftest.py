@@ -1,4 +1,4 @@
-"""Engines of the real vLLM, each started once for a file of tests: a start takes twenty seconds of CPU."""
+"""Engines of the real vLLM, each started once for a file of tests."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.real_vllm.forks import forked_engines
 from tests.rollout.tiny import tiny_model
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -39,6 +40,14 @@ SHARED = {
     "block_size": 32,
     "kv_cache_memory_bytes": 2**26,
 }
+
+
+@pytest.fixture(scope="package", autouse=True)
+def engines_are_forked() -> Iterator[None]:
+    """The engines that tests start in their own process."""
+    pytest.importorskip("vllm", reason=NEEDS_VLLM)
+    with forked_engines():
+        yield
 
 
 @pytest.fixture(scope="module")
