@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from moe_replay.utils.exit_status import ExitStatus
+
 __all__ = [
     "AlignmentError",
     "EngineAnswerError",
@@ -28,11 +30,11 @@ __all__ = [
 class MoeReplayError(ValueError):
     """Base of every error of this library: `problem [where]: expected ..., found .... Remedy.`
 
-    exit_status          of a command that ends with it: 2 for input to be corrected, 1 for what failed at run time
+    exit_status          of a command that ends with it (`ExitStatus`)
     known_on_all_ranks   raised on every rank of the job, so that one of them reports it
     """
 
-    exit_status: int = 2
+    exit_status: int = ExitStatus.WRONG_INPUT
     known_on_all_ranks: bool = False
 
     def __init__(
@@ -82,7 +84,7 @@ class LayoutError(MoeReplayError):
 class AlignmentError(MoeReplayError):
     """Routes and model disagree about layers, rows or token ids. Raised before the forward runs."""
 
-    exit_status = 1
+    exit_status = ExitStatus.CHECK_FAILED
 
 
 class UnsupportedRouterError(MoeReplayError):
@@ -92,11 +94,13 @@ class UnsupportedRouterError(MoeReplayError):
 class ReplayStateError(MoeReplayError):
     """Record or replay used out of order: nested, unused, used twice, from a second thread."""
 
-    exit_status = 1
+    exit_status = ExitStatus.CHECK_FAILED
 
 
 class MissingExtraError(MoeReplayError, ImportError):
     """An optional dependency is not installed; the message names the extra that installs it."""
+
+    exit_status = ExitStatus.FAILED
 
 
 class EngineName(NamedTuple):
@@ -112,13 +116,13 @@ class EngineName(NamedTuple):
 class EngineError(MoeReplayError):
     """A rollout engine that does not support a request, died, or returned impossible routes."""
 
-    exit_status = 1
+    exit_status = ExitStatus.FAILED
 
 
 class EngineOptionError(EngineError):
     """An option that a rollout engine does not have, or a value that it does not take."""
 
-    exit_status = 2
+    exit_status = ExitStatus.WRONG_INPUT
 
 
 class EngineAnswerError(EngineError):

@@ -390,8 +390,8 @@ def known(error: MoeReplayError) -> MoeReplayError:
         ("1", known(MoeReplayError("no such file")), "", 2),
         ("1", MoeReplayError("not on this machine"), "error on rank 1: not on this machine\n", 2),
         ("0", OtherRankError("failed on rank 1", exit_status=2), "error on rank 0: failed on rank 1\n", 2),
-        ("2", OtherRankError("failed on rank 1"), "", 1),
-        ("0", EngineError("it died"), "error on rank 0: it died\n", 1),
+        ("2", OtherRankError("failed on rank 1"), "", 3),
+        ("0", EngineError("it died"), "error on rank 0: it died\n", 3),
     ],
 )
 def test_an_error_of_all_ranks_is_printed_once(

@@ -207,7 +207,7 @@ def test_a_full_disk_ends_the_run_with_what_is_kept(demo_files: Any, tmp_path: P
                 job.log(2, {"a": 1.0})
             else:
                 job.save_traces(2, trajectories)
-        assert raised.value.exit_status == 1
+        assert raised.value.exit_status == 3
 
 
 def test_traces_that_a_killed_run_left_are_replaced(demo_files: Any, tmp_path: Path) -> None:

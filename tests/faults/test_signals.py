@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moe_replay.train.config.file import to_toml
-from moe_replay.train.run.interruption import INTERRUPTED_STATUS
+from moe_replay.utils.exit_status import ExitStatus
 from tests.faults.forked import fork_command, fork_python
 from tests.faults.processes import LIMIT_S, start_command, wait_for_line
 from tests.train.runs import tiny_config
@@ -35,7 +35,7 @@ def test_a_signal_saves_the_step_and_the_run_resumes(demo_files: Any, tmp_path: 
             wait_for_line(run.stdout, f"step {reached + 1}/40")
             run.send_signal(number)
             rest = run.stdout.read()
-            assert run.wait(LIMIT_S) == INTERRUPTED_STATUS == 75, rest
+            assert run.wait(LIMIT_S) == ExitStatus.INTERRUPTED == 75, rest
         (checkpoint,) = [path for path in (tmp_path / "run/checkpoints").iterdir() if path.name > f"step-{reached:08d}"]
         reached = int(checkpoint.name.removeprefix("step-"))
         assert 0 < reached < 40
@@ -63,7 +63,7 @@ def test_a_signal_ends_the_warm_start_or_a_download(tmp_path: Path, number: sign
     with fork_python(SLOW_SOURCES, str(tmp_path / "run")) as run:
         wait_for_line(run.stdout, "preparing")
         run.send_signal(number)
-        assert run.wait(LIMIT_S) == INTERRUPTED_STATUS
+        assert run.wait(LIMIT_S) == ExitStatus.INTERRUPTED
         assert "interrupted before a step began" in run.stdout.read()
 
 

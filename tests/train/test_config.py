@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 
 pytest.importorskip("pydantic", reason="the trainer's own dependency")
 
+from moe_replay.cli.recipe_keys import help_text
 from moe_replay.megatron.weights import WEIGHT_MAPS
 from moe_replay.rollout.registry import ENGINES, EngineSpec
 from moe_replay.routes.router_families import ROUTER_FAMILIES
 from moe_replay.train.advantages import ADVANTAGES
-from moe_replay.train.config.command_line import help_text
 from moe_replay.train.config.file import load_config, to_toml
 from moe_replay.train.config.keys import ALIASES, ConfigError, all_fields
 from moe_replay.train.config.plugin_names import PluginName
 from moe_replay.train.config.reference import reference
+from moe_replay.train.config.schema import recipe_schema
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.environments import ENVIRONMENTS
 from moe_replay.train.losses.registry import LOSSES
@@ -358,7 +359,7 @@ def test_every_key_is_explained_in_a_sentence() -> None:
 
 
 def test_the_help_has_every_key_and_its_default() -> None:
-    told = help_text(120)
+    told = help_text(120, recipe_schema())
     for name in all_fields():
         assert f"--{name.replace('_', '-')} " in told
     assert "[off|r2|r3|auto, default auto]" in told
@@ -393,12 +394,12 @@ def test_a_new_entry_of_a_registry_is_accepted_and_listed(key: str, monkeypatch:
     words = [f"--{key}", "freshly_plugged_in", *needed.get(key, [])]
     with pytest.raises(ConfigError, match=r"unknown .* 'freshly_plugged_in'"):
         load_config(None, words)
-    assert "freshly_plugged_in" not in help_text(120) + reference()
+    assert "freshly_plugged_in" not in help_text(120, recipe_schema()) + reference()
     monkeypatch.setitem(cast(dict, registry), "freshly_plugged_in", entry)
     assert load_config(None, words)
     if key == "model.router_family":  # too many to list: docs/routers.md has them
         return
-    assert "freshly_plugged_in|module:name" in re.sub(r"\s+", "", help_text(120))
+    assert "freshly_plugged_in|module:name" in re.sub(r"\s+", "", help_text(120, recipe_schema()))
     assert "`freshly_plugged_in`, `module:name`" in reference()
 
 

@@ -93,6 +93,6 @@ assert "moe-replay[vllm]" in said
 
 command = Path(sys.prefix, "bin", "moe-replay")
 done = subprocess.run([command, "rollout", "--help"], capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
-assert done.returncode == 2, done
+assert done.returncode == 3, done
 assert "moe-replay[cli]" in done.stderr, done.stderr
 print("the wheel works")

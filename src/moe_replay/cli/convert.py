@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_replay.errors import MissingExtraError
+from moe_replay.utils.exit_status import EXIT_CODES, ExitStatus
 
 INTRODUCTION = """\
 usage: moe-replay convert {swift,verl} {SCRIPT, 'COMMAND' or its options}
@@ -38,7 +39,7 @@ class ConvertCommand:
     def __call__(self) -> None:
         """Print the recipe; the status is 1 where our configuration does not accept it yet."""
         if not self.words or self.trainer in ("-h", "--help") or self.words[0] in ("-h", "--help"):
-            print(INTRODUCTION)
+            print(f"{INTRODUCTION}\n{EXIT_CODES}", end="")
             return
         try:
             from moe_replay.tools.convert import convert
@@ -51,4 +52,4 @@ class ConvertCommand:
         for problem in problems:
             print(f"not valid yet: {problem}", file=sys.stderr)
         if problems:
-            sys.exit(1)
+            sys.exit(ExitStatus.CHECK_FAILED)

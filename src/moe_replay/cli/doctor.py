@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from moe_replay.tools.doctor import Finding, Status, diagnose, diagnose_model
-from moe_replay.tools.system_info import SystemInfo
+from moe_replay.utils.exit_status import ExitStatus
 
-_MARKS = {Status.OK: "ok    ", Status.NOTE: "note  ", Status.BROKEN: "BROKEN"}
+if TYPE_CHECKING:
+    from moe_replay.tools.doctor import Finding
+
+_MARKS = {"ok": "ok    ", "note": "note  ", "broken": "BROKEN"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,9 @@ class DoctorCommand:
 
     def __call__(self) -> None:
         """Run all checks and print the findings."""
+        from moe_replay.tools.doctor import Status, diagnose, diagnose_model
+        from moe_replay.tools.system_info import SystemInfo
+
         system = SystemInfo.collect(self.folder)
         findings = diagnose(system, self.need)
         if self.model is not None:
@@ -36,7 +41,7 @@ class DoctorCommand:
             findings += diagnose_model(model_config(self.model), system)
         print(json.dumps([asdict(finding) for finding in findings], indent=2) if self.json else findings_text(findings))
         if any(finding.status is Status.BROKEN for finding in findings):
-            sys.exit(1)
+            sys.exit(ExitStatus.CHECK_FAILED)
 
 
 def findings_text(findings: list[Finding]) -> str:

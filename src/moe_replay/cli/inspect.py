@@ -1,40 +1,49 @@
-"""`moe-replay inspect`: the contents of a trace file."""
+"""`moe-replay inspect`: the contents of trace files."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
-from moe_replay.routes.topology import MoeTopology
-from moe_replay.tools.inspect import TraceSummary, read_traces, summarize
+    from moe_replay.routes.topology import MoeTopology
+    from moe_replay.tools.inspect import TraceSummary
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _PLAIN_LEVELS = " .:-=+*#@"
 
 
 class InspectCommand:
-    """Show the contents of a trace file: tokens, layers, coverage, weight versions, expert load."""
+    """Show the contents of trace files: tokens, layers, coverage, weight versions, expert load."""
 
-    def __init__(self, file: Path, /, *, check: str | None = None, json: bool = False, width: int = 64) -> None:
-        """Show the contents of a trace file: tokens, layers, coverage, weight versions, expert load.
+    def __init__(
+        self, files: tuple[Path, ...], /, *, check: str | None = None, json: bool = False, width: int = 64
+    ) -> None:
+        """Show the contents of trace files: tokens, layers, coverage, weight versions, expert load.
 
         Args:
-            file: A trace file, or the bytes of one trace.
+            files: Trace files, or the bytes of one trace each; several are summed up as if they were one.
             check: Folder, config.json or name of a model. Exit with 1 unless the traces fit it.
             json: Print everything as JSON.
             width: Maximum columns of the bar chart; more experts are binned.
         """
-        self.file = file
+        self.files = files
         self.check = check
         self.json = json
         self.width = width
 
     def __call__(self) -> None:
-        """Read the file once, print, and check."""
-        summary = summarize(read_traces(self.file))
+        """Read each file once, print, and check."""
+        from moe_replay.errors import MoeReplayError
+        from moe_replay.tools.inspect import read_traces, summarize
+
+        if not self.files:
+            raise MoeReplayError("no trace file is given", expected="moe-replay inspect FILE ...")
+        summary = summarize(trace for file in self.files for trace in read_traces(file))
         topology = None if self.check is None else _topology(self.check)
         if self.json:
             told = summary.to_dict()
@@ -43,7 +52,8 @@ class InspectCommand:
             print(json.dumps(told, indent=2))
         else:
             wide = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-            print(summary_text(summary, self.width, _LEVELS if wide else _PLAIN_LEVELS))
+            of_files = f"{len(self.files)} files: " if len(self.files) > 1 else ""
+            print(of_files + summary_text(summary, self.width, _LEVELS if wide else _PLAIN_LEVELS))
         if topology is not None:
             summary.check(topology)
 
@@ -72,6 +82,8 @@ def summary_text(summary: TraceSummary, width: int = 64, levels: str = _LEVELS) 
 
 def bars(load: np.ndarray, width: int, levels: str = _LEVELS) -> str:
     """Draw one character per expert, or per bin of neighbouring experts, scaled to the largest."""
+    import numpy as np
+
     if not load.any():
         return ""
     edges = np.linspace(0, len(load), min(width, len(load)) + 1).astype(int)[:-1]
@@ -82,6 +94,7 @@ def bars(load: np.ndarray, width: int, levels: str = _LEVELS) -> str:
 
 
 def _topology(model: str) -> MoeTopology:
+    from moe_replay.routes.topology import MoeTopology
     from moe_replay.tools.model_config import model_config
 
     return MoeTopology.from_config(model_config(model))

@@ -6,16 +6,18 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from moe_replay.errors import LayoutError
-from moe_replay.routes.topology import MoeTopology
-from moe_replay.tools.plan import Cluster, Dimensions, Parallel, Work, plan_layout
-from moe_replay.tools.plan.text import plan_text
+from moe_replay.utils.exit_status import ExitStatus
+
+if TYPE_CHECKING:
+    from moe_replay.tools.plan import Parallel, Work
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand:
-    """Show which rank replays which layers and rows, and what routes cost. Exits with 1 for an impossible layout."""
+    """Show which rank replays which layers and rows, and what routes cost. Exits with 2 for an impossible layout."""
 
     model: str = ""
     """Folder, config.json or name of a model; weights are not read. With a recipe: that of the recipe, if left out."""
@@ -69,7 +71,10 @@ class PlanCommand:
 
     def __call__(self) -> None:
         """Read the config, plan the layout and print the plan."""
+        from moe_replay.routes.topology import MoeTopology
         from moe_replay.tools.model_config import model_config
+        from moe_replay.tools.plan import Cluster, Dimensions, plan_layout
+        from moe_replay.tools.plan.text import plan_text
 
         if self.recipe is not None:
             self._plan_recipe(self.recipe)
@@ -107,9 +112,11 @@ class PlanCommand:
         itemsize = 4 if config.model.dtype == "float32" else 2
         print(sync_text(plan_sync(sizes.total, nodes=nodes, servers=servers, itemsize=itemsize, rates=rates), rates))
         if not plan.fits:
-            raise SystemExit(1)
+            raise SystemExit(ExitStatus.CHECK_FAILED)
 
     def _parallel(self) -> Parallel:
+        from moe_replay.tools.plan import Parallel
+
         model_ranks = self.tp * self.cp * self.pp
         dp = self.dp
         if dp is None:
@@ -133,6 +140,8 @@ class PlanCommand:
         )
 
     def _work(self, parallel: Parallel) -> Work:
+        from moe_replay.tools.plan import Work
+
         at_once = self.micro_batch * parallel.dp
         if at_once < 1 or self.sequences < 1 or self.sequences % at_once:
             raise LayoutError(

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moe_replay.cli.recipe_keys import SCHEMA, help_text
 from moe_replay.errors import MissingExtraError, MoeReplayError
+from moe_replay.utils.exit_status import EXIT_CODES, ExitStatus
 
 if TYPE_CHECKING:
     from moe_replay.train.config.train_config import TrainConfig
 
 INTRODUCTION = """\
-usage: moe-replay train [RECIPE.toml] [--section.key value ...] [--tiny] [--dry-run]
+usage: moe-replay train [RECIPE.toml] [--section.key value ...] [--tiny] [--dry-run] [--schema]
 
 Train a mixture-of-experts model with GRPO and routing replay. A recipe is a TOML file with the sections below; what the
 command line says wins over it. Without either, a tiny model that comes with the library is trained.
@@ -25,6 +27,7 @@ On several GPUs: torchrun --nproc-per-node 8 -m moe_replay.cli.main train RECIPE
   --dry-run                          Show what would happen, and check whether it can, without loading weights.
   --tiny                             Try the recipe on a CPU: its method, with the model, data, lengths, engine and
                                      sizes of the tiny model that comes with the library.
+  --schema                           Print the JSON schema of a recipe, for editors.
   --help                             Show this text.
 """
 
@@ -59,7 +62,11 @@ class TrainCommand:
         is_rank_0 = os.environ.get("RANK", "0") == "0"
         if {"-h", "--help"} & set(self.overrides):
             if is_rank_0:
-                print(self._help())
+                print(f"{INTRODUCTION}\n{help_text(shutil.get_terminal_size().columns)}\n\n{EXIT_CODES}", end="")
+            return
+        if "--schema" in self.overrides:
+            if is_rank_0:
+                print(SCHEMA.read_text(encoding="utf-8"), end="")
             return
         # A `module:name` in the configuration may be a file in the working directory, as with `python -m`.
         if "" not in sys.path and os.getcwd() not in sys.path:
@@ -78,7 +85,7 @@ class TrainCommand:
             raise
         from moe_replay.report.run_report import write_run_report
         from moe_replay.train.loop import train
-        from moe_replay.train.run.interruption import INTERRUPTED_STATUS, InterruptHandler
+        from moe_replay.train.run.interruption import InterruptHandler
 
         try:
             with InterruptHandler(ends_process=True) as interruption:
@@ -86,11 +93,11 @@ class TrainCommand:
         except KeyboardInterrupt:
             if is_rank_0:
                 print("interrupted before a step began; the same command starts it again", file=sys.stderr)
-            sys.exit(INTERRUPTED_STATUS)
+            sys.exit(ExitStatus.INTERRUPTED)
         if interruption.stopped_after is not None:
             if is_rank_0:
                 print(f"interrupted; to resume: moe-replay train {folder / 'config.toml'}", file=sys.stderr)
-            sys.exit(INTERRUPTED_STATUS)
+            sys.exit(ExitStatus.INTERRUPTED)
 
     def _config(self) -> TrainConfig:
         try:
@@ -103,13 +110,6 @@ class TrainCommand:
 
             return load_config(RECIPE, [*_half_precision(), *self.overrides])  # what the embedded default learns with
         return config
-
-    def _help(self) -> str:
-        try:
-            from moe_replay.train.config.command_line import help_text
-        except ImportError as missing:
-            raise _missing(missing) from missing
-        return f"{INTRODUCTION}\n{help_text(shutil.get_terminal_size().columns)}"
 
 
 def _half_precision() -> list[str]:

@@ -12,20 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import numpy as np
 from typing_extensions import Doc
 
 from moe_replay.errors import MissingExtraError, MoeReplayError
 from moe_replay.rollout.engine import TOKEN_VARIABLE, Capture, StartRequest
 from moe_replay.rollout.registry import ENGINES, engine_spec, start_sampler
 from moe_replay.tools.attribution.result import Attribution, Thresholds
+from moe_replay.utils.exit_status import ExitStatus
 from moe_replay.utils.secrets import READABLE_BY_ALL, find_token, has_password
 
 if TYPE_CHECKING:
     from moe_replay.rollout.types import Sample
 
 STDOUT, STDERR = 1, 2
-WRONG_USE = 2
 DEFAULTS = Thresholds()
 ENGINE_HELP = Doc(f"What samples: {', '.join(ENGINES)}, or module:name.")
 RANDOM_PROMPTS = (8, 32)  # fewest and most tokens of a prompt of random tokens
@@ -95,7 +94,7 @@ class VerifyCommand:
         """Sample, score, print, judge."""
         if problem := self._wrong_use():
             print(f"error: {problem}", file=sys.stderr)
-            sys.exit(WRONG_USE)
+            sys.exit(ExitStatus.WRONG_INPUT)
         try:
             with stdout_on_stderr():
                 found = self._of_traces() if self.traces else self._of_samples()
@@ -115,7 +114,7 @@ class VerifyCommand:
         else:
             print(found, "", *([f"FAILED: {failure}" for failure in failures] or ["passed"]), sep="\n")
         if failures:
-            sys.exit(1)
+            sys.exit(ExitStatus.CHECK_FAILED)
 
     def _wrong_use(self) -> str | None:
         """What makes no sense in the options, if anything."""
@@ -194,6 +193,8 @@ class VerifyCommand:
     def _prompts(self, folder: str, file: Path | None) -> list[list[int]]:
         """Token ids of as many prompts as samples, or of all that there are."""
         if file is None:
+            import numpy as np
+
             from moe_replay.rollout.model_folder import read_config
 
             chance = np.random.default_rng(self.seed)

@@ -19,6 +19,7 @@ from typing import Self
 
 from moe_replay.distributed.ranks import all_gather_text, rank, world_size
 from moe_replay.errors import MoeReplayError
+from moe_replay.utils.exit_status import ExitStatus
 from moe_replay.utils.messages import one_line
 from moe_replay.utils.processes import start_time
 
@@ -33,7 +34,7 @@ _BROKEN = re.compile(r"closed by peer|reset by peer|Broken pipe|Socket closed|re
 class RankLostError(MoeReplayError):
     """Another rank has ended, or cannot be reached any more."""
 
-    exit_status = 1
+    exit_status = ExitStatus.FAILED
 
 
 class RankWatch:

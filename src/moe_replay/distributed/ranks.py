@@ -13,12 +13,13 @@ import torch.distributed as dist
 
 from moe_replay.distributed.collectives import all_gather
 from moe_replay.errors import MoeReplayError
+from moe_replay.utils.exit_status import ExitStatus
 
 
 class OtherRankError(MoeReplayError):
     """A failure on another rank; the message holds that rank's error."""
 
-    def __init__(self, problem: str, *, exit_status: int = 1) -> None:
+    def __init__(self, problem: str, *, exit_status: int = ExitStatus.FAILED) -> None:
         super().__init__(problem)
         self.exit_status = exit_status
         self.known_on_all_ranks = True
@@ -65,8 +66,8 @@ class raise_on_all_ranks:  # noqa: N801  a context manager, named as contextlib 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             return  # this process is ending, and must not wait for the others
-        status = error.exit_status if isinstance(error, MoeReplayError) else 1
-        reports = all_gather_text("" if error is None else f"{status} {type(error).__name__}: {error}")
+        status = error.exit_status if isinstance(error, MoeReplayError) else ExitStatus.FAILED
+        reports = all_gather_text("" if error is None else f"{int(status)} {type(error).__name__}: {error}")
         failed = [number for number, report in enumerate(reports) if report]
         if isinstance(error, MoeReplayError):
             error.known_on_all_ranks = True

@@ -6,14 +6,16 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from moe_replay.errors import EngineError, EngineName, EngineOptionError
-from moe_replay.rollout.transfer import Receivers
-from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
-from moe_replay.routes.topology import MoeTopology
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from moe_replay.rollout.transfer import Receivers
+    from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
+    from moe_replay.routes.topology import MoeTopology
 
 TOKEN_VARIABLE = "MOE_REPLAY_TOKEN"
 Capture = Literal["auto", "ours", "vllm", "checked"]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_replay.errors import EngineError
-from moe_replay.rollout.types import SamplingParams
+
+if TYPE_CHECKING:
+    from moe_replay.rollout.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

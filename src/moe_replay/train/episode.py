@@ -14,12 +14,13 @@ from moe_replay.rollout.session import Session
 from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
 from moe_replay.train.data import Prompt
 from moe_replay.train.tools import ToolSet
+from moe_replay.utils.exit_status import ExitStatus
 
 
 class EpisodeError(MoeReplayError):
     """An environment that raised, took too long, or asked for more turns than are allowed."""
 
-    exit_status = 1
+    exit_status = ExitStatus.FAILED
 
 
 @dataclass(slots=True, kw_only=True)

@@ -38,6 +38,7 @@ from moe_replay.train.sources import Sources, sources_on_all_ranks
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.trajectory_wire import trajectories_from_bytes, trajectories_to_bytes
 from moe_replay.train.types import RolloutBatch, Trajectory
+from moe_replay.utils.exit_status import ExitStatus
 
 MAX_REFITS = 3
 """Times that the sampling of a step is begun again because servers restarted."""
@@ -49,7 +50,7 @@ ReportWriter = Callable[[Path], Path]
 class DivergedError(MoeReplayError):
     """Too many consecutive updates had non-finite gradients, or the policy's log-probs are not finite."""
 
-    exit_status = 1
+    exit_status = ExitStatus.CHECK_FAILED
 
 
 class Job:

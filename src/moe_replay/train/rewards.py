@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from moe_replay.errors import MissingExtraError, MoeReplayError
+from moe_replay.utils.exit_status import ExitStatus
 from moe_replay.utils.messages import text_of
 from moe_replay.utils.plugins import call_user_code, import_path, is_path, resolve
 
@@ -27,7 +28,7 @@ RewardFunction = Callable[..., Sequence[float | None]]
 class RewardError(MoeReplayError):
     """A reward function that raised, took too long, or returned something other than one number per sample."""
 
-    exit_status = 1
+    exit_status = ExitStatus.FAILED
 
 
 @dataclass(frozen=True, slots=True)

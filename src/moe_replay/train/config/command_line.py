@@ -1,4 +1,4 @@
-"""The command line of a configuration: `--section.key value` for every key, and the help text.
+"""The command line of a configuration: `--section.key value` for every key, and what its help says.
 
 Arguments become values by the same rules as in a file: pydantic parses them. All that has to be known here is how many
 arguments an option takes.
@@ -6,7 +6,6 @@ arguments an option takes.
 
 from __future__ import annotations
 
-import textwrap
 import tomllib
 from collections.abc import Iterator, Sequence
 from types import NoneType
@@ -19,8 +18,6 @@ from moe_replay.train.config.keys import (
     ConfigError,
     all_fields,
     enclosing_table,
-    fields_of,
-    sections,
     suggestion,
 )
 from moe_replay.train.config.plugin_names import PluginName
@@ -68,19 +65,6 @@ def _engine(tables: dict[str, Any]) -> Any:
 def _pop_options(tables: dict[str, Any]) -> Any:
     table, key = enclosing_table(tables, OPTIONS)
     return table.pop(key, None)
-
-
-def help_text(width: int) -> str:
-    """Return every option with its choices, its default and its description, by section."""
-    blocks = []
-    for name, section in sections():
-        lines = [f"{name}: {section.__doc__}" if name else "run:"]
-        for key, field in fields_of(name, section):
-            left = f"  --{key.replace('_', '-')}"
-            text = f"{field.description} [{', '.join([*choices(field), f'default {default_text(field)}'])}]"
-            lines += textwrap.wrap(text, width, initial_indent=f"{left:<36} ", subsequent_indent=" " * 37)
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks)
 
 
 def choices(field: FieldInfo) -> list[str]:

@@ -40,13 +40,12 @@ from moe_replay.megatron.weights.checkpoint import write_folder
 from moe_replay.rollout.adapter import Adapter, write_adapter
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.train.run import manifest, rng
+from moe_replay.utils.exit_status import ExitStatus
 from moe_replay.utils.files import flush, flush_tree, sizes, write_whole
 from moe_replay.utils.progress import StatusCallback
 
 FORMAT = 2
-RECORD = "trainer.json"
-EXPORT = "hf"
-ADAPTER = "adapter"
+RECORD, EXPORT, ADAPTER = "trainer.json", "hf", "adapter"
 DAMAGED = ".damaged"
 logger = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ class CheckpointError(MoeReplayError):
 class CheckpointWriteError(CheckpointError):
     """A checkpoint that could not be written, e.g. because the disk is full."""
 
-    exit_status = 1
+    exit_status = ExitStatus.FAILED
 
 
 class Policy(Protocol):

@@ -31,6 +31,7 @@ from moe_replay.errors import MoeReplayError
 from moe_replay.train.run.completions import remove_completions, require_pyarrow
 from moe_replay.train.run.sinks.registry import Sinks, load_sink
 from moe_replay.train.run.sinks.types import Metrics, SinkContext
+from moe_replay.utils.exit_status import ExitStatus
 from moe_replay.utils.files import write_whole
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class RunError(MoeReplayError):
 class RunWriteError(RunError):
     """A file of a run that could not be written, e.g. because the disk is full."""
 
-    exit_status = 1
+    exit_status = ExitStatus.FAILED
 
 
 def fixed_settings(config: TrainConfig) -> dict[str, Any]:

@@ -13,9 +13,6 @@ import torch.distributed as dist
 
 from moe_replay.utils.signals import EndSignals
 
-INTERRUPTED_STATUS = 75
-"""Exit status of a run that a signal stopped after a step, saved: the same command resumes it (EX_TEMPFAIL)."""
-
 
 class InterruptHandler:
     """While open, the first signal only sets a flag that the loop checks after each step.
