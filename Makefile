@@ -30,7 +30,7 @@ train: .venv/.ready ## GRPO with routing replay on a tiny MoE, rollouts by vLLM 
 	@VLLM_LOGGING_LEVEL=ERROR VLLM_CPU_OMP_THREADS_BIND=nobind TRANSFORMERS_VERBOSITY=error TQDM_DISABLE=1 \
 	  .venv/bin/moe-replay train $(ARGS)
 
-docs: .venv/.ready ## Write docs/config.md from the code
+docs: .venv/.ready ## Write docs/config.md and the schema of recipes from the code
 	.venv/bin/python -m moe_replay.train.config.reference > docs/config.md
 
 test: lint types site test-transformers4 test-transformers-between unit ## Everything that must pass: lint, types, the site, tests on transformers 4.57 and 5.x

@@ -189,7 +189,7 @@ def test_completion_in_bash(tmp_path: Path) -> None:
 
 def test_the_schema_in_the_package_is_that_of_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     main(["train", "--schema"])
-    remedy = "python -m moe_replay.train.config.schema > src/moe_replay/train/config/recipe.schema.json"
+    remedy = "python -m moe_replay.train.config.reference > docs/config.md"
     assert capsys.readouterr().out == schema_text() == SCHEMA.read_text(), remedy
 
 

@@ -1,4 +1,7 @@
-"""The reference of the configuration, generated from its fields: `python -m moe_replay.train.config.reference`."""
+"""The reference of the configuration, generated from its fields: `python -m moe_replay.train.config.reference`.
+
+It prints docs/config.md, and writes the schema of recipes in this folder anew.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from pydantic.fields import FieldInfo
 from moe_replay.train.config.file import toml_value
 from moe_replay.train.config.keys import ALIASES, all_fields, fields_of, sections
 from moe_replay.train.config.plugin_names import PluginName
+from moe_replay.train.config.schema import SCHEMA_FILE, schema_text
 from moe_replay.train.config.sections import Section
 from moe_replay.train.config.train_config import TrainConfig
 
@@ -126,4 +130,5 @@ def _in_table(text: str) -> str:
 
 
 if __name__ == "__main__":
+    SCHEMA_FILE.write_text(schema_text(), encoding="utf-8")
     sys.stdout.write(reference())

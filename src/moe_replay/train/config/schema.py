@@ -1,19 +1,21 @@
-"""The JSON schema of a recipe, for editors: `python -m moe_replay.train.config.schema > .../recipe.schema.json`.
+"""The JSON schema of a recipe, for editors, from the fields of the configuration.
 
-The file is part of the package. The command line reads it for its help text and for completion, which must not wait
+`recipe.schema.json` is part of the package (written by `reference.py`). The command line reads it for its help text and for completion, which must not wait
 for pydantic and torch: so it also has, for each key, what `--help` says about choices and default.
 """
 
 from __future__ import annotations
 
 import json
-import sys
+from pathlib import Path
 from typing import Any
 
 from moe_replay.train.config.command_line import choices, default_text
 from moe_replay.train.config.keys import ALIASES, enclosing_table, fields_of, sections
 from moe_replay.train.config.plugin_names import PluginName
 from moe_replay.train.config.train_config import TrainConfig
+
+SCHEMA_FILE = Path(__file__).with_name("recipe.schema.json")
 
 
 def recipe_schema() -> dict[str, Any]:
@@ -56,7 +58,3 @@ def _resolved(schema: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 def schema_text() -> str:
     """Return the text of `recipe.schema.json`."""
     return json.dumps(recipe_schema(), indent=1, ensure_ascii=False) + "\n"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(schema_text())
