@@ -1,7 +1,8 @@
 """The JSON schema of a recipe, for editors, from the fields of the configuration.
 
-`recipe.schema.json` is part of the package (written by `reference.py`). The command line reads it for its help text and for completion, which must not wait
-for pydantic and torch: so it also has, for each key, what `--help` says about choices and default.
+`recipe.schema.json` is part of the package, and written by `reference.py`. The command line reads it for its help
+text and for completion, which must not wait for pydantic and torch: so it also has what `--help` says of each key about
+choices and default.
 """
 
 from __future__ import annotations
