@@ -140,7 +140,7 @@ class VerifyCommand:
 
         folder, _ = self._sources()
         traces = list(read_traces(str(self.traces)))
-        _tell(f"{len(traces)} traces of {self.traces}, held against {folder}")
+        _tell(f"{len(traces)} traces of {self.traces}, compared with {folder}")
         return attribute_traces(
             self._trainer(folder),
             traces,

@@ -73,7 +73,7 @@ def request_seed(prompt: Sequence[int], seed: int | None, number: int) -> int:
 def was_retracted(content: dict[str, Any]) -> bool:
     """Whether the server computed a second time what it had sampled: the routes are then not those of the log-probs.
 
-    A request that is retracted, for want of memory or around a weight update, keeps its tokens and their log-probs. The
+    A request that is retracted, as memory runs out or weights are updated, keeps its tokens and their log-probs. The
     prefix is computed again, and its routes are overwritten (radixark/miles#3277).
     """
     return bool(content["meta_info"].get("num_retractions")) and bool(content["output_ids"])

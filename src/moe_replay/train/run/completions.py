@@ -142,6 +142,6 @@ def best_and_worst(completions: Sequence[Completion], count: int) -> list[Comple
 
 
 def printable(text: str) -> str:
-    """Return text without control characters, which a terminal would obey: they are shown as escapes."""
+    """Return text without control characters, which a terminal would interpret: they are shown as escapes."""
     shown = (one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text)
     return "".join(shown)
