@@ -74,7 +74,7 @@ def test_the_registries_of_the_table_exist(name: str) -> None:
 
 
 def test_a_reward(run: Run) -> None:
-    lines = run(reward={"functions": ["my_reward:short_and_right"]})
+    lines = run(reward={"functions": ["my_reward:short_and_right"], "workers": 1})
     rewards = [line["reward/mean"] for line in lines]
     assert all(-0.12 <= reward < 1 and reward != 0 for reward in rewards)  # at most 12 tokens of one character
     scored = importlib.import_module("my_reward").short_and_right([], ["it is 13", "12", "12"], ["13", "13", ""])

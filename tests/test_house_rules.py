@@ -502,3 +502,10 @@ def test_importing_the_package_imports_no_optional_library() -> None:
 
 def test_what_an_interpreter_loaded_is_seen() -> None:
     assert "hypothesis" in loaded_by("import hypothesis.errors")
+
+
+def test_rewards_are_imported_without_torch() -> None:
+    """Processes that score samples start in a fraction of a second, and need no memory for it."""
+    loaded = loaded_by(f"import {PACKAGE}.train.rewards")
+    assert "numpy" in loaded
+    assert not loaded & ({"torch"} | OPTIONAL)

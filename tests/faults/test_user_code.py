@@ -68,7 +68,7 @@ def test_a_reward_in_time_is_as_before() -> None:
 
 
 def test_the_limit_of_a_configuration_reaches_the_reward() -> None:
-    assert TrainConfig().reward.timeout_s == 600
+    assert TrainConfig().reward.timeout_s == 60
     assert load_reward("format", 0.5, 7.0) == Reward("format", load_reward("format").function, 0.5, 7.0)
 
 
@@ -148,7 +148,7 @@ def test_rollouts_end_when_an_environment_or_a_reward_does_not(kind: str, monkey
     monkeypatch.setattr("moe_replay.rollout.loop.CLOSE_TIMEOUT_S", 0.05)
     environment = f"{__name__}:blocking" if kind == "blocking" else None
     settings = {"environment": environment, "environment_timeout_s": 0.05, "prompts_per_step": 1, "num_generations": 2}
-    config = TrainConfig.model_validate({"rollout": settings})
+    config = TrainConfig.model_validate({"rollout": settings, "reward": {"workers": 0}})
     stream = PromptStream([Prompt(0, "p", (1,), {})])
 
     async def run_episode(self: SequenceSampler, *_: Any) -> Any:

@@ -21,7 +21,7 @@ def tiny_config(folder: Path, prompts: Path, output: Path, **overrides: Any) -> 
         "algorithm": {"updates_per_rollout": 2},
         "optim": {"lr": 1e-3},
         "batch": {"tokens_per_micro_batch": 96},
-        "reward": {"functions": ["tests.train.runs:closeness"]},
+        "reward": {"functions": ["tests.train.runs:closeness"], "workers": 0},  # without the start of processes
         "checkpoint": {"export": False},
     }
     for name, value in overrides.items():

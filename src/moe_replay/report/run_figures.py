@@ -45,7 +45,7 @@ LAYER = re.compile(r"routing/agreement/layer_(\d+)$")
 
 def reward_figures(run: RunRecord) -> Iterator[RenderedFigure]:
     """Yield training and evaluation rewards."""
-    parts = [name for name in run.metrics if re.match(r"reward/(?!mean$|std$|unscored$)", name)]
+    parts = [name for name in run.metrics if re.match(r"reward/(?!mean$|std$|unscored$|timeouts$)", name)]
     curves = [Curve(run["reward/mean"], "training", "plain"), Curve(run["eval/reward"], "evaluation", "second")]
     yield from curve_figure(
         "reward",

@@ -16,6 +16,7 @@ from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt, load_prompts, read_rows
 from moe_replay.train.engines import longest_sequence, lora_spec, vocabulary_size
 from moe_replay.train.rewards import Reward, load_reward
+from moe_replay.train.scoring import check_columns
 from moe_replay.train.sources import Sources, load_tokenizer
 from moe_replay.train.tools import ToolSet, load_tools
 from moe_replay.utils.plugins import import_path, is_path
@@ -145,6 +146,8 @@ def read_inputs(config: TrainConfig, sources: Sources, status: StatusCallback) -
     if config.eval.every and sources.eval:
         eval_rows = read_rows(sources.eval, data.subset, data.eval_split or data.split)
         eval_prompts = load_prompts(eval_rows, tokenizer, max_prompt, vocab_size, schemas)[: config.eval.prompts]
+    if config.reward.workers:
+        check_columns(prompts)
     weights = config.reward.weights or (1.0,) * len(config.reward.functions)
     return Inputs(
         tokenizer=tokenizer,

@@ -2,14 +2,18 @@
 
     def reward(prompts, completions, **columns) -> list[float | None]
 
-`columns` holds every other column of the data set, one value per sample.
+`columns` holds every other column of the data set, one value per sample. The function may be a coroutine function.
+Importing this module does not import torch: processes that only score samples start quickly.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import logging
 import math
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -33,30 +37,48 @@ class RewardError(MoeReplayError):
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward function, its name in metrics and errors, its weight in the total, and the seconds of a call at most."""
+    """A reward function.
+
+    name        in metrics and errors
+    weight      in the total
+    timeout_s   seconds at most for each sample of a call
+    """
 
     name: str
     function: RewardFunction
     weight: float = 1.0
     timeout_s: float = math.inf
 
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it is one of REWARDS."""
+        return self.name in REWARDS
+
+    @property
+    def scores_each_alone(self) -> bool:
+        """Whether the score of a sample does not depend on the others of its group."""
+        return self.is_built_in or self.name.startswith("verl:")
+
 
 def load_reward(name: str, weight: float = 1.0, timeout_s: float = math.inf) -> Reward:
     """Return the reward that `reward.functions` names: one of REWARDS, `module:name`, or `verl:module:name`.
 
-    The last is a verl `compute_score`.
+    The last is a verl `compute_score`. A built-in reward has `BUILT_IN_S` for a sample at most.
     """
     style, _, path = name.partition(":")
     if style == "verl" and is_path(path):
         return Reward(name, from_verl(import_path(path, kind="verl reward", key="reward.functions")), weight, timeout_s)
     function = resolve(name, REWARDS, kind="reward", key="reward.functions", forms="'module:name', 'verl:module:name'")
-    return Reward(name, function, weight, timeout_s)
+    return Reward(name, function, weight, min(timeout_s, BUILT_IN_S) if name in REWARDS else timeout_s)
 
 
 def score(
     rewards: Sequence[Reward], prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
 ) -> dict[str, np.ndarray]:
-    """Return (samples,) float64 by name of the reward, NaN where it does not score a sample."""
+    """Return (samples,) float64 by name of the reward, NaN where it does not score a sample.
+
+    The functions run in threads of this process.
+    """
     return {reward.name: _score(reward, prompts, completions, columns) for reward in rewards}
 
 
@@ -89,12 +111,16 @@ def from_verl(compute_score: Callable[..., float | Mapping[str, Any]]) -> Reward
 def accuracy(
     prompts: Sequence[Any], completions: Sequence[Any], solution: Sequence[str], **_: Any
 ) -> list[float | None]:
-    """Return 1 where the answer is mathematically equal to `solution`, else 0; None if `solution` has no answer."""
-    parse, verify = _math_verify()
+    """Return 1 where the answer is mathematically equal to `solution`, else 0; None if `solution` has no answer.
 
-    # Without its own timeouts, which use signals and so work in the main thread only.
+    In the main thread an answer that cannot be read or compared within `MATH_VERIFY_S` is not equal.
+    """
+    parse, verify = _math_verify()
+    # math-verify's own timeouts use signals, which work in the main thread only.
+    limit_s: Any = MATH_VERIFY_S if threading.current_thread() is threading.main_thread() else None
+
     def read(text: str) -> list[Any]:
-        return parse(text, parsing_timeout=None)  # type: ignore[arg-type]  None is documented, but not annotated
+        return parse(text, parsing_timeout=limit_s)
 
     answers: list[float | None] = []
     for completion, truth in zip(completions, solution, strict=True):
@@ -102,7 +128,7 @@ def accuracy(
         if not gold:
             answers.append(None)
             continue
-        answers.append(float(verify(gold, read(text_of(completion)), timeout_seconds=None)))
+        answers.append(float(verify(gold, read(text_of(completion)), timeout_seconds=limit_s)))
     return answers
 
 
@@ -133,22 +159,53 @@ REWARDS: Mapping[str, RewardFunction | str] = {"accuracy": accuracy, "format": t
 """Reward functions by name; `reward.functions` takes these, `module:name` and `verl:module:name`."""
 
 
+BUILT_IN_S = 10.0
+"""Seconds for a sample that a built-in reward has at most."""
+MATH_VERIFY_S = 3
+"""Seconds for one expression, where `accuracy` runs in the main thread."""
+
+
+def call(
+    reward: Reward, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
+) -> Any:
+    """Return what a reward function returns, or what it is awaited for."""
+    result = reward.function(prompts=list(prompts), completions=list(completions), **columns)
+    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def call_details(completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> dict[str, str]:
+    """Return what an error says of the arguments of a call."""
+    return {
+        "found": f"{len(completions)} completions and columns {sorted(columns)}",
+        "remedy": "Return None for samples that cannot be scored",
+    }
+
+
 def _score(
     reward: Reward, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
 ) -> np.ndarray:
     values = call_user_code(
-        lambda: reward.function(prompts=list(prompts), completions=list(completions), **columns),
-        reward.timeout_s,
+        lambda: call(reward, prompts, completions, columns),
+        reward.timeout_s * max(1, len(completions)),
         f"reward {reward.name!r}",
         RewardError,
-        found=f"{len(completions)} completions and columns {sorted(columns)}",
-        remedy="Return None for samples that cannot be scored",
         too_long="Give up earlier in the function, or raise reward.timeout_s",
+        **call_details(completions, columns),
     )
-    if not isinstance(values, (list, tuple, np.ndarray)) or len(values) != len(completions):
+    found = checked(reward, values, len(completions))
+    return np.array([np.nan if value is None else value for value in found], np.float64)
+
+
+def checked(reward: Reward, values: Any, count: int) -> list[float | None]:
+    """Return the values of a reward function as floats; raise unless they are one finite number or None per sample."""
+    if not isinstance(values, (list, tuple, np.ndarray)) or len(values) != count:
         raise RewardError(
             f"reward {reward.name!r} must return one value per completion",
-            expected=f"a list of {len(completions)}",
+            expected=f"a list of {count}",
             found=f"{type(values).__name__} of {len(values)}" if hasattr(values, "__len__") else type(values).__name__,
         )
     for sample, value in enumerate(values):
@@ -163,4 +220,4 @@ def _score(
                 expected="a finite number, or None for a sample that cannot be scored",
                 found=value,
             )
-    return np.array([np.nan if value is None else float(value) for value in values], np.float64)
+    return [None if value is None else float(value) for value in values]

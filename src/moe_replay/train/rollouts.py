@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moe_replay.errors import AlignmentError, EngineUnavailableError
-from moe_replay.rollout.types import SamplingParams
+from moe_replay.rollout.types import SampledSequence, SamplingParams
 from moe_replay.train.advantages import has_signal, load_advantages
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt, PromptStream
-from moe_replay.train.rewards import Reward, score, total
+from moe_replay.train.rewards import Reward, total
 from moe_replay.train.run.completions import Completion
+from moe_replay.train.scoring import Samples, Scores, open_scorer
 from moe_replay.train.sequences import FirstTurns, SequenceSampler
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.tools import ToolSet
@@ -62,8 +63,11 @@ class Rollouts:
         self._max_length = max_length
         self._advantages = load_advantages(config.algorithm.baseline)
         self._sampler = SequenceSampler(config, engine, tokenizer, max_length, tools)
+        self._scorer = open_scorer(config.reward, rewards)
+        self._sampler.start(self._scorer.start())
         self._pending: deque[_PendingGroup] = deque()
         self._next_group = 0
+        self._timeouts_before = 0
         self._params = sampling_params(config.rollout)
 
     @property
@@ -90,6 +94,7 @@ class Rollouts:
         """Cancel the groups in flight."""
         self._cancel_pending()
         self._sampler.close()
+        self._scorer.close()
 
     def _cancel_pending(self) -> None:
         for pending in self._pending:
@@ -150,6 +155,7 @@ class Rollouts:
             "reward/mean": float(scored.mean()) if scored.size else float("nan"),
             "reward/std": float(scored.std()) if scored.size else float("nan"),
             "reward/unscored": float(np.isnan(rewards).mean()),
+            "reward/timeouts": float(self._timeouts()),
             "completion/length_mean": float(lengths.mean()),
             "completion/length_max": float(lengths.max()),
             "completion/length_min": float(lengths.min()),
@@ -180,6 +186,11 @@ class Rollouts:
             completion_of(trajectory, sample, given, self._tokenizer)
             for trajectory, sample, given in zip(trajectories, counts, scores, strict=True)
         ]
+
+    def _timeouts(self) -> int:
+        """Return the samples since the last batch whose reward took too long, or ended its process."""
+        before, self._timeouts_before = self._timeouts_before, self._scorer.timeouts
+        return self._timeouts_before - before
 
     def _check_staleness(self, staleness: np.ndarray) -> None:
         """Raise if a trajectory was sampled by weights older than `max_staleness` steps, or by later ones."""
@@ -233,14 +244,18 @@ class Rollouts:
             sampled.set_result(None)
         for sequence in sequences:
             check_mask(sequence, self._params, prompt.row)
-        completions = [sequence.token_ids[len(prompt.token_ids) :] for sequence in sequences]
-        scores = await asyncio.to_thread(score_completions, self._rewards, prompt, completions, self._tokenizer)
+        scores = await self._score(prompt, sequences)
         rewards = total(self._rewards, scores).tolist()
         trajectories = [
             Trajectory.of(sequence, row=prompt.row, group=number, reward=reward)
             for sequence, reward in zip(sequences, rewards, strict=True)
         ]
         return Group(trajectories, scores)
+
+    async def _score(self, prompt: Prompt, sequences: Sequence[SampledSequence]) -> Scores:
+        completions = [sequence.token_ids[len(prompt.token_ids) :] for sequence in sequences]
+        samples = await asyncio.to_thread(Samples.of, prompt, completions, self._tokenizer)
+        return await self._scorer.score(samples)
 
     # ---- evaluation ---------------------------------------------------------------------------------------------
 
@@ -252,19 +267,18 @@ class Rollouts:
         seed = self._config.seed if self._config.rollout.reproducible else None
         params = replace(self._params, n=1, temperature=temperature, seed=seed, sampling_mask=False)
         first_turns = self._sampler.first_turns(prompts, [params] * len(prompts), together=True)
+
+        async def scored(prompt: Prompt, turns: FirstTurns) -> Scores:
+            return await self._score(prompt, await self._sampler.sample(prompt, params, turns))
+
         running = [
-            self._sampler.start(self._sampler.sample(prompt, params, turns))
-            for prompt, turns in zip(prompts, first_turns, strict=True)
+            self._sampler.start(scored(prompt, turns)) for prompt, turns in zip(prompts, first_turns, strict=True)
         ]
         try:
-            sequences = [self._sampler.result(one)[0] for one in running]
+            by_prompt = [self._sampler.result(one) for one in running]
         finally:
             for one in running:  # if one of them failed, the others need not go on
                 one.cancel()
-        by_prompt = [
-            score_completions(self._rewards, prompt, [sequence.token_ids[len(prompt.token_ids) :]], self._tokenizer)
-            for prompt, sequence in zip(prompts, sequences, strict=True)
-        ]
         scores = {name: np.concatenate([one[name] for one in by_prompt]) for name in by_prompt[0]}
         metrics = {"eval/reward": float(np.nanmean(total(self._rewards, scores)))}
         return metrics | {f"eval/{name}": float(np.nanmean(values)) for name, values in scores.items()}
@@ -286,16 +300,3 @@ def completion_of(trajectory: Trajectory, sample: int, scores: Mapping[str, floa
         finish_reason=trajectory.finish_reason.value,
         weight_version=int(trajectory.versions[trajectory.sampled].min(initial=np.iinfo(np.int64).max)),
     )
-
-
-def score_completions(
-    rewards: Sequence[Reward], prompt: Prompt, completions: Sequence[np.ndarray], tokenizer: Any
-) -> dict[str, np.ndarray]:
-    """Return (n,) scores by reward; functions get completions as text, or as messages if the prompt is messages."""
-    texts: list[Any] = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
-    if not isinstance(prompt.content, str):
-        texts = [[{"role": "assistant", "content": text}] for text in texts]
-    count = len(completions)
-    columns = {name: [value] * count for name, value in prompt.columns.items()}
-    columns.setdefault("completion_ids", [ids.tolist() for ids in completions])
-    return score(rewards, [prompt.content] * count, texts, columns)

@@ -302,5 +302,10 @@ def _reward(reward: RewardConfig) -> Iterator[str]:
             f"reward.weights: {len(reward.weights)} weights for {len(reward.functions)} functions; "
             "give one per reward function, or omit the weights"
         )
+    if reward.on_timeout == "unscored" and not reward.workers:
+        yield (
+            "reward.on_timeout: 'unscored' needs processes, since a thread cannot be ended; "
+            "set reward.workers, or reward.on_timeout = 'error'"
+        )
     for name in sorted({name for name in reward.functions if reward.functions.count(name) > 1}):
         yield f"reward.functions: {name!r} is listed twice; list it once, with a weight"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -46,8 +46,14 @@ class RewardConfig(Section):
     """Reward functions; the reward of a sample is their weighted sum."""
     weights: tuple[float, ...] | None = None
     """Weight of each in the sum; left out: 1."""
-    timeout_s: Limit = Field(600.0, gt=0)
-    """Seconds that a reward function may take for the samples of one prompt."""
+    workers: int = Field(4, ge=0, le=1024)
+    """Processes in which reward functions run; 0: in threads of the trainer's own process, for functions that share
+    state with it or with each other."""
+    timeout_s: Limit = Field(60.0, gt=0)
+    """Seconds that a reward function may take for each sample; built-in rewards have 10 at most."""
+    on_timeout: Literal["error", "unscored"] | None = None
+    """What becomes of a sample whose reward takes longer, or ends its process: `error` ends the run, `unscored` leaves
+    it out of training and counts it in `reward/timeouts`; left out: `unscored` for built-in rewards, else `error`."""
 
 
 class CheckpointConfig(Section):

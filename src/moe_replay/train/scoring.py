@@ -1,0 +1,304 @@
+"""Scores of sampled groups: `RewardPool` has processes of its own for them, `InProcess` uses threads of this one.
+
+A function that hangs in C code, needs too long or ends its process costs one sample: the process is killed and
+replaced, and the sample is named in an error or left unscored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from moe_replay.train.config.data_sections import RewardConfig
+from moe_replay.train.data import Prompt
+from moe_replay.train.reward_process import RewardLostError, RewardProcess
+from moe_replay.train.reward_wire import RewardWireError, TokenIds, to_frame
+from moe_replay.train.rewards import Reward, RewardError, score
+from moe_replay.utils.messages import text_of
+
+logger = logging.getLogger(__name__)
+
+CHECKED_ROWS = 1000
+OnTimeout = Literal["error", "unscored"]
+Scores = dict[str, np.ndarray]
+"""(n,) float64 by name of the reward, NaN where it did not score a sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Samples of one prompt as reward functions get them: one value of each for every sample.
+
+    row       of the data set
+    numbers   of the samples in their group
+    """
+
+    row: int
+    numbers: Sequence[int]
+    prompts: Sequence[Any]
+    completions: Sequence[Any]
+    columns: Mapping[str, Sequence[Any]]
+
+    @classmethod
+    def of(cls, prompt: Prompt, completions: Sequence[np.ndarray], tokenizer: Any) -> Samples:
+        """Return completions as text, or as messages if the prompt is messages."""
+        texts: list[Any] = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
+        if not isinstance(prompt.content, str):
+            texts = [[{"role": "assistant", "content": text}] for text in texts]
+        count = len(completions)
+        columns: dict[str, list[Any]] = {name: [value] * count for name, value in prompt.columns.items()}
+        columns.setdefault("completion_ids", [TokenIds(ids) for ids in completions])
+        return cls(prompt.row, range(count), [prompt.content] * count, texts, columns)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def part(self, places: Sequence[int]) -> Samples:
+        """Return the samples at these places."""
+        columns = {name: [values[place] for place in places] for name, values in self.columns.items()}
+        return Samples(
+            self.row,
+            [self.numbers[place] for place in places],
+            [self.prompts[place] for place in places],
+            [self.completions[place] for place in places],
+            columns,
+        )
+
+
+class Scorer(Protocol):
+    """Where reward functions run.
+
+    timeouts   samples so far that were left unscored because a function took too long or ended its process
+    """
+
+    timeouts: int
+
+    async def start(self) -> None:
+        """Prepare for the first samples."""
+        ...
+
+    async def score(self, samples: Samples) -> Scores:
+        """Return the scores of the samples of a group."""
+        ...
+
+    def close(self) -> None:
+        """End what scores."""
+        ...
+
+
+def open_scorer(config: RewardConfig, rewards: Sequence[Reward]) -> Scorer:
+    """Return the scorer that the config asks for."""
+    return RewardPool(rewards, config.workers, config.on_timeout) if config.workers else InProcess(rewards)
+
+
+class InProcess:
+    """Runs reward functions in threads of this process; one that takes too long is an error."""
+
+    timeouts = 0
+
+    def __init__(self, rewards: Sequence[Reward]) -> None:
+        self._rewards = rewards
+
+    async def start(self) -> None:
+        """Do nothing: functions are loaded already."""
+
+    async def score(self, samples: Samples) -> Scores:
+        """Return the scores of the samples of a group."""
+        columns = {name: [_plain(value) for value in values] for name, values in samples.columns.items()}
+        return await asyncio.to_thread(score, self._rewards, samples.prompts, samples.completions, columns)
+
+    def close(self) -> None:
+        """Do nothing: threads of functions that have not returned are left behind."""
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, TokenIds) else value
+
+
+class RewardPool:
+    """Runs reward functions in up to `workers` processes, which are started when they are needed.
+
+    Functions that score each sample alone have `timeout_s` for each. Others get a whole group in one call, which may
+    take that for each of its samples; if it takes longer, its samples are tried one by one to find the cause.
+
+    on_timeout   what becomes of a sample whose function takes too long or ends its process; None: "unscored" for
+                 built-in rewards, "error" for others
+    """
+
+    def __init__(self, rewards: Sequence[Reward], workers: int, on_timeout: OnTimeout | None = None) -> None:
+        self.timeouts = 0
+        self._rewards = rewards
+        self._on_timeout = on_timeout
+        self._free = asyncio.Semaphore(workers)
+        self._idle: list[RewardProcess] = []
+        self._started: list[RewardProcess] = []
+
+    async def start(self) -> None:
+        """Start the first process, so that it is there when the first samples are."""
+        async with self._free, self._process():
+            pass
+
+    async def score(self, samples: Samples) -> Scores:
+        """Return the scores of the samples of a group; its rewards run side by side."""
+        tasks = [asyncio.ensure_future(self._score(reward, samples)) for reward in self._rewards]
+        try:
+            found = await asyncio.gather(*tasks)
+        finally:  # if one of them failed, the others need not go on
+            for task in tasks:
+                task.cancel()
+        return {reward.name: values for reward, values in zip(self._rewards, found, strict=True)}
+
+    def close(self) -> None:
+        """Kill all processes."""
+        for process in self._started:
+            process.kill()
+        for process in self._started:
+            process.reap()
+        self._started, self._idle = [], []
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the processes that live."""
+        return [one.process.pid for one in self._started if one.alive]
+
+    # ---- one reward ---------------------------------------------------------------------------------------------
+
+    async def _score(self, reward: Reward, samples: Samples) -> np.ndarray:
+        each = reward.scores_each_alone
+        values = np.full(len(samples), np.nan)
+        left = np.arange(len(samples))
+        while left.size:
+            found, lost = await self._call(reward, samples.part(left.tolist()), each=each)
+            values[left[: len(found)]] = [np.nan if value is None else value for value in found]
+            if lost is None:
+                break
+            left = left[len(found) :]
+            causes = left[:1] if each or left.size == 1 else await self._causes(reward, samples, left)
+            self._give_up(reward, samples.part((causes if causes.size else left).tolist()), lost)
+            left = np.setdiff1d(left, causes) if causes.size else causes
+        return values
+
+    async def _causes(self, reward: Reward, samples: Samples, places: np.ndarray) -> np.ndarray:
+        """Return the places of samples that are lost on their own too."""
+        calls = await asyncio.gather(
+            *(self._call(reward, samples.part([place]), each=False) for place in places.tolist()),
+            return_exceptions=True,  # a function may need several samples; then none of them is the cause
+        )
+        for call in calls:
+            if isinstance(call, BaseException) and not isinstance(call, RewardError):
+                raise call
+        lost = [not isinstance(call, BaseException) and call[1] is not None for call in calls]
+        return places[np.array(lost, bool)]
+
+    def _give_up(self, reward: Reward, samples: Samples, lost: RewardLostError) -> None:
+        """Raise, or count the samples as unscored."""
+        place = f"{', '.join(map(str, samples.numbers))} of row {samples.row}"
+        if (self._on_timeout or ("unscored" if reward.is_built_in else "error")) == "error":
+            raise RewardError(
+                f"reward {reward.name!r} {lost.problem}",
+                sample=place,
+                found=f"the completion {text_of(samples.completions[0])[:80]!r}",
+                remedy="Give up earlier in the function, raise reward.timeout_s, "
+                "or leave such samples unscored: reward.on_timeout = 'unscored'",
+            ) from lost
+        self.timeouts += len(samples)
+        logger.warning("unscored: sample %s: reward %r %s", place, reward.name, lost.problem)
+
+    async def _call(
+        self, reward: Reward, samples: Samples, *, each: bool
+    ) -> tuple[list[float | None], RewardLostError | None]:
+        """Return the values of the samples; if the process was lost, those before that, and how it was lost."""
+        frame = _request(reward, samples, each=each)
+        answers, limit_s = (len(samples), reward.timeout_s) if each else (1, reward.timeout_s * len(samples))
+        values: list[float | None] = []
+        async with self._free, self._process() as process:
+            try:
+                await process.ask(frame, answers, limit_s, values)
+            except RewardLostError as lost:
+                process.kill()
+                return values, lost
+            except RewardError as error:  # of the function: the process is as good as before
+                raise _placed(error, samples, len(values)) from error
+        return values, None
+
+    @asynccontextmanager
+    async def _process(self) -> AsyncIterator[RewardProcess]:
+        """Yield a process that has imported the functions; it is killed if the block is cancelled."""
+        while self._idle and not self._idle[-1].alive:
+            self._idle.pop()
+        process = self._idle.pop() if self._idle else self._new()
+        usable = False
+        try:
+            await _load(process)
+            try:
+                yield process
+                usable = True
+            except RewardError:
+                usable = True
+                raise
+        finally:
+            if usable and not process.killed:
+                self._idle.append(process)
+            else:
+                process.kill()
+
+    def _new(self) -> RewardProcess:
+        self._started = [one for one in self._started if one.alive]
+        process = RewardProcess([reward.name for reward in self._rewards])
+        self._started.append(process)
+        return process
+
+
+async def _load(process: RewardProcess) -> None:
+    try:
+        await process.load()
+    except RewardLostError as lost:
+        raise RewardError(
+            f"a process for rewards {lost.problem} while it imported the functions",
+            remedy="Its output says why. With reward.workers = 0 functions run in the trainer's process",
+        ) from lost
+
+
+def _request(reward: Reward, samples: Samples, *, each: bool) -> bytes:
+    return to_frame(
+        {
+            "reward": reward.name,
+            "each": each,
+            "prompts": samples.prompts,
+            "completions": samples.completions,
+            "columns": samples.columns,
+        }
+    )
+
+
+def _placed(error: RewardError, samples: Samples, scored: int) -> RewardError:
+    """Return an error of a function with the row of the data set, and the sample where it names one."""
+    number = "" if error.sample is None else f"{samples.numbers[scored + int(error.sample)]} of "
+    return RewardError(
+        error.problem,
+        sample=f"{number}row {samples.row}",
+        expected=error.expected,
+        found=error.found,
+        remedy=error.remedy,
+    )
+
+
+def check_columns(prompts: Sequence[Prompt]) -> None:
+    """Raise if a column of the data cannot be sent to a process; looks at the first `CHECKED_ROWS` prompts."""
+    for prompt in prompts[:CHECKED_ROWS]:
+        for name, value in prompt.columns.items():
+            try:
+                to_frame({name: value})
+            except RewardWireError as error:
+                raise RewardWireError(
+                    f"column {name!r}: {error.problem}",
+                    sample=f"row {prompt.row}",
+                    expected=error.expected,
+                    found=error.found,
+                    remedy=error.remedy,
+                ) from error

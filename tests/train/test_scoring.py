@@ -1,0 +1,258 @@
+"""Rewards in processes: the scores of this process, and functions that hang, exit or raise cost one sample at most."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pydantic", reason="the trainer's own dependency")
+
+from moe_replay.rollout.loop import LoopThread
+from moe_replay.train.config.data_sections import RewardConfig
+from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.train.data import Prompt
+from moe_replay.train.reward_wire import RewardWireError
+from moe_replay.train.rewards import RewardError, load_reward
+from moe_replay.train.scoring import InProcess, RewardPool, Samples, Scores, check_columns, open_scorer
+from tests.faults.processes import descendants, process, start_python, wait_for_line, wait_until_gone
+from tests.train.reward_functions import COLUMN
+
+HERE = "tests.train.reward_functions"
+HANGING = "a" * 60 + "b"
+LIMIT_S = 1.0  # for what hangs; anything else takes milliseconds, a busy machine included
+
+
+def samples(*completions: str, row: int = 7, **columns: Any) -> Samples:
+    count = len(completions)
+    return Samples(
+        row, range(count), ["p"] * count, list(completions), {name: [value] * count for name, value in columns.items()}
+    )
+
+
+@pytest.fixture
+def loop() -> Iterator[LoopThread]:
+    thread = LoopThread("scoring")
+    yield thread
+    thread.close()
+
+
+@pytest.fixture
+def pool(loop: LoopThread) -> Iterator[Callable[..., RewardPool]]:
+    opened: list[RewardPool] = []
+
+    def start(*names: str, workers: int = 1, on_timeout: Any = None, timeout_s: float = LIMIT_S) -> RewardPool:
+        rewards = [
+            load_reward(name if name in ("accuracy", "format") else _path(name), 1.0, timeout_s) for name in names
+        ]
+        opened.append(RewardPool(rewards, workers, on_timeout))
+        return opened[-1]
+
+    yield start
+    for one in opened:
+        pids = one.pids
+        one.close()
+        assert wait_until_gone(map(process, pids)) == []
+
+
+def _path(name: str) -> str:
+    if name in ("accuracy", "format"):
+        return name
+    return f"verl:{HERE}:{name}" if name == "compute_score" else f"{HERE}:{name}"
+
+
+def listed(scores: Scores) -> list[float | None]:
+    (values,) = scores.values()
+    return [None if np.isnan(value) else value for value in values.tolist()]
+
+
+# ---- scores ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_scores_are_those_of_this_process(loop: LoopThread, pool: Callable[..., RewardPool]) -> None:
+    pytest.importorskip("math_verify", reason="needs math-verify")
+    names = ["accuracy", "format", "lengths", "ranks", "waiting", "compute_score"]
+    processes = pool(*names, workers=2, timeout_s=60.0)
+    threads = InProcess([load_reward(_path(name)) for name in names])
+    group = samples("$7$", "<think>so</think> 7", "", "8", solution="7", ground_truth="8", level=3)
+    found, expected = (loop.run(one.score(group)) for one in (processes, threads))
+    assert list(found) == list(expected)
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+    assert 1 <= len(processes.pids) <= 2
+
+
+def test_values_that_json_does_not_have_arrive(loop: LoopThread, pool: Callable[..., RewardPool]) -> None:
+    tokenizer = type("Tokenizer", (), {"decode": staticmethod(lambda ids, **_: "c")})
+    group = Samples.of(Prompt(0, "p", (1,), {"column": COLUMN}), [np.array([7, 8], np.int32)] * 2, tokenizer)
+    assert listed(loop.run(pool("kinds", timeout_s=60.0).score(group))) == [1.0, 1.0]
+
+
+def test_a_column_that_cannot_be_sent_is_named_before_the_run() -> None:
+    prompts = [Prompt(0, "p", (1,), {"fine": 1}), Prompt(1, "p", (1,), {"fine": 1, "image": object()})]
+    with pytest.raises(RewardWireError, match=r"column 'image'.*\[sample row 1\].*found object.*reward\.workers = 0"):
+        check_columns(prompts)
+    check_columns(prompts[:1])
+
+
+def test_processes_are_used_again(loop: LoopThread, pool: Callable[..., RewardPool]) -> None:
+    used = pool("process_ids", workers=3, timeout_s=60.0)
+    loop.run(used.start())
+    found = [listed(loop.run(used.score(samples("a", "b")))) for _ in range(3)]
+    assert found == [[float(used.pids[0])] * 2] * 3
+    assert used.pids[0] != os.getpid()
+
+
+def test_the_config_says_where_functions_run() -> None:
+    rewards = [load_reward("format")]
+    assert isinstance(open_scorer(RewardConfig(), rewards), RewardPool)
+    assert isinstance(open_scorer(RewardConfig(workers=0), rewards), InProcess)
+    with pytest.raises(ValueError, match=r"reward\.on_timeout: 'unscored' needs processes"):
+        TrainConfig.model_validate({"reward": {"workers": 0, "on_timeout": "unscored"}})
+    assert load_reward("accuracy", 1.0, 600.0).timeout_s == 10
+    assert load_reward("accuracy", 1.0, 2.0).timeout_s == 2
+    assert load_reward(_path("lengths"), 1.0, 600.0).timeout_s == 600
+
+
+# ---- functions that take too long ------------------------------------------------------------------------------------
+
+
+def test_a_sample_that_hangs_in_c_code_is_unscored(
+    loop: LoopThread, pool: Callable[..., RewardPool], caplog: pytest.LogCaptureFixture
+) -> None:
+    used = pool("compute_score", on_timeout="unscored")
+    loop.run(used.start())
+    (first,) = used.pids
+    with caplog.at_level(logging.WARNING):
+        group = samples("x", HANGING, "y", HANGING, "x", ground_truth="x")
+        assert listed(loop.run(used.score(group))) == [1.0, None, 0.0, None, 1.0]
+    assert used.timeouts == 2
+    assert "sample 1 of row 7: reward 'verl:tests.train.reward_functions:compute_score' did not return" in caplog.text
+    assert wait_until_gone([process(first)]) == []
+    assert listed(loop.run(used.score(samples("x", ground_truth="x")))) == [1.0]
+
+
+def test_a_sample_that_hangs_is_named(loop: LoopThread, pool: Callable[..., RewardPool]) -> None:
+    for name in ("compute_score", "ranks"):
+        with pytest.raises(RewardError, match=rf"{name}' did not return within \d s \[sample 2 of row 7\].*'aaaa"):
+            loop.run(pool(name, workers=2).score(samples("x", "yy", HANGING, ground_truth="x")))
+
+
+def test_the_others_are_scored_as_one_group(loop: LoopThread, pool: Callable[..., RewardPool]) -> None:
+    used = pool("ranks", workers=3, on_timeout="unscored", timeout_s=0.5)
+    assert listed(loop.run(used.score(samples("xxx", "yy", HANGING, "z")))) == [2.0, 1.0, None, 0.0]
+    assert used.timeouts == 1
+
+
+def test_a_group_that_hangs_only_together(loop: LoopThread, pool: Callable[..., RewardPool]) -> None:
+    used = pool("together_only", workers=2, on_timeout="unscored", timeout_s=0.5)
+    assert listed(loop.run(used.score(samples("x", "y")))) == [None, None]
+    with pytest.raises(RewardError, match=r"did not return within 1 s \[sample 0, 1 of row 7\]"):
+        loop.run(pool("together_only", workers=2, timeout_s=0.5).score(samples("x", "y")))
+
+
+def test_answers_that_math_verify_cannot_compare_do_not_end_a_run(
+    loop: LoopThread, pool: Callable[..., RewardPool]
+) -> None:
+    pytest.importorskip("math_verify", reason="needs math-verify")
+    used = pool("accuracy", timeout_s=8.0)
+    group = samples("$7$", "$9^{9^{9^{9^{9}}}}$", "$7$", solution="7")
+    right, monstrous, again = listed(loop.run(used.score(group)))
+    assert (right, again) == (1.0, 1.0)
+    assert not monstrous
+
+
+# ---- functions that raise or exit ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def endings() -> Iterator[tuple[LoopThread, RewardPool]]:
+    thread = LoopThread("endings")
+    used = RewardPool([load_reward(f"{HERE}:ending", 1.0, 60.0)], 1)
+    yield thread, used
+    thread.close()
+    used.close()
+
+
+@pytest.mark.parametrize(
+    "kind", ["SystemExit", "KeyboardInterrupt", "CancelledError", "GeneratorExit", "Odd", "KeyError"]
+)
+def test_what_a_function_raises_is_named(kind: str, endings: tuple[LoopThread, RewardPool]) -> None:
+    loop, used = endings
+    with pytest.raises(RewardError, match=rf"ending' raised {kind}.*\[sample row 7\].*1 completions") as caught:
+        loop.run(used.score(samples(kind)))
+    assert "reward_functions.py" in "".join(getattr(caught.value.__cause__, "__notes__", []))
+    assert len(used.pids) == 1
+
+
+def test_what_a_function_returns_is_checked(endings: tuple[LoopThread, RewardPool]) -> None:
+    loop, used = endings
+    with pytest.raises(RewardError, match=r"one value per completion \[sample row 7\].*found list of 3"):
+        loop.run(used.score(samples("many", "more")))
+
+
+@pytest.mark.parametrize(("kind", "told"), [("exit", "exited with 3"), ("kill", "ended its process by SIGKILL")])
+def test_a_function_that_ends_its_process_is_named(
+    kind: str, told: str, endings: tuple[LoopThread, RewardPool]
+) -> None:
+    loop, used = endings
+    with pytest.raises(RewardError, match=rf"ending' {told} \[sample 0 of row 7\]"):
+        loop.run(used.score(samples(kind)))
+    with pytest.raises(RewardError, match="raised KeyError"):
+        loop.run(used.score(samples("KeyError")))
+
+
+def test_an_idle_process_that_was_killed_costs_nothing(loop: LoopThread, pool: Callable[..., RewardPool]) -> None:
+    used = pool("lengths", timeout_s=60.0)
+    loop.run(used.start())
+    (pid,) = used.pids
+    os.kill(pid, 9)
+    assert wait_until_gone([process(pid)]) == []
+    assert listed(loop.run(used.score(samples("abc")))) == [3.0]
+
+
+def test_a_module_that_cannot_be_imported_in_a_process(
+    loop: LoopThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_here.py").write_text("import os, sys\nscore = len\nif 'pytest' not in sys.modules: os._exit(4)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    used = RewardPool([load_reward("only_here:score")], 1)
+    with pytest.raises(RewardError, match=r"exited with 4 while it imported the functions.*reward\.workers = 0"):
+        loop.run(used.score(samples("c")))
+    used.close()
+    sys.modules.pop("only_here")
+
+
+def test_processes_and_what_they_have_started_end() -> None:
+    """What a function has started ends with a sample that is given up, its process with a trainer that is killed."""
+    code = textwrap.dedent(f"""
+        import asyncio
+        from moe_replay.train.rewards import load_reward
+        from moe_replay.train.scoring import RewardPool, Samples
+
+        for limit_s in (1.0, 600.0):
+            pool = RewardPool([load_reward("{HERE}:ending", 1.0, limit_s)], 1, "unscored")
+            asyncio.run(pool.score(Samples(0, [0], ["p"], ["child"], {{}})))
+            print("scored", flush=True)
+    """)
+    with start_python(code) as trainer:
+        assert trainer.stdout is not None
+        first = process(int(trainer.stdout.readline()))
+        wait_for_line(trainer.stdout, "scored")
+        assert wait_until_gone([first]) == []
+        second = process(int(trainer.stdout.readline()))
+        (worker,) = [one for one in descendants(trainer.pid) if "reward_worker" in _title(one.pid)]
+        trainer.kill()
+        assert wait_until_gone([worker]) == []
+        os.kill(second.pid, 9)
+
+
+def _title(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
