@@ -6,14 +6,20 @@ A process without a process group is rank 0 of 1.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from types import TracebackType
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
-from moe_replay.distributed.collectives import all_gather
+from moe_replay.distributed.collectives import all_gather, broadcast_bytes, device_of
+from moe_replay.distributed.control import control_group, wait_within
 from moe_replay.errors import MoeReplayError
 from moe_replay.utils.exit_status import ExitStatus
+
+FAILED_PATIENCE = timedelta(seconds=20)
+"""How long a rank that has failed waits for the others to reach the same point; then the failure is told to them."""
 
 
 class OtherRankError(MoeReplayError):
@@ -39,22 +45,34 @@ def all_gather_text(text: str) -> list[str]:
     """Return the text of every rank, in rank order, on every rank."""
     if world_size() == 1:
         return [text]
-    gathered = all_gather(np.frombuffer(text.encode(), np.uint8))
+    gathered = all_gather(np.frombuffer(text.encode(), np.uint8), control_group())
     return [part.tobytes().decode() for part in gathered]
+
+
+def barrier() -> None:
+    """Wait until every rank has come here."""
+    any_rank(False)
+
+
+def any_rank(flag: bool) -> bool:
+    """Return on every rank whether the flag is set on any."""
+    return _first_rank_with(flag) is not None
 
 
 def from_rank_0(make: Callable[[], str], doing: str) -> str:
     """Return on every rank what `make` returns on rank 0; if it fails there, raise on every rank."""
     with raise_on_all_ranks(doing):
-        made = make() if rank() == 0 else ""
-    return all_gather_text(made)[0]
+        made = make() if rank() == 0 else None
+    if world_size() == 1:
+        return made or ""
+    return broadcast_bytes(None if made is None else made.encode()).decode()
 
 
 class raise_on_all_ranks:  # noqa: N801  a context manager, named as contextlib names its own
     """Work done by all ranks: if it fails on one, it raises on all once every rank has reached the end.
 
-    A rank that waits in a collective for one that has failed is not released by this; the process group's timeout is
-    what ends it.
+    Where others wait for the failed rank inside the block, they never reach it: after `FAILED_PATIENCE` the error is
+    raised on the failed rank alone, and ends the others as any other error of a job does (`rank_watch.py`).
     """
 
     def __init__(self, doing: str) -> None:
@@ -66,11 +84,35 @@ class raise_on_all_ranks:  # noqa: N801  a context manager, named as contextlib 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             return  # this process is ending, and must not wait for the others
-        status = error.exit_status if isinstance(error, MoeReplayError) else ExitStatus.FAILED
-        reports = all_gather_text("" if error is None else f"{int(status)} {type(error).__name__}: {error}")
-        failed = [number for number, report in enumerate(reports) if report]
+        try:
+            failed = _first_rank_with(error is not None)
+        except RuntimeError:
+            if error is None:
+                raise
+            return  # the others are not there
+        if failed is None:
+            return
         if isinstance(error, MoeReplayError):
             error.known_on_all_ranks = True
-        if failed and error is None:
-            status_text, _, report = reports[failed[0]].partition(" ")
-            raise OtherRankError(f"{self._doing} failed on rank {failed[0]}: {report}", exit_status=int(status_text))
+        status = error.exit_status if isinstance(error, MoeReplayError) else ExitStatus.FAILED
+        own = f"{int(status)} {type(error).__name__}: {error}".encode() if rank() == failed else None
+        told = broadcast_bytes(own, failed) if world_size() > 1 else own or b""
+        if error is None:
+            status_text, _, report = told.decode().partition(" ")
+            raise OtherRankError(f"{self._doing} failed on rank {failed}: {report}", exit_status=int(status_text))
+
+
+def _first_rank_with(flag: bool) -> int | None:
+    """Return the first rank whose flag is set; None if there is none. All ranks call it."""
+    if world_size() == 1:
+        return 0 if flag else None
+    group = control_group()
+    limit = FAILED_PATIENCE if flag and group is not None else None
+    own = torch.tensor([int(flag)], device=device_of(group))
+    flags = [torch.zeros_like(own) for _ in range(world_size())] if rank() == 0 else None
+    wait_within(dist.gather(own, flags, 0, group=group, async_op=True), limit)
+    first = torch.full_like(own, -1)
+    if flags is not None and (found := torch.cat(flags).nonzero()).numel():
+        first[0] = found[0, 0]
+    wait_within(dist.broadcast(first, 0, group=group, async_op=True), limit)
+    return None if int(first) < 0 else int(first)

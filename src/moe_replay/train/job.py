@@ -111,7 +111,7 @@ class Job:
             interruption = interruption or stack.enter_context(InterruptHandler())
             launch.end_with_launcher()
             device = launch.choose_device(config)
-            watch = stack.enter_context(launch.process_group(device))
+            watch = stack.enter_context(launch.process_group(device, config.backend.rank_timeout_s))
             stack.enter_context(launch.deterministic_kernels(config.replay.deterministic))
             rng.seed(config.seed)
             with watch:
@@ -360,7 +360,7 @@ class Job:
                 found=f"weights of the last finite update, saved after step {step} in {self._run.checkpoints}",
                 remedy="Look at mismatch/* and loss/* of the last steps; lower optim.lr, or set algorithm.correction",
             )
-        if self._interruption.stop_requested(self.backend.device):
+        if self._interruption.stop_requested():
             self._progress.message("interrupted: saving" if step else "interrupted before the first step")
             self._interruption.stopped_after = step if step < self.config.steps else None
             return True

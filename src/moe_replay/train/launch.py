@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from moe_replay.distributed.rank_watch import RankWatch
+from moe_replay.distributed.control import open_control_group
+from moe_replay.distributed.rank_watch import SILENCE_S, RankWatch
 from moe_replay.errors import MissingExtraError, MoeReplayError
 from moe_replay.train.backends.base import Backend
 from moe_replay.train.config.train_config import TrainConfig
@@ -69,14 +70,22 @@ def deterministic_kernels(wanted: bool) -> Iterator[None]:
 
 
 @contextmanager
-def process_group(device: torch.device) -> Iterator[RankWatch]:
+def process_group(device: torch.device, silence_s: float = SILENCE_S) -> Iterator[RankWatch]:
     """Open the process group of all ranks: an existing one, the launcher's (torchrun), or this process alone.
 
-    Ranks of a launcher are watched by each other; an existing group's are left to whoever opened it.
+    Control messages have a group of their own. Ranks tell each other of failures; the processes of a launcher's are
+    watched too, those of an existing group are left to whoever opened it.
+
+    silence_s   seconds without a sign of life after which another rank counts as lost
     """
     watch = RankWatch()
     if dist.is_initialized():
-        yield watch
+        try:
+            with open_control_group():
+                watch.start(silence_s, processes=False)
+                yield watch
+        finally:
+            watch.stop()
         return
     backend = collective_backends(device)
     if "RANK" in os.environ:
@@ -90,9 +99,9 @@ def process_group(device: torch.device) -> Iterator[RankWatch]:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        if "RANK" in os.environ:
-            watch.start()
-        yield watch
+        with open_control_group():
+            watch.start(silence_s)
+            yield watch
     finally:
         dist.destroy_process_group()
         watch.stop()

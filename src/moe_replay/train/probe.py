@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moe_replay.distributed.collectives import all_gather, broadcast_bytes
+from moe_replay.distributed.control import control_group
 from moe_replay.errors import AlignmentError
 from moe_replay.rollout.types import FinishReason, Probe
 from moe_replay.routes.trace import RouteTrace
@@ -88,7 +89,9 @@ class ProbeSequence:
             if scores is None or not backend.reports_metrics
             else scores.logprobs.float().cpu().numpy()
         )
-        logprobs = next(part for part in all_gather(own.view(np.uint8)) if part.size).view(np.float32).copy()
+        logprobs = (
+            next(part for part in all_gather(own.view(np.uint8), control_group()) if part.size).view(np.float32).copy()
+        )
         return Probe(token_ids=self.token_ids.tolist(), logprobs=logprobs, tolerance=config.weights_tolerance)
 
 

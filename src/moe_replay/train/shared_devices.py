@@ -7,10 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-import torch.distributed as dist
 from torch import Tensor
 
-from moe_replay.distributed.ranks import raise_on_all_ranks
+from moe_replay.distributed.ranks import barrier, raise_on_all_ranks
 from moe_replay.rollout.types import Probe
 from moe_replay.rollout.weight_source import Group, TensorInfo
 from moe_replay.train.backends.base import Backend
@@ -91,7 +90,7 @@ class SharedDevices:
     def _free_trainer_memory(self) -> None:
         if self._offload:
             self._backend.offload()
-            dist.barrier()  # the engine may take memory of any rank's device
+            barrier()  # the engine may take memory of any rank's device
 
 
 class _ThenOffload:

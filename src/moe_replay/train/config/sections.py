@@ -110,6 +110,9 @@ class BackendConfig(Section):
     offload: bool = False
     """Keep the trainer in host memory while the engine samples: weights, gradients and optimizer state, of which the
     latter two are on the device in updates only."""
+    rank_timeout_s: float = Field(600.0, ge=1)
+    """Seconds without a sign of life after which another rank counts as lost. Sampling, loading and saving may take as
+    long as they take; collectives of tensors have the timeout of their own backend."""
 
     @property
     def model_parallel(self) -> int:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from types import TracebackType
 
 import torch
-import torch.distributed as dist
 
+from moe_replay.distributed.ranks import any_rank
 from moe_replay.utils.signals import EndSignals
 
 
@@ -25,7 +25,7 @@ class InterruptHandler:
     with InterruptHandler() as interrupts:
         for step in ...:
             ...
-            if interrupts.stop_requested(device):      # the same on all ranks
+            if interrupts.stop_requested():      # the same on all ranks
                 break
     """
 
@@ -62,10 +62,6 @@ class InterruptHandler:
         finally:
             self._raises = False
 
-    def stop_requested(self, device: torch.device) -> bool:
-        """Return whether any rank has received a signal. All ranks call it."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return self._received
-        received = torch.tensor([int(self._received)], device=device)
-        dist.all_reduce(received, dist.ReduceOp.MAX)
-        return bool(received)
+    def stop_requested(self, device: torch.device | None = None) -> bool:
+        """Return whether any rank has received a signal. All ranks call it; the device does not matter any more."""
+        return any_rank(self._received)
