@@ -31,11 +31,21 @@ FAMILIES = ("deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "qwen3_moe")
 PRELOADED = [
     *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES),
     "torch.distributed.fsdp",
+    "transformers.convert_slow_tokenizer",
+    "transformers.models.auto.tokenization_auto",
+    "numpy.ma",
     "pytest",
+    "safetensors.numpy",
     "moe_replay.cli.main",
+    "moe_replay.demo",
+    "moe_replay.replay.adapters.transformers",
     "moe_replay.rollout.transformers",
     "moe_replay.train.backends.fsdp",
+    "moe_replay.train.config.command_line",
+    "moe_replay.train.config.tiny",
     "moe_replay.train.loop",
+    "moe_replay.train.losses.clipped",
+    "moe_replay.train.run.sinks.jsonl",
 ]
 
 
