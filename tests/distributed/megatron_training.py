@@ -212,17 +212,23 @@ def first_ratios(folder: str, data: bytes, settings: dict[str, Any]) -> dict[str
     return {"apart": apart, "reports_metrics": backend.reports_metrics}
 
 
-def stop_and_go_on(folder: str, data: bytes, settings: dict[str, Any], saved: str) -> dict[str, Any]:
-    """The weights after two updates in one go, and with all of it saved, thrown away and loaded between them."""
+def saved_between(folder: str, data: bytes, settings: dict[str, Any], saved: str) -> dict[str, Tensor]:
+    """The weights after two updates in one go; what there was between them is saved."""
     config = make_config(folder, **settings)
     backend = open_backend(config)
     minis = batches_of(backend, data, config.batch.packed)
     _counted_update(backend, minis[0], [])
     backend.save(Path(saved))
     _counted_update(backend, minis[1], [])
-    at_once = {name: tensor.clone() for name, tensor in backend.weights()}
+    weights = {name: tensor.clone() for name, tensor in backend.weights()}
     backend.close()
+    return weights
 
+
+def stop_and_go_on(folder: str, data: bytes, settings: dict[str, Any], saved: str) -> dict[str, Any]:
+    """The weights after two updates in one go, and with all of it saved, thrown away and loaded between them."""
+    at_once = saved_between(folder, data, settings, saved)
+    config = make_config(folder, **settings)
     again = open_backend(config)
     again.score(batches_of(again, data, config.batch.packed)[0], REPLAY)  # as the probe does before a run resumes
     again.load(Path(saved))
@@ -232,6 +238,19 @@ def stop_and_go_on(folder: str, data: bytes, settings: dict[str, Any], saved: st
         "different": [name for name in at_once if not torch.equal(at_once[name], later[name])],
         "bytes": again.state_bytes(),
     }
+
+
+def go_on(folder: str, data: bytes, settings: dict[str, Any], saved: str, again: str) -> dict[str, Any]:
+    """Load what other ranks saved after the first of two updates, save it again, and make the second one."""
+    config = make_config(folder, **settings)
+    backend = open_backend(config)
+    minis = batches_of(backend, data, config.batch.packed)
+    backend.load(Path(saved))
+    backend.save(Path(again))
+    _counted_update(backend, minis[1], [])
+    weights = {name: tensor.clone() for name, tensor in backend.weights()}
+    backend.close()
+    return {"weights": weights if dist.get_rank() == 0 else {}}
 
 
 def refusals(folder: str, settings: dict[str, Any], saved: str) -> list[str]:

@@ -175,28 +175,54 @@ def test_stop_and_go_on_is_the_same_as_not_to_stop(tmp_path: Path, settings: dic
     assert [rank["bytes"] for rank in ranks] == [size, size]
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected", "found"),
-    [
-        (
-            PP,
-            "pipeline_model_parallel_size 2, ",
-            "pipeline_model_parallel_size 1, tensor_model_parallel_size 2. Resume",
-        ),
-        (FSDP, "sharding fsdp, ", "sharding None, "),
-    ],
-    ids=["megatron", "fsdp"],
-)
-def test_a_state_of_another_layout_is_refused(
-    tmp_path: Path, settings: dict[str, Any], expected: str, found: str
-) -> None:
-    for other, nothing, pickled in harness.run_ranks(
-        2, megatron_training.refusals, policy()[0], settings, str(tmp_path)
-    ):
-        assert expected in other.partition(", found ")[0]
-        assert found in other.partition(", found ")[2]
+def test_a_state_of_another_backend_is_refused(tmp_path: Path) -> None:
+    for other, nothing, pickled in harness.run_ranks(2, megatron_training.refusals, policy()[0], FSDP, str(tmp_path)):
+        assert "expected kind fsdp, dtype None, found kind megatron, dtype float32" in other
         assert "expected layout.json, found" in nothing
         assert "pickled files, which are never read" in pickled
+
+
+RESHARDED = {
+    "fsdp4-fsdp2": (4, FSDP, 2, FSDP),
+    "fsdp2-fsdp4": (2, FSDP, 4, FSDP),
+    "tp2-pp2": (2, TP, 2, PP),
+    "ep2-ep1": (2, EP, 1, {}),
+    "sharded-grouped-ep2-vpp2": (2, EP | GROUPED | SHARDED, 2, VPP),
+    "bf16-tp2-pp2-ep2-sharded-tp2-ep2-etp1": (
+        *(4, TP | PP | EP | {"expert_tensor_parallel": 1} | SHARDED | BF16),
+        *(2, TP | EP | {"expert_tensor_parallel": 1} | BF16),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESHARDED)
+def test_a_run_goes_on_with_other_ranks_as_if_it_had_not_stopped(tmp_path: Path, name: str) -> None:
+    """Weights, float32 copies and moments are those that were saved, bit for bit, and so is what is saved again."""
+    before, saving, after, loading = RESHARDED[name]
+    at_once = on_ranks(before, megatron_training.saved_between, saving, str(tmp_path / "saved"))[0]
+    resumed = on_ranks(after, megatron_training.go_on, loading, str(tmp_path / "saved"), str(tmp_path / "again"))
+    check_same_state(whole_state(tmp_path / "saved"), whole_state(tmp_path / "again"))
+    tolerance = 2e-2 if "bf16" in name else TOLERANCE  # steps of another layout round differently
+    check_weights(resumed[0]["weights"], at_once, saved_tensors(policy()[0]), tolerance)
+
+
+def whole_state(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the whole model that the files of all ranks hold together."""
+    from moe_replay.train.backends import regions
+
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        for key, values in load_file(path).items():
+            name, shape, region = regions.parse(key)
+            whole = found.setdefault(name, torch.full(shape, math.nan, dtype=values.dtype))
+            whole[tuple(slice(one.start, one.stop, one.step) for one in region)] = values
+    assert not any(tensor.isnan().any() for tensor in found.values())
+    return found
+
+
+def check_same_state(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+    assert wanted.keys() == found.keys()
+    assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
 
 
 @pytest.mark.parametrize("settings", [PP | PACKED, EP | SHARDED | BF16, {"dtype": "float16"}], ids=str)

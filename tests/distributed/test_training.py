@@ -58,6 +58,15 @@ def test_one_two_and_four_processes_give_the_same_curve(
             assert several == pytest.approx(one, rel=2e-4, abs=1e-7), f"{size} processes"
 
 
+def test_a_run_resumed_on_half_the_ranks_is_the_one_that_was_never_stopped(demo_files: Any, tmp_path: Path) -> None:
+    overrides = {"rollout": {"dtype": "bfloat16"}, "optim": {"lr": 1e-4, "eps": 1e-3}}
+    whole = curve(4, demo_files, tmp_path / "whole", steps=2, **overrides)
+    curve(4, demo_files, tmp_path / "half", steps=1, **overrides)
+    resumed = curve(2, demo_files, tmp_path / "half", steps=2, **overrides)
+    assert resumed[0] == whole[0]
+    assert resumed[1] == pytest.approx(whole[1], rel=2e-4, abs=1e-7)
+
+
 def save_model(folder: Path, like: Path, dense_layers: tuple[int, ...]) -> Path:
     """A model of four layers with random weights, some of them dense, and the tokenizer of another one."""
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -243,7 +243,7 @@ def rank_files(policy: SmallPolicy) -> Callable[[Path], None]:
 
     def save(folder: Path) -> None:
         with launch.process_group(torch.device("cpu")):
-            FsdpState(policy.model, policy.optimizer).save(folder)
+            FsdpState(policy.model, policy.optimizer).stage()(folder)
 
     return save
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import resource
 import shutil
 import signal
@@ -11,13 +12,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import moe_replay as mr
 from moe_replay.megatron.weights.checkpoint import write_folder
-from moe_replay.train.run import checkpoint, manifest
+from moe_replay.train.run import checkpoint, manifest, rng
 from moe_replay.train.run.checkpoint import CheckpointError, Checkpoints, TrainerState
 from tests.distributed.harness import run_ranks
 from tests.train.policy import SmallPolicy
@@ -151,7 +153,7 @@ def test_a_format_of_the_future_is_refused(tmp_path: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 99}))
     (saved / manifest.FILE).unlink()
     manifest.write_on_all_ranks(saved)
-    with pytest.raises(CheckpointError, match="expected 2, found 99"):
+    with pytest.raises(CheckpointError, match="expected 3, found 99"):
         Checkpoints(tmp_path).restore(policy)
 
 
@@ -445,5 +447,25 @@ def test_ranks_save_and_fail_together(tmp_path: Path) -> None:
         assert same_state
         assert same_losses
         assert left == ["step-00000001"]
-    with pytest.raises(CheckpointError, match="expected world_size 1, found world_size 2"):
-        Checkpoints(tmp_path).restore(SmallPolicy())
+
+
+def draw_after_loading(folder: str) -> list[float]:
+    rng.load(Path(folder), torch.device("cpu"))
+    return [float(torch.rand(())), random.random(), float(np.random.rand())]
+
+
+def save_and_draw(folder: str) -> list[float]:
+    rng.seed(torch.distributed.get_rank())
+    rng.save(Path(folder), torch.device("cpu"))
+    torch.distributed.barrier()
+    return draw_after_loading(folder)
+
+
+@pytest.mark.distributed
+def test_more_ranks_or_fewer_have_random_numbers_of_their_own(tmp_path: Path) -> None:
+    saved = run_ranks(2, save_and_draw, str(tmp_path))
+    assert run_ranks(1, draw_after_loading, str(tmp_path)) == saved[:1]
+    of_three = run_ranks(3, draw_after_loading, str(tmp_path))
+    assert of_three[:2] == saved
+    assert of_three[2] not in saved
+    assert run_ranks(3, draw_after_loading, str(tmp_path)) == of_three

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+Write = Callable[[Path], list[Path]]
+"""Writes files to a folder that exists, from any thread and without other ranks; returns them."""
 
 
 def write_whole(path: Path, text: str) -> None:

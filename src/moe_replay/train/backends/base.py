@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_replay.distributed.ranks import world_size
@@ -23,6 +24,7 @@ from moe_replay.rollout.weight_source import WeightSource, tensors_of
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.train.micro_batch import MicroBatch
+from moe_replay.utils.files import Write
 
 LossFunction = Callable[[MicroBatch, Tensor], Tensor]
 """(micro-batch, log-probs (N,) with gradient) -> scalar: its share of the loss of the whole mini-batch."""
@@ -130,12 +132,18 @@ class Backend(ABC):
         return None
 
     @abstractmethod
+    def stage(self) -> Write:
+        """Copy weights and optimizer state to host memory; return what writes them to a folder, e.g. in a thread."""
+
     def save(self, folder: Path) -> None:
-        """Save weights and optimizer state, so that `load` resumes bit for bit. All ranks call it."""
+        """Save weights and optimizer state, so that `load` resumes. All ranks call it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.stage()(folder)
+        dist.barrier()  # no rank reads before every file is written
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """Load what `save` wrote. All ranks call it."""
+        """Load what the ranks of any layout wrote; bit for bit the same under the same layout. All ranks call it."""
 
     @abstractmethod
     def state_bytes(self) -> int:

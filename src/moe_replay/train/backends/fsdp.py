@@ -25,6 +25,7 @@ from moe_replay.train.backends.sharded_model import sharded_model
 from moe_replay.train.backends.transformers_logprobs import HeadScores
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.micro_batch import MicroBatch
+from moe_replay.utils.files import Write
 
 
 class FsdpBackend(Backend):
@@ -158,12 +159,12 @@ class FsdpBackend(Backend):
         fused = lora.fused_parameters(self.model, self._adapted)
         return Adapter(tensors, self._lora.lora_rank, self._lora.lora_alpha, fused)
 
-    def save(self, folder: Path) -> None:
-        """Write the shards of every rank to a safetensors file of its own."""
-        self._state.save(folder, self._offload.content_of)
+    def stage(self) -> Write:
+        """Copy the shards and moments of this rank to host memory."""
+        return self._state.stage(self._offload.content_of)
 
     def load(self, folder: Path) -> None:
-        """Restore the shards and moments of this rank."""
+        """Restore the shards and moments of this rank, from files of any number of ranks."""
         with self._offload.optimizer_on_device():
             self._state.load(folder)
 

@@ -1,14 +1,15 @@
-"""What one rank of an FSDP2 run needs to resume bit for bit: its shards of what is trained, and their moments."""
+"""What one rank of an FSDP2 run needs to resume: its shards of what is trained, and their moments."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from moe_replay.train.backends.rank_state import RankState
+from moe_replay.train.backends.rank_state import Optimized, RankState
+from moe_replay.train.backends.regions import Place, Rows
 
 
 class FsdpState(RankState):
@@ -18,20 +19,33 @@ class FsdpState(RankState):
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, moments: bool = True) -> None:
-        super().__init__({"sharding": "fsdp"}, moments=moments)
+        super().__init__({"kind": "fsdp"}, moments=moments)
         self._model = model
         self._optimizer = optimizer
         # Between passes the root module holds gathered parameters in place of these, which the optimizer steps.
         self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> Iterator[tuple[Tensor, Place]]:
         """Yield trained parameters, tied ones once, and the buffers that a checkpoint of the model holds."""
         state = self._model.state_dict()  # gathered parameters are freed, so that what is restored is used
         parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
-        yield from ((f"model.{name}", parameter) for name, parameter in self._trained.items())
-        yield from ((f"model.{name}", tensor) for name, tensor in state.items() if name not in parameters)
+        yield from ((parameter, _place(f"model.{name}", parameter)) for name, parameter in self._trained.items())
+        yield from (
+            (tensor, _place(f"model.{name}", tensor)) for name, tensor in state.items() if name not in parameters
+        )
 
-    def optimized(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+    def optimized(self) -> Iterator[Optimized]:
         """Yield each trained parameter with its moments."""
         for name, parameter in self._trained.items():
-            yield f"optimizer.{name}", parameter, self._optimizer.state[parameter]
+            yield Optimized(parameter, self._optimizer.state[parameter], _place(f"optimizer.{name}", parameter))
+
+
+def _place(name: str, tensor: Tensor) -> Rows:
+    """Return the rows of a tensor that this rank holds: as `torch.chunk` cuts them, or all."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Rows(name, shape)
+    (placement,) = tensor.placements
+    assert placement == Shard(0), f"{name} is sharded as {placement}"
+    rows = -(-shape[0] // tensor.device_mesh.size())
+    return Rows(name, shape, min(rows * tensor.device_mesh.get_local_rank(), shape[0]))

@@ -29,6 +29,7 @@ from moe_replay.train.backends.offload import TrainerOffload
 from moe_replay.train.backends.routing import apply_routing
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.micro_batch import MicroBatch
+from moe_replay.utils.files import Write
 
 Forward = Callable[[MicroBatch, int, nn.Module], Tensor]
 """(micro-batch, chunk, model) -> output of the chunk."""
@@ -70,12 +71,13 @@ class MegatronBackend(Backend):
         self._reference = self._reference_chunks(config, folder) if with_reference else None
         self.replay = attach(self.models)
         self.topology = self.replay.topology
+        adapters, like = None if self._lora is None else self._lora.adapters, Checkpoint(folder)
         self._state = MegatronState(
-            self.models, self._optimizer, _layout_facts(config), moments=config.checkpoint.optimizer
+            *(self.models, self._optimizer, _layout_facts(config), like, self._family, adapters),
+            moments=config.checkpoint.optimizer,
         )
         self._state_bytes = self._state.bytes_of_all_ranks()
-        adapters = None if self._lora is None else self._lora.adapters
-        self._source = MegatronSource(self.models, Checkpoint(folder), self._family, adapters)
+        self._source = MegatronSource(self.models, like, self._family, adapters)
         self._offload = TrainerOffload(
             config.backend.offload,
             device,
@@ -264,7 +266,7 @@ class MegatronBackend(Backend):
             yield from (buffer.grad_data for buffer in [*model.buffers, *model.expert_parallel_buffers])
 
     def _optimizer_state(self) -> Iterator[Tensor]:
-        for _, parameter, state in self._state.optimized():
+        for parameter, state, _ in self._state.optimized():
             yield parameter
             yield from (value for value in state.values() if torch.is_tensor(value))
 
@@ -278,12 +280,12 @@ class MegatronBackend(Backend):
         """Return the adapter, gathered when it is read; None if all weights are trained."""
         return None if self._lora is None else self._lora.adapter(self.models)
 
-    def save(self, folder: Path) -> None:
-        """Save one file per rank."""
-        self._state.save(folder, self._offload.content_of)
+    def stage(self) -> Write:
+        """Copy weights, float32 copies and moments of this rank to host memory."""
+        return self._state.stage(self._offload.content_of)
 
     def load(self, folder: Path) -> None:
-        """Load the file of this rank; a checkpoint with other parallel sizes is refused."""
+        """Load what this rank holds, from files of any parallel sizes."""
         with self._offload.optimizer_on_device():
             self._state.load(folder)
 

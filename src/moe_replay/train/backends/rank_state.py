@@ -1,7 +1,10 @@
 """The part of the policy that one rank holds, in a file of its own: safetensors and JSON, never pickled objects.
 
-layout.json               how the ranks share the model; another layout cannot read the files
+layout.json               how the ranks shared the model
 rank-00003.safetensors    of that rank: weights, float32 copies of them, moments; plain numbers in the header
+
+Every tensor in a file is a region of a tensor of the whole model, and its name says which (regions.py). So the files
+can be loaded by any number of ranks that share the model in any way: each reads what it needs, its own file first.
 """
 
 from __future__ import annotations
@@ -10,32 +13,43 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moe_replay.errors import MoeReplayError
-from moe_replay.utils.files import apply_umask
+from moe_replay.train.backends import regions
+from moe_replay.train.backends.regions import Place
+from moe_replay.train.backends.saved_files import Reading, SavedFiles, SavedStateError
+from moe_replay.utils.files import Write, apply_umask
+
+__all__ = ["RankState", "SavedStateError"]
 
 LAYOUT = "layout.json"
 STEP = "step."
 """Beginning of the names of numbers that count steps of the optimizer."""
 PICKLED = ".metadata"
 """What torch.distributed.checkpoint leaves in a folder; reading it would run whatever code it names."""
+_LOCAL = "local."
+"""Beginning of the names of buffers that belong to no tensor of the whole model."""
+_REQUIRED = ("kind", "dtype")
 
 
-class SavedStateError(MoeReplayError):
-    """A saved state that this run cannot resume from."""
+class Optimized(NamedTuple):
+    """A tensor that the optimizer steps, the optimizer's state for it, and where it belongs in the whole model."""
+
+    parameter: Tensor
+    state: dict[str, Any]
+    place: Place
 
 
 class RankState(ABC):
-    """The weights and the optimizer state of this rank, by name.
+    """The weights and the optimizer state of this rank.
 
-    layout    must be equal where a state is saved and where it is loaded
-    moments   whether `save` writes the optimizer's state; `load` takes both kinds of files
+    layout    facts about how ranks share the model; `kind` and `dtype` must be equal where a state is loaded
+    moments   whether `stage` takes the optimizer's state; `load` takes both kinds of files
     """
 
     def __init__(self, layout: Mapping[str, Any], *, moments: bool = True) -> None:
@@ -45,91 +59,92 @@ class RankState(ABC):
     # ---- what a backend provides --------------------------------------------------------------------------------
 
     @abstractmethod
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> Iterator[tuple[Tensor, Place]]:
         """Yield every tensor that is saved and later restored in place, float32 copies of weights included."""
 
     @abstractmethod
-    def optimized(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-        """Yield each tensor that the optimizer steps, with the optimizer's state for it."""
+    def optimized(self) -> Iterator[Optimized]:
+        """Yield each tensor that the optimizer steps."""
+
+    def local(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield buffers that only this rank has, such as counters; other layouts do not restore them."""
+        yield from ()
 
     def numbers(self) -> dict[str, int | float]:
         """Return what is not a tensor, e.g. loss scales."""
         return {}
 
     def restore_numbers(self, numbers: Mapping[str, Any]) -> None:
-        """Set what `numbers` returned when the state was saved."""
+        """Set what `numbers` returned, here or on a rank of another layout, when the state was saved."""
         if numbers:
             raise SavedStateError("the saved state is of another optimizer", found=sorted(numbers)[0])
 
     # ---- save ---------------------------------------------------------------------------------------------------
 
-    def save(self, folder: Path, content_of: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Write the file of this rank. All ranks call it.
+    def stage(self, content_of: Callable[[Tensor], Tensor] | None = None) -> Write:
+        """Copy everything to host memory and return what writes the file of this rank.
 
         content_of   returns the values of this rank's part of a tensor whose memory may be elsewhere
         """
-        from safetensors.torch import save_file
+        read = content_of or _local
+        copies: dict[str, Tensor] = {}
 
-        folder.mkdir(parents=True, exist_ok=True)
-        if dist.get_rank() == 0:
-            (folder / LAYOUT).write_text(json.dumps(self._layout, indent=2) + "\n")
-        tensors = dict(self.weights())
+        def add(tensor: Tensor, place: Place, suffix: str = "") -> None:
+            for piece in place.pieces(read(tensor).detach()):
+                stored = regions.key(piece.name + suffix, piece.shape, piece.region)
+                copies[stored] = _copied(piece.values)
+
+        for tensor, place in self.weights():
+            add(tensor, place)
+        for name, tensor in self.local():
+            copies[_LOCAL + name] = _copied(read(tensor))
         numbers = self.numbers()
         if self.saves_moments:
-            for name, _, moments in self.optimized():
-                tensors |= {f"{name}.{key}": value for key, value in moments.items()}
+            for parameter, state, place in self.optimized():
+                for kind, value in state.items():
+                    if _is_scalar(value, parameter):
+                        names = {piece.name for piece in place.pieces(read(parameter).detach())}
+                        copies |= {f"{name}.{kind}": _copied(read(value)) for name in names}
+                    else:
+                        add(value, place, f".{kind}")
         else:  # moments that start anew are corrected as those of the first step
             numbers = {name: value for name, value in numbers.items() if not name.startswith(STEP)}
-        # Parameters may be views of one buffer, which a safetensors file cannot express.
-        read = content_of or _local
-        copies = {name: read(tensor).detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-        save_file(copies, _file(folder), metadata={"numbers": json.dumps(numbers)})
-        apply_umask(_file(folder))
-        dist.barrier()  # no rank reads before every file is written
+        layout = {**self._layout, "moments": self.saves_moments}
+        rank = dist.get_rank()
+        return lambda folder: _write(folder, rank, copies, numbers, layout)
 
     # ---- load ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Restore everything from the file of this rank. All ranks call it; another layout is refused on all.
+        """Restore everything that this rank holds. All ranks call it; nothing is changed if something is missing.
 
-        A file without the optimizer's state leaves an optimizer that has not made a step.
+        Files without the optimizer's state leave an optimizer that has not made a step.
         """
-        from safetensors import safe_open
-
-        self._check_layout(folder)
-        with safe_open(_file(folder), framework="pt") as file:
-            numbers: dict[str, Any] = json.loads(file.metadata()["numbers"])
-            remaining = set(file.offset_keys())
-            weights = {name: _local(tensor) for name, tensor in self.weights()}
-            if missing := sorted(weights.keys() - remaining):
-                raise SavedStateError("the saved state is of another model", expected=missing[0], found=_file(folder))
-            for name, tensor in weights.items():
-                saved = file.get_tensor(name)
-                if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
-                    raise SavedStateError(
-                        f"the saved {name} does not fit",
-                        expected=f"{tuple(tensor.shape)} {tensor.dtype}",
-                        found=f"{tuple(saved.shape)} {saved.dtype}",
-                    )
-                tensor.copy_(saved)
-            remaining -= weights.keys()
-            saved_by_owner: dict[str, list[str]] = {}
-            for key in sorted(remaining):
-                saved_by_owner.setdefault(key.rpartition(".")[0], []).append(key)
-            for name, parameter, moments in self.optimized():
-                keys = saved_by_owner.pop(name, [])
-                moments.clear()
-                for key in keys:
-                    kind = key.rpartition(".")[2]
-                    saved = file.get_tensor(key)
-                    moments[kind] = saved.clone() if kind == "step" else _sharded_like(parameter, saved)
-                remaining.difference_update(keys)
-        if remaining:
-            raise SavedStateError("the saved state is of another optimizer", found=sorted(remaining)[0])
+        saved = self._checked_layout(folder)
+        reading = Reading()
+        for tensor, place in self.weights():
+            for piece in place.pieces(_local(tensor)):
+                reading.want(piece)
+        optimized = list(self.optimized()) if saved["moments"] else []
+        for parameter, _, place in optimized:
+            reading.want_state(place, _local(parameter))
+        is_same = {name: value for name, value in saved.items() if name != "moments"} == self._layout
+        with SavedFiles(folder, first=dist.get_rank()) as files:
+            reading.plan(files)
+            numbers = files.numbers(0 if not is_same else dist.get_rank())
+            reading.run()
+            if is_same:
+                for name, tensor in self.local():
+                    files.restore(_LOCAL + name, tensor)
+        for _, state, _ in self.optimized():
+            state.clear()
+        for parameter, state, place in optimized:
+            for kind, value in reading.state_of(place).items():
+                state[kind] = value if _is_scalar(value, parameter) else _sharded_like(parameter, value)
         self.restore_numbers(numbers)
 
-    def _check_layout(self, folder: Path) -> None:
+    def _checked_layout(self, folder: Path) -> dict[str, Any]:
         path = folder / LAYOUT
         if (folder / PICKLED).exists():
             raise SavedStateError(
@@ -141,22 +156,44 @@ class RankState(ABC):
         if not path.is_file():
             raise SavedStateError("no saved state of this backend", expected=LAYOUT, found=folder)
         saved = json.loads(path.read_text())
-        if saved != self._layout:
-            names = sorted(name for name in {*saved, *self._layout} if saved.get(name) != self._layout.get(name))
+        if names := [name for name in _REQUIRED if saved.get(name) != self._layout.get(name)]:
             raise SavedStateError(
-                "the state was saved by ranks that shared the model in another way",
+                "the state was saved by another backend or in another precision",
                 expected=", ".join(f"{name} {self._layout.get(name)}" for name in names),
                 found=", ".join(f"{name} {saved.get(name)}" for name in names),
-                remedy="Resume with the sizes it was saved with, or start a new run from its exported weights",
+                remedy="Resume with what it was saved with, or start a new run from its exported weights",
             )
+        return saved
+
+
+def _write(
+    folder: Path, rank: int, tensors: dict[str, Tensor], numbers: dict[str, Any], layout: dict[str, Any]
+) -> list[Path]:
+    from safetensors.torch import save_file
+
+    written = [folder / f"rank-{rank:05d}.safetensors"]
+    save_file(tensors, written[0], metadata={"numbers": json.dumps(numbers)})
+    apply_umask(written[0])
+    if rank == 0:
+        written.append(folder / LAYOUT)
+        written[1].write_text(json.dumps(layout, indent=2) + "\n")
+    return written
+
+
+def _copied(values: Tensor) -> Tensor:
+    """Return the values in host memory of their own: views of one buffer cannot be in a safetensors file."""
+    return values.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _is_scalar(value: Tensor, parameter: Tensor) -> bool:
+    return value.dim() == 0 < parameter.dim()
+
+
 def _sharded_like(parameter: Tensor, local: Tensor) -> Tensor:
-    local = local.to(parameter.device, copy=True)  # in memory of its own, not the file's
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
@@ -167,7 +204,3 @@ def _sharded_like(parameter: Tensor, local: Tensor) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-def _file(folder: Path) -> Path:
-    return folder / f"rank-{dist.get_rank():05d}.safetensors"

@@ -34,7 +34,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moe_replay.distributed.ranks import from_rank_0, raise_on_all_ranks, rank, world_size
+from moe_replay.distributed.ranks import from_rank_0, raise_on_all_ranks, rank
 from moe_replay.errors import MoeReplayError
 from moe_replay.megatron.weights.checkpoint import write_folder
 from moe_replay.rollout.adapter import Adapter, write_adapter
@@ -44,7 +44,7 @@ from moe_replay.utils.exit_status import ExitStatus
 from moe_replay.utils.files import flush, flush_tree, sizes, write_whole
 from moe_replay.utils.progress import StatusCallback
 
-FORMAT = 2
+FORMAT = 3
 RECORD, EXPORT, ADAPTER = "trainer.json", "hf", "adapter"
 DAMAGED = ".damaged"
 logger = logging.getLogger(__name__)
@@ -215,7 +215,6 @@ class Checkpoints:
 
     def _invariants(self, policy: Policy) -> dict[str, Any]:
         return {
-            "world_size": world_size(),
             "device": policy.device.type,
             "routers": _describe_routers(policy.topology),
             **self._settings,
@@ -258,7 +257,8 @@ class Checkpoints:
     def _read_state(self, folder: Path, policy: Policy) -> TrainerState:
         record = json.loads((folder / RECORD).read_text())
         if record.get("format") != FORMAT:
-            raise CheckpointError(f"{folder} has another format", expected=FORMAT, found=record.get("format"))
+            found, remedy = record.get("format"), f"Start a new run whose model.path is the {EXPORT} folder in it"
+            raise CheckpointError(f"{folder} has another format", expected=FORMAT, found=found, remedy=remedy)
         now, then = self._invariants(policy), record["same"]
         if different := sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name)):
             raise CheckpointError(

@@ -39,19 +39,10 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 
-# A checkpoint holds a position in the data and shards of the model: these settings identify the data and the shards.
+# A checkpoint holds a position in the data and tensors of the model: these settings identify the data and the model.
 FIXED: dict[str, Sequence[str]] = {
     "model": ("path", "dtype", "lora_rank", "lora_alpha", "lora_targets"),
-    "backend": (
-        "kind",
-        "tensor_parallel",
-        "expert_parallel",
-        "expert_tensor_parallel",
-        "pipeline_parallel",
-        "virtual_pipeline",
-        "context_parallel",
-        "distributed_optimizer",
-    ),
+    "backend": ("kind",),
     "data": ("path", "max_prompt_tokens", "shuffle"),
 }
 

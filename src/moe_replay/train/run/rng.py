@@ -34,14 +34,17 @@ def save(folder: Path, device: torch.device) -> None:
 
 
 def load(folder: Path, device: torch.device) -> None:
-    """Restore the generator states that `save` wrote."""
+    """Restore the generator states that `save` wrote; ranks beyond those that saved get streams of their own."""
     from safetensors.torch import load_file
 
-    states = load_file(_file(folder))
+    saved = len(list(folder.glob("rank-*.safetensors")))
+    states = load_file(_file(folder, rank() % saved) if saved else _file(folder))
     torch.set_rng_state(states["cpu"])
     if device.type != "cpu":
         device_module(device).set_rng_state(states[device.type], device)
     _restore_python(states)
+    if rank() >= saved:
+        seed(int(torch.randint(2**62, ())) + rank())
 
 
 def _python_states() -> dict[str, Tensor]:
@@ -64,5 +67,5 @@ def _restore_python(states: dict[str, Tensor]) -> None:
     random.setstate((version, tuple(numbers), next(iter(states["python_spare"].tolist()), None)))
 
 
-def _file(folder: Path) -> Path:
-    return folder / f"rank-{rank():05d}.safetensors"
+def _file(folder: Path, number: int | None = None) -> Path:
+    return folder / f"rank-{rank() if number is None else number:05d}.safetensors"

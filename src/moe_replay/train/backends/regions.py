@@ -1,0 +1,141 @@
+"""Regions of tensors of the whole model: which part of a tensor a rank holds, and what two layouts have in common.
+
+A region has one `range` for each dimension of the whole tensor. In a file it is part of the name of what is stored,
+with the size of the whole tensor: `model.norm.weight[0:16/32]`, `...gate_up_proj[3:4/8,0:64:2/64,0:32/32]`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+Shape = tuple[int, ...]
+Region = tuple[range, ...]
+
+_KEY = re.compile(r"(.+)\[([0-9:/,]+)\]")
+_RANGE = re.compile(r"(\d+):(\d+)(?::(\d+))?/(\d+)")
+
+
+class Piece(NamedTuple):
+    """A part of a tensor of the whole model.
+
+    name     of the whole tensor, alike in every layout
+    shape    of the whole tensor
+    region   of the whole tensor
+    values   of the region, in its shape: a view of memory of this rank
+    """
+
+    name: str
+    shape: Shape
+    region: Region
+    values: Tensor
+
+
+class Place(Protocol):
+    """Where the memory of one tensor on this rank belongs in the whole model."""
+
+    def pieces(self, values: Tensor) -> Iterator[Piece]:
+        """Yield what the values on this rank are in the whole model."""
+        ...
+
+
+class Rows(NamedTuple):
+    """Consecutive rows of one tensor, or all of it: a `Place`."""
+
+    name: str
+    shape: Shape
+    first: int = 0
+
+    def pieces(self, values: Tensor) -> Iterator[Piece]:
+        """Yield the rows."""
+        _, *rest = values.shape if values.dim() else (0,)
+        rows = [range(self.first, self.first + len(values))] if values.dim() else []
+        yield Piece(self.name, self.shape, (*rows, *map(range, rest)), values)
+
+
+def key(name: str, shape: Shape, region: Region) -> str:
+    """Return the name under which a region is stored."""
+    sizes = ((_plain(one), size) for one, size in zip(region, shape, strict=True))
+    return f"{name}[{','.join(f'{one}/{size}' for one, size in sizes)}]" if shape else name
+
+
+def parse(stored: str) -> tuple[str, Shape, Region]:
+    """Return name, shape of the whole tensor and region of what is stored under a name; without a region: a scalar."""
+    found = _KEY.fullmatch(stored)
+    ranges = [] if found is None else [_RANGE.fullmatch(one) for one in found[2].split(",")]
+    if found is None or None in ranges:
+        return stored, (), ()
+    numbers = [[int(number or 1) for number in one.groups()] for one in ranges if one is not None]
+    region = tuple(range(start, stop, step) for start, stop, step, _ in numbers)
+    return found[1], tuple(size for *_, size in numbers), region
+
+
+def _plain(one: range) -> str:
+    return f"{one.start}:{one.stop}" if one.step == 1 else f"{one.start}:{one.stop}:{one.step}"
+
+
+def numel(region: Region) -> int:
+    """Return the number of elements."""
+    return math.prod(map(len, region))
+
+
+def overlap(one: Region, other: Region) -> Region | None:
+    """Return what two regions have in common; None if that is nothing. Ranges of one dimension have the same step."""
+    common = tuple(_common(a, b) for a, b in zip(one, other, strict=True))
+    return common if all(map(len, common)) else None
+
+
+def _common(one: range, other: range) -> range:
+    if one.step != other.step:
+        raise ValueError(f"regions with different steps: {one} and {other}")
+    if (one.start - other.start) % one.step:
+        return range(0)
+    return range(max(one.start, other.start), min(one[len(one) :].start, other[len(other) :].start), one.step)
+
+
+def without(region: Region, taken: Region) -> list[Region]:
+    """Return what is left of a region when a part of it has been taken."""
+    left, inner = [], list(region)
+    for dim, (whole, part) in enumerate(zip(region, taken, strict=True)):
+        first = whole.index(part[0])
+        for rest in (whole[:first], whole[first + len(part) :]):
+            if rest:
+                left.append((*inner[:dim], rest, *inner[dim + 1 :]))
+        inner[dim] = part
+    return left
+
+
+def inside(part: Region, whole: Region) -> tuple[slice, ...]:
+    """Return where a part of a region lies in a tensor that holds the region."""
+    firsts = [one.index(own[0]) for own, one in zip(part, whole, strict=True)]
+    return tuple(slice(first, first + len(own)) for first, own in zip(firsts, part, strict=True))
+
+
+def boxes(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[int, Region]]:
+    """Yield the elements [first, last) of a row-major tensor as few regions, each with its own first element."""
+    if first >= last:
+        return
+    if len(shape) < 2:
+        yield first, (range(first, last),) if shape else ()
+        return
+    width = math.prod(shape[1:])
+    (row, begin), (last_row, end) = divmod(first, width), divmod(last, width)
+    if row == last_row:
+        yield from _in_row(shape, row, begin, end)
+        return
+    if begin:
+        yield from _in_row(shape, row, begin, width)
+        row += 1
+    if row < last_row:
+        yield row * width, (range(row, last_row), *map(range, shape[1:]))
+    yield from _in_row(shape, last_row, 0, end)
+
+
+def _in_row(shape: Sequence[int], row: int, first: int, last: int) -> Iterator[tuple[int, Region]]:
+    start = row * math.prod(shape[1:])
+    for offset, region in boxes(shape[1:], first, last):
+        yield start + offset, (range(row, row + 1), *region)
