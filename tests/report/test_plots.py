@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from moe_replay.report.formatting import describe_change, format_number, format_percent
-from moe_replay.report.plots import MAX_POINTS, downsample, moving_average
+from moe_replay.report.formatting import describe_change, format_metric, format_number, format_percent
+from moe_replay.report.page import figures_of_half_width
+from moe_replay.report.plots import MAX_POINTS, Curve, downsample, moving_average, plot_curves
 from moe_replay.report.record import Series, collect_series
 
 
@@ -28,9 +29,55 @@ def test_steps_that_were_done_again_count_once() -> None:
 
 
 def test_the_end_of_a_series_is_its_last_tenth() -> None:
-    assert Series(np.arange(30), np.arange(30.0)).tail_mean == 28.0
-    assert Series(np.arange(3), np.array([1.0, 2.0, 5.0])).tail_mean == 5.0
-    assert math.isnan(Series(np.arange(1), np.array([math.nan])).tail_mean)
+    assert Series(np.arange(30), np.arange(30.0)).end == 28.0
+    assert Series(np.arange(3), np.array([1.0, 2.0, 5.0])).end == 5.0
+    assert math.isnan(Series(np.arange(1), np.array([math.nan])).end)
+
+
+def test_the_start_is_as_long_as_the_end() -> None:
+    series = Series(np.arange(30), np.arange(30.0))
+    assert (series.tenth, series.start, series.median) == (3, 1.0, 14.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mismatch/rollout_vs_old/ess", "25%"),
+        ("routing/agreement/layer_003", "25%"),
+        ("routing/agreement", "25%"),
+        ("mismatch/rollout_vs_old/beyond_two", "25%"),
+        ("reward/accuracy", "0.25"),
+        ("loss/total", "0.25"),
+    ],
+)
+def test_fractions_are_in_percent_and_rewards_are_not(name: str, text: str) -> None:
+    assert format_metric(name, 0.25) == text
+
+
+@pytest.mark.parametrize("count", range(1, 20))
+def test_no_figure_is_alone_in_a_row_of_three(count: int) -> None:
+    halves = figures_of_half_width(count)
+    thirds = count - halves
+    assert thirds % 3 == 0
+    assert halves % 2 == 0 or count == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "settings", "mark"),
+    [
+        ([0.9996, 0.9999, 1.0004], {}, 1.0),
+        ([1.02, 1.3, 1.7], {"log": True}, 1.0),
+        ([0.96, 0.97], {"share": True}, 1.0),
+        ([3.0, 5.0], {}, 0.0),
+    ],
+)
+def test_the_value_that_means_something_has_a_tick(values: list[float], settings: dict, mark: float) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    axes = figure.Figure().subplots()
+    plot_curves(axes, [Curve(Series(np.arange(len(values)), np.array(values)))], mark=mark, **settings)
+    assert mark in axes.get_yticks()
+    low, high = axes.get_ylim()
+    assert low <= mark <= high
 
 
 def test_thinning_keeps_the_mean_and_the_range_of_steps() -> None:

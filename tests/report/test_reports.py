@@ -104,6 +104,32 @@ def test_the_head_says_what_the_run_was_and_what_replay_did(tmp_path: Path) -> N
     assert "was 0.02 per token with native routing and 0.001 with the rollout's routes replayed: 20 times lower" in text
 
 
+def k3_lines(native: list[float], replayed: list[float]) -> list[dict]:
+    return [
+        {"step": step, "mismatch/rollout_vs_old/k3_kl": b, "mismatch/rollout_vs_native/k3_kl": a, "reward/mean": step}
+        for step, (a, b) in enumerate(zip(native, replayed, strict=True), 1)
+    ]
+
+
+def test_medians_stand_beside_means_and_few_steps_are_said_to_be_few(tmp_path: Path) -> None:
+    lines = k3_lines([0.01, 0.01, 0.13], [0.01, 0.01, 0.01])
+    text = Tags(write_run_report(write_run(tmp_path / "run", lines)).read_text()).text
+    assert "was 0.05 per token with native routing and 0.01 with the rollout's routes replayed: 5 times lower" in text
+    assert "The medians over steps were 0.01 and 0.01: about the same" in text
+    assert "measured in 3 steps, too few to generalize from" in text
+    assert "Native routing and replay are level here" in text  # at the median
+
+
+def test_sentence_card_and_table_have_the_same_end(tmp_path: Path) -> None:
+    lines = k3_lines([0.02] * 20, [0.001] * 20)  # rewards 1 to 20: the last tenth are 19 and 20
+    text = Tags(write_run_report(write_run(tmp_path / "run", lines)).read_text()).text
+    assert "went from 1.5 at the start to 19.5 at the end (means of the first and of the last 2 steps)" in text
+    assert "reward 19.5 end: mean of 2" in text
+    assert "reward/mean 1.5 19.5 10.5 1 20 20" in text
+    assert "too few" not in text
+    assert "are level here" not in text
+
+
 def test_auto_is_told_as_the_trainer_resolved_it(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [{"step": 1, "mismatch/rollout_vs_old/k3_kl": 0.5}], mode="auto")
     text = Tags(write_run_report(run).read_text()).text
@@ -244,6 +270,25 @@ def test_compared_runs_are_both_named_in_tables_and_figures(compared: Path) -> N
     assert 'replay.mode "r3" "off"' in found.text
     assert "model.path" not in found.text  # the same in both
     assert {path.stem for path in (compared.parent / "both-figures").glob("*.png")} == found.titles
+
+
+@pytest.mark.parametrize(
+    ("steps", "gap", "noise", "said"),
+    [
+        (3, 1.0, 0.0, "A run of 3 steps is too short to rank them"),
+        (40, 0.01, 0.2, "within the noise"),
+        (40, 1.0, 0.05, "better has the highest reward at the end"),
+    ],
+)
+def test_no_winner_is_declared_too_early(tmp_path: Path, steps: int, gap: float, noise: float, said: str) -> None:
+    chance = np.random.default_rng(0)
+    runs = [
+        write_run(tmp_path / name, [{"step": n, "reward/mean": by + noise * chance.random()} for n in range(steps)])
+        for name, by in (("worse", 0.0), ("better", gap))
+    ]
+    text = Tags(write_comparison(runs, tmp_path / "c.html").read_text()).text
+    assert said in text
+    assert ("has the highest" in text) == ("has the highest" in said)
 
 
 def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from moe_replay.report.attribution_figures import ROLES, attribution_figures
-from moe_replay.report.formatting import MISSING, describe_change, format_number, format_percent
-from moe_replay.report.page import Page, Table
+from moe_replay.report.formatting import (
+    MISSING,
+    describe_change,
+    explain_level,
+    format_metric,
+    format_number,
+    format_percent,
+    is_level,
+)
+from moe_replay.report.page import Card, Page, Table
 from moe_replay.tools.attribution.result import EXTREME, NATIVE, R3, Attribution
 
 _ROWS = (
@@ -16,7 +27,7 @@ _ROWS = (
     ("|Δ log p|, mean", "logprob_abs_diff/mean"),
     ("|Δ log p|, largest", "logprob_abs_diff/max"),
     ("ratio, largest", "ratio/max"),
-    ("effective sample size", "ess"),
+    ("effective samples", "ess"),
     ("F(2)", "beyond_two"),
 )
 
@@ -60,6 +71,8 @@ def _summary(found: Attribution) -> Iterator[str]:
             f"The mean k3 between rollout and trainer is {format_number(native)} per token with native routing and "
             f"{format_number(replayed)} with the rollout's routes replayed: {describe_change(native, replayed)}."
         )
+        if is_level(native, replayed):
+            yield explain_level(routing.overall)
 
 
 def _verdict(found: Attribution) -> str:
@@ -72,13 +85,20 @@ def _verdict(found: Attribution) -> str:
     return " ".join([verdict, *([f"{alignment.detail}."] if alignment.detail else []), *alignment.notes])
 
 
-def _cards(found: Attribution) -> Iterator[tuple[str, str]]:
-    yield "alignment", found.alignment.status
-    yield "route agreement", format_percent(found.routing.overall)
-    yield "tokens that differ", format_percent(found.routing.differing_tokens)
+def _cards(found: Attribution) -> Iterator[Card]:
+    yield Card("alignment", found.alignment.status)
+    yield Card("route agreement", format_percent(found.routing.overall))
+    yield Card("tokens that differ", format_percent(found.routing.differing_tokens))
     for name, label in ((NATIVE, "k3 without replay"), (R3, "k3 with replay")):
         if name in found.passes:
-            yield label, format_number(found.passes[name].mismatch.get("k3_kl", float("nan")))
+            yield Card(label, format_number(found.passes[name].mismatch.get("k3_kl", float("nan"))), "mean over tokens")
+
+
+def _median_difference(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return the median of |Δ log p| over the tokens that were kept, up to 2000 of them."""
+    differences = np.abs(np.diff(np.array(pairs, float).reshape(-1, 2)))
+    known = differences[np.isfinite(differences)]
+    return float(np.median(known)) if len(known) else math.nan
 
 
 def _passes(found: Attribution) -> Table | None:
@@ -86,9 +106,12 @@ def _passes(found: Attribution) -> Table | None:
         return None
     unknown = float("nan")
     rows = [
-        (label, *(format_number(one.mismatch.get(key, unknown)) for one in found.passes.values()))
+        (label, *(format_metric(f"/{key}", one.mismatch.get(key, unknown)) for one in found.passes.values()))
         for label, key in _ROWS
     ]
+    if found.scatter:
+        medians = {name: _median_difference(pairs) for name, pairs in found.scatter.items()}
+        rows.insert(3, ("|Δ log p|, median", *(format_number(medians.get(name, unknown)) for name in found.passes)))
     rows += [
         (f"tokens off by a factor of {limit}", *(str(one.extreme.get(limit, MISSING)) for one in found.passes.values()))
         for limit in EXTREME

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from moe_replay.report.colours import RUN_ROLES
-from moe_replay.report.formatting import MISSING, format_number
+from moe_replay.report.formatting import MISSING, format_metric, format_number
 from moe_replay.report.page import Page, Table
 from moe_replay.report.plots import Curve
-from moe_replay.report.record import ReportError, RunRecord, read_run
+from moe_replay.report.record import ReportError, RunRecord, Series, read_run
 from moe_replay.report.rendering import RenderedFigure
 from moe_replay.report.run_figures import curve_figure
 
+ENOUGH_STEPS = 20  # in every run, before one of them is called better
 _STYLES = ("-", "--", ":", "-.")
 _PER_RUN = ("output", "name", "resume")  # differ between any two runs: not worth listing
 
@@ -28,6 +32,7 @@ class _Metric:
     best: str = ""
     log: bool = False
     share: bool = False
+    mark: float | None = None
 
 
 _METRICS = {
@@ -39,14 +44,14 @@ _METRICS = {
         _Metric("mismatch/rollout_vs_old/k3_kl", "k3, as trained", "min", log=True),
         _Metric("mismatch/rollout_vs_native/k3_kl", "k3, without replay", "min", log=True),
         _Metric("mismatch/rollout_vs_old/logprob_abs_diff/mean", "|Δ log p|, as trained", "min", log=True),
-        _Metric("mismatch/rollout_vs_old/ratio/max", "Largest ratio, as trained", "min", log=True),
+        _Metric("mismatch/rollout_vs_old/ratio/max", "Largest ratio, as trained", "min", log=True, mark=1.0),
         _Metric("mismatch/rollout_vs_old/beyond_two", "F(2), as trained", "min", share=True),
-        _Metric("mismatch/old_vs_train/ratio/mean", "Mean ratio, train / old"),
-        _Metric("mismatch/rollout_vs_train/ratio/mean", "Mean ratio, train / rollout"),
+        _Metric("mismatch/old_vs_train/ratio/mean", "Mean ratio, train / old", mark=1.0),
+        _Metric("mismatch/rollout_vs_train/ratio/mean", "Mean ratio, train / rollout", mark=1.0),
         _Metric("mismatch/old_vs_train/k3_kl", "Policy change within a step", log=True),
     ),
     "Routes": (
-        _Metric("routing/agreement", "Route agreement", "max", share=True),
+        _Metric("routing/agreement", "Route agreement", "max", share=True, mark=1.0),
         _Metric("routing/replayed_fraction", "Routes replayed", share=True),
         _Metric("routing/load_violation", "Load of the busiest expert", "min"),
     ),
@@ -75,7 +80,7 @@ def write_comparison(folders: Sequence[Path], output: Path) -> Path:
     page.section(
         "Final values",
         [],
-        "Mean over the last tenth of the steps, with the best single step in brackets.",
+        "Mean over the last tenth of the steps, as in the reports of the runs; the best single step in brackets.",
         Table(("", *head), list(_last_values(runs)), colours),
     )
     for title, measures in _METRICS.items():
@@ -101,12 +106,32 @@ def _with_unique_labels(runs: list[RunRecord]) -> list[RunRecord]:
 
 
 def _summary(runs: list[RunRecord]) -> Iterator[str]:
-    rewards = {run.label: run["reward/mean"].tail_mean for run in runs if len(run["reward/mean"].finite)}
-    if len(rewards) > 1:
-        best = max(rewards, key=rewards.__getitem__)
-        yield f"{best} has the highest final reward: {format_number(rewards[best])}."
+    scored = [run for run in runs if len(run["reward/mean"].finite)]
+    if len(scored) > 1:
+        yield _ranking(scored)
     modes = ", ".join(f"{run.label}: {run.mode or 'unknown'}" for run in runs)
     yield f"Routing replay: {modes}."
+
+
+def _ranking(runs: list[RunRecord]) -> str:
+    """Say which run has the highest reward at the end, if there are enough steps and more than noise between them."""
+    ranked = sorted(runs, key=lambda run: run["reward/mean"].end, reverse=True)
+    rewards = ", ".join(f"{run.label} {format_number(run['reward/mean'].end)}" for run in ranked)
+    fewest = min(len(run["reward/mean"].finite) for run in runs)
+    if fewest < ENOUGH_STEPS:
+        steps = f"{fewest} step{'s' if fewest > 1 else ''}"
+        return f"Rewards at the end: {rewards}. A run of {steps} is too short to rank them."
+    best, second = (run["reward/mean"] for run in ranked[:2])
+    noise = math.hypot(*(_standard_error(series) for series in (best, second)))
+    if best.end - second.end <= 2 * noise:
+        return f"Rewards at the end: {rewards}. The difference is within the noise of single steps."
+    return f"{ranked[0].label} has the highest reward at the end. Rewards at the end: {rewards}."
+
+
+def _standard_error(series: Series) -> float:
+    """Return the standard error of the mean at the end, from the scatter of neighbouring steps in the second half."""
+    late = series.finite[len(series.finite) // 2 :]
+    return float(np.std(np.diff(late)) / math.sqrt(2 * series.tenth))
 
 
 def _overlay(runs: list[RunRecord], measure: _Metric) -> Iterator[RenderedFigure]:
@@ -120,7 +145,7 @@ def _overlay(runs: list[RunRecord], measure: _Metric) -> Iterator[RenderedFigure
         for place, run in enumerate(runs)
     ]
     name = measure.metric.replace("/", "-").replace("_", "-")
-    yield from curve_figure(name, measure.title, "", curves, log=measure.log, share=measure.share)
+    yield from curve_figure(name, measure.title, "", curves, log=measure.log, share=measure.share, mark=measure.mark)
 
 
 def _last_values(runs: list[RunRecord]) -> Iterator[tuple[str, ...]]:
@@ -133,10 +158,11 @@ def _last_values(runs: list[RunRecord]) -> Iterator[tuple[str, ...]]:
 
 def _cell(run: RunRecord, measure: _Metric) -> str:
     series = run[measure.metric]
+    end = format_metric(measure.metric, series.end)
     if not measure.best or not len(series.finite):
-        return format_number(series.tail_mean)
+        return end
     best = series.finite.max() if measure.best == "max" else series.finite.min()
-    return f"{format_number(series.tail_mean)} ({format_number(float(best))})"
+    return f"{end} ({format_metric(measure.metric, float(best))})"
 
 
 def _differences(runs: list[RunRecord]) -> Iterator[tuple[str, ...]]:

@@ -49,8 +49,15 @@ p {{ margin: 6px 0; max-width: 56rem; overflow-wrap: anywhere; }}
 }}
 .warnings strong {{ color: var(--warn); }}
 .warnings ul {{ margin: 4px 0; padding-left: 20px; }}
-.figures {{
-  display: grid; gap: 18px; grid-template-columns: repeat(auto-fill, minmax(min(100%, 350px), 1fr)); margin: 12px 0;
+.figures {{ display: grid; gap: 18px; grid-template-columns: minmax(0, 1fr); margin: 12px 0; }}
+@media (min-width: 740px) and (max-width: 1149px) {{
+  .figures {{ grid-template-columns: repeat(2, minmax(0, 1fr)); }}
+  .figures figure:last-child:nth-child(odd) {{ grid-column: span 2; }}
+}}
+@media (min-width: 1150px) {{
+  .figures {{ grid-template-columns: repeat(6, minmax(0, 1fr)); }}
+  .figures figure {{ grid-column: span 2; }}
+  .figures figure.half {{ grid-column: span 3; }}
 }}
 figure {{
   margin: 0; min-width: 0; background: var(--card); border: 1px solid var(--line); border-radius: 8px;
@@ -117,6 +124,19 @@ class Table:
         return f'<div class="scroll"><table{kind}>{top}<tbody>\n{rows}</tbody></table></div>'
 
 
+class Card(NamedTuple):
+    """A key number, and in small print what it is a number of."""
+
+    name: str
+    value: str
+    note: str = ""
+
+    def html(self) -> str:
+        """Return the card as HTML."""
+        note = f'<span class="faint">{escape(self.note)}</span>' if self.note else ""
+        return f'<div class="card">{escape(self.name)}<b>{escape(self.value)}</b>{note}</div>'
+
+
 class TextSample(NamedTuple):
     """A prompt and its completion, with a line of facts about them."""
 
@@ -143,10 +163,9 @@ class Page:
         self._parts.append(f'<h1>{escape(self.title)}</h1>\n<p class="faint">{escape(subtitle)}</p>')
         self._parts += [f'<p class="lead">{escape(text)}</p>' for text in summary]
 
-    def cards(self, values: Iterable[tuple[str, str]]) -> None:
-        """Add key numbers: (name, value)."""
-        cards = "".join(f'<div class="card">{escape(name)}<b>{escape(value)}</b></div>' for name, value in values)
-        self._parts.append(f'<div class="cards">{cards}</div>')
+    def cards(self, values: Iterable[Card]) -> None:
+        """Add key numbers."""
+        self._parts.append(f'<div class="cards">{"".join(card.html() for card in values)}</div>')
 
     def warnings(self, texts: Sequence[str]) -> None:
         """Add a box of warnings, unless there are none."""
@@ -176,7 +195,9 @@ class Page:
         if table is not None:
             self._parts.append(table.html())
         if rendered:
-            self._parts.append(f'<div class="figures">\n{"".join(map(_figure, rendered))}</div>')
+            halves = len(rendered) - figures_of_half_width(len(rendered))
+            parts = [_figure(figure, half=place >= halves) for place, figure in enumerate(rendered)]
+            self._parts.append(f'<div class="figures">\n{"".join(parts)}</div>')
         self.figures += rendered
 
     def text_section(self, title: str, text: str, samples: Iterable[TextSample]) -> None:
@@ -210,9 +231,15 @@ class Page:
         return path
 
 
-def _figure(figure: RenderedFigure) -> str:
+def figures_of_half_width(count: int) -> int:
+    """Return how many figures at the end of a section take half a row instead of a third: none is left over alone."""
+    return min(count, (0, 4, 2)[count % 3])
+
+
+def _figure(figure: RenderedFigure, *, half: bool) -> str:
+    kind = ' class="half"' if half else ""
     caption = f"<figcaption>{escape(figure.caption)}</figcaption>" if figure.caption else ""
-    return f'<figure><h3 id="title-{figure.name}">{escape(figure.title)}</h3>\n{figure.svg}\n{caption}</figure>\n'
+    return f'<figure{kind}><h3 id="title-{figure.name}">{escape(figure.title)}</h3>\n{figure.svg}\n{caption}</figure>\n'
 
 
 def _swatch(colour: str) -> str:

@@ -39,11 +39,13 @@ def plot_curves(
     *,
     log: bool = False,
     share: bool = False,
+    mark: float | None = None,
 ) -> None:
     """Plot curves over steps; long ones are drawn faint, with their moving average on top.
 
     log     logarithmic scale, with a linear part around zero if zero occurs
     share   values are fractions, labelled in percent
+    mark    the value that means something, such as a ratio of 1: it is on the axis, with a tick and a line
     """
     for curve in curves:
         steps, values = downsample(curve.series)
@@ -61,6 +63,8 @@ def plot_curves(
         _set_percent(axes, every)
     _label_axes(axes, "step", unit)
     integer_ticks(axes.xaxis)
+    if mark is not None:
+        _set_mark(axes, mark, keep_format=log or share)
     if any(curve.label for curve in curves):
         legend(axes)
 
@@ -209,6 +213,23 @@ def _set_log(axes: Any, values: np.ndarray) -> None:
             axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(_format_log_tick)
+
+
+def _set_mark(axes: Any, value: float, *, keep_format: bool) -> None:
+    """Draw a line at a value, with a tick of its own; ticks so near that their labels would touch are left out."""
+    axes.axhline(value, color=INK, linewidth=0.8, linestyle=(0, (4, 3)), alpha=0.6)
+    low, high = sorted(axes.get_ylim())
+    to_axes = axes.yaxis.get_transform().transform
+    length = float(np.ptp(to_axes(np.array([low, high]))))
+    near = [abs(float(to_axes(np.array([tick]))[0] - to_axes(np.array([value]))[0])) for tick in axes.get_yticks()]
+    others = [
+        tick
+        for tick, distance in zip(axes.get_yticks(), near, strict=True)
+        if low <= tick <= high and distance > 0.08 * length
+    ]
+    axes.set_yticks(sorted([*others, value]))
+    if not keep_format:
+        axes.yaxis.set_major_formatter(lambda tick, _: f"{tick:.6g}")
 
 
 def _set_percent(axes: Any, values: np.ndarray) -> None:

@@ -32,11 +32,24 @@ class Series:
         return self.values[np.isfinite(self.values)]
 
     @property
-    def tail_mean(self) -> float:
-        """Mean over the last tenth of the steps, since single steps are noisy; NaN if none is finite."""
-        tail = self.values[-max(1, math.ceil(len(self.values) / 10)) :] if len(self.values) else self.values
-        known = tail[np.isfinite(tail)]
-        return float(known.mean()) if len(known) else math.nan
+    def tenth(self) -> int:
+        """Number of values at the start and at the end that are averaged, since single steps are noisy."""
+        return math.ceil(len(self.values) / 10)
+
+    @property
+    def start(self) -> float:
+        """Mean over the first tenth of the values; NaN if none is finite."""
+        return _mean(self.values[: self.tenth])
+
+    @property
+    def end(self) -> float:
+        """Mean over the last tenth of the values, the one meaning of "end" in reports; NaN if none is finite."""
+        return _mean(self.values[len(self.values) - self.tenth :])
+
+    @property
+    def median(self) -> float:
+        """Median of all finite values; NaN if there is none."""
+        return float(np.median(self.finite)) if len(self.finite) else math.nan
 
     def at_steps(self, steps: np.ndarray) -> Series:
         """Return the series restricted to these steps."""
@@ -107,6 +120,11 @@ def collect_series(lines: Iterable[dict[str, Any]]) -> dict[str, Series]:
         name: Series(np.array(sorted(values)), np.array([values[step] for step in sorted(values)]))
         for name, values in found.items()
     }
+
+
+def _mean(values: np.ndarray) -> float:
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if len(known) else math.nan
 
 
 def _finite(value: float | None) -> float:

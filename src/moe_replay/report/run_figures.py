@@ -65,7 +65,8 @@ def mismatch_figures(run: RunRecord) -> Iterator[RenderedFigure]:
         curves = mismatch_curves(run, key)
         share = key == "beyond_two"
         name = f"mismatch-{key.replace('/', '-').replace('_', '-')}"
-        yield from curve_figure(name, title, caption, curves, unit, log=not share, share=share)
+        mark = 1.0 if key == "ratio/max" else None
+        yield from curve_figure(name, title, caption, curves, unit, log=not share, share=share, mark=mark)
     ratios = [
         Curve(run["mismatch/old_vs_train/ratio/mean"], "train / old", "plain"),
         Curve(run["mismatch/rollout_vs_train/ratio/mean"], "train / rollout", "second"),
@@ -74,7 +75,7 @@ def mismatch_figures(run: RunRecord) -> Iterator[RenderedFigure]:
         "Mean over tokens of the probability in the updates over that of the old-log-prob pass, and over that of the "
         "rollout. 1: nothing lies between them. A gap between the curves is the mismatch of engine and trainer."
     )
-    yield from curve_figure("ratio-mean", "Mean importance ratio", text, ratios, "mean ratio")
+    yield from curve_figure("ratio-mean", "Mean importance ratio", text, ratios, "mean ratio", mark=1.0)
     moved = [Curve(run["mismatch/old_vs_train/k3_kl"], "", "plain")]
     text = "How far the updates of a step moved the policy from where it was before them (k3)."
     yield from curve_figure("policy-change", "Policy change within a step", text, moved, "k3", log=True)
@@ -94,9 +95,8 @@ def route_figures(run: RunRecord) -> Iterator[RenderedFigure]:
         "Fraction of (token, layer) pairs that the trainer's routers, routing natively, send to the same experts as "
         "the rollout did."
     )
-    yield from curve_figure(
-        "agreement", "Route agreement", text, [Curve(run["routing/agreement"])], "agreement", share=True
-    )
+    agreement = [Curve(run["routing/agreement"])]
+    yield from curve_figure("agreement", "Route agreement", text, agreement, "agreement", share=True, mark=1.0)
     layers = {int(found[1]): run[name] for name in run.metrics if (found := LAYER.match(name))}
     if any(len(series.finite) for series in layers.values()):
         yield _layer_map(dict(sorted(layers.items())))
@@ -107,7 +107,9 @@ def route_figures(run: RunRecord) -> Iterator[RenderedFigure]:
     text = "Tokens whose route was replayed, and uncovered ones: the last sampled token, the output of tools."
     yield from curve_figure("replayed", "Routes replayed", text, fractions, "fraction of tokens", share=True)
     text = "Load of the busiest expert of a layer above an even split, averaged over layers. 0: perfectly balanced."
-    yield from curve_figure("load", "Load of the busiest expert", text, [Curve(run["routing/load_violation"])])
+    yield from curve_figure(
+        "load", "Load of the busiest expert", text, [Curve(run["routing/load_violation"])], mark=0.0
+    )
 
 
 def learning_figures(run: RunRecord) -> Iterator[RenderedFigure]:
@@ -175,12 +177,13 @@ def curve_figure(
     *,
     log: bool = False,
     share: bool = False,
+    mark: float | None = None,
 ) -> Iterator[RenderedFigure]:
     """Yield one figure of the curves with data; nothing if there is none."""
     shown = with_data(curves)
     if not shown:
         return
-    plot = partial(plot_curves, curves=shown, unit=unit, log=log, share=share)
+    plot = partial(plot_curves, curves=shown, unit=unit, log=log, share=share, mark=mark)
     yield render(name, title, caption, plot)
 
 

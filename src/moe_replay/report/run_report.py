@@ -12,12 +12,20 @@ import numpy as np
 from moe_replay.report import run_figures
 from moe_replay.report.attribution_report import add_attribution, read_attribution
 from moe_replay.report.completions_report import add_completions
-from moe_replay.report.formatting import describe_change, format_number, format_percent
-from moe_replay.report.page import Page, Table
-from moe_replay.report.record import RunRecord, read_run
+from moe_replay.report.formatting import (
+    describe_change,
+    explain_level,
+    format_metric,
+    format_number,
+    format_percent,
+    is_level,
+)
+from moe_replay.report.page import Card, Page, Table
+from moe_replay.report.record import RunRecord, Series, read_run
 from moe_replay.tools.attribution.result import Attribution, AttributionError
 
 LOW_AGREEMENT = 0.8  # matched precisions agree on nine routes in ten; shifted routes agree on few
+FEW_STEPS = 10  # fewer say little about a run
 _MODES = {
     "r3": "R3: routes recorded in the rollout are replayed",
     "r2": "R2: routes recorded in the old-log-prob pass are replayed",
@@ -45,7 +53,9 @@ def write_run_report(folder: Path) -> Path:
     if found is not None:
         add_attribution(page, found)
     page.heading("Numbers")
-    page.details("Last value of every metric", _last_values(run))
+    page.details(
+        "Every metric: start and end are means over the first and the last tenth of its steps", _all_metrics(run)
+    )
     page.details("Settings", Table((), [(key, _text(value)) for key, value in run.settings.items()], prose=True))
     return page.write(folder / "report.html", folder / "figures")
 
@@ -86,8 +96,8 @@ def _summary(run: RunRecord) -> Iterator[str]:
     if len(reward.finite) == 1:
         yield f"The reward was {format_number(reward.finite[0])}."
     elif len(reward.finite):
-        first, final = format_number(reward.finite[0]), format_number(reward.tail_mean)
-        yield f"The reward went from {first} in the first step to {final} at the end."
+        first, final = format_number(reward.start), format_number(reward.end)
+        yield f"The reward went from {first} at the start to {final} at the end ({_ends(reward)})."
     yield from _mismatch_summary(run)
 
 
@@ -96,49 +106,75 @@ def _mismatch_summary(run: RunRecord) -> Iterator[str]:
     if not len(scored.finite):
         return
     if not run.scored_with_replay:
-        mean = format_number(scored.finite.mean())
-        yield f"The mean k3 between rollout and trainer was {mean} per token with native routing."
+        numbers = f"{format_number(scored.finite.mean())} per token with native routing"
+        yield f"The mean k3 between rollout and trainer was {numbers}; the median over steps was {_median(scored)}."
         return
     without, replayed = _k3_native_and_replayed(run)
-    if not math.isfinite(without):
+    if not len(without.values):
         yield (
             f"The mean k3 between rollout and trainer was {format_number(scored.finite.mean())} per token with the "
-            "rollout's routes replayed; set replay.compare_every to measure it without replay too."
+            f"rollout's routes replayed, the median over steps {_median(scored)}; set replay.compare_every to measure "
+            "it without replay too."
         )
         return
+    means = float(without.values.mean()), float(replayed.values.mean())
+    medians = without.median, replayed.median
+    compared = len(without.values)
     yield (
-        f"The mean k3 between rollout and trainer was {format_number(without)} per token with native routing and "
-        f"{format_number(replayed)} with the rollout's routes replayed: {describe_change(without, replayed)}."
+        f"The mean k3 between rollout and trainer was {format_number(means[0])} per token with native routing and "
+        f"{format_number(means[1])} with the rollout's routes replayed: {describe_change(*means)}. The medians over "
+        f"steps were {format_number(medians[0])} and {format_number(medians[1])}: {describe_change(*medians)}. "
+        f"Both were measured in {compared} step{'s' if compared > 1 else ''}"
+        + (", too few to generalize from." if compared < FEW_STEPS else ".")
     )
 
 
-def _k3_native_and_replayed(run: RunRecord) -> tuple[float, float]:
-    """Return k3 without and with replay, both averaged over the steps in which both were measured."""
+def _k3_native_and_replayed(run: RunRecord) -> tuple[Series, Series]:
+    """Return k3 without and with replay, each in the steps in which both were measured."""
     replayed, native = (run[f"mismatch/{passes}/k3_kl"] for passes in ("rollout_vs_old", "rollout_vs_native"))
     known = [series.steps[np.isfinite(series.values)] for series in (replayed, native)]
     both = np.intersect1d(known[0], known[1])
-    means = [float(series.at_steps(both).values.mean()) if len(both) else math.nan for series in (native, replayed)]
-    return means[0], means[1]
+    return native.at_steps(both), replayed.at_steps(both)
 
 
 def _about_mismatch(run: RunRecord) -> str:
     text = "Log-probabilities of the same tokens from the engine that sampled them and from the trainer."
-    return text + (" Blue: with replay. Orange: without." if run.scored_with_replay else "")
-
-
-def _cards(run: RunRecord) -> Iterator[tuple[str, str]]:
-    yield "steps", str(run.steps)
-    yield "reward", format_number(run["reward/mean"].tail_mean)
-    if len(run["eval/reward"].finite):
-        yield "evaluation", format_number(run["eval/reward"].finite[-1])
+    if not run.scored_with_replay:
+        return text
+    text += " Blue: with replay. Orange: without."
     without, replayed = _k3_native_and_replayed(run)
-    if run.scored_with_replay and math.isfinite(without):
-        yield "k3 without replay", format_number(without)
-        yield "k3 with replay", format_number(replayed)
+    level = is_level(without.median, replayed.median)
+    return f"{text} {explain_level(run['routing/agreement'].median)}" if level else text
+
+
+def _median(series: Series) -> str:
+    return format_number(series.median)
+
+
+def _ends(series: Series) -> str:
+    """Say what start and end of a series are."""
+    return f"means of the first and of the last {series.tenth} steps" if series.tenth > 1 else "single steps"
+
+
+def _cards(run: RunRecord) -> Iterator[Card]:
+    yield Card("steps", str(run.steps))
+    yield _card_at_end("reward", run, "reward/mean")
+    if len(run["eval/reward"].finite):
+        yield _card_at_end("evaluation", run, "eval/reward")
+    without, replayed = _k3_native_and_replayed(run)
+    if run.scored_with_replay and len(without.values):
+        for name, series in (("k3 without replay", without), ("k3 with replay", replayed)):
+            yield Card(name, format_number(float(series.values.mean())), f"mean; median {_median(series)}")
     else:
-        yield "k3", format_number(run["mismatch/rollout_vs_old/k3_kl"].tail_mean)
-    yield "route agreement", format_percent(run["routing/agreement"].tail_mean)
-    yield "tokens / s", format_number(run["time/tokens_per_second"].tail_mean)
+        yield _card_at_end("k3", run, "mismatch/rollout_vs_old/k3_kl")
+    yield _card_at_end("route agreement", run, "routing/agreement")
+    yield _card_at_end("tokens / s", run, "time/tokens_per_second")
+
+
+def _card_at_end(name: str, run: RunRecord, metric: str) -> Card:
+    series = run[metric]
+    note = f"end: mean of {series.tenth}" if series.tenth > 1 else "end" if len(series.values) else ""
+    return Card(name, format_metric(metric, series.end), note)
 
 
 # ---- warnings ---------------------------------------------------------------------------------------
@@ -164,7 +200,7 @@ def warnings(run: RunRecord) -> Iterator[str]:
         where = np.unique(np.concatenate([series.steps[~np.isfinite(series.values)] for series in broken.values()]))
         names = ", ".join([*list(broken)[:5], *(["..."] if len(broken) > 5 else [])])
         yield f"Non-finite values in {_in_steps(where)}: {names}."
-    low = {int(found[1]): run[name].tail_mean for name in run.metrics if (found := run_figures.LAYER.match(name))}
+    low = {int(found[1]): run[name].end for name in run.metrics if (found := run_figures.LAYER.match(name))}
     low = {layer: value for layer, value in low.items() if value < LOW_AGREEMENT}
     if low:
         worst = min(low, key=low.__getitem__)
@@ -173,15 +209,15 @@ def warnings(run: RunRecord) -> Iterator[str]:
             f"Route agreement is below {format_percent(LOW_AGREEMENT)} in {layers}; the lowest is layer {worst} with "
             f"{format_percent(low[worst])}. `moe-replay verify` distinguishes noise from misalignment."
         )
-    if (unrouted := run["routing/unrouted_fraction"].tail_mean) > 0.5:
+    if (unrouted := run["routing/unrouted_fraction"].end) > 0.5:
         yield f"{format_percent(unrouted)} of the tokens had no route to replay."
-    if (idle := run["completion/groups_without_signal"].tail_mean) > 0.8:
+    if (idle := run["completion/groups_without_signal"].end) > 0.8:
         yield f"At the end, {format_percent(idle)} of the groups had equal rewards and gave no gradient."
-    if (cut := run["completion/truncated"].tail_mean) > 0.5:
+    if (cut := run["completion/truncated"].end) > 0.5:
         yield f"At the end, {format_percent(cut)} of the completions were truncated at rollout.max_tokens."
-    if (unscored := run["reward/unscored"].tail_mean) > 0:
+    if (unscored := run["reward/unscored"].end) > 0:
         yield f"At the end, {format_percent(unscored)} of the samples could not be scored."
-    if (ess := run["mismatch/rollout_vs_old/ess"].tail_mean) < 0.5:
+    if (ess := run["mismatch/rollout_vs_old/ess"].end) < 0.5:
         yield f"The effective sample size was only {format_percent(ess)} of the samples: the policies are far apart."
 
 
@@ -193,15 +229,14 @@ def _in_steps(steps: np.ndarray) -> str:
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def _last_values(run: RunRecord) -> Table:
+def _all_metrics(run: RunRecord) -> Table:
     rows = []
     for name in sorted(run.metrics):
         series = run[name]
         extremes = (series.finite.min(), series.finite.max()) if len(series.finite) else (math.nan, math.nan)
-        rows.append(
-            (name, format_number(float(series.values[-1])), *map(format_number, extremes), str(series.steps[-1]))
-        )
-    return Table(("metric", "last", "lowest", "highest", "at step"), rows)
+        numbers = (series.start, series.end, series.median, *map(float, extremes))
+        rows.append((name, *(format_metric(name, number) for number in numbers), str(series.steps[-1])))
+    return Table(("metric", "start", "end", "median", "lowest", "highest", "last step"), rows)
 
 
 def _text(value: object) -> str:
