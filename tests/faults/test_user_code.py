@@ -153,7 +153,7 @@ def test_rollouts_end_when_an_environment_or_a_reward_does_not(kind: str, monkey
 
     async def run_episode(self: SequenceSampler, *_: Any) -> Any:
         if self._environment is not None:
-            await run_environment(self._environment, episode(), 600.0)
+            await self._environments.run(run_environment(self._environment, episode(), 600.0))
         return SimpleNamespace(token_ids=np.array([1, 2]))
 
     monkeypatch.setattr(SequenceSampler, "_run_episode", run_episode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,91 @@ def test_a_second_turn_begins_when_its_own_first_turn_has_ended(config: Config, 
         observed = (~sequence.sampled[3:]).sum()
         assert observed > 0
         assert sequence.sampled[-1]
+
+
+async def blocking(episode: Any) -> None:
+    """Blocks its event loop until a sample of another prompt has begun."""
+    if episode.prompt.row == 0:
+        assert other_prompt.wait(GIVE_UP_S)
+
+
+other_prompt = threading.Event()
+
+
+class Reported(TransformersEngine):
+    """Says when the second prompt is sampled, which begins only when the first has been."""
+
+    one_call_at_a_time = False
+    first_prompt = False
+
+    async def generate_one(self, prompt: Any, params: SamplingParams) -> Any:
+        while prompt[0] == 6 and not self.first_prompt:
+            await asyncio.sleep(0.01)
+        if prompt[0] == 6:
+            await asyncio.sleep(0.1)  # the environment of the other one blocks meanwhile
+            other_prompt.set()
+        samples = await super().generate_one(prompt, params)
+        self.first_prompt = True
+        return samples
+
+
+def test_an_environment_that_blocks_does_not_hold_up_sampling(config: Config, demo_files: Any) -> None:
+    made = config(rollout={"environment": "tests.train.test_sequences:blocking", "max_tokens": 3})
+    engine = Reported.from_pretrained(demo_files.model)
+    sampler = SequenceSampler(made, engine, load_tokenizer(str(demo_files.model)), max_length=32)
+    params = SamplingParams(n=1, max_tokens=3, seed=7)
+    prompts = [Prompt(row, "", (5 + row, 6, 7), {}) for row in range(2)]
+    try:
+        turns = sampler.first_turns(prompts, [params] * 2, together=True)
+        running = [sampler.start(sampler.sample(*both)) for both in zip(prompts, [params] * 2, turns, strict=True)]
+        for one in running:
+            assert len(sampler.result(one)) == 1
+    finally:
+        sampler.close()
+        engine.close()
+
+
+class Ordered(TransformersEngine):
+    """Samples the first prompt only when another has been scored; nothing may ask for all of them in one call."""
+
+    one_call_at_a_time = False
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.seeds: list[int | None] = []
+
+    def generate(self, prompts: Any, params: SamplingParams) -> Any:
+        assert len(prompts) == 1
+        return super().generate(prompts, params)
+
+    async def generate_one(self, prompt: Any, params: SamplingParams) -> Any:
+        self.seeds.append(params.seed)
+        if len(self.seeds) == 1:
+            assert await asyncio.to_thread(a_group_is_scored.wait, GIVE_UP_S)
+        return await super().generate_one(prompt, params)
+
+
+a_group_is_scored = threading.Event()
+
+
+def reporting(completions: list[str], **_: Any) -> list[float]:
+    """Says that it was called."""
+    a_group_is_scored.set()
+    return [float(place) for place in range(len(completions))]
+
+
+def test_a_group_is_scored_while_others_are_sampled_also_at_staleness_0(
+    config: Config, metrics_of: Metrics, demo_files: Any
+) -> None:
+    engine = Ordered.from_pretrained(demo_files.model)
+    try:
+        folder = train(config(steps=1, reward={"functions": ["tests.train.test_sequences:reporting"]}), engine)
+    finally:
+        engine.close()
+    (line,) = metrics_of(folder)
+    assert line["completion/staleness_max"] == 0
+    assert len(engine.seeds) == 4
+    assert len(set(engine.seeds)) == 1  # as in one call for all prompts
 
 
 def says_twelve(prompts: list, completions: list[str], **_: Any) -> list[float]:

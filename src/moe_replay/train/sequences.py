@@ -7,7 +7,6 @@ ends, whatever the others do.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -22,6 +21,7 @@ from moe_replay.rollout.session import Session
 from moe_replay.rollout.types import Sample, SampledSequence, SamplingParams
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt
+from moe_replay.train.environment_loops import EnvironmentLoops, SamplerOfLoop
 from moe_replay.train.environments import environment_name, load_environment, run_environment
 from moe_replay.train.episode import Episode, EpisodeError
 from moe_replay.train.tools import ToolSet
@@ -49,13 +49,16 @@ class SequenceSampler:
         self._tools = tools
         self._environment = load_environment(config.rollout.environment)
         self._loop = LoopThread("rollouts")
+        self._environments = EnvironmentLoops(config.rollout.environment_threads if self._environment else 0)
+        self._engine_for_episodes = SamplerOfLoop(engine, self._loop.loop)
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine in the loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop.loop)
 
     def close(self) -> None:
-        """End the loop and what runs in it."""
+        """End the loops and what runs in them."""
+        self._environments.close()
         self._loop.close()
 
     # ---- first turns --------------------------------------------------------------------------------------------
@@ -66,16 +69,19 @@ class SequenceSampler:
         """Return how each prompt gets its first turns; `params` of each, with the same n.
 
         With an environment every sample is a call of its own, so that no turn waits for the first turn of another
-        sample. Without one there is one call for all prompts (`together`) or one for each.
+        sample. Without one every prompt is, so that its samples are scored while others are sampled.
+
+        together   the parameters of the first are those of all, and an engine that takes one call at a time gets one
         """
-        if self._environment is not None and not getattr(self.engine, "one_call_at_a_time", False):
+        one_call = bool(getattr(self.engine, "one_call_at_a_time", False))
+        if self._environment is not None and not one_call:
             return [
                 lambda prompt=prompt, one=one: [
                     partial(self._first_turn, prompt, _of_sample(one, index)) for index in range(one.n)
                 ]
                 for prompt, one in zip(prompts, params, strict=True)
             ]
-        if together:
+        if together and one_call:
             call = asyncio.to_thread(self.engine.generate, [prompt.token_ids for prompt in prompts], params[0])
             batch = self.start(call)
 
@@ -85,7 +91,9 @@ class SequenceSampler:
             calls = [lambda place=place: of_batch(place) for place in range(len(prompts))]
         else:
             calls = [
-                lambda prompt=prompt, one=one: self.engine.generate_one(prompt.token_ids, one)
+                lambda prompt=prompt, one=params[0] if together else one: self.engine.generate_one(
+                    prompt.token_ids, one
+                )
                 for prompt, one in zip(prompts, params, strict=True)
             ]
         return [lambda call=call, n=one.n: _shared(call(), n) for call, one in zip(calls, params, strict=True)]
@@ -109,7 +117,7 @@ class SequenceSampler:
         episode = Episode(
             prompt=prompt,
             session=Session(prompt.token_ids),
-            engine=self.engine,
+            engine=self._engine_for_episodes,
             params=params,
             tokenizer=self._tokenizer,
             max_length=self._max_length,
@@ -118,22 +126,20 @@ class SequenceSampler:
         )
         await episode.start(await first_turn())
         if self._environment is not None:
-            await run_environment(self._environment, episode, self._config.environment_timeout_s)
+            limit_s = self._config.environment_timeout_s
+            await self._environments.run(run_environment(self._environment, episode, limit_s))
         return episode.session.finish()
 
     # ---- waiting ------------------------------------------------------------------------------------------------
 
     def result(self, future: Future[T]) -> T:
-        """Wait for a result, and for the event loop: an environment that blocks it is an error, not a wait forever."""
+        """Wait for a result, and for environments: one that blocks its event loop is an error, not a wait forever."""
         if self._environment is None:
             return future.result()
         limit_s = self._config.environment_timeout_s
-        answered, since = self._loop.ping(), time.monotonic()
         with WATCH.waiting(limit_s):  # without a gap between the waits inside, each of which starts its timer anew
             while not _is_done(future, limit_s):
-                if answered.is_set():
-                    answered, since = self._loop.ping(), time.monotonic()
-                elif time.monotonic() - since > limit_s:
+                if self._environments.blocked_s() > limit_s:
                     name = environment_name(self._environment)
                     raise EpisodeError(
                         f"environment {name} has blocked the event loop for {limit_s:g} s",

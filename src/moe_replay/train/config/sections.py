@@ -174,6 +174,8 @@ class RolloutConfig(Section):
     """Completions of a sequence at most, where there is an environment."""
     environment_timeout_s: Limit = Field(3600.0, gt=0)
     """Seconds that an environment may take for one sequence, its sampling included."""
+    environment_threads: int = Field(1, ge=1, le=256)
+    """Event loops for environments, each in a thread; sequences of one loop wait for one that blocks it."""
     sleep: bool = False
     """Free the engine's memory while training."""
     sleep_level: int = Field(2, ge=1, le=2)
