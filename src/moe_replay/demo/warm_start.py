@@ -78,7 +78,7 @@ def _learn(model: Qwen3MoeForCausalLM, optimizer: torch.optim.Optimizer, token_i
     is_token = token_ids.ne(TOKENS.index(PAD)).long()
     output = model(input_ids=token_ids, attention_mask=is_token, output_router_logits=True)
     loss = _token_losses(output.logits, labels).sum() / (labels != IGNORED).sum()
-    balance = sum(_imbalance(model.config, scores, is_token) for scores in output.router_logits)
+    balance = sum(load_balancing_loss(model.config, scores, is_token) for scores in output.router_logits)
     (loss + model.config.router_aux_loss_coef * balance).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -86,8 +86,8 @@ def _learn(model: Qwen3MoeForCausalLM, optimizer: torch.optim.Optimizer, token_i
     return loss.item()
 
 
-def _imbalance(config: Qwen3MoeConfig, scores: Tensor, is_token: Tensor) -> Tensor | int:
-    """Transformers' own loss, layer by layer: over all layers at once, an expert may lie idle in one of them."""
+def load_balancing_loss(config: Qwen3MoeConfig, scores: Tensor, is_token: Tensor) -> Tensor | int:
+    """Return Transformers' own loss of one layer: over all layers at once, an expert may lie idle in one of them."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
     return load_balancing_loss_func((scores,), config.num_experts, config.num_experts_per_tok, is_token)

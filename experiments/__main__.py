@@ -1,0 +1,23 @@
+"""Draw every figure and print every table from the results in the repository: `python -m experiments`."""
+
+from __future__ import annotations
+
+from experiments import collapse, cost, edge, precision, remedies, results
+from experiments.study import draw, table_text
+
+STUDIES = (edge.STUDY, collapse.STUDY, precision.STUDY, remedies.STUDY, cost.STUDY)
+
+
+def main() -> None:
+    """Go through the studies; those without results are named."""
+    for study in STUDIES:
+        found = results.read(study.arms)
+        print(f"\n## {study.name}: {study.question}\n")
+        if found:
+            print(table_text(study.table(found)), draw(study, found), sep="\n\n")
+        else:
+            print("nothing has been run")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""One arm of the study: what differs between runs, and the settings of `moe-replay train` that it stands for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from experiments.scales import Scale
+
+Precision = Literal["bf16", "fp8", "fp32"]
+DTYPES = {"bf16": "bfloat16", "fp8": "bfloat16", "fp32": "float32"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """A run.
+
+    mode          routes that the trainer replays
+    updates       optimizer steps on each rollout
+    rollout       precision of the engine
+    trainer       precision of the trainer
+    correction    algorithm.correction
+    top_p         1: the whole distribution is sampled from
+    mask          replay the sampling mask where top_p < 1
+    staleness     steps that samples may be behind the weights
+    lr            None: that of the scale
+    """
+
+    mode: Literal["off", "r2", "r3"]
+    updates: int = 4
+    rollout: Precision = "bf16"
+    trainer: Literal["bf16", "fp32"] = "bf16"
+    correction: Literal["off", "token_truncate"] = "off"
+    top_p: float = 1.0
+    mask: bool = True
+    staleness: int = 0
+    lr: float | None = None
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """Name of its folder and of its file of results: the mode, what is not the default, and the seed."""
+        default = Arm(mode=self.mode)
+        changed = {
+            key: value
+            for key, value in asdict(self).items()
+            if key not in ("mode", "seed") and value != getattr(default, key)
+        }
+        parts = [f"{key}_{value:g}" if isinstance(value, float) else f"{key}_{value}" for key, value in changed.items()]
+        return "-".join([self.mode, *parts, f"seed_{self.seed}"]).lower()
+
+    def settings(self, scale: Scale, data: Path, output: Path, device: str) -> dict[str, Any]:
+        """Return the config of the run."""
+        cpu = device == "cpu"
+        return {
+            "name": self.name,
+            "output": str(output),
+            "steps": scale.rl_steps,
+            "seed": self.seed,
+            "model": {"path": str(data / "model"), "dtype": "float32" if cpu else DTYPES[self.trainer]},
+            "backend": {"device": device},
+            "data": {
+                "path": str(data / "train.jsonl"),
+                "eval_path": str(data / "eval.jsonl"),
+                "max_prompt_tokens": 512,
+            },
+            "rollout": {
+                "engine": "transformers" if cpu else "vllm",
+                "dtype": "float32" if cpu else DTYPES[self.rollout],
+                "prompts_per_step": scale.prompts,
+                "num_generations": scale.samples,
+                "max_tokens": scale.max_tokens,
+                "max_staleness": self.staleness,
+                "top_p": self.top_p,
+                "sampling_mask": "auto" if self.mask else "off",
+                "options": {} if cpu else self._engine_options(),
+            },
+            "replay": {"mode": self.mode, "compare_every": 10 if self.mode == "r3" else 0},
+            "algorithm": {"updates_per_rollout": self.updates, "correction": self.correction},
+            "optim": {"lr": self.lr or scale.rl_lr},
+            "reward": {"functions": ["experiments.task:exact"]},
+            "batch": {"tokens_per_micro_batch": 16384},
+            "eval": {"every": scale.eval_every, "prompts": scale.eval_prompts},
+            "checkpoint": {"every": 20, "keep": 1, "export": False, "at_end": True},
+        }
+
+    def _engine_options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "kv_cache_memory_bytes": 4 * 2**30,
+            "gpu_memory_utilization": 0.05,  # the cache has its size, and other runs share the GPU
+            "max_model_len": 1024,
+        }
+        return options | ({"quantization": "fp8"} if self.rollout == "fp8" else {})

@@ -1,0 +1,50 @@
+"""What does replay cost end to end? Seconds of each part of a step, and tokens a second, in the runs of `collapse`.
+
+python -m experiments.cost --draw
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.collapse import STUDY as COLLAPSE
+from experiments.drawing import COLOURS, LABELS, outcome_table
+from experiments.results import Result
+from experiments.study import Study, main, same_but_seed
+
+PARTS = ("rollout", "score", "train", "sync")
+
+
+def _draw(figure: Any, found: Sequence[Result]) -> None:
+    axes = figure.subplots()
+    groups = same_but_seed(found)
+    for place, (arm, group) in enumerate(groups.items()):
+        below = 0.0
+        for part, alpha in zip(PARTS, (0.4, 0.6, 0.8, 1.0), strict=True):
+            height = float(np.median([np.nanmedian(one.metrics[f"time/{part}"]) for one in group]))
+            axes.bar(place, height, bottom=below, color=COLOURS[arm.mode], alpha=alpha, label=part if not place else "")
+            below += height
+    names = [f"{LABELS[arm.mode]}\n{arm.updates} updates" for arm in groups]
+    axes.set_xticks(range(len(groups)), names, fontsize=7)
+    axes.set_ylabel("seconds a step, median")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _table(found: Sequence[Result]) -> list[list[str]]:
+    columns = {part: f"time/{part}" for part in PARTS} | {"tokens/s": "time/tokens_per_second"}
+    return outcome_table(found, columns)
+
+
+STUDY = Study(
+    name="cost",
+    question="Seconds of each part of a step.",
+    arms=COLLAPSE.arms,
+    draw=_draw,
+    table=_table,
+)
+
+if __name__ == "__main__":
+    main(STUDY)

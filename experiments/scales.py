@@ -1,0 +1,95 @@
+"""Sizes of the study: on a GPU, and the tiny one that shows on a CPU that everything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """Model, pre-training and RL of one size of the study.
+
+    hidden, expert, layers, experts, top_k, heads   of the model; the first of its layers is dense
+    taught           fewest and most steps of the problems of pre-training
+    asked            of the problems of RL, which go beyond those
+    batch_tokens     of a step of pre-training
+    steps            of pre-training
+    lr               of pre-training, after `warmup` steps
+    rl_steps         of a run, each one rollout and its updates
+    prompts, samples a step; max_tokens of a completion
+    rl_lr            learning rate of RL where a study does not vary it
+    """
+
+    name: str
+    hidden: int
+    expert: int
+    layers: int
+    experts: int
+    top_k: int
+    heads: int
+    taught: tuple[int, int]
+    asked: tuple[int, int]
+    batch_tokens: int
+    steps: int
+    lr: float
+    warmup: int
+    rl_steps: int
+    prompts: int
+    samples: int
+    max_tokens: int
+    eval_prompts: int
+    eval_every: int
+    rl_lr: float
+    train_rows: int = 4096
+
+
+GPU = Scale(
+    name="gpu",
+    hidden=384,
+    expert=128,
+    layers=13,
+    experts=64,
+    top_k=8,
+    heads=6,
+    taught=(1, 12),
+    asked=(10, 20),
+    batch_tokens=65536,
+    steps=1500,
+    lr=1e-3,
+    warmup=100,
+    rl_steps=60,
+    prompts=32,
+    samples=8,
+    max_tokens=320,
+    eval_prompts=128,
+    eval_every=10,
+    rl_lr=1e-4,
+)
+"""121 million parameters, of which a token uses 21 million."""
+
+TINY = Scale(
+    name="tiny",
+    hidden=64,
+    expert=32,
+    layers=3,
+    experts=8,
+    top_k=2,
+    heads=2,
+    taught=(1, 2),
+    asked=(1, 2),
+    batch_tokens=512,
+    steps=4,
+    lr=3e-3,
+    warmup=2,
+    rl_steps=2,
+    prompts=4,
+    samples=4,
+    max_tokens=8,
+    eval_prompts=4,
+    eval_every=1,
+    rl_lr=1e-4,
+    train_rows=32,
+)
+"""Seconds on a CPU; its numbers mean nothing."""
+
+SCALES = {"cuda": GPU, "cpu": TINY}

@@ -1,0 +1,94 @@
+"""A study: a question, the arms that answer it, and its figure. One module each; `main` is its command line."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from experiments import results
+from experiments.arms import Arm
+from experiments.results import Result
+from experiments.scales import SCALES
+from moe_replay.demo.files import default_cache
+
+FIGURES = Path(__file__).resolve().parents[1] / "docs" / "images" / "experiments"
+SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """A question, the arms that answer it in the order in which they are run, and how the answer is drawn.
+
+    draw    takes a matplotlib figure and the results of those arms that have been run
+    table   takes the same results, returns the rows of a table, its header first
+    """
+
+    name: str
+    question: str
+    arms: tuple[Arm, ...]
+    draw: Callable[[Any, Sequence[Result]], None]
+    table: Callable[[Sequence[Result]], list[list[str]]]
+    size: tuple[float, float] = (9.0, 3.4)
+
+
+def with_seeds(arms: Sequence[Arm], seeds: Sequence[int] = SEEDS) -> tuple[Arm, ...]:
+    """Return the arms with each seed, the first seed of all of them first."""
+    return tuple(replace(arm, seed=seed) for seed in seeds for arm in arms)
+
+
+def same_but_seed(found: Sequence[Result]) -> dict[Arm, list[Result]]:
+    """Return results grouped by arm, whatever their seed."""
+    groups: dict[Arm, list[Result]] = {}
+    for result in found:
+        groups.setdefault(replace(result.arm, seed=0), []).append(result)
+    return groups
+
+
+def draw(study: Study, found: Sequence[Result], figures: Path = FIGURES) -> Path:
+    """Draw the figure of a study, and return its file."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=study.size, layout="constrained")
+    study.draw(figure, found)
+    figures.mkdir(parents=True, exist_ok=True)
+    path = figures / f"{study.name}.svg"
+    figure.savefig(path, metadata={"Date": None})
+    return path
+
+
+def table_text(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as a table in Markdown."""
+    head, *body = rows
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def main(study: Study) -> None:
+    """Run what is missing, then print the table and draw the figure."""
+    options = argparse.ArgumentParser(description=study.question)
+    options.add_argument("--device", choices=SCALES, default="cpu")
+    options.add_argument("--draw", action="store_true", help="only draw what has been run")
+    options.add_argument("--minutes", type=float, default=math.inf, help="stop then; the same command continues")
+    options.add_argument("--together", type=int, default=1, help="runs at the same time on the device")
+    options.add_argument("--seeds", type=int, nargs="+", help="only these")
+    options.add_argument("--work", type=Path, default=default_cache() / "experiments", help="folder of model and runs")
+    options.add_argument("--results", type=Path, help="folder of the results; on the CPU, one in the folder of runs")
+    options.add_argument("--figures", type=Path, help="folder of the figures; on the CPU, that of the results")
+    chosen = options.parse_args()
+    own = chosen.device == "cpu" and not chosen.draw  # tiny runs are no results
+    into = chosen.results or (chosen.work / "tiny-results" if own else results.FOLDER)
+    arms = [arm for arm in study.arms if chosen.seeds is None or arm.seed in chosen.seeds]
+    if not chosen.draw:
+        from experiments.runs import run_arms
+
+        run_arms(arms, chosen.device, chosen.work, together=chosen.together, minutes=chosen.minutes, into=into)
+    found = results.read(study.arms, into)
+    if not found:
+        print(f"{study.name}: nothing has been run")
+        return
+    print(table_text(study.table(found)))
+    print(draw(study, found, chosen.figures or (into if own else FIGURES)))

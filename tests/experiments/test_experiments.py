@@ -1,0 +1,170 @@
+"""The study runs at its tiny size: problems, the model, one arm, results, every figure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+pytest.importorskip("matplotlib")
+
+from experiments import results, task
+from experiments.__main__ import STUDIES
+from experiments.arms import Arm
+from experiments.model import build_model, judge, pretrain
+from experiments.results import Result
+from experiments.runs import output_of, run_arms
+from experiments.scales import GPU, TINY
+from experiments.study import draw, table_text
+from moe_replay.train.config.train_config import TrainConfig
+
+ARM = Arm(mode="r3", updates=1)
+
+
+# ---- problems --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", task.KINDS)
+def test_every_step_of_the_working_is_right(kind: object) -> None:
+    random = Random(3)
+    for steps in (1, 5, 12):
+        problem = kind(random, steps)  # type: ignore[operator]
+        assert len(problem.steps) == steps
+        for step in problem.steps:
+            for left, sign, right, total in re.findall(r"(\d+)([-+*])(\d+)=(\d+)", step):
+                assert {"+": int(left) + int(right), "-": int(left) - int(right), "*": int(left) * int(right)}[
+                    sign
+                ] == int(total)
+        assert re.search(r"(\d+)(,b=\d+)?$", problem.steps[-1])[1] == problem.solution  # type: ignore[index]
+
+
+def test_a_program_is_worked_as_python_would_run_it() -> None:
+    problem = task.program(Random(5), 7)
+    a, b, turns, more = map(int, re.findall(r"\d+", problem.prompt))
+    for _ in range(turns):
+        a, b = a + b, b + more
+    assert problem.solution == str(a)
+
+
+def test_problems_to_train_on_and_held_out_ones_are_different() -> None:
+    trained = {row["prompt"] for row in task.rows(200, 0, (1, 2), held_out=False)}
+    held_out = {row["prompt"] for row in task.rows(50, 0, (1, 2), held_out=True)}
+    assert len(trained) == 200
+    assert not trained & held_out
+
+
+def test_the_reward_is_for_the_number_after_the_last_mark() -> None:
+    completions = ["1+1=2;#2", "1+1=3;#3", "2", "#1;#2", "#2 "]
+    assert task.exact(["1+1="] * 5, completions, ["2"] * 5) == [1.0, 0.0, 0.0, 1.0, 0.0]
+
+
+def test_a_character_is_a_token() -> None:
+    tokenizer = task.build_tokenizer()
+    for problem in islice(task.problems(Random(0), (1, 12), held_out=False), 20):
+        text = problem.prompt + problem.worked
+        ids = tokenizer(text)["input_ids"]
+        assert len(ids) == len(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.unk_token_id not in ids
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_pretraining_in_two_calls_is_the_same_as_in_one(tmp_path: Path) -> None:
+    whole, halves = build_model(TINY), build_model(TINY)
+    assert pretrain(whole, TINY, tmp_path / "none", "cpu", until=float("inf"))
+    assert not pretrain(halves, TINY, tmp_path, "cpu", until=0.0)  # one step a call
+    again = build_model(TINY)
+    assert pretrain(again, TINY, tmp_path, "cpu", until=float("inf"))
+    for name, weight in whole.state_dict().items():
+        assert weight.equal(again.state_dict()[name]), name
+
+
+def test_routers_that_prefer_one_expert_show_it() -> None:
+    model = build_model(TINY)
+    even = judge(model, TINY, "cpu")
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.weight.data[1:] = 0
+        layer.mlp.gate.weight.data[0] *= 1e4
+    uneven = judge(model, TINY, "cpu")
+    assert max(uneven["routers/largest_load"]) > max(even["routers/largest_load"])  # type: ignore[call-overload]
+
+
+# ---- runs and results ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
+def test_every_arm_is_a_valid_recipe_and_has_its_own_name(study: object) -> None:
+    arms = study.arms  # type: ignore[attr-defined]
+    for arm in arms:
+        for scale, device in ((GPU, "cuda"), (TINY, "cpu")):
+            TrainConfig.model_validate(arm.settings(scale, Path("data"), Path("out"), device))
+    assert len({arm.name for arm in arms}) == len(set(arms)) == len(arms)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+def test_an_arm_is_run_once_and_its_result_says_what_it_came_from(tmp_path: Path) -> None:
+    into = tmp_path / "results"
+    assert run_arms([ARM], "cpu", tmp_path, into=into)
+    (result,) = results.read([ARM], into)
+    assert result.finished
+    assert result.steps == TINY.rl_steps
+    assert (result.metrics["routing/replayed_fraction"] > 0.5).all()
+    assert np.isfinite(result.metrics["mismatch/rollout_vs_train/k3_kl"]).all()
+    text = (into / f"{ARM.name}.json").read_text()
+    assert '"torch"' in text
+    assert '"digest": "sha256:' in text
+    log = output_of(ARM, tmp_path) / "metrics.jsonl"
+    before = log.read_bytes()
+    assert run_arms([ARM], "cpu", tmp_path, into=into)  # nothing is left to do
+    assert log.read_bytes() == before
+
+
+def test_a_run_that_was_stopped_is_not_finished(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 0, "reward/mean": 0.25}\n')
+    results.write(ARM, tmp_path, 3, "cpu", 1.0, tmp_path)
+    (result,) = results.read([ARM], tmp_path)
+    assert not result.finished
+    assert result.at_end("reward/mean") == 0.25
+    assert results.read([replace(ARM, seed=7)], tmp_path) == []
+
+
+def result_of(arm: Arm, reward: list[float]) -> Result:
+    keys = ("eval/reward", "mismatch/rollout_vs_old/k3_kl", "mismatch/rollout_vs_train/k3_kl", "routing/agreement")
+    parts = [f"time/{part}" for part in ("rollout", "score", "train", "sync", "tokens_per_second")]
+    metrics = {key: np.linspace(0.1, 0.2, len(reward)) for key in (*keys, *parts)}
+    return Result(arm, len(reward), len(reward), metrics | {"reward/mean": np.array(reward)})
+
+
+@pytest.mark.parametrize(
+    ("reward", "step"),
+    [
+        ([0.1, 0.2, 0.4, 0.8, 0.8, 0.8, 0.8, 0.0, 0.0, 0.0, 0.0], 10),
+        ([0.1, 0.2, 0.4, 0.8, 0.8, 0.8, 0.8, 0.6, 0.6], None),
+        ([0.0, 0.02, 0.0, 0.0, 0.0, 0.0, 0.0], None),
+        ([], None),
+    ],
+)
+def test_a_collapse_is_a_fall_below_half_of_the_best(reward: list[float], step: int | None) -> None:
+    assert result_of(ARM, reward).collapsed_at() == step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
+def test_figures_and_tables_are_made_from_whatever_has_been_run(study: object, tmp_path: Path) -> None:
+    arms = study.arms  # type: ignore[attr-defined]
+    for chosen in (arms, arms[:1]):
+        found = [result_of(arm, [0.1 * arm.seed, 0.5, 0.6]) for arm in chosen]
+        assert draw(study, found, tmp_path).stat().st_size > 5000  # type: ignore[arg-type]
+        rows = table_text(study.table(found)).splitlines()  # type: ignore[attr-defined]
+        assert len(rows) == 2 + len({replace(arm, seed=0) for arm in chosen})
