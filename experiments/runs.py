@@ -15,7 +15,7 @@ from experiments import results
 from experiments.arms import Arm
 from experiments.model import prepare
 from experiments.scales import SCALES, Scale
-from moe_replay.train.run.interruption import INTERRUPTED_STATUS
+from moe_replay.utils.exit_status import ExitStatus
 
 ROOT = Path(__file__).resolve().parents[1]
 Running = dict[Arm, tuple[subprocess.Popen[bytes], float]]
@@ -104,6 +104,6 @@ def _keep(arm: Arm, scale: Scale, work: Path, device: str, status: int, seconds:
     (result,) = results.read([arm], into)
     steps = f"{result.steps} of {scale.rl_steps} steps"
     print(f"{arm.name}: status {status}, {steps} after {seconds:.0f} s, {path.name}", flush=True)
-    if status not in (0, INTERRUPTED_STATUS):
+    if status not in (ExitStatus.OK, ExitStatus.INTERRUPTED):
         log = (work / "runs" / f"{arm.name}.log").read_text(encoding="utf-8", errors="replace")
         print(*(f"  | {line}" for line in log.splitlines()[-12:]), sep="\n", flush=True)
