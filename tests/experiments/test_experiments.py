@@ -141,8 +141,9 @@ def test_a_run_that_was_stopped_is_not_finished(tmp_path: Path) -> None:
 
 def result_of(arm: Arm, reward: list[float]) -> Result:
     keys = ("eval/reward", "mismatch/rollout_vs_old/k3_kl", "mismatch/rollout_vs_train/k3_kl", "routing/agreement")
+    layers = [f"routing/agreement/layer_{layer:03d}" for layer in (1, 2)]
     parts = [f"time/{part}" for part in ("rollout", "score", "train", "sync", "tokens_per_second")]
-    metrics = {key: np.linspace(0.1, 0.2, len(reward)) for key in (*keys, *parts)}
+    metrics = {key: np.linspace(0.1, 0.2, len(reward)) for key in (*keys, *layers, *parts)}
     return Result(arm, len(reward), len(reward), metrics | {"reward/mean": np.array(reward)})
 
 
