@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 pytest.importorskip("uvicorn", reason="the server's own dependencies come with vLLM")
@@ -24,7 +29,7 @@ from moe_replay.rollout.weights import checkpoint_tensors
 from moe_replay.train.config.weights_section import WeightsConfig
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.weight_sync import EngineSync
-from tests.rollout.tiny import tiny_model
+from tests.rollout.tiny import assert_sampled_from, tiny_model
 
 pytestmark = pytest.mark.engine
 
@@ -143,6 +148,42 @@ def test_after_a_fault_no_server_samples_until_it_has_all_weights(urls: list[str
         assert {sample.weight_version for [sample] in engine.generate([PROMPT] * 4, SamplingParams(max_tokens=2))} == {
             6
         }
+
+
+@pytest.mark.parametrize("kind", ["http", *KINDS])
+def test_a_trainer_killed_in_mid_sync_leaves_servers_that_refuse_to_sample(
+    urls: list[str], kind: str, tmp_path: Path
+) -> None:
+    used, weights = urls[:2], state(8)
+    with EnginePool(clients(used), any_version=True) as pool:
+        sync("http").send(IteratorSource(state(9).items), SyncedEngine(pool), 4, probe(9))
+    file = str(tmp_path / "weights.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, file)
+    trainer = [sys.executable, "-m", "tests.rollout.dying_trainer", file, kind, *used]
+    ended = subprocess.run(trainer, timeout=300, capture_output=True, check=False)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    for url in used:
+        refuses_at_last(url, before=9)
+    with EnginePool(clients(used), any_version=True) as pool:
+        engine = SyncedEngine(pool)
+        sync(kind).send(IteratorSource(weights.items), engine, 6, probe(8))
+        samples = engine.generate([PROMPT] * 4, SamplingParams(max_tokens=2))
+    assert {sample.weight_version for [sample] in samples} == {6}
+
+
+def refuses_at_last(url: str, before: int) -> None:
+    """Ask until the server refuses; if it samples, then with all of the weights that it had before."""
+    client = VllmServer(url, token=TOKEN)
+    for _ in range(600):
+        try:
+            ((sample,),) = client.generate([PROMPT], SamplingParams(max_tokens=2))
+        except EngineError as refused:
+            if "did not succeed" in str(refused):
+                return
+        else:  # the request came before the update's
+            assert_sampled_from(tiny_model("qwen3_moe", before), sample)
+        time.sleep(0.2)
+    raise AssertionError("the server still waits for the rest of the weights")
 
 
 class Killing(Changed):

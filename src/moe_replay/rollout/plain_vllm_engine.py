@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from moe_replay.rollout.answers import reading_answer
 from moe_replay.rollout.engine import Engine, StartRequest
 from moe_replay.rollout.http import HttpClient
 from moe_replay.rollout.model_folder import read_config
-from moe_replay.rollout.plain_vllm_weights import WeightKind, WeightRoute, weight_route
+from moe_replay.rollout.plain_vllm_weights import WeightKind, WeightRoute, check_backend, weight_route
 from moe_replay.rollout.plain_vllm_wire import (
     ChoiceReader,
     ServerSettings,
@@ -36,6 +36,7 @@ from moe_replay.rollout.transfer import Transfer
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.vllm_masks import MASK_OPTION, MaskReturn
 from moe_replay.rollout.vllm_release import check_version
+from moe_replay.rollout.vllm_transfer_engines import EngineTransfer, Server
 from moe_replay.rollout.weights_id import (
     INCOMPLETE,
     CurrentWeights,
@@ -222,15 +223,13 @@ class PlainVllmEngine(HttpClient):
 
         vLLM's own endpoints do not notice missing weights: pass a `probe`.
         """
-        if isinstance(weights, Transfer):
-            raise EngineError(f"{self._state.engine} takes no transfers", remedy='Set weights.kind = "http"')
-        _ = (self.settings, self._route)
+        send = self._sender(weights)
         self._ledger.record(version, weights_id)
         self._loop.run(self._barrier.close(self._abort))
         with self._barrier.open_on_error(), self._state.update_to(version, weights_id):
             with self._paused():
                 self._stamp(version, INCOMPLETE)
-                self._route.send(weights)
+                send()
                 self._stamp(version, weights_id)
             found = self.current_weights()
             if found != (version, weights_id):
@@ -243,6 +242,19 @@ class PlainVllmEngine(HttpClient):
             if probe is not None:
                 probe.check(self._prompt_logprobs(probe.token_ids), str(self.name))
         self._barrier.open()
+
+    def _sender(self, weights: Weights) -> Callable[[], None]:
+        """Return what replaces the weights of the paused server; raise if they cannot come this way."""
+        if isinstance(weights, EngineTransfer):
+            check_backend(weights.kind, self.settings, self.url)
+            workers = int(self._post_json("/get_world_size")["world_size"])
+            is_new = self.current_weights() != (self._state.weight_version, self._state.weights_id)
+            server = Server(self._post_json, workers, self.settings.tensor_parallel, is_new)
+            return partial(weights.take_part, self.url, server)
+        if isinstance(weights, Transfer):
+            raise EngineError(f"{self._state.engine} takes no transfers", remedy='Set weights.kind = "http"')
+        _ = self.settings
+        return partial(self._route.send, weights)
 
     @contextmanager
     def _paused(self) -> Iterator[None]:

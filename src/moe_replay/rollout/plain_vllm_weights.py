@@ -52,13 +52,19 @@ def weight_route(kind: str, settings: ServerSettings, url: str, post: Post, fold
         kind = offered if offered in ("ipc", "nccl") and accelerator() == "cuda" else "folder"
     if kind == "folder":
         return _LoadedFiles(post, folder) if settings.has_extension else _ReloadedFolder(post, folder)
-    if offered != kind:
+    check_backend(kind, settings, url, or_else="use weights = folder")
+    return _IpcTransfer(post) if kind == "ipc" else _NcclTransfer(post, url)
+
+
+def check_backend(kind: str, settings: ServerSettings, url: str, or_else: str = 'set weights.kind = "http"') -> None:
+    """Raise unless a server was started for a transfer engine of vLLM's."""
+    if settings.transfer_backend != kind:
+        more = " --distributed-executor-backend ray" if kind == "sharded_rdt" else ""
         raise EngineError(
             f"vLLM at {url} was not started to take weights by {kind}",
-            found=f"weight transfer by {offered or 'nothing'}",
-            remedy=f"Start it with --weight-transfer-config '{json.dumps({'backend': kind})}', or use weights = folder",
+            found=f"weight transfer by {settings.transfer_backend or 'nothing'}",
+            remedy=f"Start it with --weight-transfer-config '{json.dumps({'backend': kind})}'{more}, or {or_else}",
         )
-    return _IpcTransfer(post) if kind == "ipc" else _NcclTransfer(post, url)
 
 
 # ---- folders ---------------------------------------------------------------------------------------------------------
@@ -192,7 +198,7 @@ class _NcclTransfer:
         from vllm.distributed.weight_transfer.nccl_common import open_trainer_endpoint
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        address, port = _own_address(self._url)
+        address, port = own_address(self._url)
         size = 1 + int(self._post("/get_world_size", None)["world_size"])
         place = {"master_address": address, "master_port": port, "world_size": size}
         told = place | {"rank_offset": 1, "packed": False}
@@ -236,7 +242,7 @@ def _sync_client(post: Post) -> Any:
     return Client("")
 
 
-def _own_address(url: str) -> tuple[str, int]:
+def own_address(url: str) -> tuple[str, int]:
     """Return the address of this machine as the server reaches it, and a free port."""
     parts = urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

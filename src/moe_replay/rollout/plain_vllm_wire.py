@@ -36,6 +36,7 @@ class ServerSettings:
     has_extension      its workers have `WORKER_EXTENSION`
     crashes_on_seeds   it computes on CPU with chunked prefill, where a seed ends its engine
     sleeps             it was started with `--enable-sleep-mode`
+    tensor_parallel    workers that share a layer
     """
 
     returns_routes: bool | None = None
@@ -46,6 +47,7 @@ class ServerSettings:
     has_extension: bool = False
     crashes_on_seeds: bool = False
     sleeps: bool = False
+    tensor_parallel: int = 1
 
     @classmethod
     def parse(cls, info: Any) -> ServerSettings:
@@ -62,6 +64,7 @@ class ServerSettings:
             has_extension=parallel.get("worker_extension_cls") == WORKER_EXTENSION,
             crashes_on_seeds=bool(chunked) and (config.get("device_config") or {}).get("device") == "cpu",
             sleeps=bool(model.get("enable_sleep_mode")),
+            tensor_parallel=int(parallel.get("tensor_parallel_size") or 1),
         )
 
     def check(self, engine: str, max_length: int | None) -> None:

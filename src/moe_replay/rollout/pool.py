@@ -24,9 +24,10 @@ from moe_replay.errors import EngineAnswerError, EngineError, EngineName, Engine
 from moe_replay.rollout.answers import vocabulary_size
 from moe_replay.rollout.engine import Engine, StartRequest, put_to_sleep, receivers_of, wake_for_update
 from moe_replay.rollout.loop import AsyncSampler
-from moe_replay.rollout.pool_transfer import update_by_transfer
+from moe_replay.rollout.pool_transfer import update_by_transfer, update_together
 from moe_replay.rollout.transfer import Receivers, Transfer
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
+from moe_replay.rollout.vllm_transfer_engines import EngineTransfer
 from moe_replay.rollout.weight_chunks import update_side_by_side
 from moe_replay.rollout.weight_delta import SentWeights
 from moe_replay.rollout.weights_id import CurrentWeights, identifies_weights
@@ -304,7 +305,10 @@ class EnginePool(AsyncSampler):
         again = bool(weights_id) and weights_id == self._weights_id
         self._version, self._weights_id, self.bytes_sent = version, weights_id, None
         members = self._without_weights() if again else self._members
-        if isinstance(weights, Transfer):
+        if isinstance(weights, EngineTransfer):
+            members = self._members
+            updates = update_together([one.engine for one in members], weights, version, probe, weights_id)
+        elif isinstance(weights, Transfer):
             members = self._members_in(weights, members)
             updates = update_by_transfer([one.engine for one in members], weights, version, probe, weights_id)
         else:
@@ -333,6 +337,11 @@ class EnginePool(AsyncSampler):
         members = [one for one in self._members if one.engine.healthy()]
         members = [one for one in members if self._lacks_weights(one.engine)] if again else members
         return {member.engine.url: receivers_of(member.engine) for member in members}
+
+    @property
+    def servers(self) -> int:
+        """How many servers there are."""
+        return len(self._members)
 
     def unreachable(self) -> list[str]:
         """Return the URLs of the engines that do not answer."""

@@ -43,11 +43,36 @@ class WeightSource(Protocol):
     def groups(self, receivers: Collection[int] = (0,)) -> Iterator[Group]:
         """Yield the full tensors, one layer at a time, anew in every call; all ranks must exhaust it.
 
-        receivers   ranks that get the tensors; the lists of others are empty, as many of them
+        receivers   ranks that get the tensors, read anew for each layer (`Turns`); the lists of others are empty, as
+                    many of them
 
         A group is valid until the next one is requested, and no rank holds more than one.
         """
         ...
+
+
+class Turns(Collection[int]):
+    """Receivers that change from layer to layer.
+
+    holders   ranks that get each group
+    """
+
+    def __init__(self, holders: Sequence[Collection[int]]) -> None:
+        self._holders = [frozenset(one) for one in holders]
+        self._number = 0
+
+    def advance(self) -> None:
+        """Go on to the next group."""
+        self._number = min(self._number + 1, len(self._holders) - 1)
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._holders[self._number]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(self._holders[self._number]))
+
+    def __len__(self) -> int:
+        return len(self._holders[self._number])
 
 
 class IteratorSource:
@@ -70,7 +95,6 @@ class IteratorSource:
 
     def groups(self, receivers: Collection[int] = (0,)) -> Iterator[Group]:
         """Yield consecutive tensors of one layer together."""
-        wanted = rank() in receivers
         seen: list[TensorInfo] = []
         group: Group = []
         current: str | None = None
@@ -81,7 +105,7 @@ class IteratorSource:
                 yield group
                 group = []
             current = layer
-            if wanted:
+            if rank() in receivers:
                 group.append((name, tensor))
         if seen:
             yield group

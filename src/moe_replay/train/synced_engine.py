@@ -97,6 +97,10 @@ class SyncedEngine:
         known = {url: one for url, one in found.items() if one is not None}
         return known if len(known) == len(found) else None
 
+    def servers(self) -> int:
+        """Return how many servers the engine consists of."""
+        return int(getattr(self.engine, "servers", 1))
+
     def unreachable(self) -> list[str]:
         """Return the servers that do not answer."""
         of_pool = getattr(self.engine, "unreachable", None)

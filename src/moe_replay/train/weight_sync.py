@@ -3,6 +3,7 @@
 http   tensors in the request itself, by way of rank 0's host memory
 ipc    memory of the trainer's ranks that the engine's workers open, on the same devices
 nccl   one broadcast from rank 0 to all workers of all engines; over gloo where they are on CPUs
+sharded_rdt, nccl_m2n   vLLM's own engines (`VllmSync`)
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from moe_replay.rollout.transfer_messages import TRANSFER_KINDS, TransferKind
 from moe_replay.rollout.types import Probe
 from moe_replay.rollout.weight_sender import Meeting, WeightSender
 from moe_replay.rollout.weight_source import Group, WeightSource
-from moe_replay.train.config.weights_section import WeightsConfig
+from moe_replay.train.config.weights_section import VLLM_ENGINES, WeightsConfig
 from moe_replay.train.synced_engine import SyncedEngine
+from moe_replay.train.vllm_sync import VllmSync
 from moe_replay.utils.messages import one_line
 
 LOOPBACK, ANY = "127.0.0.1", "0.0.0.0"
@@ -106,7 +108,7 @@ def choose_kind(wanted: str, trainer: str, devices: set[str], targets: Targets |
 
 
 class EngineSync:
-    """Updates the engine of a run. All ranks call `send`; rank 0 alone has the engine.
+    """Updates the engine of a run. All ranks make it and call `send`; rank 0 alone has the engine.
 
     copies   the trainer's memory is freed after the last tensor: an engine that reads tensors gets copies of them
     """
@@ -115,6 +117,7 @@ class EngineSync:
         self._config, self._device, self._copies = config, device, copies
         self._devices: list[str] | None = None  # of all ranks
         self._fallback = ""
+        self._by_vllm = VllmSync(config) if config.kind in VLLM_ENGINES else None
 
     def send(self, source: WeightSource, engine: SyncedEngine | None, version: int, probe: Probe | None) -> SyncReport:
         """Send all weights; if some servers fail in a transfer, once more to the others.
@@ -122,6 +125,9 @@ class EngineSync:
         A transfer that `auto` has chosen and that fails is followed by `http`, for the rest of the run.
         """
         began = time.monotonic()
+        if self._by_vllm is not None:
+            nbytes = self._by_vllm.send(source, engine, version, probe)
+            return SyncReport(self._config.kind, "as configured", time.monotonic() - began, nbytes)
         if self._devices is None:
             self._devices = all_gather_text(device_id(self._device))
         failed: set[str] = set()

@@ -101,11 +101,11 @@ class MegatronSource:
         A list that has been yielded is emptied when the next one is requested.
         """
         parameters = dict(self._local.parameters)
-        is_for_all = set(receivers) >= set(range(dist.get_world_size()))
+        every = set(range(dist.get_world_size()))
         for steps in self._layers:
             group: Group = []
             assembly = _Assembly(self._info)
-            if is_for_all:
+            if set(receivers) >= every:
                 received = (self._gathered(step, parameters) for step in steps)
             else:
                 received = (one for part in self._buckets(steps) for one in self._sent(part, receivers, parameters))
