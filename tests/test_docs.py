@@ -72,7 +72,7 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_and_paths_lead_somewhere(page: Path) -> None:
     text = page.read_text()
     assert [*dead_links(page, text), *dead_paths(page, text)] == []
@@ -142,6 +142,19 @@ def test_the_reference_has_every_public_name() -> None:
     assert sorted(listed) == sorted(f"{thing.__module__}.{thing.__qualname__}" for thing in public_names().values())
 
 
+def fenced(text: str) -> list[str]:
+    return re.findall(r"^ *```\w*\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", sorted(["README.zh.md", *(f"docs/zh/{p.name}" for p in DOCS.glob("zh/*.md"))]))
+def test_code_of_a_chinese_page_is_that_of_the_english_one(page: str) -> None:
+    english = (ROOT / page.replace("docs/zh/", "docs/").replace(".zh.md", ".md")).read_text()
+    chinese = (ROOT / page).read_text()
+    assert [block for block in fenced(chinese) if block not in fenced(english)] == []
+    commands = [code for code in re.findall(r"`(moe-replay [^`\n]+)`", chinese) if "[" not in code]
+    assert [code for code in commands if code not in english] == []
+
+
 def test_the_comparison_has_every_framework_in_every_table_and_a_date() -> None:
     text = (DOCS / "comparison.md").read_text()
     assert re.search(r"Last looked at:\s+20\d\d-\d\d-\d\d", text)
@@ -161,7 +174,7 @@ def test_the_recipe_of_the_first_run_is_valid() -> None:
     assert config.replay.mode == "r3"
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_commands_of_a_page_exist(page: Path) -> None:
     commands = {path.stem for path in (ROOT / "src/moe_replay/cli").glob("*.py")}
     named = re.findall(r"^(?:\$ )?moe-replay (\w+)", page.read_text(), re.MULTILINE)

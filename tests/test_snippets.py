@@ -29,6 +29,7 @@ from tests.models import tiny_qwen3_moe
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+CHINESE = "zh/"  # compared with the English pages by tests/test_docs.py
 ELSEWHERE = {"extending.md": "test_extending.py", "environments.md": "train/test_environments_docs.py"}
 EXCERPTS = {  # snippets of use-in-your-trainer.md, from the second on
     1: "plain_loop.py",
@@ -52,7 +53,8 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
-PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if "```python" in path.read_text())
+WRITTEN = {path.relative_to(DOCS).as_posix(): path.read_text() for path in DOCS.rglob("*.md")}
+PAGES = sorted(page for page, text in WRITTEN.items() if "```python" in text and not page.startswith(CHINESE))
 
 
 @pytest.fixture
