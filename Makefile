@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-26s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-train: .venv/.ready ## GRPO with routing replay on a tiny MoE, rollouts by vLLM on the CPU: five to ten minutes
+train: .venv/.ready ## GRPO with routing replay on a tiny MoE, rollouts by vLLM on the CPU: about 4 minutes, and 3 to install the first time
 	@VLLM_LOGGING_LEVEL=ERROR VLLM_CPU_OMP_THREADS_BIND=nobind TRANSFORMERS_VERBOSITY=error TQDM_DISABLE=1 \
 	  .venv/bin/moe-replay train $(ARGS)
 
@@ -117,7 +117,9 @@ clean: ## Remove environments, caches and build products
 # `.pinned` is written when an environment holds exactly its pins, so a changed pin file or an interrupted install means
 # a new environment. `.ready` adds the package itself, editable, and is redone when pyproject.toml changes.
 
-PIP = $(@D)/bin/python -m pip --disable-pip-version-check -qq
+# On a terminal pip shows what it downloads; in a log it is silent.
+SILENT := $(shell test -t 2 || echo -qq)
+PIP = $(@D)/bin/python -m pip --disable-pip-version-check $(SILENT)
 
 .venv/.pinned: requirements/test.txt requirements/torch.txt
 .venv/.pinned: PINS_FLAGS := --no-deps
@@ -126,7 +128,7 @@ PIP = $(@D)/bin/python -m pip --disable-pip-version-check -qq
 .venv-sglang/.pinned: PINS_FLAGS := --no-deps
 
 $(addsuffix /.pinned,.venv .venv-tf4 .venv-sglang):
-	@echo "==> $(@D): new environment ($$($(PYTHON) --version))"
+	@echo "==> $(@D): new environment ($$($(PYTHON) --version)): downloads up to 1 GB and takes some minutes, once"
 	@$(PYTHON) -m venv --clear $(@D)
 	@echo "==> $(@D): $$(grep -v '^#' requirements/torch.txt)"
 	@$(PIP) install -r requirements/torch.txt

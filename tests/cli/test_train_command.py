@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -93,9 +94,17 @@ def qwen(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def dry_run(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    main(["train", *map(str, words), "--dry-run"])
-    return capsys.readouterr().out
+def dry_run(capsys: pytest.CaptureFixture[str], *words: object, missing: str = "no data at ") -> str:
+    """What a dry run prints; where the data of a recipe is not on this machine, its status is 2."""
+    status: object = 0
+    try:
+        main(["train", *map(str, words), "--dry-run"])
+    except SystemExit as left:
+        status = left.code
+    printed = capsys.readouterr()
+    assert (status == 2) is (missing in printed.err)
+    assert printed.err.count("not ready: ") == (status == 2) + ("config cannot" in printed.out)
+    return printed.out
 
 
 def failure(capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -325,3 +334,140 @@ def test_the_command_line_wins_over_the_sizes_of_tiny(trained: list[TrainConfig]
 def test_tiny_without_vllm_samples_with_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_replay.train.config.tiny.find_spec", lambda name: None)
     assert load_config(RECIPES[0], tiny=True).rollout.engine == "transformers"
+
+
+# ---- what would stop a run is found before it begins -----------------------------------------------------------------
+
+REWARDS_OF_MY_OWN = """
+def needs(prompts, completions, answer, level=1, **columns): return [1.0 for _ in completions]
+def needs_nothing(prompts, completions, completion_ids, **columns): return [1.0 for _ in completions]
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model's config, rewards and data, that a recipe can name."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+    (tmp_path / "rewards_of_my_own.py").write_text(REWARDS_OF_MY_OWN)
+    rows = [{"prompt": "1+1", "solution": "2", "answer": "2"}, {"prompt": "1+2", "solution": "3"}]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "recipe.toml").write_text(f'[model]\npath = "{tmp_path}"\n[data]\npath = "data.jsonl"\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    return tmp_path
+
+
+def ready(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str]:
+    """Status of a dry run, and what it says would stop the run."""
+    try:
+        main(["train", "recipe.toml", "--dry-run", *words])
+        code: object = 0
+    except SystemExit as left:
+        code = left.code
+    printed = capsys.readouterr()
+    assert printed.out.startswith("replay ")
+    return code, printed.err
+
+
+@pytest.mark.usefixtures("own")
+def test_a_dry_run_finds_a_column_that_a_reward_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ready(capsys) == (0, "")
+    assert ready(capsys, "--reward.functions", "rewards_of_my_own:needs_nothing") == (0, "")
+    code, told = ready(capsys, "--reward.functions", "accuracy", "rewards_of_my_own:needs")
+    assert code == 2
+    assert (
+        "reward 'rewards_of_my_own:needs' needs a column that a row does not have [sample data.jsonl, line 2]" in told
+    )
+    assert "expected a column 'answer', found columns ['prompt', 'solution']" in told
+
+
+@pytest.mark.usefixtures("own")
+def test_a_dry_run_finds_data_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    code, told = ready(capsys, "--data.path", "nowhere.jsonl")
+    assert (code, told.count("\n")) == (2, 1)
+    assert "not ready: no data at nowhere.jsonl" in told
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    ("words", "absent", "told"),
+    [
+        ((), "vllm", "rollout.engine = \"vllm\" needs the package vllm. pip install 'moe-replay[vllm]'"),
+        (("--rollout.engine", "transformers"), "math_verify", "the reward 'accuracy' needs the package math_verify"),
+        (("--model.lora-rank", "8"), "peft", "model.lora_rank needs the package peft. pip install 'moe-replay[lora]'"),
+        (("--backend.kind", "megatron"), "megatron", "pip install 'moe-replay[megatron]'"),
+        (("--log.wandb",), "wandb", "log.wandb needs the package wandb. pip install 'moe-replay[wandb]'"),
+    ],
+)
+def test_a_dry_run_finds_a_package_that_is_missing(
+    words: tuple[str, ...], absent: str, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(name: str) -> object:
+        return None if name == absent else find_spec(name)
+
+    monkeypatch.setattr("moe_replay.train.preflight.find_spec", find)
+    monkeypatch.setattr("moe_replay.train.run.sinks.registry.find_spec", find)
+    code, said = ready(capsys, *words)
+    assert code == 3
+    assert told in said
+
+
+def test_a_run_finds_it_before_the_warm_start(
+    own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And before a download: nothing of the model is looked at."""
+
+    def find_sources(config: object, status: object) -> None:
+        raise AssertionError("too late")
+
+    monkeypatch.setattr("moe_replay.train.sources.find_sources", find_sources)
+    words = ["train", "--output", str(own / "run"), "--rollout.engine", "transformers"]
+    with pytest.raises(SystemExit) as left:
+        main([*words, "--data.path", "data.jsonl", "--reward.functions", "rewards_of_my_own:needs"])
+    assert left.value.code == 2
+    assert "expected a column 'answer'" in capsys.readouterr().err
+    monkeypatch.setattr("moe_replay.train.preflight.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 3
+    assert "needs the package transformers" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("own")
+def test_memory_is_checked_first(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3-30B-A3B in float32 with AdamW: 16 bytes for each of 30.5e9 parameters, and 2 in the engine."""
+    monkeypatch.setattr("moe_replay.tools.memory_check.host_memory", lambda: 500 * 2**30)
+    code, told = ready(capsys, "--backend.device", "cpu")
+    assert code == 1
+    assert "the run does not fit into host memory: expected at most 500.0 GiB, found 511.8 GiB" in told
+    with pytest.raises(SystemExit) as left:
+        main(["train", "recipe.toml", "--backend.device", "cpu"])
+    assert left.value.code == 1
+    assert "does not fit into host memory" in capsys.readouterr().err
+    monkeypatch.setattr("moe_replay.tools.memory_check.host_memory", lambda: 640 * 2**30)
+    assert ready(capsys, "--backend.device", "cpu") == (0, "")
+
+
+@pytest.mark.usefixtures("own")
+def test_memory_of_gpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(mem_get_info=lambda: (70 * 2**30, 80 * 2**30))
+    monkeypatch.setattr("moe_replay.tools.memory_check.accelerator", lambda: "cuda")
+    monkeypatch.setattr("moe_replay.tools.dry_run.accelerator", lambda: "cuda")
+    monkeypatch.setattr("torch.get_device_module", lambda kind: gpu)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    code, told = ready(capsys, "--model.gradient-checkpointing")
+    assert code == 1
+    assert "does not fit into the memory of a GPU, by estimate: expected at most 80.0 GiB" in told
+    served = ["--rollout.engine", "vllm_server", "--rollout.urls", "http://127.0.0.1:1"]
+    main(["train", "recipe.toml", "--dry-run", "--model.gradient-checkpointing", *served])
+    assert "of 80.0 GiB on the fullest of 8 GPUs, in the phase 'forward, backward'" in capsys.readouterr().out
+
+
+def test_sequences_of_a_step_are_divided_evenly(capsys: pytest.CaptureFixture[str], qwen: Path) -> None:
+    """Sixteen sequences of which fifteen fit: two micro-batches of eight."""
+    words = ["--model.path", qwen, "--data.path", "x.jsonl", "--batch.tokens-per-micro-batch", 15 * 1024]
+    sizes = ["--rollout.prompts-per-step", 2, "--rollout.num-generations", 8, "--rollout.max-tokens", 512]
+    told = dry_run(capsys, *words, *sizes)
+    assert "= 16 sequences" in told
+    assert "2 micro-batches on each of 1 data-parallel ranks, 8 sequences with 8,192 tokens in each" in told
+    assert "16,384 tokens in all" in told

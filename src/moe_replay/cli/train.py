@@ -74,15 +74,13 @@ class TrainCommand:
         try:
             config = self._config()
             if self.dry_run:
-                from moe_replay.tools.dry_run import dry_run
-
-                report = dry_run(config, _number_of_ranks())
-                if is_rank_0:
-                    print(report)
+                self._dry_run(config, is_rank_0)
                 return
         except MoeReplayError as error:
             error.known_on_all_ranks = True  # every rank reads the same file and command line
             raise
+        if is_rank_0:
+            _check_memory(config)
         from moe_replay.report.run_report import write_run_report
         from moe_replay.train.loop import train
         from moe_replay.train.run.interruption import InterruptHandler
@@ -99,6 +97,19 @@ class TrainCommand:
                 print(f"interrupted; to resume: moe-replay train {folder / 'config.toml'}", file=sys.stderr)
             sys.exit(ExitStatus.INTERRUPTED)
 
+    def _dry_run(self, config: TrainConfig, is_rank_0: bool) -> None:
+        """Print what would happen, then everything that would stop the run; the status is that of the first of it."""
+        from moe_replay.tools.dry_run import dry_run, readiness
+
+        ranks = _number_of_ranks()
+        report, (memory, problems) = dry_run(config, ranks), readiness(config, ranks)
+        if is_rank_0:
+            print(f"{report}\n\nmemory   {memory}", flush=True)
+            for problem in problems:
+                print(f"not ready: {problem}", file=sys.stderr)
+        if problems:
+            sys.exit(problems[0].exit_status)
+
     def _config(self) -> TrainConfig:
         try:
             from moe_replay.train.config.file import load_config
@@ -110,6 +121,23 @@ class TrainCommand:
 
             return load_config(RECIPE, [*_half_precision(), *self.overrides])  # what the embedded default learns with
         return config
+
+
+def _check_memory(config: TrainConfig) -> None:
+    """Raise if the run cannot fit into host memory; warn if it does not fit on its GPUs, by estimate."""
+    from moe_replay.tools.memory_check import DoesNotFitError, HostTooSmallError, check_memory
+    from moe_replay.tools.model_config import model_config
+
+    if not config.model.path:
+        return
+    try:
+        check_memory(config, model_config(config.model.path), _number_of_ranks() or 1)
+    except HostTooSmallError:
+        raise
+    except DoesNotFitError as problem:
+        print(f"warning: {problem}", file=sys.stderr, flush=True)
+    except MoeReplayError:
+        return  # of the model or the layout: the run itself says so
 
 
 def _half_precision() -> list[str]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from math import ceil, lcm
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from moe_replay.errors import UnsupportedRouterError
+from moe_replay.errors import MoeReplayError, UnsupportedRouterError
 from moe_replay.routes.layer_rules import setting
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology, text_config
+from moe_replay.tools.memory_check import check_memory
 from moe_replay.tools.model_config import ModelConfigError, model_config
 from moe_replay.tools.plan import Dimensions, Parallel, Work, plan_layout
 from moe_replay.tools.plan.text import plan_text
+from moe_replay.train import preflight
 from moe_replay.train.backends.lora_targets import targets_of
 from moe_replay.train.config.keys import ConfigError
 from moe_replay.train.config.sections import BackendConfig
@@ -22,6 +24,7 @@ from moe_replay.train.engines import check_length
 from moe_replay.train.hub_data import is_hub_name
 from moe_replay.train.inputs import check_names, epochs_in_words
 from moe_replay.train.replay_mode import plan_replay
+from moe_replay.utils.device import accelerator
 from moe_replay.utils.secrets import mask_passwords
 
 
@@ -54,6 +57,34 @@ def dry_run(config: TrainConfig, ranks: int | None = None) -> str:
     return "\n".join([*lines, "", "If every sequence has its maximum length:", plan_text(plan)])
 
 
+class Readiness(NamedTuple):
+    """What is known of a run on this machine before it starts.
+
+    memory     what it will hold of the memory, or why that is not known
+    problems   what would stop it before its first step: packages, engine, data, rewards, memory
+    """
+
+    memory: str
+    problems: list[MoeReplayError]
+
+
+def readiness(config: TrainConfig, ranks: int | None = None) -> Readiness:
+    """Check everything that can be checked without loading weights."""
+    problems = preflight.find_problems(config)
+    if not config.model.path:
+        return Readiness("little: the embedded default model", problems)
+    try:
+        model = _model(config.model.path)
+        if config.backend.device == "auto" and accelerator() is None:
+            return Readiness("not checked: this machine has no GPU; see `moe-replay plan --recipe`", problems)
+        memory = check_memory(config, model, parallel_of(config.backend, ranks).world)
+    except UnsupportedRouterError:
+        memory = "not checked: a dense model"
+    except MoeReplayError as problem:
+        return Readiness("see below", [*problems, problem])
+    return Readiness(memory, problems)
+
+
 def parallel_of(backend: BackendConfig, ranks: int | None) -> Parallel:
     """Return the parallel layout of a backend on `ranks` ranks, or on the fewest possible."""
     tensor_and_context = backend.tensor_parallel * backend.context_parallel
@@ -79,10 +110,11 @@ def parallel_of(backend: BackendConfig, ranks: int | None) -> Parallel:
 
 
 def work_of(config: TrainConfig, parallel: Parallel) -> Work:
-    """Return the largest possible step: all sequences at their maximum length."""
-    in_micro_batch = _longest_in_micro_batch(config)
-    micro_batches = ceil(config.rollout.sequences / (parallel.dp * in_micro_batch))
+    """Return the largest possible step: all sequences at their maximum length, evenly divided."""
+    on_a_rank = ceil(config.rollout.sequences / parallel.dp)
+    micro_batches = ceil(on_a_rank / _longest_in_micro_batch(config))
     multiple = parallel.pp if parallel.vpp > 1 else 1
+    in_micro_batch = ceil(on_a_rank / micro_batches)
     return Work(
         lengths=(config.max_length,) * in_micro_batch,
         micro_batches=ceil(micro_batches / multiple) * multiple,

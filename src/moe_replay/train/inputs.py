@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,7 +14,7 @@ from moe_replay.train.config.keys import ConfigError, all_fields
 from moe_replay.train.config.plugin_names import PluginName
 from moe_replay.train.config.sections import BackendConfig
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.data import Prompt, load_prompts, read_rows
+from moe_replay.train.data import DataError, Prompt, Rows, load_prompts, read_rows
 from moe_replay.train.engines import longest_sequence, lora_spec, vocabulary_size
 from moe_replay.train.rewards import Reward, load_reward
 from moe_replay.train.scoring import check_columns
@@ -31,6 +32,9 @@ _FUNCTIONS = (
     "reward.functions",
     "log.sinks",
 )
+
+GIVEN = {"prompts", "completions", "completion_ids"}
+"""What every reward function gets besides the columns of the data."""
 
 
 def check_names(config: TrainConfig) -> None:
@@ -88,6 +92,14 @@ def _check_megatron(backend: BackendConfig) -> None:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class ReadData:
+    """Rows of the prompts and of the evaluation prompts; None: those of the embedded default, or no evaluation."""
+
+    rows: Rows | None = None
+    eval_rows: Rows | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
     """What rollouts need besides an engine.
@@ -123,8 +135,54 @@ def epochs_in_words(config: TrainConfig, num_prompts: int, unit: str = "prompts"
     return f"{steps} step{'s' * (steps != 1)}: {epochs:g} epoch{'s' * (epochs != 1)} of {num_prompts} {unit}{note}"
 
 
-def read_inputs(config: TrainConfig, sources: Sources, status: StatusCallback) -> Inputs:
-    """Read the data and load the rewards; raise for what the model cannot be trained with."""
+def load_rewards(config: TrainConfig) -> list[Reward]:
+    """Return the reward functions with their weights."""
+    weights = config.reward.weights or (1.0,) * len(config.reward.functions)
+    return [
+        load_reward(name, weight, config.reward.timeout_s)
+        for name, weight in zip(config.reward.functions, weights, strict=True)
+    ]
+
+
+def check_reward_columns(rewards: Sequence[Reward], rows: Rows) -> None:
+    """Raise for the first row that lacks a column without which a reward function cannot be called, or a prompt."""
+    for number, row in enumerate(rows):
+        if "prompt" not in row and "messages" not in row:
+            raise DataError(
+                "a row has no prompt",
+                sample=rows.place(number),
+                expected="a column 'prompt' or 'messages'",
+                found=f"columns {sorted(row)}",
+            )
+    for reward in rewards:
+        needed = needed_columns(reward.function)
+        for number, row in enumerate(rows):
+            if missing := sorted(needed - row.keys()):
+                raise DataError(
+                    f"reward {reward.name!r} needs a column that a row does not have",
+                    sample=rows.place(number),
+                    expected=f"a column {', '.join(map(repr, missing))}",
+                    found=f"columns {sorted(row)}",
+                    remedy="Add it to the data, give the parameter a default, or set reward.functions",
+                )
+
+
+def needed_columns(function: Callable[..., object]) -> set[str]:
+    """Return the parameters of a reward function that only a column can fill."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # of a builtin, or of an object that has none
+        return set()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {one.name for one in parameters if one.kind in named and one.default is one.empty} - GIVEN
+
+
+def read_inputs(config: TrainConfig, sources: Sources, status: StatusCallback, read: ReadData | None = None) -> Inputs:
+    """Read the data and load the rewards; raise for what the model cannot be trained with.
+
+    read   what `check_config` has read of the data already
+    """
+    read = read or ReadData()
     trusted = config.model.trust_remote_code
     max_length = longest_sequence(config, sources.model)
     if config.rollout.lora:
@@ -133,7 +191,11 @@ def read_inputs(config: TrainConfig, sources: Sources, status: StatusCallback) -
     max_prompt = min(config.data.max_prompt_tokens, max_length - 1)
     vocab_size = vocabulary_size(sources.model, trust_remote_code=trusted)
     data = config.data
-    rows = read_rows(sources.data, data.subset, data.split)
+    rewards = load_rewards(config)
+    rows = read.rows
+    if rows is None:
+        rows = read_rows(sources.data, data.subset, data.split)
+        check_reward_columns(rewards, rows)
     tools = load_tools(config.rollout.tools, config.rollout.tool_format, config.rollout.tool_timeout_s)
     schemas = None if tools is None else tools.schemas
     prompts = load_prompts(rows, tokenizer, max_prompt, vocab_size, schemas)
@@ -144,19 +206,15 @@ def read_inputs(config: TrainConfig, sources: Sources, status: StatusCallback) -
         status(f"{left_out}: empty or longer than {max_prompt} tokens")
     eval_prompts: Sequence[Prompt] = ()
     if config.eval.every and sources.eval:
-        eval_rows = read_rows(sources.eval, data.subset, data.eval_split or data.split)
+        eval_rows = read.eval_rows or read_rows(sources.eval, data.subset, data.eval_split or data.split)
         eval_prompts = load_prompts(eval_rows, tokenizer, max_prompt, vocab_size, schemas)[: config.eval.prompts]
     if config.reward.workers:
         check_columns(prompts)
-    weights = config.reward.weights or (1.0,) * len(config.reward.functions)
     return Inputs(
         tokenizer=tokenizer,
         prompts=prompts,
         eval_prompts=eval_prompts,
-        rewards=[
-            load_reward(name, weight, config.reward.timeout_s)
-            for name, weight in zip(config.reward.functions, weights, strict=True)
-        ],
+        rewards=rewards,
         identity=rows.identity,
         max_length=max_length,
         tools=tools,

@@ -22,8 +22,9 @@ from moe_replay.train.config.sections import PROBE_TOLERANCE
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt, PromptStream
 from moe_replay.train.engines import StartedEngines, engines_of_all_nodes, open_engine
-from moe_replay.train.inputs import Inputs, check_names, epochs_in_words, read_inputs, steps_of_epochs
+from moe_replay.train.inputs import Inputs, ReadData, epochs_in_words, read_inputs, steps_of_epochs
 from moe_replay.train.learner import Learner
+from moe_replay.train.preflight import check_config
 from moe_replay.train.probe import ProbeSequence
 from moe_replay.train.rollouts import Rollouts
 from moe_replay.train.run import rng
@@ -117,15 +118,16 @@ class Job:
             with watch:
                 run = stack.enter_context(Run.open(config))
                 progress = stack.enter_context(ConsoleProgress(config.steps))
+                read = ReadData()
                 with raise_on_all_ranks("checking the configuration"):
                     if rank() == 0:
-                        check_names(config)
+                        read = check_config(config, starts_engine=engine is None)
                 with interruption.nothing_to_save():  # it may download a model, or train the embedded one
                     sources = sources_on_all_ranks(config, progress.message)
                 inputs: Inputs | None = None
                 with raise_on_all_ranks("reading the data"):
                     if rank() == 0:
-                        inputs = read_inputs(config, sources, progress.message)
+                        inputs = read_inputs(config, sources, progress.message, read)
                 if config.data.epochs is not None:
                     config = _with_steps(config, inputs, run, progress)
                 backend = launch.open_backend(config, sources.model, device)

@@ -1,0 +1,72 @@
+"""Whether a run fits into the memory of this machine, before weights are loaded. Estimates: see `plan/memory.py`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from moe_replay.errors import LayoutError
+from moe_replay.tools.plan.memory import GIB, plan_memory
+from moe_replay.tools.plan.sizes import ModelSizes
+from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.utils.device import accelerator
+from moe_replay.utils.exit_status import ExitStatus
+
+
+class DoesNotFitError(LayoutError):
+    """A run that needs more memory than this machine has, by what is known before it starts."""
+
+    exit_status = ExitStatus.CHECK_FAILED
+
+
+class HostTooSmallError(DoesNotFitError):
+    """A run whose weights, gradients and optimizer alone exceed host memory."""
+
+
+def check_memory(config: TrainConfig, model: Any, ranks: int) -> str:
+    """Return what a run on `ranks` ranks will hold on a GPU, or in host memory without one; raise if that is too much.
+
+    model   the config of the model
+    """
+    kind = config.backend.device if config.backend.device != "auto" else accelerator() or "cpu"
+    sizes = ModelSizes.of(model)
+    if kind == "cpu":
+        return _check_host(config, sizes)
+    if kind != accelerator():
+        return "not checked: this machine has no such device"
+    capacity = torch.get_device_module(kind).mem_get_info()[1] / GIB
+    plan = plan_memory(config, sizes, gpus=ranks, gpu_gib=capacity)
+    phase, most = max(plan.totals.items(), key=lambda item: item[1])
+    told = f"{most / GIB:.1f} of {capacity:.1f} GiB on the fullest of {ranks} GPUs, in the phase '{phase}'"
+    if not plan.fits:
+        raise DoesNotFitError(
+            "the run does not fit into the memory of a GPU, by estimate",
+            expected=f"at most {capacity:.1f} GiB",
+            found=f"{most / GIB:.1f} GiB in the phase '{phase}' on {ranks} GPUs",
+            remedy="Use more GPUs, model.gradient_checkpointing, backend.offload with rollout.sleep, or LoRA; "
+            "`moe-replay plan --recipe` lists what is held in each phase",
+        )
+    return told
+
+
+def _check_host(config: TrainConfig, sizes: ModelSizes) -> str:
+    """Weights in float32, gradients and AdamW's moments of all ranks, and the engine's weights, without activations."""
+    trained = 0 if config.model.lora_rank else 12 * sizes.total
+    engine = 0 if config.rollout.is_server else 2 * sizes.total
+    needed, there = 4 * sizes.total + trained + engine, host_memory()
+    told = f"{needed / GIB:.1f} of {there / GIB:.1f} GiB of host memory for weights, gradients and optimizer"
+    if needed > there:
+        raise HostTooSmallError(
+            "the run does not fit into host memory",
+            expected=f"at most {there / GIB:.1f} GiB",
+            found=f"{needed / GIB:.1f} GiB for weights, gradients, optimizer and engine, without activations",
+            remedy="Train on GPUs, or try the recipe with --tiny",
+        )
+    return told
+
+
+def host_memory() -> int:
+    """Return the bytes of memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,105 @@
+"""What is checked before a model is downloaded, made or loaded: names, packages, engine, rewards and data.
+
+A run raises the first problem; the dry run lists all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from moe_replay.errors import MissingExtraError, MoeReplayError
+from moe_replay.rollout.registry import engine_spec
+from moe_replay.rollout.vllm_release import check_version
+from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.train.data import read_rows
+from moe_replay.train.inputs import ReadData, check_names, check_reward_columns, load_rewards
+from moe_replay.train.run.sinks.registry import load_sink
+
+
+class Need(NamedTuple):
+    """A package that a setting needs: its module, and the extra that installs it."""
+
+    setting: str
+    module: str
+    extra: str
+
+
+def check_config(config: TrainConfig, *, starts_engine: bool = True) -> ReadData:
+    """Raise the first problem of a configuration on this machine; return the data, which has been read for it.
+
+    starts_engine   whether the run starts the engine that it names; otherwise its caller has one
+    """
+    check_packages(config, starts_engine=starts_engine)
+    check_names(config)
+    return read_data(config)
+
+
+def find_problems(config: TrainConfig) -> list[MoeReplayError]:
+    """Return every problem of a configuration on this machine."""
+    found = []
+    for check in (check_packages, check_names, read_data):
+        try:
+            check(config)
+        except MoeReplayError as problem:
+            found.append(problem)
+    return found
+
+
+# ---- packages and engine ---------------------------------------------------------------------------------------------
+
+
+def needed_packages(config: TrainConfig, *, starts_engine: bool = True) -> Iterator[Need]:
+    """Yield the optional packages that a configuration needs on this machine."""
+    rollout, spec = config.rollout, engine_spec(config.rollout.engine)
+    yield Need("training", "transformers", "train")
+    if config.model.lora_rank and config.backend.kind == "fsdp":
+        yield Need("model.lora_rank", "peft", "lora")
+    if config.backend.kind == "megatron":
+        yield Need('backend.kind = "megatron"', "megatron", "megatron")
+    if starts_engine and spec.package:
+        extra = spec.package if spec.package == "vllm" else "train"
+        yield Need(f'rollout.engine = "{rollout.engine}"', spec.package, extra)
+    if rollout.engines_per_node is not None:
+        yield from (Need("rollout.engines_per_node", module, "serve") for module in ("starlette", "uvicorn"))
+    if starts_engine and (rollout.engines_per_node is not None or spec.is_server):
+        yield from (Need("a rollout server", module, "train") for module in ("httpx", "tenacity"))
+    if "accuracy" in config.reward.functions:
+        yield Need("the reward 'accuracy'", "math_verify", "train")
+
+
+def check_packages(config: TrainConfig, *, starts_engine: bool = True) -> None:
+    """Raise for a package that is not installed, and for a release of vLLM that cannot be used."""
+    missing = [need for need in needed_packages(config, starts_engine=starts_engine) if find_spec(need.module) is None]
+    if missing:
+        extras = sorted({need.extra for need in missing})
+        on_cpu = "; on a CPU see docs/install.md" if "vllm" in extras else ""
+        raise MissingExtraError(
+            "; ".join(f"{need.setting} needs the package {need.module}" for need in missing),
+            remedy=f"pip install 'moe-replay[{','.join(extras)}]'{on_cpu}",
+        )
+    for name in config.log.enabled_sinks:
+        load_sink(name)
+    if starts_engine and engine_spec(config.rollout.engine).package == "vllm":
+        try:
+            check_version(version("vllm"))
+        except PackageNotFoundError:
+            return  # run from its sources: its engine says whether it can be used
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+def read_data(config: TrainConfig) -> ReadData:
+    """Read the data that the configuration names; raise if it lacks a column that a reward function takes."""
+    data, rewards = config.data, load_rewards(config)
+    if not data.path:
+        return ReadData()
+    rows, eval_rows = read_rows(data.path, data.subset, data.split), None
+    check_reward_columns(rewards, rows)
+    if config.eval.every and data.eval_path:
+        eval_rows = read_rows(data.eval_path, data.subset, data.eval_split or data.split)
+        check_reward_columns(rewards, eval_rows)
+    return ReadData(rows, eval_rows)
