@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -90,6 +91,16 @@ def fork_command(*words: str, environment: dict[str, str] | None = None) -> Fork
     return Forked(_command, words, environment=environment or {})
 
 
+def fork_with_vllm(*words: str, environment: dict[str, str] | None = None) -> Forked:
+    """Run `moe-replay` with vLLM's processes as forks of its own."""
+    return Forked(_command_with_vllm, words, environment=environment or {})
+
+
+def fork_ranks_with_vllm(*words: str, environment: dict[str, str] | None = None) -> Forked:
+    """Run `moe-replay` on two ranks below an agent of torchrun, all of them forks, as `fork_with_vllm` does."""
+    return Forked(_agent, words, environment=environment or {})
+
+
 def fork_python(code: str, *arguments: str, environment: dict[str, str] | None = None) -> Forked:
     """Run a program."""
     return Forked(_program, code, arguments, environment=environment or {})
@@ -118,6 +129,8 @@ def _in_fork(
     sys.stdin = os.fdopen(0)  # that of the server is closed
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    tracker: Any = resource_tracker._resource_tracker
+    tracker._fd = tracker._pid = None  # that of the server lives on, and with it what it is to remove
     torch.set_num_threads(1)
     function(*arguments)
 
@@ -127,6 +140,26 @@ def _command(words: Sequence[str]) -> None:
 
     sys.argv[:] = ["moe-replay", *words]
     main()
+
+
+def _command_with_vllm(words: Sequence[str]) -> None:
+    from tests.real_vllm.forks import forked_engines
+
+    with forked_engines():
+        _command(words)
+
+
+def _agent(words: Sequence[str]) -> None:
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    ranks: dict[str, Any] = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 2, "start_method": "fork"}
+    place: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": str(os.getpid())}
+    elastic_launch(LaunchConfig(**ranks, **place, max_restarts=0, monitor_interval=0.1), _rank)(words)
+
+
+def _rank(words: Sequence[str]) -> None:
+    Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")  # for `rank_process`
+    _command_with_vllm(words)
 
 
 def _program(code: str, arguments: Sequence[str]) -> None:

@@ -51,7 +51,9 @@ def descendants(pid: int) -> list[Process]:
 
 
 def title(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    """The command of a process, and its name: of a fork only that is its own."""
+    folder = Path("/proc", str(pid))
+    return " ".join((folder / name).read_text(errors="replace").replace("\0", " ") for name in ("cmdline", "comm"))
 
 
 def wait_until_gone(processes: Iterable[Process]) -> list[Process]:
@@ -110,11 +112,12 @@ def _start(words: list[str], environment: dict[str, str]) -> subprocess.Popen[st
 
 
 def rank_process(agent: int, number: int) -> Process | None:
-    """A rank that the agent of torchrun has started; None before that."""
+    """A rank that the agent of torchrun has started; None before that. One that was forked has it as its name."""
     for each in descendants(agent):
         folder = Path("/proc", str(each.pid))
         stat, variables = (folder / "stat").read_text(), (folder / "environ").read_text(errors="replace").split("\0")
-        if int(stat.rpartition(")")[2].split()[1]) == agent and f"RANK={number}" in variables:
+        known = f"RANK={number}" in variables or f"(rank {number})" in stat
+        if int(stat.rpartition(")")[2].split()[1]) == agent and known:
             return each
     return None
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.faults.forked import fork_python
+from tests.faults.forked import fork_python, fork_ranks_with_vllm
 from tests.faults.processes import (
     LIMIT_S,
     descendants,
     rank_process,
     shared_memory,
-    start_ranks,
     wait_for_line,
     wait_until_gone,
     wait_until_removed,
@@ -96,8 +95,7 @@ def test_a_killed_rank_ends_the_others_and_the_engine(demo_files: Any, tmp_path:
         reward={"functions": ["tests.faults.hanging:announced"]},
     )
     for reached, number, environment in ((1, 1, WITHOUT_WORKER), (2, 0, QUIET)):
-        with start_ranks("train", made, environment=environment) as agent:
-            assert agent.stdout is not None
+        with fork_ranks_with_vllm("train", made, environment=environment) as agent:
             wait_for_line(agent.stdout, f"step {reached}/1000")
             wait_for_line(agent.stdout, "rewarding")
             below = descendants(agent.pid)

@@ -1,6 +1,7 @@
 """The real vLLM under signals and kills: it finishes the step, and nothing of it outlives the process it serves.
 
-Three starts of vLLM; `make test-faults` adds kills at random moments, with counts.
+Training has its engine forked, the server is the real command, of which vLLM spawns its processes. `make test-faults`
+adds kills at random moments, with counts.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults.forked import fork_with_vllm
 from tests.faults.processes import (
     LIMIT_S,
     Process,
@@ -54,8 +56,8 @@ def vllm_recipe(demo_files: Any, folder: Path, **overrides: Any) -> str:
     return recipe(demo_files, folder, rollout=rollout, replay={"compare_every": 0}, **overrides)
 
 
-def start_training(made: str, environment: dict[str, str] = QUIET) -> subprocess.Popen[str]:
-    return start_command("train", made, environment=environment)
+def start_training(made: str) -> subprocess.Popen[str]:
+    return start_command("train", made, environment=QUIET)
 
 
 def start_server(demo_files: Any, port: int) -> subprocess.Popen[str]:
@@ -75,8 +77,7 @@ def wait_until_healthy(server: subprocess.Popen[str], port: int) -> None:
 def test_ctrl_c_and_a_second_signal(demo_files: Any, tmp_path: Path) -> None:
     """Ctrl-C reaches the whole process group and the step is saved; then an engine that hangs, and two signals."""
     made = vllm_recipe(demo_files, tmp_path, steps=40, checkpoint={"every": 0})
-    with start_training(made, WITHOUT_WORKER) as run:
-        assert run.stdout is not None
+    with fork_with_vllm("train", made, environment=WITHOUT_WORKER) as run:
         wait_for_line(run.stdout, "step 1/40")
         below, core = descendants(run.pid), engine_core(run.pid)
         files = shared_memory(below)
@@ -87,8 +88,7 @@ def test_ctrl_c_and_a_second_signal(demo_files: Any, tmp_path: Path) -> None:
     assert wait_until_gone(below) == []
     (checkpoint,) = (tmp_path / "run/checkpoints").iterdir()
     assert checkpoint.name > "step-00000000"
-    with start_training(made) as run:
-        assert run.stdout is not None
+    with fork_with_vllm("train", made, environment=QUIET) as run:
         wait_for_line(run.stdout, f"step {int(checkpoint.name.removeprefix('step-')) + 1}/40")
         below, core = descendants(run.pid), engine_core(run.pid)
         files |= shared_memory(below)

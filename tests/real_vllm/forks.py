@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import context
+from pathlib import Path
 from unittest.mock import patch
 
 from torch.distributed import distributed_c10d
@@ -22,6 +23,7 @@ class EngineProcess(context.ForkProcess):
     """A process of vLLM, which forms a process group of its own, whatever the one that started it belongs to."""
 
     def run(self) -> None:
+        Path("/proc/self/comm").write_text(self.name)
         gc.freeze()  # a collection would copy every page of inherited objects
         distributed_c10d._update_default_pg(None)
         super().run()
