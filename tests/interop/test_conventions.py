@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -125,6 +126,35 @@ def test_skyrl(of: MoeTopology, dtype: str) -> None:
     assert interop.to_skyrl(trace, of) == sent
 
 
+@pytest.mark.parametrize(("of", "dtype"), [(HYBRID, "uint8"), (WIDE, "uint16"), (ONE_EXPERT, "uint8")])
+@pytest.mark.parametrize("start", [0, 4])
+def test_prime_rl(of: MoeTopology, dtype: str, start: int) -> None:
+    trace = truth(9, 1, of)
+    rows = captured(trace, of).astype(dtype)[start:]
+    sent = {
+        "data": base64.b64encode(rows.tobytes()).decode(),
+        "shape": list(rows.shape),
+        "start": start,
+        "dtype": dtype,
+    }
+    valid = [start <= token < 8 for token in range(9)]
+    expected = RouteTrace(trace.token_ids, trace.experts, trace.layers, valid, 3, num_experts=of.num_experts)
+    assert interop.from_prime_rl(sent, trace.token_ids, of, weight_version=3) == expected
+
+
+@pytest.mark.parametrize(
+    ("of", "dtype", "uncovered"), [(HYBRID, "uint8", 3), (WIDE, "uint16", 3), (ONE_EXPERT, "uint8", 1)]
+)
+def test_the_trainer_of_prime_rl(of: MoeTopology, dtype: str, uncovered: int) -> None:
+    trace = truth(9, uncovered, of)
+    rows = captured(trace, of, rows=9).astype(dtype)
+    rows[9 - uncovered :] = 0
+    fields = {"data": rows.tobytes(), "shape": [9, of.num_layers, of.top_k], "dtype": dtype}
+    for form in (fields, SimpleNamespace(**fields), rows):
+        assert interop.from_prime_rl(form, trace.token_ids, of, weight_version=3) == trace
+    assert interop.to_prime_rl(trace, of) == fields
+
+
 @pytest.mark.parametrize(("of", "dtype"), [(HYBRID, np.int8), (WIDE, np.int16)])
 @pytest.mark.parametrize("routing_only", [False, True])
 def test_nemo_rl(of: MoeTopology, dtype: type, routing_only: bool) -> None:
@@ -155,6 +185,7 @@ def test_there_and_back(tokens: int, uncovered: int, of: MoeTopology, seed: int)
     if tokens > 2:
         assert interop.from_nemo_rl(interop.to_nemo_rl(trace, of), ids, of, weight_version=3) == trace
     if of.top_k > 1:
+        assert interop.from_prime_rl(interop.to_prime_rl(trace, of), ids, of, weight_version=3) == trace
         assert interop.from_verl(interop.to_verl([trace], of), [ids], topology=of, weight_version=3) == [trace]
     trace = truth(tokens, 1, of, seed)
     ids = trace.token_ids

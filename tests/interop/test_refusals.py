@@ -39,7 +39,13 @@ def test_layers_shifted_by_a_dense_one() -> None:
 def test_a_resumed_request_appended_to_itself() -> None:
     """verl #6029: the full sequence came back and was concatenated."""
     twice = np.concatenate([ROWS, ROWS])
-    for read in (interop.from_vllm, interop.from_slime, interop.from_ms_swift, interop.from_skyrl):
+    for read in (
+        interop.from_vllm,
+        interop.from_slime,
+        interop.from_ms_swift,
+        interop.from_skyrl,
+        interop.from_prime_rl,
+    ):
         with pytest.raises(PeerError, match="do not fit"):
             read(twice, IDS, HYBRID)
     with pytest.raises(PeerError, match=r"do not fit|larger"):
@@ -134,11 +140,37 @@ MAPPINGS = [
 def test_mappings_that_are_no_arrays(change: dict) -> None:
     sent = {"data": text_of(ROWS), "shape": [8, 5, 2], "dtype": "uint8", "__ndarray__": True}
     assert interop.from_skyrl(sent, IDS, HYBRID, weight_version=3) == TRACE
-    for read in (interop.from_skyrl, interop.from_ms_swift):
+    for read in (interop.from_skyrl, interop.from_ms_swift, interop.from_prime_rl):
         with pytest.raises(PeerError):
             read(sent | change, IDS, HYBRID)
         with pytest.raises(PeerError, match="no packed array"):
             read({name: value for name, value in sent.items() if name not in change}, IDS, HYBRID)
+
+
+@pytest.mark.parametrize("start", [-1, 10, "4", True, None])
+def test_routes_of_prime_rl_that_begin_nowhere(start: object) -> None:
+    sent = {"data": text_of(ROWS), "shape": [8, 5, 2], "dtype": "uint8", "start": start}
+    with pytest.raises(PeerError, match="impossible token"):
+        interop.from_prime_rl(sent, IDS, HYBRID)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"data": bytes(79)}, {"data": bytes(100_000)}, {"data": 5}, {"dtype": "object"}, {"shape": [9, 5]}],
+    ids=str,
+)
+def test_bytes_of_prime_rl_that_are_no_routes(change: dict) -> None:
+    sent = interop.to_prime_rl(TRACE, HYBRID)
+    assert interop.from_prime_rl(sent, IDS, HYBRID, weight_version=3) == TRACE
+    with pytest.raises(PeerError):
+        interop.from_prime_rl(sent | change, IDS, HYBRID)
+
+
+def test_two_tokens_without_routes_at_top_1_cannot_be_said_by_prime_rl() -> None:
+    of = MoeTopology(3, tuple(MoeLayer(layer, 4, 1) for layer in (1, 2)))
+    with pytest.raises(PeerError, match="cannot say at top 1") as caught:
+        interop.to_prime_rl(truth(6, 2, of), of)
+    assert caught.value.token == 4
 
 
 def npy_with(header: str, body: bytes = b"", version: bytes = b"\x01\x00") -> str:
@@ -222,7 +254,14 @@ def test_a_hole_cannot_be_said() -> None:
     valid = np.ones(9, bool)
     valid[4] = False
     holed = RouteTrace(IDS, truth(9, 0).experts, HYBRID.layers, valid, num_experts=16)
-    for write in (interop.to_vllm, interop.to_sglang, interop.to_slime, interop.to_ms_swift, interop.to_skyrl):
+    for write in (
+        interop.to_vllm,
+        interop.to_sglang,
+        interop.to_slime,
+        interop.to_ms_swift,
+        interop.to_skyrl,
+        interop.to_prime_rl,
+    ):
         with pytest.raises(PeerError, match="cannot say") as caught:
             write(holed, HYBRID)
         assert caught.value.token == 4

@@ -10,6 +10,7 @@ convention cannot say is an error on the way back. docs/for-framework-maintainer
 
 from moe_replay.interop.ms_swift import from_ms_swift, to_ms_swift
 from moe_replay.interop.nemo_rl import from_nemo_rl, to_nemo_rl
+from moe_replay.interop.prime_rl import from_prime_rl, to_prime_rl
 from moe_replay.interop.rows import PeerError
 from moe_replay.interop.sglang import from_sglang, to_sglang
 from moe_replay.interop.skyrl import from_skyrl, to_skyrl
@@ -21,6 +22,7 @@ __all__ = [
     "PeerError",
     "from_ms_swift",
     "from_nemo_rl",
+    "from_prime_rl",
     "from_sglang",
     "from_skyrl",
     "from_slime",
@@ -28,6 +30,7 @@ __all__ = [
     "from_vllm",
     "to_ms_swift",
     "to_nemo_rl",
+    "to_prime_rl",
     "to_sglang",
     "to_skyrl",
     "to_slime",

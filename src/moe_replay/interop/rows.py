@@ -51,6 +51,17 @@ def check_rows(rows: np.ndarray, allowed: Sequence[int], peer: str, sample: int 
         )
 
 
+def written_rows(rows: np.ndarray, tokens: int, top_k: int) -> int:
+    """Return how many leading rows (n, layers, K) hold routes, in a convention that fills up with zeros at the end.
+
+    At top 1 zeros may be a choice, and a sample without any route is an engine that captured nothing: then the last
+    token alone may be without one.
+    """
+    written = np.flatnonzero(rows.any(axis=(1, 2)))
+    least = tokens - 1 if top_k == 1 or not written.size else 0
+    return max(least, int(written[-1]) + 1 if written.size else 0)
+
+
 def by_decoder_layer(rows: np.ndarray, topology: MoeTopology) -> np.ndarray:
     """(n, MoE layers, K) -> (n, decoder layers, K), zeros in dense ones; unchanged if it has all layers already."""
     routing = _captured_layers(topology)

@@ -24,6 +24,7 @@ from moe_replay.interop.rows import (
     to_array,
     to_ids,
     trace_of_rows,
+    written_rows,
 )
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
@@ -108,10 +109,5 @@ def _one(
 ) -> RouteTrace:
     tokens = len(token_ids)
     check_rows(rows, (tokens - 1, tokens), "verl", sample, "Routes must be cut where the response is cut")
-    written = np.flatnonzero(rows.any(axis=(1, 2)))
-    # At top 1 zeros may be a choice, and a sample without any route is an engine that captured nothing: then the last
-    # token alone may be without one.
-    least = tokens - 1 if topology.top_k == 1 or not written.size else 0
-    captured = max(least, int(written[-1]) + 1 if written.size else 0)
-    routed = by_decoder_layer(rows[:captured], topology)
+    routed = by_decoder_layer(rows[: written_rows(rows, tokens, topology.top_k)], topology)
     return trace_of_rows(routed, token_ids, topology, _SOURCE, weight_version=weight_version, sample=sample)
