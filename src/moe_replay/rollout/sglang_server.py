@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from moe_replay.rollout.engine import Engine, StartRequest
 from moe_replay.rollout.http import HttpClient
 from moe_replay.rollout.model_folder import read_config
 from moe_replay.rollout.pool import connect
+from moe_replay.rollout.sglang_weights import SglangWeights, WeightCalls
 from moe_replay.rollout.sglang_wire import (
     NO_PENALTIES,
     GenerateResponse,
@@ -33,7 +34,7 @@ from moe_replay.rollout.transfer import Transfer
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.weight_chunks import packed
 from moe_replay.rollout.weights import safetensors_files
-from moe_replay.rollout.weights_id import CurrentWeights, WeightsLedger, parse_version_text, version_text
+from moe_replay.rollout.weights_id import INCOMPLETE, CurrentWeights, WeightsLedger, parse_version_text, version_text
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.utils.processes import owned_folder
@@ -62,6 +63,7 @@ class SglangServer(HttpClient):
     trust_remote_code   run a config class that comes with the model
     weight_version   of the weights that the server was started with
     shared_folder    folder that the server can read too, for weights that come as an iterator
+    weights          how weights that come as an iterator reach the server: `sglang_weights`
     token            the server's `--api-key`; its `--admin-api-key`, if it has one, to update weights
     limits           max_concurrent, timeout and others of `HttpClient`
 
@@ -79,6 +81,7 @@ class SglangServer(HttpClient):
         trust_remote_code: bool = False,
         weight_version: int = 0,
         shared_folder: Path | None = None,
+        weights: SglangWeights = "folder",
         token: str | None = None,
         **limits: Any,
     ) -> None:
@@ -89,6 +92,7 @@ class SglangServer(HttpClient):
         self._trust_remote_code = trust_remote_code
         self._first_version = weight_version
         self._shared_folder = shared_folder
+        self._weight_kind = weights
         self._state = EngineState(f"SGLang at {self.url}", weight_version)
         self._ledger = WeightsLedger(self._state.engine)
         self._accepting = asyncio.Event()  # cleared during weight updates: new requests wait
@@ -266,7 +270,7 @@ class SglangServer(HttpClient):
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def update_weights(self, weights: Weights, version: int, probe: Probe | None = None, weights_id: str = "") -> None:
-        """Replace all weights from a folder that the server can read; an iterator is written to one first.
+        """Replace all weights: from a folder that the server can read, or an iterator by the way `weights` names.
 
         SGLang does not detect missing weights: pass a `probe`. The id is part of its version text.
         """
@@ -275,6 +279,15 @@ class SglangServer(HttpClient):
         self._ledger.record(version, weights_id)
         if isinstance(weights, Path):
             self._update(weights, version, probe, weights_id)
+            return
+        if self._weight_kind != "folder":
+            calls = self._weight_calls
+            if self.current_weights() != (self._state.weight_version, self._state.weights_id):
+                calls.close()  # it has restarted, and knows no group
+            with self._updating(version, probe, weights_id):
+                calls.send(weights, version_text(version, INCOMPLETE))
+                stamp = {"new_version": version_text(version, weights_id), "abort_all_requests": False}
+                self._post_blocking("/update_weight_version", stamp)
             return
         with owned_folder(self._shared_folder) as folder:
             for number, chunk in enumerate(packed(weights, CHUNK_BYTES)):
@@ -285,14 +298,28 @@ class SglangServer(HttpClient):
         safetensors_files(folder)
         text = version_text(version, weights_id)
         update = {"model_path": str(folder.absolute()), "weight_version": text, "flush_cache": True}
+        with self._updating(version, probe, weights_id):
+            self._post_blocking("/update_weights_from_disk", update)
+
+    @cached_property
+    def _weight_calls(self) -> WeightCalls:
+        post = partial(self._call_json, "POST")
+        return WeightCalls(self._weight_kind, self._settings, self.url, post, self._timeout)
+
+    def _call_json(self, method: str, path: str, content: dict[str, Any]) -> Any:
+        return self._call(method, path, json=content)
+
+    @contextmanager
+    def _updating(self, version: int, probe: Probe | None, weights_id: str) -> Iterator[None]:
+        """Replace the weights in this context, while the server is paused; then flush its cache and check it."""
         with self._requests_held(), self._state.update_to(version, weights_id):
             with self._generation_paused():
-                self._post_blocking("/update_weights_from_disk", update)
+                yield
                 self._post_blocking("/flush_cache")
             if weights_id and self.current_weights() != (version, weights_id):
                 raise EngineAnswerError(
                     f"{self._state.engine} answered an update of its weights and does not have them",
-                    expected=text,
+                    expected=version_text(version, weights_id),
                     found=self._call("GET", "/model_info")["weight_version"],
                 )
             if probe is not None:
@@ -320,6 +347,12 @@ class SglangServer(HttpClient):
     def _post_blocking(self, path: str, content: dict[str, Any] | None = None) -> None:
         """Send a request and wait for its success; the response has no content of interest."""
         self._loop.run(self._post(path, content or {}))
+
+    def close(self) -> None:
+        """Close the connections; the server keeps running."""
+        if "_weight_calls" in vars(self):
+            self._weight_calls.close()
+        super().close()
 
     # ---- sleep ---------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -208,12 +208,18 @@ class _sender_alive:  # noqa: N801  a context manager, named as contextlib names
 class BroadcastGroup:
     """Sender and workers of a transfer as one group of torch.distributed, beside any other group of their processes.
 
-    rank   0 is the sender
+    rank       0 is the sender
+    prefixes   of its keys in the store, the first next to the store
     """
 
-    def __init__(self, store: TransferStore, rank: int, size: int, device: str) -> None:
+    def __init__(
+        self, store: TransferStore, rank: int, size: int, device: str, prefixes: Sequence[str] = ("group",)
+    ) -> None:
         self._store = store
-        prefixed, limit = dist.PrefixStore("group", store.store), timedelta(seconds=store.timeout_s)
+        prefixed: dist.Store = store.store
+        for prefix in prefixes:
+            prefixed = dist.PrefixStore(prefix, prefixed)
+        limit = timedelta(seconds=store.timeout_s)
         with _sender_alive():
             if device == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
