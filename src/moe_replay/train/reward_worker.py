@@ -16,7 +16,7 @@ from typing import Any
 
 from moe_replay.errors import MoeReplayError
 from moe_replay.train.reward_wire import LENGTH, from_content, to_frame
-from moe_replay.train.rewards import Reward, RewardError, call, call_details, checked, load_reward
+from moe_replay.train.rewards import Reward, RewardError, call, call_details, checked, load_reward, prepare
 from moe_replay.utils.messages import one_line
 from moe_replay.utils.plugins import user_code
 from moe_replay.utils.processes import end_with_parent
@@ -35,6 +35,8 @@ def main(settings: str) -> None:
         connection.set_inheritable(False)
         try:
             rewards = {name: load_reward(name) for name in given["rewards"]}
+            for reward in rewards.values():
+                prepare(reward)
         except MoeReplayError as error:
             _send(stream, _as_message(error))
             return

@@ -13,10 +13,13 @@ import inspect
 import logging
 import math
 import re
+import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -63,13 +66,13 @@ class Reward:
 def load_reward(name: str, weight: float = 1.0, timeout_s: float = math.inf) -> Reward:
     """Return the reward that `reward.functions` names: one of REWARDS, `module:name`, or `verl:module:name`.
 
-    The last is a verl `compute_score`. A built-in reward has `BUILT_IN_S` for a sample at most.
+    The last is a verl `compute_score`.
     """
     style, _, path = name.partition(":")
     if style == "verl" and is_path(path):
         return Reward(name, from_verl(import_path(path, kind="verl reward", key="reward.functions")), weight, timeout_s)
     function = resolve(name, REWARDS, kind="reward", key="reward.functions", forms="'module:name', 'verl:module:name'")
-    return Reward(name, function, weight, min(timeout_s, BUILT_IN_S) if name in REWARDS else timeout_s)
+    return Reward(name, function, weight, timeout_s)
 
 
 def score(
@@ -108,28 +111,57 @@ def from_verl(compute_score: Callable[..., float | Mapping[str, Any]]) -> Reward
     return reward
 
 
+ACCURACY_S = 5.0
+"""CPU seconds in which `accuracy` reads and compares an answer, where it can be interrupted: in the main thread."""
+
+
 def accuracy(
     prompts: Sequence[Any], completions: Sequence[Any], solution: Sequence[str], **_: Any
 ) -> list[float | None]:
     """Return 1 where the answer is mathematically equal to `solution`, else 0; None if `solution` has no answer.
 
-    In the main thread an answer that cannot be read or compared within `MATH_VERIFY_S` is not equal.
+    An answer that is not shown to be equal within `ACCURACY_S` is not equal.
     """
     parse, verify = _math_verify()
-    # math-verify's own timeouts use signals, which work in the main thread only.
-    limit_s: Any = MATH_VERIFY_S if threading.current_thread() is threading.main_thread() else None
 
+    # Without math-verify's own timeouts: those are of wall time, so that scores would depend on what else runs.
     def read(text: str) -> list[Any]:
-        return parse(text, parsing_timeout=limit_s)
+        return parse(text, parsing_timeout=None)  # type: ignore[arg-type]  None is documented, but not annotated
 
     answers: list[float | None] = []
     for completion, truth in zip(completions, solution, strict=True):
-        gold = read(str(truth)) or read(f"${truth}$")
-        if not gold:
-            answers.append(None)
-            continue
-        answers.append(float(verify(gold, read(text_of(completion)), timeout_seconds=limit_s)))
+        gold: list[Any] = []
+        try:
+            with _cpu_limit(ACCURACY_S):
+                gold = read(str(truth)) or read(f"${truth}$")
+                equal = bool(gold) and verify(gold, read(text_of(completion)), timeout_seconds=None)
+        except _CpuLimitReached:
+            equal = False
+        answers.append(float(equal) if gold else None)
     return answers
+
+
+class _CpuLimitReached(BaseException):
+    """Raised by the timer of `_cpu_limit`; libraries do not catch it."""
+
+
+@contextmanager
+def _cpu_limit(seconds: float) -> Iterator[None]:
+    """Raise `_CpuLimitReached` when the block has used so much CPU time; without effect outside of the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _CpuLimitReached
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 @cache
@@ -159,10 +191,10 @@ REWARDS: Mapping[str, RewardFunction | str] = {"accuracy": accuracy, "format": t
 """Reward functions by name; `reward.functions` takes these, `module:name` and `verl:module:name`."""
 
 
-BUILT_IN_S = 10.0
-"""Seconds for a sample that a built-in reward has at most."""
-MATH_VERIFY_S = 3
-"""Seconds for one expression, where `accuracy` runs in the main thread."""
+def prepare(reward: Reward) -> None:
+    """Import what the first call of a built-in reward would import, so that no sample waits for it."""
+    if reward.name == "accuracy":
+        accuracy(["1"], ["$1$"], ["1"])
 
 
 def call(

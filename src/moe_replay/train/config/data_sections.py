@@ -50,7 +50,7 @@ class RewardConfig(Section):
     """Processes in which reward functions run; 0: in threads of the trainer's own process, for functions that share
     state with it or with each other."""
     timeout_s: Limit = Field(60.0, gt=0)
-    """Seconds that a reward function may take for each sample; built-in rewards have 10 at most."""
+    """Seconds that a reward function may take for each sample."""
     on_timeout: Literal["error", "unscored"] | None = None
     """What becomes of a sample whose reward takes longer, or ends its process: `error` ends the run, `unscored` leaves
     it out of training and counts it in `reward/timeouts`; left out: `unscored` for built-in rewards, else `error`."""

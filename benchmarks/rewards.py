@@ -1,0 +1,215 @@
+"""What rank 0 can take: answers that the reward `accuracy` scores a second, and sequences that one driver receives.
+
+    python benchmarks/rewards.py [--answers 400] [--groups 32] [--tokens 1024]     (needs the extra `train`; a minute)
+
+Answers: short ones of mathematics, in groups of 8, in threads of one process (`reward.workers = 0`) and in 1, 2 and 4
+processes. CPU is that of the trainer's process: while it scores, it can do nothing else with it.
+
+Sequences: `Rollouts` against a server in a process of its own that answers every request with a finished body of 8
+samples (48 MoE layers, top 8 of 128 experts), so that everything but reading HTTP, decoding and checking samples and
+making trajectories of them is free: the most that one event loop in one process can take, reward included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.server
+import json
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from moe_replay.rollout.loop import LoopThread
+from moe_replay.rollout.pool import EnginePool
+from moe_replay.rollout.sample_wire import encode_samples
+from moe_replay.rollout.types import FinishReason, Sample
+from moe_replay.rollout.vllm_server import VllmServer
+from moe_replay.routes.trace import RouteTrace
+from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.train.data import Prompt, PromptStream
+from moe_replay.train.rewards import load_reward
+from moe_replay.train.rollouts import Rollouts
+from moe_replay.train.scoring import InProcess, RewardPool, Samples, Scorer
+from moe_replay.train.synced_engine import SyncedEngine
+
+N = 8
+LAYERS, EXPERTS, TOP_K = 48, 128, 8
+SERVERS = 4
+PROMPT = tuple(range(100, 164))
+ANSWERS = (
+    "We add both sides, so the answer is $\\boxed{\\frac{3}{4}}$.",
+    "Hence $x = \\sqrt{2} + 1$, that is $\\boxed{1+\\sqrt{2}}$",
+    "The result is 42.",
+    "so it is $\\boxed{(x-1)(x+2)}$",
+)
+SOLUTIONS = ("0.75", "$\\sqrt{2}+1$", "42", "$x^2+x-2$")
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
+
+
+def group(number: int) -> Samples:
+    """One of the groups of a step."""
+    texts = [ANSWERS[(number + sample) % len(ANSWERS)] for sample in range(N)]
+    solution = [SOLUTIONS[number % len(SOLUTIONS)]] * N
+    return Samples(number, range(N), ["p"] * N, texts, {"solution": solution})
+
+
+async def score_all(scorer: Scorer, groups: Sequence[Samples]) -> None:
+    """Score groups as rollouts do: all that are sampled at once."""
+    await asyncio.gather(*(scorer.score(one) for one in groups))
+
+
+def cpu_s() -> float:
+    """Return the CPU seconds of this process so far."""
+    used = os.times()
+    return used.user + used.system
+
+
+def measure_answers(answers: int) -> None:
+    """Print a line for each way."""
+    groups = [group(number) for number in range(answers // N)]
+    print(f"| accuracy, {len(groups)} groups of {N} | answers/s | CPU of rank 0 |\n|---|---|---|")
+    for name, workers in (("threads", 0), ("1 process", 1), ("2 processes", 2), ("4 processes", 4)):
+        reward = load_reward("accuracy", 1.0, 600.0)
+        scorer = RewardPool([reward], workers) if workers else InProcess([reward])
+        loop = LoopThread("scoring")
+        loop.run(score_all(scorer, groups[: 4 * max(1, workers)]))  # processes start, modules are imported
+        begun, cpu = time.perf_counter(), cpu_s()
+        loop.run(score_all(scorer, groups))
+        seconds, used = time.perf_counter() - begun, cpu_s() - cpu
+        loop.close()
+        scorer.close()
+        count = len(groups) * N
+        print(f"| {name} | {count / seconds:.0f} | {1000 * used / count:.2f} ms an answer |", flush=True)
+
+
+# ---- sequences -------------------------------------------------------------------------------------------------------
+
+
+def sample(tokens: int, rng: np.random.Generator) -> Sample:
+    """A sample with random routes."""
+    choices = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(LAYERS)])
+    ids = np.concatenate([np.array(PROMPT), rng.integers(0, 1000, tokens)]).astype(np.int32)
+    experts = (rng.integers(0, EXPERTS, (len(ids), LAYERS, 1)) + choices) % EXPERTS
+    trace = RouteTrace(ids, experts, range(LAYERS), num_experts=EXPERTS)
+    logprobs = -rng.random(tokens, np.float32)
+    return Sample(
+        prompt_ids=ids[: len(PROMPT)],
+        completion_ids=ids[len(PROMPT) :],
+        logprobs=logprobs,
+        finish_reason=FinishReason.LENGTH,
+        trace=trace,
+        weight_version=0,
+    )
+
+
+INFO = {
+    "engine": ["finished bodies", "1"],
+    "weight_version": 0,
+    "num_layers": LAYERS,
+    "model_type": "qwen3_moe",
+    "moe_layers": [[layer, EXPERTS, TOP_K] for layer in range(LAYERS)],
+}
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Answers with bodies that are finished."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    body = b""
+
+    def do_GET(self) -> None:
+        """Describe the engine."""
+        self._answer(json.dumps(INFO).encode())
+
+    def do_POST(self) -> None:
+        """Return the samples."""
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(self.body)
+
+    def _answer(self, content: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+def serve(port: Connection, body: bytes) -> None:
+    """Run servers until the process is ended."""
+    handler = type("Finished", (Handler,), {"body": body})
+    servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) for _ in range(SERVERS)]
+    port.send([server.server_address[1] for server in servers])
+    for server in servers:
+        threading.Thread(target=server.serve_forever).start()
+
+
+class Words:
+    """A tokenizer that decodes a token to a word."""
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        """Return text of the length that such tokens have."""
+        return "word " * len(ids)
+
+
+def measure_sequences(groups: int, tokens: int) -> None:
+    """Print a line for one server and one for several."""
+    rng = np.random.default_rng(0)
+    body = encode_samples([sample(tokens, rng) for _ in range(N)])
+    title = f"{groups} groups of {N} x {tokens} tokens, {len(body) / 1e6:.1f} MB each"
+    print(f"\n| {title} | sequences/s | tokens/s | CPU of rank 0 |")
+    print("|---|---|---|---|")
+    context = multiprocessing.get_context("spawn")
+    receiving, sending = context.Pipe(duplex=False)
+    server = context.Process(target=serve, args=(sending, body), daemon=True)
+    server.start()
+    urls = [f"http://127.0.0.1:{port}" for port in receiving.recv()]
+    settings = {
+        "rollout": {"prompts_per_step": groups, "num_generations": N, "max_tokens": tokens, "max_staleness": 0},
+        "reward": {"functions": ["format"], "workers": 1},
+        "log": {"completions": False},
+    }
+    config = TrainConfig.model_validate(settings)
+    for count in (1, SERVERS):
+        engine = EnginePool([VllmServer(url) for url in urls[:count]], any_version=True)
+        prompts = [Prompt(row, "p", PROMPT, {}) for row in range(groups)]
+        stream, rewards = PromptStream(prompts), [load_reward("format")]
+        rollouts = Rollouts(config, SyncedEngine(engine), stream, Words(), rewards, len(PROMPT) + tokens)
+        rollouts.next(0)
+        begun, cpu = time.perf_counter(), cpu_s()
+        batch = rollouts.next(0)
+        seconds, used = time.perf_counter() - begun, cpu_s() - cpu
+        rollouts.close()
+        engine.close()
+        sampled = len(batch.trajectories)
+        each = f"{1000 * used / sampled:.2f} ms a sequence"
+        name = f"{count} server{'s' * (count > 1)}"
+        print(f"| {name} | {sampled / seconds:.0f} | {sampled * tokens / seconds:.0f} | {each} |", flush=True)
+    server.terminate()
+    server.join()
+
+
+def main() -> None:
+    """Measure both."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--answers", type=int, default=400)
+    parser.add_argument("--groups", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=1024)
+    options = parser.parse_args()
+    measure_answers(options.answers)
+    measure_sequences(options.groups, options.tokens)
+
+
+if __name__ == "__main__":
+    main()
