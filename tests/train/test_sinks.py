@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -93,7 +95,7 @@ def test_cut_keeps_numbers_as_they_were(tmp_path: Path) -> None:
     assert path.read_text() == before
 
 
-@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("package", ["tensorboard", "wandb", "mlflow"])
 def test_a_missing_package_is_named_with_its_extra(
     tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +124,53 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     found = [(event.step, round(event.value, 3)) for event in events.Scalars("reward/mean")]
     assert found == [(1, 1.0), (2, 2.1)]
+
+
+class Tracking:
+    """What MLflow's client is asked for, with the answers of an empty server."""
+
+    def __init__(self) -> None:
+        self.experiments: dict[str, str] = {}
+        self.status: dict[str, str] = {}
+        self.batches: list[list[tuple]] = []
+
+    def get_experiment_by_name(self, name: str) -> SimpleNamespace | None:
+        return SimpleNamespace(experiment_id=self.experiments[name]) if name in self.experiments else None
+
+    def create_experiment(self, name: str) -> str:
+        return self.experiments.setdefault(name, f"e{len(self.experiments)}")
+
+    def create_run(self, experiment: str, run_name: str) -> SimpleNamespace:
+        self.status[f"{experiment}-{run_name}"] = "RUNNING"
+        return SimpleNamespace(info=SimpleNamespace(run_id=f"{experiment}-{run_name}"))
+
+    def update_run(self, run: str, status: str) -> None:
+        assert run in self.status
+        self.status[run] = status
+
+    def log_batch(self, run: str, metrics: list) -> None:
+        assert self.status[run] == "RUNNING"
+        self.batches.append(metrics)
+
+    def set_terminated(self, run: str) -> None:
+        self.status[run] = "FINISHED"
+
+
+def test_mlflow_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Tracking()
+    monkeypatch.setattr("moe_replay.train.run.sinks.registry.find_spec", lambda name: True)
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "mlflow.tracking", SimpleNamespace(MlflowClient=lambda: server))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(Metric=lambda *parts: parts))
+    for after in (0, 1):
+        sink = Sinks(LogConfig(mlflow=True).enabled_sinks, SinkContext(tmp_path, "name", after, "p"))
+        sink.log(after + 1, {"reward/mean": np.float32(0.5) + after, **{f"m/{number}": 1 for number in range(1200)}})
+        sink.close()
+    assert server.status == {"e0-name": "FINISHED"}
+    assert [len(batch) for batch in server.batches] == [1000, 201, 1000, 201]
+    first, again = server.batches[0][0], server.batches[2][0]
+    assert (first[0], first[1], first[3]) == ("reward/mean", 0.5, 1)
+    assert (again[1], again[3]) == (1.5, 2)
 
 
 def test_weights_and_biases_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -268,7 +268,7 @@ class _Swift:
 
     def _log(self) -> None:
         for name in self.values("report_to"):
-            if name in ("wandb", "tensorboard"):
+            if name in ("wandb", "tensorboard", "mlflow"):
                 self.draft.put(f"log.{name}", True, "--report_to", is_default="report_to" in self.defaults)
             elif name != "none":
                 self.draft.remark(f"--report_to {name}", "a metric sink of your own: log.sinks, docs/extending.md")

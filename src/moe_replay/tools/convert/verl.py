@@ -235,7 +235,7 @@ class _Verl:
 
     def _log(self) -> None:
         for name in _values(self.text("trainer.logger")):
-            if name in ("wandb", "tensorboard"):
+            if name in ("wandb", "tensorboard", "mlflow"):
                 self.draft.put(f"log.{name}", True, "trainer.logger", is_default="trainer.logger" in self.defaults)
             elif name != "console":
                 self.draft.remark(f"trainer.logger={name}", "a metric sink of your own: log.sinks, docs/extending.md")

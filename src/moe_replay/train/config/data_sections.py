@@ -89,10 +89,12 @@ class LogConfig(Section):
     """Write TensorBoard files to the run's folder."""
     wandb: bool = False
     """Send metrics to Weights & Biases."""
+    mlflow: bool = False
+    """Send metrics to MLflow, at $MLFLOW_TRACKING_URI."""
     sinks: SinkChoices = ()
     """More destinations of metrics."""
     project: str = "moe-replay"
-    """Project in Weights & Biases."""
+    """Project in Weights & Biases, experiment in MLflow."""
     traces: int = Field(0, ge=0)
     """Samples of each step whose route traces are kept in the run's folder."""
     completions: bool = False
@@ -103,5 +105,5 @@ class LogConfig(Section):
     @property
     def enabled_sinks(self) -> tuple[str, ...]:
         """Names of all metric sinks of the run, metrics.jsonl first."""
-        switches = {"tensorboard": self.tensorboard, "wandb": self.wandb}
+        switches = {"tensorboard": self.tensorboard, "wandb": self.wandb, "mlflow": self.mlflow}
         return tuple(dict.fromkeys(["jsonl", *(name for name, on in switches.items() if on), *self.sinks]))

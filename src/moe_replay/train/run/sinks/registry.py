@@ -18,6 +18,7 @@ from moe_replay.utils.plugins import resolve, user_code
 
 SINKS: Mapping[str, OpenSink | str] = {
     "jsonl": "moe_replay.train.run.sinks.jsonl:JsonLines",
+    "mlflow": "moe_replay.train.run.sinks.mlflow:Mlflow",
     "tensorboard": "moe_replay.train.run.sinks.tensorboard:TensorBoard",
     "wandb": "moe_replay.train.run.sinks.wandb:WeightsAndBiases",
 }
