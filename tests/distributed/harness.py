@@ -39,6 +39,8 @@ PRELOADED = [
     "moe_replay.cli.main",
     "moe_replay.demo",
     "moe_replay.replay.adapters.transformers",
+    "moe_replay.rollout.serve",
+    "moe_replay.rollout.server_app",
     "moe_replay.rollout.transformers",
     "moe_replay.train.backends.fsdp",
     "moe_replay.train.config.command_line",

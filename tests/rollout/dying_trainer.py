@@ -1,13 +1,9 @@
-"""A trainer that is killed when half of its weights have been read.
-
-python -m tests.rollout.dying_trainer FILE KIND URL...
-"""
+"""A trainer that is killed when half of its weights have been read."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +31,7 @@ def small_chunks(*settings: Any) -> Meeting:
 
 
 def main(file: str, kind: str, *urls: str) -> None:
+    """Send the weights of a file, for a process of its own."""
     tensors = load_file(file)
 
     def half() -> Iterator[tuple[str, Tensor]]:
@@ -48,7 +45,3 @@ def main(file: str, kind: str, *urls: str) -> None:
     pool = EnginePool([VllmServer(url, token=TOKEN) for url in urls], any_version=True)
     config = WeightsConfig(kind=kind, timeout_s=120)  # type: ignore[arg-type]
     EngineSync(config, torch.device("cpu")).send(IteratorSource(half), SyncedEngine(pool), 5, None)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
+import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +25,8 @@ from torch import Tensor
 pytest.importorskip("uvicorn", reason="the server's own dependencies come with vLLM")
 
 from moe_replay.errors import EngineError, MoeReplayError
+from moe_replay.rollout import engine_processes
 from moe_replay.rollout.engine import StartRequest
-from moe_replay.rollout.engine_processes import EngineProcesses
 from moe_replay.rollout.pool import EnginePool
 from moe_replay.rollout.types import Probe, SamplingParams
 from moe_replay.rollout.vllm_server import VllmServer
@@ -29,6 +35,9 @@ from moe_replay.rollout.weights import checkpoint_tensors
 from moe_replay.train.config.weights_section import WeightsConfig
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.weight_sync import EngineSync
+from tests.faults.forked import Forked
+from tests.faults.processes import LIMIT_S
+from tests.rollout import dying_trainer
 from tests.rollout.tiny import assert_sampled_from, tiny_model
 
 pytestmark = pytest.mark.engine
@@ -41,15 +50,35 @@ SERVERS = 4
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
-    """Four servers of one model, and their processes; the last tests end the last two of them."""
+    """Four servers of one model, and their processes; the last tests end the last two of them.
+
+    They are forked; test_engine_processes.py has those that a trainer starts.
+    """
     folder = tmp_path_factory.mktemp("model")
     tiny_model("qwen3_moe").save_pretrained(folder)
-    request = StartRequest(model=str(folder), dtype="float32")
-    processes = EngineProcesses("transformers", request, SERVERS, token=TOKEN)
-    try:
-        yield {f"http://127.0.0.1:{port}": pid for port, pid in zip(processes.ports, processes.pids, strict=True)}
-    finally:
-        processes.close()
+    request = dataclasses.asdict(StartRequest(model=str(folder), dtype="float32"))
+    asked = {"engine": "transformers", "request": request, "token": TOKEN, "host": "127.0.0.1"}
+    with ExitStack() as stack:
+        pipes = [Pipe(duplex=False) for _ in range(SERVERS)]
+        started = [stack.enter_context(Forked(serve, asked, ready, environment={})) for _, ready in pipes]
+        for process in started:
+            stack.callback(process.kill)
+        ports = [port(*pipe) for pipe in pipes]
+        yield {f"http://127.0.0.1:{port}": process.pid for port, process in zip(ports, started, strict=True)}
+
+
+def serve(asked: dict[str, Any], ready: Connection) -> None:
+    """Run what a trainer starts, in a fork."""
+    asked |= {"parent": os.getppid(), "ready": os.dup(ready.fileno())}
+    ready.close()
+    sys.stdin = io.StringIO(json.dumps(asked) + "\n")
+    engine_processes.main()
+
+
+def port(said: Connection, ready: Connection) -> int:
+    ready.close()  # the server alone has it now
+    with said, os.fdopen(os.dup(said.fileno())) as lines:
+        return int(lines.readline())
 
 
 @pytest.fixture
@@ -159,9 +188,9 @@ def test_a_trainer_killed_in_mid_sync_leaves_servers_that_refuse_to_sample(
         sync("http").send(IteratorSource(state(9).items), SyncedEngine(pool), 4, probe(9))
     file = str(tmp_path / "weights.safetensors")
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, file)
-    trainer = [sys.executable, "-m", "tests.rollout.dying_trainer", file, kind, *used]
-    ended = subprocess.run(trainer, timeout=300, capture_output=True, check=False)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    with Forked(dying_trainer.main, file, kind, *used, environment={}) as trainer:
+        told, _ = trainer.communicate(LIMIT_S)
+    assert trainer.returncode == -signal.SIGKILL, told
     for url in used:
         refuses_at_last(url, before=9)
     with EnginePool(clients(used), any_version=True) as pool:
