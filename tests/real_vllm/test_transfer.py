@@ -27,18 +27,27 @@ def send(engine: Any, kind: str, weights: dict[str, Tensor], version: int, probe
     return sync.send(IteratorSource(weights.items), SyncedEngine(engine), version, probe)
 
 
+def sampled(engine: Any) -> Any:
+    """A sample of a prompt of several blocks, whose prefix vLLM caches."""
+    ((sample,),) = engine.generate([list(range(1, 81))], SamplingParams(max_tokens=4))
+    return sample
+
+
 @pytest.mark.parametrize("kind", ["ipc", "nccl"])
 def test_a_transfer_brings_what_http_brings_and_after_a_fault_nothing_samples(
     vllm_engine: Callable[[str], Any], kind: str
 ) -> None:
-    engine, new = vllm_engine("olmoe"), tiny_model("olmoe", seed=1 if kind == "ipc" else 2)
+    engine, new = vllm_engine("qwen3_moe"), tiny_model("qwen3_moe", seed=1 if kind == "ipc" else 2)
     weights = {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(new)}
     probe = Probe(token_ids=PROBE, logprobs=reference(new, np.array(PROBE)).logprobs, tolerance=1e-3)
     send(engine, "http", weights, 1, probe)
     by_http = engine.prompt_logprobs(PROBE)
-    send(engine, "http", dict(checkpoint_tensors(tiny_model("olmoe"))), 2)
+    old = tiny_model("qwen3_moe")
+    send(engine, "http", dict(checkpoint_tensors(old)), 2)
+    assert_sampled_from(old, sampled(engine))  # and its prefix is cached now
     assert send(engine, kind, weights, 3, probe).kind == kind
     assert np.array_equal(engine.prompt_logprobs(PROBE), by_http)
+    assert_sampled_from(new, sampled(engine))
 
     expert = "model.layers.1.mlp.experts.5.up_proj.weight"
     faults = {
