@@ -28,6 +28,7 @@ from moe_replay.train import launch
 from moe_replay.train.backends.base import Backend, Routing
 from moe_replay.train.batches import mini_batches
 from moe_replay.train.micro_batch import MicroBatch
+from moe_replay.train.shared_batch import SharedBatch
 from moe_replay.train.types import Trajectory
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -112,7 +113,7 @@ def measured(setup: Setup, folder: Path, trajectories: list[Trajectory], device:
     )
     backend = launch.open_backend(config, str(folder), device)
     (batches,) = mini_batches(
-        trajectories,
+        SharedBatch.of(trajectories),
         backend,
         updates=1,
         aggregation="grpo",

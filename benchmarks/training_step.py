@@ -25,6 +25,7 @@ from moe_replay.train import launch
 from moe_replay.train.backends.fsdp import FsdpBackend
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.learner import Learner
+from moe_replay.train.shared_batch import SharedBatch
 from moe_replay.train.types import Trajectory
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -112,7 +113,7 @@ def step(learner: Learner, trajectories: list[Trajectory], device: torch.device)
     """Seconds of old log-probs and one update, batches made anew as in training."""
     began = now(device)
     metrics = learner.new_metrics()
-    updates = learner.prepare(trajectories)
+    updates = learner.prepare(SharedBatch.of(trajectories))
     learner.score(updates, metrics, step=1)
     learner.update(updates, metrics, step=1)
     learner.summarize(metrics, updates)

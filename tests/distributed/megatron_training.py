@@ -21,6 +21,7 @@ from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.losses.clipped import clipped_surrogate
 from moe_replay.train.losses.types import LossInputs, LossSettings
 from moe_replay.train.micro_batch import MicroBatch
+from moe_replay.train.shared_batch import SharedBatch
 from moe_replay.train.trajectory_wire import trajectories_from_bytes, trajectories_to_bytes
 from moe_replay.train.types import Trajectory
 from tests.megatron.weights.models import VOCABULARY, save_checkpoint, tiny
@@ -109,7 +110,7 @@ def open_backend(config: TrainConfig) -> Backend:
 def batches_of(backend: Backend, data: bytes, packed: bool) -> list[list[MicroBatch]]:
     """The micro-batches of this rank for each update."""
     made = mini_batches(
-        trajectories_from_bytes(data),
+        SharedBatch.of(trajectories_from_bytes(data)),
         backend,
         updates=UPDATES,
         aggregation="grpo",

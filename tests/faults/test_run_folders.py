@@ -195,7 +195,7 @@ def test_a_full_disk_ends_the_run_with_what_is_kept(demo_files: Any, tmp_path: P
 
     config = tiny_config(demo_files.model, demo_files.train, tmp_path / "run", log={"traces": 1})
     with Job.open(config) as job:
-        trajectories = job.rollout().trajectories
+        batch = job.rollout()
         job.save(1)
         if what == "metrics":
             sink: Any = job._run._sinks._sinks["jsonl"]  # type: ignore[union-attr]
@@ -206,7 +206,7 @@ def test_a_full_disk_ends_the_run_with_what_is_kept(demo_files: Any, tmp_path: P
             if what == "metrics":
                 job.log(2, {"a": 1.0})
             else:
-                job.save_traces(2, trajectories)
+                job.save_traces(2, batch)
         assert raised.value.exit_status == 3
 
 
@@ -220,7 +220,7 @@ def test_traces_that_a_killed_run_left_are_replaced(demo_files: Any, tmp_path: P
         traces = tmp_path / "run" / "traces"
         traces.mkdir()
         (traces / "step-00000001.mrt.partial").write_bytes(b"half")
-        job.save_traces(1, job.rollout().trajectories)
+        job.save_traces(1, job.rollout())
         with TraceFile(traces / "step-00000001.mrt") as file:
             assert len(file) == 2
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text() or "null") is None

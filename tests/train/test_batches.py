@@ -15,6 +15,7 @@ import moe_replay as mr
 from moe_replay.train.batches import divide, mini_batches
 from moe_replay.train.losses.aggregation import token_weights
 from moe_replay.train.micro_batch import MicroBatch
+from moe_replay.train.shared_batch import SharedBatch
 from tests.train.trajectories import LAYERS, random_trajectory
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
@@ -95,7 +96,7 @@ def test_ranks_together_weigh_every_token_as_one_would(
     found: list[dict[int, float]] = [{} for _ in range(updates)]
     for rank in range(ranks):
         made = mini_batches(
-            trajectories,
+            SharedBatch.of(trajectories),
             Rank(rank, ranks, multiple=multiple),  # type: ignore[arg-type]
             updates=updates,
             aggregation=aggregation,
@@ -125,7 +126,7 @@ def test_what_is_not_trained_on_counts_as_a_sequence_without_tokens() -> None:
     kept, unscored, cut = (random_trajectory(i, prompt=2, completion=4) for i in range(3))
     trajectories = [kept, replace(unscored, reward=float("nan")), cut.ended_by_length()]
     (batches,) = mini_batches(
-        trajectories,
+        SharedBatch.of(trajectories),
         Rank(),  # type: ignore[arg-type]
         updates=1,
         aggregation="grpo",
@@ -142,7 +143,7 @@ def test_what_is_not_trained_on_counts_as_a_sequence_without_tokens() -> None:
 def test_an_update_without_anything_to_train_on_has_no_micro_batches() -> None:
     trajectories = [replace(random_trajectory(i, prompt=2, completion=4), reward=float("nan")) for i in range(2)]
     made = mini_batches(
-        trajectories,
+        SharedBatch.of(trajectories),
         Rank(),  # type: ignore[arg-type]
         updates=1,
         aggregation="dapo",

@@ -96,9 +96,17 @@ class RouteBatch:
 
     @classmethod
     def from_traces(
-        cls, traces: Sequence[RouteTrace], layout: TokenLayout, layers: Iterable[int] | None = None
+        cls,
+        traces: Sequence[RouteTrace],
+        layout: TokenLayout,
+        layers: Iterable[int] | None = None,
+        *,
+        source_layers: tuple[int, ...] | None = None,
     ) -> RouteBatch:
-        """Return the routes of a micro-batch for this rank's `layers` (None: all of the traces'), in host memory."""
+        """Return the routes of a micro-batch for this rank's `layers` (None: all of the traces'), in host memory.
+
+        `source_layers` are those of the whole traces, if other layers have been left out of these already.
+        """
         fed_token_ids = layout.fed_token_ids([trace.token_ids for trace in traces])  # checks number and lengths too
         num_experts = _check_one_model(traces)
         for sample, trace in enumerate(traces):
@@ -122,7 +130,7 @@ class RouteBatch:
             experts=torch.from_numpy(experts.view(np.int16) if dtype == np.uint16 else experts),
             valid=torch.from_numpy(valid).expand(len(wanted), -1),
             all_valid=tuple(count == layout.num_rows for count in replayed),
-            source_layers=traces[0].layers,
+            source_layers=traces[0].layers if source_layers is None else source_layers,
             num_experts=num_experts,
             max_expert=int(experts.max(initial=0)),
             fed_token_ids=torch.from_numpy(fed_token_ids),

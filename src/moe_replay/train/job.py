@@ -10,10 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_replay.distributed.collectives import broadcast_bytes
 from moe_replay.distributed.rank_watch import RankWatch
-from moe_replay.distributed.ranks import from_rank_0, raise_on_all_ranks, rank
-from moe_replay.errors import EngineUnavailableError, MoeReplayError
+from moe_replay.distributed.ranks import any_rank, from_rank_0, raise_on_all_ranks, rank
+from moe_replay.errors import MoeReplayError
 from moe_replay.rollout.engine import Engine
 from moe_replay.routes.trace_file import TraceWriter
 from moe_replay.train import launch
@@ -34,15 +33,13 @@ from moe_replay.train.run.folder import Run, RunWriteError, fixed_settings
 from moe_replay.train.run.interruption import InterruptHandler
 from moe_replay.train.run.progress import ConsoleProgress
 from moe_replay.train.run.sinks.registry import SinkError
+from moe_replay.train.shared_batch import SharedBatch
 from moe_replay.train.shared_devices import SharedDevices
 from moe_replay.train.sources import Sources, sources_on_all_ranks
+from moe_replay.train.step_rollout import open_store, roll_out
 from moe_replay.train.synced_engine import SyncedEngine
-from moe_replay.train.trajectory_wire import trajectories_from_bytes, trajectories_to_bytes
-from moe_replay.train.types import RolloutBatch, Trajectory
+from moe_replay.train.trajectory_store import InProcessStore, TrajectoryStore
 from moe_replay.utils.exit_status import ExitStatus
-
-MAX_REFITS = 3
-"""Times that the sampling of a step is begun again because servers restarted."""
 
 ReportWriter = Callable[[Path], Path]
 """Takes the folder of a finished run, returns the path of the report written for it."""
@@ -89,6 +86,7 @@ class Job:
         )
         self._rollouts: Rollouts | None = None  # on rank 0 only
         self._devices = SharedDevices(config, backend)
+        self._store: TrajectoryStore = InProcessStore()
         self._rows_identity = ""
         self._eval_prompts: Sequence[Prompt] = ()
         self._probe: ProbeSequence | None = None
@@ -134,6 +132,8 @@ class Job:
                 stack.callback(backend.close)
                 job = cls(config, run, backend, progress, interruption, sources.model, write_report)
                 job._watch = watch
+                job._store = open_store(backend, config.backend.rank_timeout_s)
+                stack.callback(job._store.close)
                 if config.checkpoint.every or config.checkpoint.at_end:
                     job._checkpoints.check_room(backend, job._export_like)
                 backend.offload()
@@ -205,39 +205,25 @@ class Job:
 
     # ---- parts of a step ----------------------------------------------------------------------------------------
 
-    def rollout(self) -> RolloutBatch:
-        """Return the rollout batch of the next step: rank 0 samples it and broadcasts it to every rank.
-
-        Servers that restarted get the weights again, before sampling or when no other server is left.
-        """
-        content, metrics = None, {}
-        completions: Sequence[Completion] = ()
-        for tries_left in reversed(range(MAX_REFITS + 1)):
-            self._refit()
-            with raise_on_all_ranks("sampling"):
-                if self._rollouts is not None:
-                    try:
-                        batch = self._rollouts.next(self.completed_steps, self._report_samples)
-                        content, metrics = trajectories_to_bytes(batch.trajectories), batch.metrics
-                        completions = batch.completions
-                    except EngineUnavailableError:
-                        if not tries_left or not self._rollouts.engine.lacks_weights():
-                            raise
-                    if content is not None:
-                        self._devices.put_engine_to_sleep()
-            sent = broadcast_bytes(content)
-            if sent:
-                break
+    def rollout(self) -> SharedBatch:
+        """Return the rollout batch of the next step: every rank has the heads, and gets its own share of the rest."""
+        batch = roll_out(
+            self._rollouts,
+            self._store,
+            self._devices,
+            self.completed_steps,
+            refit=self._refit,
+            progress=self._report_samples,
+        )
         self.backend.reload()
-        return RolloutBatch(trajectories_from_bytes(sent), metrics, completions)
+        return batch
 
     def _refit(self) -> None:
         """Send the weights again if a server has lost them; all ranks take part."""
-        lost = None
+        lost = False
         with raise_on_all_ranks("asking the servers for their weights"):
-            if self._rollouts is not None:
-                lost = bytes([self._rollouts.engine.lacks_weights()])
-        if any(broadcast_bytes(lost)):
+            lost = self._rollouts is not None and self._rollouts.engine.lacks_weights()
+        if any_rank(lost):
             self._progress.message("a rollout server has restarted: it is sent the weights again")
             self.sync_weights(version=self.completed_steps)
 
@@ -292,9 +278,9 @@ class Job:
             self._run.log(step, metrics)
         self._progress.step(step, metrics)
 
-    def save_traces(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+    def save_traces(self, step: int, batch: SharedBatch) -> None:
         """Write the routes of the first `log.traces` trajectories to the run's folder."""
-        kept = trajectories[: self.config.log.traces]
+        kept = range(len(batch.heads))[: self.config.log.traces]
         if not kept:
             return
         with raise_on_all_ranks("writing traces"), self._writing(f"the traces of step {step}"):
@@ -304,7 +290,7 @@ class Job:
                 path.unlink(missing_ok=True)  # from before a restart
                 path.with_name(f"{path.name}.partial").unlink(missing_ok=True)
                 with TraceWriter(path) as writer:
-                    for one in kept:
+                    for one in batch.whole(kept):
                         writer.append(one.trace)
 
     def save_completions(self, step: int, completions: Sequence[Completion]) -> None:

@@ -9,13 +9,15 @@ reference           native      native                      native
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from torch import Tensor
 
 from moe_replay.diagnostics.accumulator import MetricAccumulator
+from moe_replay.routes.batch import RouteBatch
 from moe_replay.train.alignment import Alignment
-from moe_replay.train.backends.base import Backend, LossFunction, Routing, Scores
+from moe_replay.train.backends.base import Backend, LossFunction, RouteObserver, Routing, Scores
 from moe_replay.train.batches import mini_batches
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.first_update import FirstUpdateCheck
@@ -24,7 +26,7 @@ from moe_replay.train.losses.types import LossInputs, LossOutput, LossSettings
 from moe_replay.train.micro_batch import MicroBatch
 from moe_replay.train.replay_mode import plan_replay
 from moe_replay.train.schedule import learning_rate
-from moe_replay.train.types import Trajectory
+from moe_replay.train.shared_batch import SharedBatch
 from moe_replay.utils.progress import ProgressCallback
 
 PAIRS = ("rollout_vs_old", "rollout_vs_native", "rollout_vs_train", "old_vs_train")
@@ -72,11 +74,11 @@ class Learner:
             maxima=[FIRST_UPDATE],
         )
 
-    def prepare(self, trajectories: Sequence[Trajectory]) -> list[list[MicroBatch]]:
+    def prepare(self, batch: SharedBatch) -> list[list[MicroBatch]]:
         """Return the micro-batches of this rank for each update; all passes of the step use the same ones."""
         config = self._config
         return mini_batches(
-            trajectories,
+            batch,
             self.backend,
             updates=config.algorithm.updates_per_rollout,
             aggregation=config.algorithm.loss,
@@ -96,12 +98,11 @@ class Learner:
         compare   also score without replay, for mismatch/rollout_vs_native
         """
         batches = [batch for batches in updates for batch in batches]
-        if self.plan.mode == "r3":
-            for batch in batches:
-                batch.add_rollout_routes(self.backend.chunk_layers)
-        for batch, scores in zip(batches, self.backend.score(batches, self.plan.scoring), strict=True):
+        watched = self._alignment.choose(batches, step) if self.plan.observe else None
+        scoring = replace(self.plan.scoring, observer=self._observer(metrics, watched))
+        for batch, scores in zip(batches, self.backend.score(batches, scoring), strict=True):
             self._add_old_logprobs(batch, scores, metrics)
-        found = self._compare_routes(batches, metrics, step) if self.plan.observe else {}
+        found = self._check_alignment(watched, step) if self.plan.observe else {}
         if compare:
             self._score_natively(batches, metrics)
         if self._config.algorithm.beta:
@@ -117,30 +118,32 @@ class Learner:
             metrics.add_logprobs("rollout_vs_old", batch.rollout_logprobs, scores.logprobs)
             metrics.add_mean("loss/entropy", scores.entropy)
 
-    def _compare_routes(self, batches: Sequence[MicroBatch], metrics: MetricAccumulator, step: int) -> dict[str, float]:
-        """Compare the trainer's own choice under the old weights with the rollout's routes, in every mode."""
-        watched = self._alignment.choose(batches, step)
-        for batch in batches:
-            if not batch.is_dummy:
-                self._add_routes(batch, metrics, watch_step=step if batch is watched else None)
-            batch.native_routes = {}
-        return self._alignment.check()
+    def _observer(self, metrics: MetricAccumulator, watched: MicroBatch | None) -> RouteObserver:
+        """Return what compares the trainer's own choice under the old weights with the rollout's routes, in every mode.
 
-    def _add_routes(self, batch: MicroBatch, metrics: MetricAccumulator, watch_step: int | None) -> None:
+        It is called for each chunk of each micro-batch; only the routes of `watched` are kept.
+        """
         mode = self.plan.mode
-        if mode != "r3":
-            batch.add_rollout_routes(self.backend.chunk_layers)
-        for chunk, routes in batch.rollout_routes.items():
-            metrics.add_agreement(routes, batch.native_routes[chunk])
-        if watch_step is not None:
-            self._alignment.look_at(batch, watch_step)
-        used = batch.rollout_routes if mode == "r3" else batch.native_routes
-        for routes in used.values():
-            metrics.add_load(routes, batch.layout)
+
+        def compare(batch: MicroBatch, chunk: int, native: RouteBatch, replayed: RouteBatch | None) -> None:
+            if batch.is_dummy:
+                return
+            rollout = batch.lay_out_routes(chunk) if replayed is None else replayed
+            metrics.add_agreement(rollout, native)
+            used = rollout if mode == "r3" else native
+            metrics.add_load(used, batch.layout)
             if mode != "off":
-                metrics.add_coverage(routes, batch.layout, replayed=True)
-        if mode != "r3":
-            batch.rollout_routes = {}
+                metrics.add_coverage(used, batch.layout, replayed=True)
+            if batch is watched:
+                batch.native_routes[chunk], batch.rollout_routes[chunk] = native, rollout
+
+        return compare
+
+    def _check_alignment(self, watched: MicroBatch | None, step: int) -> dict[str, float]:
+        if watched is not None:
+            self._alignment.look_at(watched, step)
+            watched.native_routes, watched.rollout_routes = {}, {}
+        return self._alignment.check()
 
     def _score_natively(self, batches: Sequence[MicroBatch], metrics: MetricAccumulator) -> None:
         for batch, scores in zip(batches, self.backend.score(batches, Routing("native")), strict=True):

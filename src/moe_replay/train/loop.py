@@ -27,27 +27,32 @@ def train(
         if job.should_stop(job.completed_steps):
             return job.finish()
         for step in range(job.completed_steps + 1, job.config.steps + 1):
-            metrics, clock = job.learner.new_metrics(), Clock(job.backend.device)
-
-            with clock("rollout"):
-                batch = job.rollout()
-            with clock("score"):
-                updates = job.learner.prepare(batch.trajectories)
-                scored = job.learner.score(updates, metrics, step, compare=job.should_compare(step))
-            with clock("train"):
-                learned = job.learner.update(updates, metrics, step, job.report_updates)
-                measured = job.learner.summarize(metrics, updates)
-            with clock("sync"):
-                job.sync_weights(version=step)
-            with clock("eval"):
-                evaluated = job.evaluate(step)
-
-            timed = clock.metrics(batch.num_tokens)
-            job.log(step, {**batch.metrics, **scored, **learned, **measured, **job.sync_metrics, **evaluated, **timed})
-            job.save_traces(step, batch.trajectories)
-            job.save_completions(step, batch.completions)
+            _take_step(job, step)
             if job.should_save(step):
                 job.save(step)
             if job.should_stop(step):
                 break
         return job.finish()
+
+
+def _take_step(job: Job, step: int) -> None:
+    """Take one step; nothing of its samples is left in memory while the next ones are sampled."""
+    metrics, clock = job.learner.new_metrics(), Clock(job.backend.device)
+
+    with clock("rollout"):
+        batch = job.rollout()
+    with clock("score"):
+        updates = job.learner.prepare(batch)
+        scored = job.learner.score(updates, metrics, step, compare=job.should_compare(step))
+    with clock("train"):
+        learned = job.learner.update(updates, metrics, step, job.report_updates)
+        measured = job.learner.summarize(metrics, updates)
+    with clock("sync"):
+        job.sync_weights(version=step)
+    with clock("eval"):
+        evaluated = job.evaluate(step)
+
+    timed = clock.metrics(batch.num_tokens)
+    job.log(step, {**batch.metrics, **scored, **learned, **measured, **job.sync_metrics, **evaluated, **timed})
+    job.save_traces(step, batch)
+    job.save_completions(step, batch.completions)

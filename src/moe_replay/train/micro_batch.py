@@ -36,7 +36,9 @@ class MicroBatch:
     logit_mask        supports that the n target tokens were sampled from; None: the whole vocabulary
     old_logprobs      (N,) of the policy before the updates; None until scored
     ref_logprobs      (N,) of the reference model; None until scored, and without one
-    rollout_routes    routes that the rollout engine took; empty until `add_rollout_routes`
+    rollout_routes    routes that the rollout engine took, of the chunks for which they are kept on the device
+    chunk_layers      layers with a router in each chunk of the policy on this rank
+    source_layers     all layers that the routes were recorded for; None: those that the trajectories have
     recorded_routes   routes that the policy took in the last pass with `Routing("record")`
     native_routes     routes that the routers chose themselves in the last pass with `observe`
     is_dummy          the batch only keeps this rank in step with busier ones: zero weights, left out of all metrics
@@ -60,6 +62,8 @@ class MicroBatch:
     recorded_routes: ChunkRoutes = field(default_factory=dict)
     native_routes: ChunkRoutes = field(default_factory=dict)
     is_dummy: bool = False
+    chunk_layers: Sequence[Sequence[int]] = ()
+    source_layers: tuple[int, ...] | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -111,12 +115,18 @@ class MicroBatch:
         )
 
     def add_rollout_routes(self, chunk_layers: Sequence[Sequence[int]]) -> None:
-        """Lay out the routes of the trajectories for each chunk of the policy on this rank, on its device."""
+        """Keep the rollout's routes for each chunk of the policy on the device, for several passes."""
+        self.chunk_layers = chunk_layers
+        self.rollout_routes = {chunk: self.lay_out_routes(chunk) for chunk in range(len(chunk_layers))}
+
+    def lay_out_routes(self, chunk: int) -> RouteBatch:
+        """Return the rollout's routes for one chunk of the policy on this rank, on its device: those that are kept,
+        or else new ones."""
+        if chunk in self.rollout_routes:
+            return self.rollout_routes[chunk]
         traces = [trajectory.trace for trajectory in self.trajectories]
-        self.rollout_routes = {
-            chunk: RouteBatch.from_traces(traces, self.layout, layers).to(self.input_ids.device)
-            for chunk, layers in enumerate(chunk_layers)
-        }
+        routes = RouteBatch.from_traces(traces, self.layout, self.chunk_layers[chunk], source_layers=self.source_layers)
+        return routes.to(self.input_ids.device)
 
 
 def _logit_mask(trajectories: Sequence[Trajectory], tokens: np.ndarray, device: torch.device) -> LogitMask | None:

@@ -1,81 +1,114 @@
-"""Trajectories as bytes, for the broadcast from rank 0."""
+"""Trajectories as bytes: sections of records, any of which is read without the others and without copying its routes.
+
+section: u64 number of records N | (N + 1) u64 offsets of the records and of their end | records
+record:  header | trace (docs/trace-format.md) | log-probs, float32 | versions, (start, version) int64 | sampling mask
+
+Every part begins at a multiple of 64 bytes. Token ids are those of the trace.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from itertools import pairwise
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain
 
 import numpy as np
 
 from moe_replay.rollout.sampling_mask_wire import mask_from_bytes, mask_to_bytes
 from moe_replay.rollout.types import FinishReason
-from moe_replay.routes.trace import RouteTrace
+from moe_replay.routes.trace_parts import spans_of
+from moe_replay.routes.wire import decode_trace, encode_parts
 from moe_replay.train.types import Trajectory
 
+ALIGNMENT = 64
+_HEADER = struct.Struct("<qqddQQQIB3x")
+_REASONS = tuple(FinishReason)
 
-def trajectories_to_bytes(trajectories: Sequence[Trajectory]) -> bytes:
-    """Return one safetensors file: the arrays of all sequences concatenated, and the scalars in its header."""
-    from safetensors.numpy import save
+Buffers = list[memoryview]
 
-    traces = [trajectory.trace.to_bytes() for trajectory in trajectories]
-    masks = [b"" if t.sampling_mask is None else mask_to_bytes(t.sampling_mask) for t in trajectories]
-    scalars = [
-        {
-            "row": t.row,
-            "group": t.group,
-            "finish_reason": t.finish_reason.value,
-            "reward": t.reward.hex(),
-            "advantage": t.advantage.hex(),
-        }
-        for t in trajectories
-    ]
-    arrays = {
-        "lengths": np.array([len(t) for t in trajectories], np.int64),
-        "trace_lengths": np.array([len(trace) for trace in traces], np.int64),
-        "token_ids": _concatenated([t.token_ids for t in trajectories], np.int32),
-        "logprobs": _concatenated([t.logprobs for t in trajectories], np.float32),
-        "versions": _concatenated([t.versions for t in trajectories], np.int64),
-        "traces": np.frombuffer(b"".join(traces), np.uint8),
-        "mask_lengths": np.array([len(mask) for mask in masks], np.int64),
-        "masks": np.frombuffer(b"".join(masks), np.uint8),
-    }
-    return save(arrays, metadata={"trajectories": json.dumps(scalars)})
+
+def table_bytes(count: int) -> int:
+    """Return the size of the table of a section of so many records."""
+    return _aligned(8 * (count + 2))
+
+
+def table(offsets: Sequence[int]) -> bytes:
+    """Return the table of a section, from the offsets of its records and of their end."""
+    count = len(offsets) - 1
+    return np.array([count, *offsets], "<u8").tobytes().ljust(table_bytes(count), b"\0")
+
+
+def read_table(section: memoryview) -> np.ndarray:
+    """(N + 1,) uint64: offsets of the records of a section, and of their end."""
+    count = int.from_bytes(section[:8], "little")
+    return np.frombuffer(section[8 : 8 * (count + 2)], "<u8")
+
+
+def record_parts(trajectory: Trajectory, layers: Sequence[int] | None) -> Buffers:
+    """Return the record of one trajectory as buffers; where all layers are kept, routes are views and not copied."""
+    trace = trajectory.trace
+    if layers is not None and tuple(layers) != trace.layers:
+        trace = trace.select_layers(layers or trace.layers[:1])  # a stage without routers still needs the tokens
+    routes = encode_parts(trace)
+    length = len(trajectory)
+    spans = np.array(spans_of(trajectory.versions) if length else [], "<i8").tobytes()
+    mask = b"" if trajectory.sampling_mask is None else mask_to_bytes(trajectory.sampling_mask)
+    reason = _REASONS.index(trajectory.finish_reason)
+    sizes = (sum(map(len, routes)), len(spans), len(mask))
+    head = _HEADER.pack(
+        trajectory.row, trajectory.group, trajectory.reward, trajectory.advantage, *sizes, length, reason
+    )
+    logprobs = np.ascontiguousarray(trajectory.logprobs, "<f4").tobytes()
+    groups: list[Buffers] = [[memoryview(head)], routes, *([memoryview(part)] for part in (logprobs, spans, mask))]
+    return list(chain.from_iterable([*group, *_padding(sum(map(len, group)))] for group in groups))
+
+
+def read_record(record: memoryview) -> Trajectory:
+    """Return the trajectory of a record in a read-only buffer, which its arrays view."""
+    row, group, reward, advantage, *sizes, length, reason = _HEADER.unpack_from(record)
+    starts = np.cumsum([_aligned(_HEADER.size), *map(_aligned, (sizes[0], 4 * length, sizes[1]))]).tolist()
+    routes, logprobs, spans, mask = (
+        record[start : start + size]
+        for start, size in zip(starts, (sizes[0], 4 * length, sizes[1], sizes[2]), strict=True)
+    )
+    trace = decode_trace(routes)
+    begins, versions = np.frombuffer(spans, "<i8").reshape(-1, 2).T
+    return Trajectory(
+        row=row,
+        group=group,
+        token_ids=trace.token_ids,
+        logprobs=np.frombuffer(logprobs, "<f4"),
+        versions=np.repeat(versions, np.diff(np.append(begins, length))).astype(np.int64),
+        trace=trace,
+        finish_reason=_REASONS[reason],
+        reward=reward,
+        advantage=advantage,
+        sampling_mask=mask_from_bytes(bytes(mask)) if len(mask) else None,
+    )
+
+
+def trajectories_to_bytes(trajectories: Sequence[Trajectory], layers: Sequence[int] | None = None) -> bytes:
+    """Return a section of trajectories, with the routes of some layers."""
+    records = [b"".join(record_parts(one, layers)) for one in trajectories]
+    sizes = [table_bytes(len(records)), *map(len, records)]
+    return b"".join([table(list(accumulate(sizes))), *records])
 
 
 def trajectories_from_bytes(data: bytes) -> list[Trajectory]:
-    """Return the trajectories that `trajectories_to_bytes` was given."""
-    from safetensors.numpy import load
-
-    size = int.from_bytes(data[:8], "little")
-    scalars = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["trajectories"])
-    arrays = load(data)
-    by_sequence = [_split(arrays[name], arrays["lengths"]) for name in ("token_ids", "logprobs", "versions")]
-    traces = _split(arrays["traces"], arrays["trace_lengths"])
-    masks = _split(arrays["masks"], arrays["mask_lengths"])
-    return [
-        Trajectory(
-            row=scalar["row"],
-            group=scalar["group"],
-            token_ids=ids,
-            logprobs=logprobs,
-            versions=versions,
-            trace=RouteTrace.from_bytes(trace.tobytes()),
-            finish_reason=FinishReason(scalar["finish_reason"]),
-            reward=float.fromhex(scalar["reward"]),
-            advantage=float.fromhex(scalar["advantage"]),
-            sampling_mask=mask_from_bytes(mask.tobytes(), sample=number) if len(mask) else None,
-        )
-        for number, (scalar, ids, logprobs, versions, trace, mask) in enumerate(
-            zip(scalars, *by_sequence, traces, masks, strict=True)
-        )
-    ]
+    """Return the trajectories of a section."""
+    return list(read_section(memoryview(data)))
 
 
-def _concatenated(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)
+def read_section(section: memoryview, numbers: Iterable[int] | None = None) -> Iterator[Trajectory]:
+    """Yield the trajectories of a section in a read-only buffer, or those with these numbers."""
+    offsets = read_table(section).tolist()
+    for number in range(len(offsets) - 1) if numbers is None else numbers:
+        yield read_record(section[offsets[number] : offsets[number + 1]])
 
 
-def _split(concatenated: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    ends = [0, *np.cumsum(lengths).tolist()]
-    return [concatenated[start:stop] for start, stop in pairwise(ends)]
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _padding(size: int) -> Buffers:
+    return [memoryview(bytes(_aligned(size) - size))] if size % ALIGNMENT else []

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from moe_replay.distributed.ranks import world_size
 from moe_replay.rollout.adapter import Adapter
 from moe_replay.rollout.weight_source import WeightSource, tensors_of
+from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.train.micro_batch import MicroBatch
@@ -30,6 +31,10 @@ LossFunction = Callable[[MicroBatch, Tensor], Tensor]
 """(micro-batch, log-probs (N,) with gradient) -> scalar: its share of the loss of the whole mini-batch."""
 
 
+RouteObserver = Callable[[MicroBatch, int, RouteBatch, RouteBatch | None], None]
+"""(micro-batch, chunk, what the routers choose, what they have replayed or None)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Routing:
     """What the routers of the policy do in a pass.
@@ -37,13 +42,16 @@ class Routing:
     action    native: choose experts themselves
               record: choose experts themselves, and keep the choice in `batch.recorded_routes`
               replay: take the experts of `source`
-    source    routes to replay: "rollout" for `batch.rollout_routes`, "recorded" for `batch.recorded_routes`
+    source    routes to replay: "rollout" for those of the rollout, laid out for one forward, "recorded" for
+              `batch.recorded_routes`
     observe   keep in `batch.native_routes` what the routers choose, or under replay would have chosen
+    observer  called after the forward of a micro-batch through a chunk with what was observed, in place of keeping it
     """
 
     action: Literal["native", "record", "replay"] = "native"
     source: Literal["rollout", "recorded"] | None = None
     observe: bool = False
+    observer: RouteObserver | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if (self.action == "replay") != (self.source is not None):

@@ -1,0 +1,184 @@
+"""What it costs to bring the trajectories of a step to the ranks that train on them, against sending all to everyone.
+
+    python benchmarks/data_plane.py [--ranks 2 4 8] [--megabytes 250] [--sequence 8192]     (Linux; gloo; minutes)
+
+Rank 0 has the trajectories of a step, with the routes of 48 layers, top 8 of 128 experts; every rank trains on an equal
+share of the sequences. `--megabytes` is the share of one rank: ranks and payload grow together.
+
+  broadcast   all trajectories in one broadcast, decoded by every rank
+  one machine the store, with all ranks on the machine of rank 0: they map its memory
+  machines    the store, with every rank on a machine of its own: they fetch over TCP (here over the loopback)
+
+Received bytes are those of ranks but rank 0, at most, over the bytes of tokens, log-probs and routes that a rank trains
+on; so is the peak of host memory, less what the process had before. Shared pages count for every rank that maps them,
+and the file that rank 0 serves from counts for rank 0, beyond the trajectories that it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch.distributed as dist
+
+from moe_replay.distributed.collectives import broadcast_bytes
+from moe_replay.distributed.control import open_control_group
+from moe_replay.distributed.ranks import barrier
+from moe_replay.rollout.types import FinishReason
+from moe_replay.routes.trace import RouteTrace
+from moe_replay.train.shared_batch import SharedBatch
+from moe_replay.train.trajectory_store import RankStore
+from moe_replay.train.trajectory_wire import trajectories_from_bytes, trajectories_to_bytes
+from moe_replay.train.types import RolloutBatch, Trajectory
+
+LAYERS, TOP_K, EXPERTS = tuple(range(48)), 8, 128
+TOKEN_BYTES = len(LAYERS) * TOP_K + 4 + 4
+WAYS = ("broadcast", "one machine", "machines")
+
+
+class Cost(NamedTuple):
+    """Of one rank: bytes received, peak of host memory (on rank 0 with the file that it serves), seconds."""
+
+    received: int
+    peak: int
+    seconds: float
+
+
+def made_up(number: int, tokens: int, encoded: bytes) -> Trajectory:
+    """A trajectory with memory of its own."""
+    trace = RouteTrace.from_bytes(bytes(bytearray(encoded)))
+    return Trajectory(
+        row=number,
+        group=number,
+        token_ids=trace.token_ids,
+        logprobs=np.full(tokens, -1.0, np.float32),
+        versions=np.where(np.arange(tokens) < tokens // 8, -1, 0).astype(np.int64),
+        trace=trace,
+        finish_reason=FinishReason.STOP,
+        reward=1.0,
+    )
+
+
+def encoded_trace(tokens: int) -> bytes:
+    """The routes of one sequence."""
+    random = np.random.default_rng(0)
+    first = random.integers(0, EXPERTS, (tokens, len(LAYERS), 1))
+    experts = (first + np.arange(TOP_K) * (EXPERTS // TOP_K)) % EXPERTS
+    ids = random.integers(0, 150_000, tokens)
+    covered = np.arange(tokens) < tokens - 1
+    return RouteTrace(ids, experts.astype(np.uint8), LAYERS, covered, num_experts=EXPERTS).to_bytes()
+
+
+def measured(way: str, rank: int, ranks: int, sequences: int, tokens: int) -> Cost:
+    """Bring the sequences of each rank to it; all of them are on rank 0."""
+    held: list[Trajectory] = []
+    if rank == 0:
+        encoded = encoded_trace(tokens)
+        held = [made_up(number, tokens, encoded) for number in range(sequences * ranks)]
+    numbers = list(range(rank, sequences * ranks, ranks))
+    with open_control_group():
+        store = RankStore(rank, LAYERS, 600.0, machine="" if way == "machines" else None)
+        barrier()
+        before, began, file = _reset_peak(), time.monotonic(), 0
+        if way == "broadcast":
+            content = broadcast_bytes(trajectories_to_bytes(held) if rank == 0 else None)
+            everything = trajectories_from_bytes(content)
+            own, received = [everything[number] for number in numbers], len(content)
+        else:
+            made = SharedBatch.put(RolloutBatch(held, {}), store) if rank == 0 else None
+            file = 0 if made is None else sum(size for _, size in made.ref.sections)
+            heads = broadcast_bytes(None if made is None else made.to_bytes())
+            own = SharedBatch.from_bytes(heads, store).get(numbers, LAYERS)
+            received = store.received_bytes + len(heads)
+        barrier()
+        seconds, peak = time.monotonic() - began, _peak() - before + file
+        assert [one.row for one in own] == numbers
+        assert all(one.trace.top_k == TOP_K for one in own)
+        barrier()
+        store.close()
+    return Cost(received, peak, seconds)
+
+
+def _reset_peak() -> int:
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _peak() -> int:
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def on_rank(way: str, rank: int, ranks: int, sequences: int, tokens: int, port: int, result: Connection) -> None:
+    """Be one rank."""
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, timeout=timedelta(minutes=10))
+    result.send(measured(way, rank, ranks, sequences, tokens))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(way: str, ranks: int, sequences: int, tokens: int) -> list[Cost]:
+    """The cost of every rank."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "moe_replay.train.trajectory_store"])
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
+    processes = [
+        context.Process(target=on_rank, args=(way, number, ranks, sequences, tokens, port, pipes[number][1]))
+        for number in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    for _, sending in pipes:
+        sending.close()
+    found = [receiving.recv() for receiving, _ in pipes]
+    for process in processes:
+        process.join()
+    return found
+
+
+def row(way: str, ranks: int, sequences: int, tokens: int, costs: Sequence[Cost]) -> str:
+    """A row of the table."""
+    share = sequences * tokens * TOKEN_BYTES
+    others = costs[1:]
+    received, peak = (max(getattr(cost, name) for cost in others) / share for name in ("received", "peak"))
+    of_first = costs[0].peak / (share * ranks)
+    seconds = max(cost.seconds for cost in costs)
+    payload = f"{share * ranks / 1e6:,.0f} MB"
+    return f"| {ranks} | {payload} | {way} | {received:.2f} x | {peak:.2f} x | {of_first:.2f} x | {seconds:.2f} s |"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--megabytes", type=float, default=50.0, help="share of one rank")
+    parser.add_argument("--sequence", type=int, default=8192, help="tokens of a sequence")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    options = parser.parse_args(arguments)
+    sequences = max(1, round(options.megabytes * 1e6 / (options.sequence * TOKEN_BYTES)))
+    print("| ranks | payload | way | received, of own share | peak, of own share | peak of rank 0, of payload | wall |")
+    print("|---|---|---|---|---|---|---|")
+    for ranks in options.ranks:
+        for way in options.ways:
+            costs = run(way, ranks, sequences, options.sequence)
+            print(row(way, ranks, sequences, options.sequence, costs), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Every rank gets its own share of the trajectories, and computes what it would with all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from moe_replay.distributed.collectives import broadcast_bytes
+from moe_replay.distributed.control import open_control_group
+from moe_replay.distributed.ranks import barrier, from_rank_0, rank
+from moe_replay.train.shared_batch import SharedBatch
+from moe_replay.train.trajectory_head import HEAD_BYTES
+from moe_replay.train.trajectory_store import BatchRef, RankStore, StoreError
+from moe_replay.train.trajectory_wire import trajectories_from_bytes, trajectories_to_bytes
+from moe_replay.train.types import RolloutBatch, Trajectory
+from tests.distributed import harness, megatron_models
+from tests.distributed.test_training import save_model
+from tests.train.runs import train_on_rank
+from tests.train.trajectories import LAYERS, random_mask, random_trajectory
+
+pytest.importorskip("transformers")
+harness.PRELOADED.extend(megatron_models.PRELOADED)
+
+COUNT = 12
+
+
+def trajectories() -> list[Trajectory]:
+    made = [random_trajectory(number, prompt=3, completion=5 + 7 * number) for number in range(COUNT)]
+    return [*made[:-1], replace(made[-1], sampling_mask=random_mask(made[-1], 97))]
+
+
+def share_of(machines: str, data_ranks: Sequence[int], layers: Sequence[Sequence[int]]) -> list[int]:
+    """Get every third trajectory from the data rank's first on: bytes received here, sent by rank 0 and of all."""
+    own = rank()
+    with open_control_group():
+        store = RankStore(data_ranks[own], tuple(layers[own]), 60.0, machine=machines[own])
+        for step in range(2):
+            whole = trajectories()[step:]
+            made = SharedBatch.put(RolloutBatch(whole, {}), store) if own == 0 else None
+            batch = SharedBatch.from_bytes(broadcast_bytes(None if made is None else made.to_bytes()), store)
+            assert len(made.to_bytes() if made else b"") < 100 * len(whole) + 1000
+            numbers = list(range(data_ranks[own], len(whole), 3))[::-1]
+            before = store.received_bytes
+            for number, found in zip(numbers, batch.get(numbers, layers[own]), strict=True):
+                _check(found, whole[number], tuple(layers[own]) or LAYERS[:1])
+            received = store.received_bytes - before
+            if own == 0:
+                for found, wanted in zip(batch.whole(range(3)), whole, strict=False):
+                    _check(found, wanted, LAYERS)
+                    assert found.trace.to_bytes() == wanted.trace.to_bytes()
+            barrier()  # as the rollout of the next step is
+        share = len(trajectories_to_bytes([whole[i] for i in numbers], layers[own]))
+        sent = store.sent_bytes
+        store.close()
+    return [received, share, sent, len(trajectories_to_bytes(whole))]
+
+
+def _check(found: Trajectory, wanted: Trajectory, layers: tuple[int, ...]) -> None:
+    assert found.trace == wanted.trace.select_layers(layers)
+    assert (found.row, found.group, found.finish_reason) == (wanted.row, wanted.group, wanted.finish_reason)
+    assert (found.advantage, found.sampling_mask) == (wanted.advantage, wanted.sampling_mask)
+    np.testing.assert_equal(found.reward, wanted.reward)
+    for name in ("token_ids", "logprobs", "versions"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))
+
+
+HALVES = (LAYERS[:1], LAYERS[1:])
+
+
+@pytest.mark.parametrize(
+    ("machines", "data_ranks", "layers", "fetches"),
+    [
+        ("aaaa", (0, 1, 2, 0), (LAYERS,) * 4, 0),
+        ("aabb", (0, 1, 2, 2), (LAYERS,) * 4, 1),  # two ranks of another machine share a copy
+        ("aabb", (0, 0, 1, 1), (*HALVES, *HALVES), 2),
+        ("abbb", (0, 0, 0, 1), (LAYERS, LAYERS, (), LAYERS), 3),  # a stage without routers
+    ],
+)
+def test_a_rank_receives_its_own_share(
+    machines: str, data_ranks: tuple[int, ...], layers: tuple[tuple[int, ...], ...], fetches: int
+) -> None:
+    every = harness.run_ranks(4, share_of, machines, data_ranks, layers)
+    for received, share, _, _ in every:
+        assert 0.8 * share < received <= share  # the table of records does not count
+    assert (every[0][2] > 0) == (fetches > 0)
+    assert [sent for _, _, sent, _ in every[1:]] == [0, 0, 0]
+    distinct = {(m, d, tuple(some)) for m, d, some in zip(machines, data_ranks, layers, strict=True) if m != "a"}
+    assert len(distinct) == fetches
+    assert every[0][2] <= 2 * 1.3 * fetches * max(share for _, share, _, _ in every)  # in two steps
+
+
+def ask_for_what_is_gone() -> str:
+    with open_control_group():
+        store = RankStore(rank(), LAYERS, 60.0, machine="ab"[rank()])
+        ref = BatchRef.from_json(from_rank_0(lambda: store.put(trajectories()).to_json(), "putting"))
+        said = ""
+        if rank() == 1:
+            try:
+                store.get(ref._replace(number=7), [0], LAYERS)
+            except StoreError as error:
+                said = str(error)
+            store._token = bytes(len(store._token))
+            with pytest.raises(StoreError, match=r"rank 1 could not fetch its trajectories"):
+                store.get(ref, [0], LAYERS)
+        barrier()
+        store.close()
+    return said
+
+
+def test_what_rank_0_does_not_have_is_an_error_with_its_address() -> None:
+    said = harness.run_ranks(2, ask_for_what_is_gone)[1]
+    assert "rank 1 could not fetch its trajectories from rank 0: it does not have them" in said
+    assert "backend.rank_timeout_s" in said
+
+
+def test_heads_are_small() -> None:
+    assert HEAD_BYTES <= 100
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+
+
+class BroadcastStore:
+    """All trajectories with all layers on every rank, as before there was a store."""
+
+    received_bytes = 0
+
+    def __init__(self, *_: Any) -> None:
+        self._content: bytes | None = None
+
+    def put(self, made: Sequence[Trajectory]) -> BatchRef:
+        self._content = trajectories_to_bytes(made)
+        return BatchRef(0, len(made), made[0].trace.layers)
+
+    def get(self, ref: BatchRef, numbers: Sequence[int], layers: Sequence[int]) -> list[Trajectory]:
+        self._content = broadcast_bytes(self._content if rank() == 0 else None)
+        return self.whole(ref, numbers)
+
+    def whole(self, ref: BatchRef, numbers: Sequence[int]) -> list[Trajectory]:
+        assert self._content is not None
+        found = trajectories_from_bytes(self._content)
+        return [found[number] for number in numbers]
+
+    def close(self) -> None:
+        self._content = None
+
+
+def train_with(broadcast: bool, *arguments: Any) -> list[dict[str, Any]]:
+    if not broadcast:
+        return train_on_rank(*arguments)
+    with mock.patch("moe_replay.train.job.open_store", BroadcastStore):
+        return train_on_rank(*arguments)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [{"kind": "fsdp"}, {"kind": "megatron", "pipeline_parallel": 2, "context_parallel": 2}],
+    ids=["fsdp", "megatron"],
+)
+def test_a_run_is_the_same_bit_for_bit(demo_files: Any, tmp_path: Path, backend: dict[str, Any]) -> None:
+    model = demo_files.model
+    if backend["kind"] == "megatron":
+        pytest.importorskip("megatron.core")
+        model = save_model(tmp_path / "model", demo_files.model, dense_layers=(0,))
+    curves, traces = [], []
+    for name, broadcast in (("shares", False), ("all", True)):
+        arguments = (str(model), str(demo_files.train), str(tmp_path / name))
+        settings = {"backend": backend, "steps": 2, "log": {"traces": 2}}
+        every = harness.run_ranks(4, train_with, broadcast, *arguments, settings)
+        assert all(lines == every[0] for lines in every)
+        curves.append([{k: v for k, v in line.items() if not k.startswith(("time", "weights/"))} for line in every[0]])
+        traces.append([path.read_bytes() for path in sorted((tmp_path / name / "traces").glob("*.mrt"))])
+    assert curves[0] == curves[1]
+    assert curves[0][1]["loss/grad_norm"] > 0
+    assert traces[0] == traces[1]
+    assert len(traces[0]) == 2

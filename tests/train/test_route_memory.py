@@ -1,0 +1,39 @@
+"""Routes are on the device for the micro-batches in flight, not for all of a step."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from moe_replay.routes.batch import RouteBatch
+from moe_replay.train.loop import train
+from moe_replay.train.micro_batch import MicroBatch
+
+pytest.importorskip("transformers")
+
+Config = Callable[..., Any]
+
+
+@pytest.mark.parametrize("mode", ["r3", "off"])
+def test_routes_of_few_micro_batches_are_alive_at_once(config: Config, mode: str) -> None:
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    most, batches = [0], set()
+    plain = MicroBatch.lay_out_routes
+
+    def counted(batch: MicroBatch, chunk: int) -> RouteBatch:
+        gc.collect()
+        made = plain(batch, chunk)
+        alive.add(made.experts)
+        batches.add(id(batch))
+        most[0] = max(most[0], len(alive))
+        return made
+
+    with mock.patch.object(MicroBatch, "lay_out_routes", counted):
+        train(config(replay={"mode": mode}, batch={"tokens_per_micro_batch": 40}, steps=1))
+    assert len(batches) > 4
+    assert 0 < most[0] <= 3  # that of the pass, the one before it, and the one that is watched
