@@ -82,3 +82,27 @@ def test_adapters_are_merged_into_what_one_rank_receives(tmp_path: Path, kind: s
     base = saved_tensors(tmp_path)
     moved = {name.split(".")[-2] for name, tensor in alone.items() if not torch.equal(tensor, base[name])}
     assert moved == {"q_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("fsdp", {}), ("megatron", PP_EP)], ids=["fsdp4", "pp2-ep2"])
+def test_an_export_is_shared_by_the_ranks(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = tiny("deepseek_v3")
+    save_checkpoint(model, tmp_path / "model")
+    out = tmp_path / "out"
+    ranks = harness.run_ranks(4, weight_sources.export, str(tmp_path / "model"), kind, settings | BF16, str(out))
+    wanted = as_sent(tmp_path / "model", kind)
+    assert_same_bytes(saved_tensors(out), wanted)
+    total = sum(tensor.nbytes for tensor in wanted.values())
+    layer = max(sum(t.nbytes for name, t in wanted.items() if f".layers.{n}." in name) for n in range(4))
+    scratch = max(tensor.nbytes for tensor in model.state_dict().values())
+    for one in ranks:
+        share = sum(one["sizes"].values())
+        assert 0 < share < 0.6 * total
+        assert one["peak"] <= share + layer + scratch
+    every = [name for one in ranks for name in one["wrote"]]
+    assert len(every) == len(set(every)) == len(list(out.iterdir())), "each file is written by one rank"
+    assert "config.json" in ranks[0]["wrote"]
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    assert all(torch.isfinite(tensor).all() for tensor in loaded.state_dict().values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from moe_replay.megatron.weights.export import stage_folder
 from moe_replay.train.backends.base import Backend
 from tests.distributed.megatron_lora import lora_config
 from tests.distributed.megatron_training import make_config, open_backend
@@ -108,3 +110,15 @@ def read(backend: Backend, receivers: list[int]) -> dict[str, Any]:
         "peak": memory.peak,
         **counts,
     }
+
+
+def export(folder: str, kind: str, settings: dict[str, Any], out: str) -> dict[str, Any]:
+    """Export the weights: bytes of the files of this rank, the largest group, and the memory that it took."""
+    backend = open_backend(make_config(folder, kind, **settings))
+    source: Any = backend.weight_source()
+    source._bucket_bytes = 1
+    with LiveMemory() as memory:
+        write = stage_folder(source, Path(folder), file_bytes=20_000)
+    files = write(Path(out))
+    sizes = {path.name: path.stat().st_size for path in files if path.suffix == ".safetensors"}
+    return {"sizes": sizes, "peak": memory.peak, "wrote": sorted(path.name for path in files)}

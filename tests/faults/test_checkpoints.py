@@ -19,6 +19,7 @@ from moe_replay.train.backends.fsdp_state import FsdpState
 from moe_replay.train.run import manifest
 from moe_replay.train.run.checkpoint import CheckpointError, Checkpoints, TrainerState
 from moe_replay.train.sources import SourceError, check_export
+from moe_replay.utils.files import sizes
 from tests.distributed.harness import run_ranks
 from tests.train.policy import SmallPolicy
 
@@ -166,7 +167,7 @@ def test_no_pickle_in_a_checkpoint_is_read(tmp_path: Path, where: str) -> None:
     pickled = f"cposix\nsystem\n(S'touch {ran}'\ntR.".encode()
     with launch.process_group(torch.device("cpu")):
         saved = FsdpState(policy.model, policy.optimizer)
-        policy.save, policy.load = (lambda folder: saved.stage()(folder)), saved.load  # type: ignore[method-assign, assignment]
+        policy.stage, policy.load = saved.stage, saved.load  # type: ignore[method-assign, assignment]
         checkpoints = Checkpoints(tmp_path / "checkpoints")
         checkpoints.save(policy, state_at(1))
         folder = checkpoints.path(1)
@@ -175,7 +176,8 @@ def test_no_pickle_in_a_checkpoint_is_read(tmp_path: Path, where: str) -> None:
         for path in [*states, folder / "policy/.metadata", folder / ".metadata"]:
             path.write_bytes(pickled)
         if where != "over every file":
-            manifest.write_on_all_ranks(folder)
+            (folder / manifest.FILE).unlink()
+            manifest.write(folder, manifest.measure(folder, sizes(folder)))
         with pytest.raises(MoeReplayError, match=r"is damaged|holds pickled files, which are never read"):
             Checkpoints(tmp_path / "checkpoints").restore(policy)
     assert not ran.exists()

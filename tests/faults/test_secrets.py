@@ -20,6 +20,7 @@ from moe_replay.train.config.keys import ConfigError
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.run.checkpoint import Checkpoints, TrainerState
 from moe_replay.train.run.folder import Run
+from moe_replay.utils.files import Write
 from moe_replay.utils.secrets import SecretError, find_token, mask_passwords
 from tests.train.policy import SmallPolicy
 
@@ -224,7 +225,7 @@ def test_files_of_a_run_have_the_permissions_of_the_umask(
         with Run.open(TrainConfig(output=tmp_path / "run")) as run:
             run.begin(after=0)
             run.log(1, {"a": 1.0})
-            policy.save = save_rank_files  # type: ignore[method-assign]
+            policy.stage = save_rank_files  # type: ignore[method-assign]
             Checkpoints(run.checkpoints).save(policy, TrainerState(step=1, version=1, data={}), like)
     finally:
         os.umask(before)
@@ -236,16 +237,16 @@ def test_files_of_a_run_have_the_permissions_of_the_umask(
     assert modes == expected
 
 
-def rank_files(policy: SmallPolicy) -> Callable[[Path], None]:
+def rank_files(policy: SmallPolicy) -> Callable[[], Write]:
     """Save as the FSDP backend does."""
     from moe_replay.train import launch
     from moe_replay.train.backends.fsdp_state import FsdpState
 
-    def save(folder: Path) -> None:
+    def stage() -> Write:
         with launch.process_group(torch.device("cpu")):
-            FsdpState(policy.model, policy.optimizer).stage()(folder)
+            return FsdpState(policy.model, policy.optimizer).stage()
 
-    return save
+    return stage
 
 
 def test_to_toml_keeps_plain_urls(tmp_path: Path) -> None:

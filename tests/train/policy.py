@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import moe_replay as mr
+from moe_replay.rollout.weight_source import IteratorSource
+from moe_replay.utils.files import Write
 
 
 class SmallPolicy:
@@ -43,6 +46,18 @@ class SmallPolicy:
         own = self.everything()
         return len(own) == len(other) and all(map(torch.equal, own, other))
 
+    def stage(self) -> Write:
+        copied = copy.deepcopy(self)
+
+        def write(folder: Path) -> list[Path]:
+            copied.save(folder)
+            return [path for path in copied._own(folder).rglob("*") if path.is_file()]
+
+        return write
+
+    def _own(self, folder: Path) -> Path:
+        return folder
+
     def save(self, folder: Path) -> None:
         torch.save(self.model.state_dict(), folder / "model.pt")
         torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
@@ -53,6 +68,9 @@ class SmallPolicy:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.model.state_dict().items()
+
+    def weight_source(self) -> IteratorSource:
+        return IteratorSource(self.weights)
 
     def adapter(self) -> None:
         return None

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 import moe_replay as mr
-from moe_replay.megatron.weights.checkpoint import write_folder
+from moe_replay.megatron.weights.export import write_folder
+from moe_replay.rollout.weight_source import IteratorSource
 from moe_replay.train.run import checkpoint, manifest, rng
 from moe_replay.train.run.checkpoint import CheckpointError, Checkpoints, TrainerState
+from moe_replay.utils.files import sizes
 from tests.distributed.harness import run_ranks
 from tests.train.policy import SmallPolicy
 
@@ -152,7 +154,7 @@ def test_a_format_of_the_future_is_refused(tmp_path: Path) -> None:
     file = saved / "trainer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 99}))
     (saved / manifest.FILE).unlink()
-    manifest.write_on_all_ranks(saved)
+    manifest.write(saved, manifest.measure(saved, sizes(saved)))
     with pytest.raises(CheckpointError, match="expected 3, found 99"):
         Checkpoints(tmp_path).restore(policy)
 
@@ -244,11 +246,11 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monke
         flushed.add(os.fstat(descriptor).st_ino)
         fsync(descriptor)
 
-    def checking_publish(staged: Path, target: Path) -> str:
+    def checking_publish(staged: Path, target: Path) -> None:
         paths = [staged, *staged.rglob("*")]
         seen.extend(path.relative_to(staged).as_posix() for path in paths)
         assert {path.stat().st_ino for path in paths} <= flushed
-        return publish(staged, target)
+        publish(staged, target)
 
     monkeypatch.setattr(os, "fsync", noting_fsync)
     monkeypatch.setattr(checkpoint, "_publish", checking_publish)
@@ -397,7 +399,7 @@ def test_an_export_that_fails_takes_all_tensors_first(tmp_path: Path) -> None:
 
     (tmp_path / "out").mkdir()
     with pytest.raises(SafetensorError, match="No such file"):
-        write_folder(tensors(), tmp_path / "out", tmp_path, file_bytes=16)
+        write_folder(IteratorSource(tensors), tmp_path / "out", tmp_path, file_bytes=16)
     assert taken == [0, 1, 2, 3, 4]
 
 

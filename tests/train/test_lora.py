@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import moe_replay as mr
-from moe_replay.megatron.weights.checkpoint import write_folder
+from moe_replay.megatron.weights.export import write_folder
 from moe_replay.rollout.adapter import write_adapter
 from moe_replay.rollout.model_folder import read_config
 from moe_replay.train import launch
@@ -89,7 +89,7 @@ def test_merged_weights_and_the_adapter_are_what_the_policy_computes(
     assert (logits_of(plain(base)) - expected).abs().max() > 1e-3
 
     merged = tmp_path / "merged"
-    write_folder(policy.weights(), merged, base)
+    write_folder(policy.weight_source(), merged, base)
     assert load_file(merged / "model.safetensors").keys() == load_file(base / "model.safetensors").keys()
     torch.testing.assert_close(logits_of(plain(merged)), expected, rtol=1e-4, atol=1e-5)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_replay.utils.files import apply_umask
+from moe_replay.utils.files import Write, apply_umask
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
@@ -67,17 +67,30 @@ def module_names(parameter: str) -> tuple[str, str]:
 
 def write_adapter(adapter: Adapter, folder: Path, base: str = "", *, here: bool = True) -> None:
     """Write a PEFT folder. Where `here` is false the tensors are only read, which may be a collective operation."""
-    from safetensors.torch import save_file
+    write = stage_adapter(adapter, base, here=here)
+    if here:
+        folder.mkdir(parents=True, exist_ok=True)
+        write(folder)
 
+
+def stage_adapter(adapter: Adapter, base: str = "", *, here: bool = True) -> Write:
+    """Copy an adapter to host memory and return what writes it as a PEFT folder; where `here` is false: nothing."""
     tensors = dict(_copies(adapter.tensors) if here else ())
     if not here:
         for _ in adapter.tensors:
             pass
-        return
-    folder.mkdir(parents=True, exist_ok=True)
+        return lambda folder: []
+    return lambda folder: _write(folder, tensors, adapter.config(tensors, base))
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> list[Path]:
+    from safetensors.torch import save_file
+
+    folder.mkdir(exist_ok=True)
     save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
     apply_umask(folder / TENSORS)
-    (folder / CONFIG).write_text(json.dumps(adapter.config(tensors, base), indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    return [folder / TENSORS, folder / CONFIG]
 
 
 def _copies(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -83,6 +83,7 @@ class Job:
             keep=config.checkpoint.keep,
             settings=fixed_settings(config),
             merge=config.model.lora_merge,
+            asynchronous=config.checkpoint.asynchronous,
         )
         self._rollouts: Rollouts | None = None  # on rank 0 only
         self._devices = SharedDevices(config, backend)
@@ -131,6 +132,7 @@ class Job:
                 backend = launch.open_backend(config, sources.model, device)
                 stack.callback(backend.close)
                 job = cls(config, run, backend, progress, interruption, sources.model, write_report)
+                stack.callback(job._checkpoints.close)
                 job._watch = watch
                 job._store = open_store(backend, config.backend.rank_timeout_s)
                 stack.callback(job._store.close)
@@ -188,6 +190,7 @@ class Job:
         """Save, write the report, and return the folder of the run; nothing is saved before the first step."""
         if self.completed_steps and self.config.checkpoint.at_end:
             self.save(self.completed_steps)
+        self._checkpoints.wait()
         if self._watch is not None:
             self._watch.stop()  # the other ranks have nothing left to do
         if rank() == 0:
@@ -275,7 +278,7 @@ class Job:
         """Log the metrics of a finished step."""
         self.completed_steps = step
         with raise_on_all_ranks("writing the metrics"), self._writing(f"the metrics of step {step}"):
-            self._run.log(step, metrics)
+            self._run.log(step, {**metrics, **self._checkpoints.metrics()})
         self._progress.step(step, metrics)
 
     def save_traces(self, step: int, batch: SharedBatch) -> None:

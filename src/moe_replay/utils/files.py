@@ -41,14 +41,6 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def flush_tree(folder: Path) -> None:
-    """Wait until a folder and everything in it is on the disk."""
-    for parent, _, names in os.walk(folder, topdown=False):
-        for name in names:
-            flush(Path(parent, name))
-        flush(Path(parent))
-
-
 def sizes(folder: Path) -> dict[str, int]:
     """Return the size in bytes of every file below a folder, by relative path."""
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in _files(folder)}

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_replay.megatron.weights.checkpoint import INDEX, Checkpoint, CheckpointWriter
+from moe_replay.megatron.weights.checkpoint import INDEX, Checkpoint
 from moe_replay.megatron.weights.errors import WeightMapError
+from moe_replay.megatron.weights.export import CheckpointWriter
 from tests.megatron.weights.models import assert_same_bytes, saved_tensors
 
 pytest.importorskip("safetensors")

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.tensor_slices import Shape, Slices
-from moe_replay.utils.files import apply_umask
 
 INDEX = "model.safetensors.index.json"
 FILE_BYTES = 5 * 2**30
-_COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}
+"""Most bytes of tensors in a file that is written."""
 
 
 class Checkpoint:
@@ -109,88 +105,3 @@ class Checkpoint:
     def read(self, name: str, slices: Slices) -> Tensor:
         """Read a slice of one tensor, and nothing else of it."""
         return self._files[name].get_slice(name)[slices]
-
-
-class CheckpointWriter:
-    """Writes tensors as they arrive, in files of at most `file_bytes`, and the index on close."""
-
-    def __init__(self, folder: str | Path, file_bytes: int = FILE_BYTES) -> None:
-        self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if present := sorted(path.name for path in self.folder.glob("*.safetensors")):
-            raise WeightMapError(
-                "the folder already contains weights, which a reader would mix with the new ones",
-                expected="no safetensors files",
-                found=present[:3],
-                remedy="Choose an empty folder",
-            )
-        self._file_bytes = file_bytes
-        self._pending: dict[str, Tensor] = {}
-        self._files: list[list[str]] = []
-        self._total = 0
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Add one tensor; it stays in memory until its file is written."""
-        if self._pending and sum(t.nbytes for t in self._pending.values()) + tensor.nbytes > self._file_bytes:
-            self._flush()
-        # safetensors refuses tensors that share memory, as slices of one parameter do: copy them
-        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        self._total += tensor.nbytes
-
-    def _flush(self) -> None:
-        from safetensors.torch import save_file
-
-        save_file(self._pending, self._part(len(self._files)), metadata={"format": "pt"})
-        apply_umask(self._part(len(self._files)))
-        self._files.append(list(self._pending))
-        self._pending = {}
-
-    def _part(self, number: int) -> Path:
-        return self.folder / f"part-{number}.unfinished"
-
-    def close(self, like: Path) -> None:
-        """Rename the files to their final names, and copy config and tokenizer files from another checkpoint."""
-        self._flush()
-        count = len(self._files)
-        names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
-        if count == 1:
-            names = ["model.safetensors"]
-        for number, name in enumerate(names):
-            self._part(number).rename(self.folder / name)
-        if count > 1:
-            weight_map = {tensor: name for name, tensors in zip(names, self._files, strict=True) for tensor in tensors}
-            index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-            (self.folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        for path in _config_and_tokenizer_files(like):
-            shutil.copyfile(path, self.folder / path.name)
-
-
-def write_folder(
-    tensors: Iterable[tuple[str, Tensor]], folder: str | Path, like: Path, file_bytes: int = FILE_BYTES
-) -> None:
-    """Write tensors as a checkpoint folder on rank 0; config and tokenizer are copied from the checkpoint `like`.
-
-    A collective call: all ranks iterate over all tensors, even after a failed write, since ranks gather them jointly.
-    """
-    from safetensors import SafetensorError
-
-    writer = CheckpointWriter(folder, file_bytes) if not dist.is_initialized() or dist.get_rank() == 0 else None
-    failure: OSError | SafetensorError | None = None
-    for name, tensor in tensors:
-        if writer is not None and failure is None:
-            try:
-                writer.add(name, tensor)
-            except (OSError, SafetensorError) as error:
-                failure = error
-    if failure is not None:
-        raise failure
-    if writer is not None:
-        writer.close(like)
-
-
-def _config_and_tokenizer_files(folder: Path) -> Iterable[Path]:
-    return (
-        path
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.suffix in _COPIED_SUFFIXES and not path.name.endswith(".index.json")
-    )

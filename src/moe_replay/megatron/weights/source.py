@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,13 +19,14 @@ from torch import Tensor
 
 from moe_replay.distributed.exchange import Exchange
 from moe_replay.distributed.ranks import all_gather_text
-from moe_replay.megatron.weights.checkpoint import FILE_BYTES, Checkpoint, write_folder
+from moe_replay.megatron.weights.checkpoint import FILE_BYTES, Checkpoint
 from moe_replay.megatron.weights.errors import WeightMapError
+from moe_replay.megatron.weights.export import write_folder
 from moe_replay.megatron.weights.family import Family
 from moe_replay.megatron.weights.local_shards import LocalModel, ParameterSpec
 from moe_replay.megatron.weights.tensor_slices import TensorSlice
 from moe_replay.megatron.weights.transfer import Chunks, Merging, WeightMap, check, export_order, gather
-from moe_replay.rollout.weight_source import Group, TensorInfo, tensors_of
+from moe_replay.rollout.weight_source import Group, TensorInfo
 
 BUCKET_BYTES = 64 * 2**20
 """Shards that are in flight at once."""
@@ -254,13 +255,12 @@ class _Assembly:
 
 
 def write(chunks: Chunks, folder: str | Path, like: Checkpoint, family: Family, file_bytes: int = FILE_BYTES) -> None:
-    """Write the current weights as a checkpoint folder on rank 0. A collective call.
+    """Write the current weights as a checkpoint folder, every rank some of its files. A collective call.
 
     Tensors of `like` that are not part of the model (multi-token prediction layers) are copied unchanged.
     """
-    tensors = chain(tensors_of(MegatronSource(chunks, like, family)), _extra_tensors(like, family))
-    write_folder(tensors, folder, like.folder, file_bytes)
-    dist.barrier()  # no rank returns before the folder is complete
+    source = MegatronSource(chunks, like, family)
+    write_folder(source, folder, like.folder, file_bytes, extra=_extra_tensors(like, family))
 
 
 def _extra_tensors(like: Checkpoint, family: Family) -> Iterator[tuple[str, Tensor]]:

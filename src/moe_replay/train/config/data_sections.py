@@ -65,6 +65,8 @@ class CheckpointConfig(Section):
     """Save when the run ends or is interrupted. With `every = 0`, false saves nothing at all."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints that stay."""
+    asynchronous: bool = True
+    """Write checkpoints while training goes on, from copies in host memory: a step waits for the copies alone."""
     export: bool = True
     """Put the weights in each checkpoint as a Transformers folder too."""
     optimizer: bool = True

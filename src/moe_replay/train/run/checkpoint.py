@@ -20,81 +20,43 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from moe_replay.distributed.ranks import from_rank_0, raise_on_all_ranks, rank
 from moe_replay.errors import MoeReplayError
-from moe_replay.megatron.weights.checkpoint import write_folder
-from moe_replay.rollout.adapter import Adapter, write_adapter
-from moe_replay.routes.topology import MoeTopology
+from moe_replay.megatron.weights.export import stage_folder
+from moe_replay.rollout.adapter import stage_adapter
 from moe_replay.train.run import manifest, rng
-from moe_replay.utils.exit_status import ExitStatus
-from moe_replay.utils.files import flush, flush_tree, sizes, write_whole
+from moe_replay.train.run.checkpoint_types import (
+    ADAPTER,
+    EXPORT,
+    RECORD,
+    CheckpointError,
+    CheckpointWriteError,
+    Policy,
+    TrainerState,
+    damage_of,
+    describe_routers,
+)
+from moe_replay.train.run.checkpoint_writing import CLOSE_S, WriterGroup, Writing
+from moe_replay.utils.files import Write, flush, sizes, write_whole
 from moe_replay.utils.progress import StatusCallback
 
 FORMAT = 3
-RECORD, EXPORT, ADAPTER = "trainer.json", "hf", "adapter"
 DAMAGED = ".damaged"
 logger = logging.getLogger(__name__)
 
-
-class CheckpointError(MoeReplayError):
-    """A checkpoint that cannot be written, or that this run cannot resume from."""
-
-
-class CheckpointWriteError(CheckpointError):
-    """A checkpoint that could not be written, e.g. because the disk is full."""
-
-    exit_status = ExitStatus.FAILED
-
-
-class Policy(Protocol):
-    """The part of a `Backend` that checkpoints need."""
-
-    topology: MoeTopology
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def save(self, folder: Path) -> None: ...
-
-    def load(self, folder: Path) -> None: ...
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
-
-    def adapter(self) -> Adapter | None: ...
-
-    def state_bytes(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerState:
-    """The state of the training loop.
-
-    step       last completed step
-    version    weight version of the engine, once it has been synced
-    data       `PromptStream.state`
-    counters   other counts that the loop keeps across steps
-    seconds    of training, over all sessions of the run
-    """
-
-    step: int
-    version: int
-    data: dict[str, int]
-    counters: dict[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
+__all__ = ["CheckpointError", "CheckpointWriteError", "Checkpoints", "Policy", "TrainerState"]
 
 
 class Checkpoints:
@@ -102,10 +64,17 @@ class Checkpoints:
 
     settings   of the run, by name; a checkpoint that was written with other values is refused
     merge      an export of a policy with an adapter has the merged weights too, not the adapter alone
+    asynchronous   write in a thread, from copies in host memory
     """
 
     def __init__(
-        self, folder: Path, *, keep: int = 2, settings: Mapping[str, Any] | None = None, merge: bool = True
+        self,
+        folder: Path,
+        *,
+        keep: int = 2,
+        settings: Mapping[str, Any] | None = None,
+        merge: bool = True,
+        asynchronous: bool = False,
     ) -> None:
         if keep < 1:
             raise CheckpointError("no checkpoint would be retained", expected="keep >= 1", found=keep)
@@ -113,13 +82,16 @@ class Checkpoints:
         self._keep = keep
         self._merge = merge
         self._settings = json.loads(json.dumps(dict(settings or {})))  # as it will be read back
-        self._current: int | None = None  # the step whose state is both on disk and in memory
+        self._current: int | None = None  # the step whose state is both on disk, or on its way, and in memory
+        self._writing: Writing | None = None
+        self._waited_s: float | None = None  # since `metrics` was called
         from_rank_0(self._prepare, "preparing the checkpoint folder")
         with raise_on_all_ranks("looking for the checkpoint folder"):
             if not folder.is_dir():
                 raise CheckpointError(
                     f"rank {rank()} cannot see {folder}", remedy="Put the run on a file system that all ranks share"
                 )
+        self._group = WriterGroup() if asynchronous else None
 
     def require_equal(self, **facts: Any) -> None:
         """Add facts besides the settings that must be unchanged to resume, e.g. which data is drawn from."""
@@ -170,38 +142,83 @@ class Checkpoints:
     def save(self, policy: Policy, state: TrainerState, export_like: Path | None = None) -> Path:
         """Write a checkpoint, with an export for Transformers if there is a model folder whose config it can copy.
 
+        Asynchronous: return once everything is in host memory; what fails later is raised by the next `save` or `wait`.
         Old checkpoints are deleted once the new one is complete, and retained if it fails.
         """
         target = self.path(state.step)
         if state.step == self._current:
             return target  # no step since it was written
         began = time.monotonic()
+        self.wait()
         with _Staged(self, state.step) as staged:
             from_rank_0(lambda: _begin(staged, target), "creating a checkpoint")
-            with raise_on_all_ranks("writing a checkpoint"):
-                policy.save(_created(staged / "policy"))
-                rng.save(_created(staged / "rng"), policy.device)
-                if export_like is not None:
-                    self._export(policy, staged, export_like)
-            from_rank_0(lambda: self._write_record(policy, state, staged), f"writing {RECORD}")
-            manifest.write_on_all_ranks(staged)
-            with raise_on_all_ranks("flushing a checkpoint to disk"):
-                if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once per machine
-                    flush_tree(staged)
-            from_rank_0(lambda: _publish(staged, target), "renaming a checkpoint")
-        self._current = state.step
-        from_rank_0(self._remove_old, "deleting old checkpoints")
-        logger.info("saved %s in %.1f s", target, time.monotonic() - began)
+            with raise_on_all_ranks("copying the policy for a checkpoint"):
+                writes = {"policy": policy.stage(), "rng": rng.stage(policy.device)}
+            if export_like is not None:
+                writes |= self._export(policy, staged, export_like)
+            record = self._record(policy, state)
+        writing = Writing(staged, writes, lambda entries: self._commit(staged, target, record, entries, began))
+        self._current, self._writing = state.step, writing
+        if self._group is None:
+            self.wait()
+        else:
+            writing.start(self._group.gather)
+        self._waited_s = (self._waited_s or 0.0) + time.monotonic() - began
         return target
 
-    def _export(self, policy: Policy, staged: Path, like: Path) -> None:
+    def metrics(self) -> dict[str, float]:
+        """Return the seconds that `save` took since the last call, if it was called."""
+        waited_s, self._waited_s = self._waited_s, None
+        return {} if waited_s is None else {"time/save": waited_s}
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written; raise if it could not be. All ranks call it."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        step, self._current = self._current, None
+        assert step is not None
+        with _Staged(self, step):
+            if self._group is None:
+                writing.run()
+            else:
+                writing.join()
+        self._current = step
+
+    def close(self) -> None:
+        """Give a checkpoint that is being written the time to become complete; nothing is raised."""
+        ended = True
+        if self._writing is not None:
+            try:
+                ended = self._writing.join(CLOSE_S)
+            except (MoeReplayError, OSError, RuntimeError, ValueError) as error:
+                logger.error("the last checkpoint could not be written: %s", error)
+        if self._group is not None and ended:
+            self._group.close()
+
+    def _commit(self, staged: Path, target: Path, record: str, entries: manifest.Entries, began: float) -> None:
+        """Make a checkpoint valid whose files are all on the disk, and delete old ones."""
+        write_whole(staged / RECORD, record)
+        manifest.write(staged, {**entries, **manifest.measure(staged, [RECORD])})
+        for folder in (path for path in staged.rglob("*") if path.is_dir()):
+            flush(folder)
+        flush(staged)
+        _publish(staged, target)
+        self._remove_old()
+        logger.info("saved %s in %.1f s", target, time.monotonic() - began)
+
+    def _export(self, policy: Policy, staged: Path, like: Path) -> dict[str, Write]:
+        """Return what writes the exports. Asynchronous: their tensors are in host memory, a share on each rank."""
+        writes: dict[str, Write] = {}
         adapter = policy.adapter()
         if adapter is not None:
-            write_adapter(adapter, staged / ADAPTER, str(like), here=rank() == 0)
+            writes[ADAPTER] = stage_adapter(adapter, str(like), here=rank() == 0)
         if adapter is None or self._merge:
-            write_folder(policy.weights(), staged / EXPORT, like)
+            folder = staged / EXPORT if self._group is None else None
+            writes[EXPORT] = stage_folder(policy.weight_source(), like, folder)
+        return writes
 
-    def _write_record(self, policy: Policy, state: TrainerState, staged: Path) -> str:
+    def _record(self, policy: Policy, state: TrainerState) -> str:
         from moe_replay.version import __version__
 
         record = {
@@ -210,13 +227,12 @@ class Checkpoints:
             "same": self._invariants(policy),
             "versions": {"moe_replay": __version__, "torch": torch.__version__},
         }
-        write_whole(staged / RECORD, json.dumps(record, indent=1) + "\n")
-        return ""
+        return json.dumps(record, indent=1) + "\n"
 
     def _invariants(self, policy: Policy) -> dict[str, Any]:
         return {
             "device": policy.device.type,
-            "routers": _describe_routers(policy.topology),
+            "routers": describe_routers(policy.topology),
             **self._settings,
         }
 
@@ -230,7 +246,7 @@ class Checkpoints:
         steps = json.loads(from_rank_0(lambda: json.dumps(self._named_steps()), "looking for checkpoints"))
         damage: dict[int, str] = {}
         for step in reversed(steps):
-            if found := _damage(self.path(step)):
+            if found := damage_of(self.path(step)):
                 damage[step] = found
             else:
                 state = self._load(self.path(step), policy)
@@ -296,12 +312,11 @@ class Checkpoints:
         self._sweep()
         return ""
 
-    def _remove_old(self) -> str:
+    def _remove_old(self) -> None:
         for step in self.steps()[: -self._keep]:
             old = self.path(step)
             old.rename(_hidden(old, "old"))
         self._sweep()
-        return ""
 
     def _sweep(self) -> None:
         """Delete hidden folders; those still in use (on network file systems) are tried again next time."""
@@ -346,33 +361,6 @@ def _hidden(path: Path, why: str) -> Path:
     return path.with_name(f".{path.name}.{why}")
 
 
-def _created(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
-def _damage(folder: Path) -> str:
-    """Return what is damaged in a checkpoint, "" if nothing is. All ranks call it."""
-    from_rank_0(lambda: _check_format(folder), "reading a checkpoint")
-    # An export is not needed to resume, and may have been deleted.
-    return manifest.damage_on_all_ranks(folder, ignore=(f"{EXPORT}/", f"{ADAPTER}/"))
-
-
-def _check_format(folder: Path) -> str:
-    """Raise if a checkpoint has no manifest because it is older than manifests."""
-    try:
-        version = None if (folder / manifest.FILE).exists() else json.loads((folder / RECORD).read_text())["format"]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        version = None  # damaged
-    if version == 1:
-        raise CheckpointError(
-            f"{folder} was written by an earlier version, without digests",
-            expected=manifest.FILE,
-            remedy=f"Start a new run whose model.path is the {EXPORT} folder in it",
-        )
-    return ""
-
-
 def _unused(path: Path) -> Path:
     """Return a path that does not exist: this one, or one with a number."""
     numbered = (path.with_name(f"{path.name}-{number}") for number in count(2))
@@ -383,17 +371,11 @@ def _begin(staged: Path, target: Path) -> str:
     if target.exists():
         raise CheckpointError(f"{target} already exists", remedy="Resume from it with restore, or delete it")
     shutil.rmtree(staged, ignore_errors=True)
-    staged.mkdir()
+    for folder in (staged, staged / "policy", staged / "rng"):
+        folder.mkdir()
     return ""
 
 
-def _publish(staged: Path, target: Path) -> str:
+def _publish(staged: Path, target: Path) -> None:
     staged.rename(target)
     flush(target.parent)
-    return ""
-
-
-def _describe_routers(topology: MoeTopology) -> str:
-    kinds = sorted({f"top {moe.top_k} of {moe.num_experts}" for moe in topology.moe_layers})
-    routers = f"{len(topology.layers)} in {topology.num_layers} layers, {' and '.join(kinds)}"
-    return f"{topology.model_type} {routers}".strip()

@@ -18,7 +18,7 @@ from typing import Any
 
 from moe_replay.distributed.ranks import all_gather_text, from_rank_0, raise_on_all_ranks, rank, world_size
 from moe_replay.errors import MoeReplayError
-from moe_replay.utils.files import sizes, write_whole
+from moe_replay.utils.files import write_whole
 
 FILE = "manifest.json"
 ALGORITHM = "blake2b-128"
@@ -36,21 +36,6 @@ class UnreadableError(MoeReplayError):
 
 
 # ---- on all ranks: each reads its share of the files -----------------------------------------------------------------
-
-
-def write_on_all_ranks(folder: Path) -> None:
-    """Write the manifest of all files below a folder."""
-    names = json.loads(from_rank_0(lambda: json.dumps(sorted(sizes(folder))), "listing the files of a checkpoint"))
-    own: Entries = {}
-    with raise_on_all_ranks("computing the digests of a checkpoint"):
-        own = measure(folder, _share(names))
-    of_ranks = [json.loads(text) for text in all_gather_text(json.dumps(own))]
-
-    def write_all() -> str:
-        write(folder, {name: entry for entries in of_ranks for name, entry in entries.items()})
-        return ""
-
-    from_rank_0(write_all, f"writing {FILE}")
 
 
 def damage_on_all_ranks(folder: Path, ignore: tuple[str, ...]) -> str:

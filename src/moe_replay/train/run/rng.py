@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_replay.distributed.ranks import rank
 from moe_replay.utils.device import device_module
-from moe_replay.utils.files import apply_umask
+from moe_replay.utils.files import Write, apply_umask
 
 
 def seed(number: int) -> None:
@@ -24,13 +24,24 @@ def seed(number: int) -> None:
 
 def save(folder: Path, device: torch.device) -> None:
     """Write the generator states of this rank to its own file."""
-    from safetensors.torch import save_file
+    stage(device)(folder)
 
+
+def stage(device: torch.device) -> Write:
+    """Copy the generator states of this rank, and return what writes them to its own file."""
     states = {"cpu": torch.get_rng_state(), **_python_states()}
     if device.type != "cpu":
         states[device.type] = device_module(device).get_rng_state(device)
-    save_file(states, _file(folder))
-    apply_umask(_file(folder))
+    number = rank()
+    return lambda folder: _write(_file(folder, number), states)
+
+
+def _write(path: Path, states: dict[str, Tensor]) -> list[Path]:
+    from safetensors.torch import save_file
+
+    save_file(states, path)
+    apply_umask(path)
+    return [path]
 
 
 def load(folder: Path, device: torch.device) -> None:
@@ -38,7 +49,7 @@ def load(folder: Path, device: torch.device) -> None:
     from safetensors.torch import load_file
 
     saved = len(list(folder.glob("rank-*.safetensors")))
-    states = load_file(_file(folder, rank() % saved) if saved else _file(folder))
+    states = load_file(_file(folder, rank() % max(saved, 1)))
     torch.set_rng_state(states["cpu"])
     if device.type != "cpu":
         device_module(device).set_rng_state(states[device.type], device)
@@ -67,5 +78,5 @@ def _restore_python(states: dict[str, Tensor]) -> None:
     random.setstate((version, tuple(numbers), next(iter(states["python_spare"].tolist()), None)))
 
 
-def _file(folder: Path, number: int | None = None) -> Path:
-    return folder / f"rank-{rank() if number is None else number:05d}.safetensors"
+def _file(folder: Path, number: int) -> Path:
+    return folder / f"rank-{number:05d}.safetensors"
