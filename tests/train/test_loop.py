@@ -249,10 +249,16 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor that a run of one process has saved."""
+    """Every tensor that a run of one process has saved; the name of one that is stored whole is that of the model's."""
     from safetensors.torch import load_file
 
-    return load_file(folder / "rank-00000.safetensors")
+    from moe_replay.train.backends import regions
+
+    found = {}
+    for stored, tensor in load_file(folder / "rank-00000.safetensors").items():
+        name, shape, _ = regions.parse(stored)
+        found[name if tuple(tensor.shape) == shape else stored] = tensor
+    return found
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "megatron"])

@@ -39,16 +39,17 @@ def documented() -> list[re.Pattern[str]]:
 
 @pytest.fixture
 def logged(config: Callable[..., Any], demo_files: Any) -> set[str]:
-    """The names of one step in which everything is measured that can be."""
+    """The names of the step after a checkpoint, in which everything is measured that can be."""
     made = config(
-        steps=1,
+        steps=2,
+        checkpoint={"every": 1},
         data={"eval_path": str(demo_files.eval)},
         rollout={"top_p": 0.9},
         replay={"mode": "r3", "compare_every": 1},
         algorithm={"beta": 0.1, "updates_per_rollout": 1},
         eval={"every": 1, "prompts": 2},
     )
-    (line,) = read_lines(train(made) / "metrics.jsonl")
+    _, line = read_lines(train(made) / "metrics.jsonl")
     return line.keys() - {"step", "time"}
 
 

@@ -29,7 +29,7 @@ from moe_replay.train.rollouts import Rollouts
 from moe_replay.train.run import rng
 from moe_replay.train.run.checkpoint import Checkpoints, TrainerState
 from moe_replay.train.run.completions import Completion, best_and_worst, write_completions
-from moe_replay.train.run.folder import Run, RunWriteError, fixed_settings
+from moe_replay.train.run.folder import Run, RunWriteError
 from moe_replay.train.run.interruption import InterruptHandler
 from moe_replay.train.run.progress import ConsoleProgress
 from moe_replay.train.run.sinks.registry import SinkError
@@ -78,13 +78,7 @@ class Job:
         self._progress = progress
         self._interruption = interruption
         self._write_report = write_report
-        self._checkpoints = Checkpoints(
-            run.checkpoints,
-            keep=config.checkpoint.keep,
-            settings=fixed_settings(config),
-            merge=config.model.lora_merge,
-            asynchronous=config.checkpoint.asynchronous,
-        )
+        self._checkpoints = Checkpoints.of(config, run.checkpoints)
         self._rollouts: Rollouts | None = None  # on rank 0 only
         self._devices = SharedDevices(config, backend)
         self._store: TrajectoryStore = InProcessStore()
@@ -313,6 +307,7 @@ class Job:
         except (OSError, SinkError) as error:
             if isinstance(error, SinkError) and not isinstance(error.__cause__, OSError):
                 raise
+            self._checkpoints.settle()
             kept = self._checkpoints.steps()
             raise RunWriteError(
                 f"{what} could not be written to {self._run.folder}: {error}",

@@ -28,7 +28,7 @@ from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -49,8 +49,12 @@ from moe_replay.train.run.checkpoint_types import (
     describe_routers,
 )
 from moe_replay.train.run.checkpoint_writing import CLOSE_S, WriterGroup, Writing
+from moe_replay.train.run.folder import fixed_settings
 from moe_replay.utils.files import Write, flush, sizes, write_whole
 from moe_replay.utils.progress import StatusCallback
+
+if TYPE_CHECKING:
+    from moe_replay.train.config.train_config import TrainConfig
 
 FORMAT = 3
 DAMAGED = ".damaged"
@@ -92,6 +96,13 @@ class Checkpoints:
                     f"rank {rank()} cannot see {folder}", remedy="Put the run on a file system that all ranks share"
                 )
         self._group = WriterGroup() if asynchronous else None
+
+    @classmethod
+    def of(cls, config: TrainConfig, folder: Path) -> Checkpoints:
+        """Open the checkpoints of a run, as it is configured."""
+        kept, merge = config.checkpoint, config.model.lora_merge
+        settings = fixed_settings(config)
+        return cls(folder, keep=kept.keep, settings=settings, merge=merge, asynchronous=kept.asynchronous)
 
     def require_equal(self, **facts: Any) -> None:
         """Add facts besides the settings that must be unchanged to resume, e.g. which data is drawn from."""
@@ -185,15 +196,17 @@ class Checkpoints:
                 writing.join()
         self._current = step
 
+    def settle(self) -> bool:
+        """Give a checkpoint that is being written the time to become complete; return whether its thread has ended."""
+        try:
+            return self._writing is None or self._writing.join(CLOSE_S)
+        except (MoeReplayError, OSError, RuntimeError, ValueError) as error:
+            logger.error("the last checkpoint could not be written: %s", error)
+            return True
+
     def close(self) -> None:
-        """Give a checkpoint that is being written the time to become complete; nothing is raised."""
-        ended = True
-        if self._writing is not None:
-            try:
-                ended = self._writing.join(CLOSE_S)
-            except (MoeReplayError, OSError, RuntimeError, ValueError) as error:
-                logger.error("the last checkpoint could not be written: %s", error)
-        if self._group is not None and ended:
+        """Settle what is being written, and end the process group of writers."""
+        if self.settle() and self._group is not None:
             self._group.close()
 
     def _commit(self, staged: Path, target: Path, record: str, entries: manifest.Entries, began: float) -> None:
