@@ -8,9 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_replay import MoeTopology, RouteBatch, RouteTrace, TokenLayout
+from moe_replay.distributed import ranks
+from moe_replay.distributed.collectives import broadcast_bytes
+from moe_replay.distributed.control import open_control_group
+from moe_replay.rollout.types import FinishReason
 from moe_replay.routes import MoeLayer
 from moe_replay.tools.plan import Cluster, Parallel, RouteBytes, Work, plan_layout
 from moe_replay.tools.plan.layout_plan import in_flight
+from moe_replay.train.shared_batch import SharedBatch
+from moe_replay.train.trajectory_head import HEAD_BYTES
+from moe_replay.train.trajectory_store import InProcessStore, RankStore
+from moe_replay.train.trajectory_wire import table_bytes, trajectories_to_bytes
+from moe_replay.train.types import RolloutBatch, Trajectory
+from tests.distributed.harness import run_ranks
 
 SIZES = st.sampled_from([1, 2, 4])
 
@@ -109,14 +119,92 @@ def test_prompts_of_a_group_travel_once() -> None:
     )
 
 
-def test_a_node_takes_the_traces_of_the_data_parallel_ranks_it_holds() -> None:
-    of = topology(4)
-    one = len(trace(16, of).to_bytes())
+def trajectory(number: int, tokens: int, of: MoeTopology) -> Trajectory:
+    """A prompt of three tokens and what one version of the weights sampled."""
+    routes = trace(tokens, of, number)
+    return Trajectory(
+        row=number,
+        group=number,
+        token_ids=routes.token_ids,
+        logprobs=np.zeros(tokens, np.float32),
+        versions=np.where(np.arange(tokens) < 3, -1, 0).astype(np.int64),
+        trace=routes,
+        finish_reason=FinishReason.STOP,
+        reward=1.0,
+    )
+
+
+def test_a_node_takes_the_shares_that_its_ranks_need() -> None:
+    of = topology(4, first=0)
+    one = len(trajectories_to_bytes([trajectory(0, 16, of)], of.layers[:2]))
     plan = plan_layout(of, Parallel(tp=2, pp=2, dp=4), Work(lengths=(16,)), cluster=Cluster(ranks_per_node=4, gbit=1.0))
-    # ranks 0-3 are dp 0, 0, 1, 1 of the first stage; the other three nodes hold two data-parallel ranks each as well
+    # ranks 0-3 are dp 0, 0, 1, 1 of the first stage; the other three nodes need two shares of a stage each as well
     assert plan.wire_bytes["fullest_node"] == 2 * one
-    assert plan.wire_bytes["all_nodes"] == 4 * 2 * one
-    assert plan.wire_seconds == pytest.approx(2 * one * 8 / 1e9)
+    assert plan.wire_bytes["all_nodes"] == 3 * 2 * one
+    assert plan.wire_seconds == pytest.approx((plan.wire_bytes["step"] + 6 * one) * 8 / 1e9)
+
+
+# ---- what the store moves --------------------------------------------------------------------------------------------
+
+STORED = topology(4)
+LENGTHS, MICRO_BATCHES = (40, 25), 3
+
+
+def moved(parallel: dict[str, int], ranks_per_node: int) -> list[int]:
+    """Bytes that this rank receives in a step, that rank 0 sends to other nodes, that it holds, and heads of all."""
+    layout = Parallel(**parallel)
+    plan = plan_layout(STORED, layout, Work(lengths=LENGTHS, micro_batches=MICRO_BATCHES))
+    planned = plan.rank(ranks.rank())
+    layers = tuple(sorted(sum(planned.routing_layers, ())))
+    each = len(LENGTHS) * MICRO_BATCHES
+    with open_control_group():
+        own = planned.coordinates["dp"]
+        alone = layout.world == 1
+        store = InProcessStore() if alone else RankStore(own, layers, 60.0, machine=str(ranks.rank() // ranks_per_node))
+        whole = [trajectory(i, LENGTHS[i % len(LENGTHS)], STORED) for i in range(each * layout.dp)]
+        made = SharedBatch.put(RolloutBatch(whole, {}), store) if ranks.rank() == 0 else None
+        batch = SharedBatch.from_bytes(broadcast_bytes(None if made is None else made.to_bytes()), store)
+        batch.get(range(own * each, (own + 1) * each), layers)
+        ranks.barrier()
+        sent = 0 if isinstance(store, InProcessStore) else store.sent_bytes
+        sections = batch.ref.sections
+        held = sum(size for _, size in sections) - len(sections) * table_bytes(len(whole))
+        store.close()
+    return [store.received_bytes, sent, held, HEAD_BYTES * len(batch.heads)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("parallel", "ranks_per_node"),
+    [
+        ({}, 8),
+        ({"dp": 2}, 8),
+        ({"dp": 4}, 2),
+        ({"pp": 2, "dp": 2}, 1),
+        ({"tp": 2, "pp": 2, "dp": 2}, 4),
+        ({"cp": 2, "dp": 4}, 2),
+    ],
+)
+def test_bytes_of_a_step_are_those_that_the_store_moves(parallel: dict[str, int], ranks_per_node: int) -> None:
+    """On 1, 2, 4 and 8 ranks."""
+    layout = Parallel(**parallel)
+    work = Work(lengths=LENGTHS, micro_batches=MICRO_BATCHES)
+    plan = plan_layout(STORED, layout, work, cluster=Cluster(ranks_per_node=ranks_per_node))
+    every = run_ranks(layout.world, moved, parallel, ranks_per_node)
+    assert [received for received, *_ in every] == plan.table["share_bytes"].tolist()
+    assert max(received for received, *_ in every) == plan.wire_bytes["rank"]
+    _, sent, held, heads = every[0]
+    assert sent == plan.wire_bytes["all_nodes"]
+    assert held == plan.wire_bytes["store"]
+    assert heads == plan.wire_bytes["heads"]
+
+
+def test_sixteen_thousand_ranks_are_planned_at_once() -> None:
+    plan = plan_layout(STORED, Parallel(tp=8, pp=4, dp=512), Work(lengths=(4096,), micro_batches=8))
+    assert plan.parallel.world == 16384
+    assert plan.wire_bytes["rank"] * 4 * 512 == plan.wire_bytes["store"]
+    # every share has a node of its own, and that of rank 0 is the only one that fetches none
+    assert plan.wire_bytes["all_nodes"] == (4 * 512 - 1) * plan.wire_bytes["fullest_node"]
 
 
 # ---- Megatron-Core's own groups, layers and schedules ----------------------------------------------------------------

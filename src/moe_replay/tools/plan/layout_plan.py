@@ -13,6 +13,8 @@ from moe_replay.routes.topology import MoeTopology
 from moe_replay.tools.plan.checks import Dimensions, ImpossibleLayoutError, find_problems
 from moe_replay.tools.plan.parallel import Parallel
 from moe_replay.tools.plan.work import RouteBytes, Work
+from moe_replay.train.trajectory_head import HEAD_BYTES
+from moe_replay.train.trajectory_wire import table_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,35 +101,64 @@ class Plan:
             "routing_layers": layers[where["pp"]],
             "batch_bytes": batch[where["pp"]],
             "step_bytes": step[where["pp"]],
+            "share_bytes": self.share_bytes[where["pp"]],
         }
         return where | numbers
 
     # ---- network ------------------------------------------------------------------------------------------------
 
     @cached_property
-    def wire_bytes(self) -> dict[str, int]:
-        """Bytes of a step's routes: from the engines once, into the busiest node, into all nodes; and as base64 int32.
-
-        A node reads the whole traces of the data-parallel ranks that it hosts a part of, once for all its ranks: the
-        blocks of the format contain all layers.
-        """
+    def share_bytes(self) -> np.ndarray:
+        """(stages,) int64: bytes of trajectories that a rank of each stage gets from the store of rank 0 in a step."""
         sizes = RouteBytes(self.topology)
-        shard = sizes.sequences(self.work) * self.work.micro_batches
-        nodes = np.arange(self.parallel.world) // self.cluster.ranks_per_node
-        pairs = np.unique(nodes * self.parallel.dp + self.table["dp"])
-        per_node = np.bincount(pairs // self.parallel.dp) * shard
+        counts = [sum(map(len, stage.routing_layers)) for stage in self.stages]
+        one = [sum(sizes.record(length, layers) for length in self.work.lengths) for layers in counts]
+        alone = self.parallel.world == 1  # it has them already
+        return np.array(one, np.int64) * (0 if alone else self.work.micro_batches)
+
+    @cached_property
+    def wire_bytes(self) -> dict[str, int]:
+        """Bytes of a step, as the trainer moves them (docs/scale.md).
+
+        step           routes, from the engines to rank 0, each prompt once per group
+        store          trajectories on rank 0, encoded once for each pipeline stage
+        heads          of all trajectories, into each rank
+        rank           trajectories of a rank, at most: mapped on the node of rank 0, fetched on others
+        all_nodes      into all nodes but that of rank 0: once for each share that ranks of a node need
+        fullest_node   into the busiest of them
+        step_as_base64_int32   `step` as most projects encode it
+        """
+        sizes, parallel = RouteBytes(self.topology), self.parallel
+        sequences = len(self.work.lengths) * self.work.micro_batches
+        stages = self.table["pp"]
+        nodes = np.arange(parallel.world) // self.cluster.ranks_per_node
+        fetched = np.unique(np.stack([nodes, self.table["dp"], self._layer_sets[stages]], axis=1)[nodes > 0], axis=0)
+        by_set = np.zeros(parallel.pp, np.int64)
+        by_set[self._layer_sets] = self.share_bytes + table_bytes(sequences)
+        per_node = np.bincount(fetched[:, 0], by_set[fetched[:, 2]], minlength=1)
         plain = sum(sizes.base64_int32(length) for length in self.work.lengths) * self.work.micro_batches
+        distinct = np.unique(self._layer_sets, return_index=True)[1]
         return {
-            "step": shard * self.parallel.dp,
-            "fullest_node": int(per_node.max()),
+            "step": sizes.sequences(self.work) * self.work.micro_batches * parallel.dp,
+            "store": int(self.share_bytes[distinct].sum()) * parallel.dp,
+            "heads": HEAD_BYTES * sequences * parallel.dp,
+            "rank": int(self.share_bytes.max()),
             "all_nodes": int(per_node.sum()),
-            "step_as_base64_int32": plain * self.parallel.dp,
+            "fullest_node": int(per_node.max()),
+            "step_as_base64_int32": plain * parallel.dp,
         }
+
+    @cached_property
+    def _layer_sets(self) -> np.ndarray:
+        """(stages,): stages with the same number have the same routing layers, which for several is none."""
+        sets = [sum(stage.routing_layers, ()) for stage in self.stages]
+        return np.array([sets.index(layers) for layers in sets])
 
     @property
     def wire_seconds(self) -> float:
-        """Seconds to transfer the routes of a step into the busiest node at full bandwidth."""
-        return self.wire_bytes["fullest_node"] * 8 / (self.cluster.gbit * 1e9)
+        """Seconds of a step's routes into the node of rank 0 and of its trajectories out of it, at full bandwidth."""
+        moved = self.wire_bytes["step"] + self.wire_bytes["all_nodes"]
+        return moved * 8 / (self.cluster.gbit * 1e9)
 
     # ---- output -------------------------------------------------------------------------------------------------
 

@@ -30,10 +30,13 @@ def plan_text(plan: Plan) -> str:
         *_stage_table(plan.stages),
         "",
         f"token ids of a micro-batch, for the token check: {size(plan.fed_bytes)} on each rank",
-        f"routes of a step on the wire: {size(wire['step'])} from the engines "
-        f"(as base64 int32 {size(wire['step_as_base64_int32'])}), {size(wire['fullest_node'])} into the busiest node, "
+        f"routes of a step: {size(wire['step'])} from the engines to rank 0 "
+        f"(as base64 int32 {size(wire['step_as_base64_int32'])})",
+        f"trajectories of a step: {size(wire['store'])} in the memory of rank 0, as much again while they are encoded; "
+        f"{size(wire['rank'])} for a rank at most, {size(wire['heads'])} of heads for each",
+        f"into other nodes than that of rank 0: {size(wire['fullest_node'])} into the busiest, "
         f"{size(wire['all_nodes'])} into all",
-        f"at {plan.cluster.gbit:g} Gbit/s a node: {plan.wire_seconds:.3g} s a step",
+        f"extrapolated from {plan.cluster.gbit:g} Gbit/s a node: {plan.wire_seconds:.3g} s a step for both",
         *(f"note: {note}" for note in plan.notes),
     ]
     return "\n".join(lines)

@@ -11,6 +11,7 @@ from moe_replay.routes.codec import Shape
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace_parts import narrowest_dtype
 from moe_replay.tools.plan.parallel import Parallel
+from moe_replay.train.trajectory_wire import record_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,12 +93,21 @@ class RouteBytes:
             return 0
         return rows + layers * rows * self.topology.top_k * narrowest_dtype(self.topology.num_experts).itemsize
 
-    def trace(self, tokens: int, *, whole: bool = False) -> int:
-        """Return the encoded bytes of a trace of one weight version; `whole`: the last token has a route."""
+    def trace(self, tokens: int, *, whole: bool = False, layers: int | None = None) -> int:
+        """Return the encoded bytes of a trace of one weight version; `whole`: the last token has a route.
+
+        layers   number of layers that it has; None: all
+        """
         experts = self.topology.num_experts
         id_bits = smallest_id_bits(experts)
-        layers = len(self.topology.layers)
+        layers = len(self.topology.layers) if layers is None else layers
         return Shape(tokens, layers, self.topology.top_k, experts, id_bits, int(not whole), 1).blob_bytes
+
+    def record(self, tokens: int, layers: int) -> int:
+        """Return the bytes of a trajectory that a rank with so many routing layers gets, without a sampling mask."""
+        return record_bytes(
+            self.trace(tokens, layers=max(layers, 1)), tokens
+        )  # its tokens come with one layer at least
 
     def base64_int32(self, tokens: int) -> int:
         """Return the bytes of base64-encoded int32 over all decoder layers, the encoding of most projects."""
