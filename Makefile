@@ -9,6 +9,7 @@ KILLS ?= 20
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 TRANSFORMERS4_TESTS ?= tests/replay/adapters tests/routes/test_topology.py tests/rollout/test_transformers.py tests/rollout/test_session.py tests/faults/test_model_folders.py
 
+EXTRAS ?= cli transformers train lora serve report trl megatron tensorboard
 MEGATRON_VERSIONS ?= 0.12.1 0.13.1 0.14.0 0.15.3 0.17.1 0.18.2 0.19.2
 
 # Tests of what is not installed are skipped, so nothing may be missing where everything is to be tested.
@@ -21,7 +22,7 @@ SHELL := /bin/bash
 # The tests start hundreds of Python processes: without bytecode each of them would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
-.PHONY: help train docs site test test-quick test-faults lint types unit test-transformers4 test-transformers-between test-sglang test-gpu test-megatron-versions mutants format bench clean
+.PHONY: help train test-extras docs site test test-quick test-faults lint types unit test-transformers4 test-transformers-between test-sglang test-gpu test-megatron-versions mutants format bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-26s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -93,6 +94,20 @@ test-megatron-versions: .venv/.ready ## Routers on every Megatron-Core from 0.12
 	  PYTHONPATH=.megatron/$$version:.megatron/triton OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q \
 	    tests/replay/adapters/test_megatron_versions.py; \
 	done
+
+test-extras: .venv/.ready ## Each extra of the wheel alone, installed by pip in a new environment, does one real step; not part of `make test`
+	@rm -rf build/extras && mkdir -p build/extras/files
+	@.venv/bin/python -m pip -qq wheel --no-deps --no-build-isolation -w build/extras .
+	@for extra in $(EXTRAS); do \
+	  echo "==> moe-replay[$$extra]"; \
+	  $(PYTHON) -m venv --clear build/extras/env; \
+	  build/extras/env/bin/python -m pip --disable-pip-version-check -qq install -r requirements/torch.txt; \
+	  build/extras/env/bin/python -m pip --disable-pip-version-check -qq install -c requirements/torch.txt \
+	    "$$(ls build/extras/*.whl)[$$extra]"; \
+	  rm -rf build/extras/files/run; \
+	  env -u PYTHONPATH OMP_NUM_THREADS=1 build/extras/env/bin/python tests/wheel/extras.py $$extra build/extras/files; \
+	done
+	@rm -rf build/extras
 
 test-gpu: ## vLLM, replay and routes on a GPU, with the `$(PYTHON)` of an environment that has vLLM and pytest; not part of `make test`
 	@echo "==> tests on a GPU"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import email
+import importlib.util
 import os
 import re
 import subprocess
@@ -9,14 +11,31 @@ import sys
 import tarfile
 import venv
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = Path(__file__).parent / "wheel" / "outside.py"
+EXTRAS = OUTSIDE.with_name("extras.py")
+
+
+def load_build() -> Any:
+    """The module that computes version and README when the package is built."""
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    assert spec.loader is not None
+    spec.loader.exec_module(module)
+    return module
+
+
+BUILD = load_build()
 
 
 @pytest.fixture(scope="module")
@@ -38,20 +57,68 @@ def built(what: str, project: Path, target: Path) -> list[Path]:
     return [target / name for name in done.stdout.split()]
 
 
-def needed_by(*names: str) -> set[str]:
-    """These distributions and all that they need, of what is installed here."""
-    found: set[str] = set()
-    waiting = list(names)
+def needed_by(*needs: str) -> set[str]:
+    """Distributions for these requirements, and all that they need in turn, of what is installed here."""
+    found: set[tuple[str, frozenset[str]]] = set()
+    waiting = list(needs)
     while waiting:
-        name = waiting.pop().lower().replace("_", "-")
+        need = Requirement(waiting.pop())
+        name, extras = need.name.lower().replace("_", "-"), frozenset(need.extras)
+        if (name, extras) in found:
+            continue
         try:
             requires = distribution(name).requires or []
-        except PackageNotFoundError:  # for another platform
+        except PackageNotFoundError:  # e.g. the GPU package of vLLM
             continue
-        if name not in found:
-            found.add(name)
-            waiting += [re.match(r"[\w.-]+", need)[0] for need in requires if "extra ==" not in need]
+        found.add((name, extras))
+        waiting += [one for one in requires if applies(Requirement(one), extras)]
+    return {name for name, _ in found}
+
+
+def applies(need: Requirement, extras: Iterable[str]) -> bool:
+    return need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in [*extras, ""])
+
+
+def needs_of_extra(wheel: Path, *extras: str) -> list[str]:
+    """What the wheel requires with these extras, those of its own resolved."""
+    with zipfile.ZipFile(wheel) as content:
+        (name,) = [name for name in content.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = email.message_from_bytes(content.read(name))
+    found: list[str] = []
+    waiting, seen = list(extras), set(extras)
+    for need in map(Requirement, metadata.get_all("Requires-Dist", [])):
+        if need.marker is None:
+            found.append(str(need))
+    while waiting:
+        extra = waiting.pop()
+        for need in map(Requirement, metadata.get_all("Requires-Dist", [])):
+            if need.marker is not None and applies(need, [extra]):
+                new = need.extras - seen if need.name == "moe-replay" else set()
+                waiting, seen = [*waiting, *new], seen | new
+                found += [] if need.name == "moe-replay" else [f"{need.name}[{','.join(need.extras)}]"]
     return found
+
+
+def make_environment(folder: Path, wheel: Path, needs: Iterable[str]) -> Path:
+    """A Python that has the wheel, what it needs as links to what is installed here, and nothing else."""
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
+    done = subprocess.run(install, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (packages,) = (folder / "lib").glob("python*/site-packages")
+    for name in needed_by(*needs):
+        for part in parts_of(name):
+            if part.exists() and not (packages / part.name).exists():
+                (packages / part.name).symlink_to(part)
+    return python
+
+
+def run_outside(python: Path, *words: object, cwd: Path) -> str:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run([python, *map(str, words)], cwd=cwd, env=clean, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def parts_of(name: str) -> Iterator[Path]:
@@ -68,22 +135,61 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         for path in (ROOT / "src" / "moe_replay").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert {name for name in names if ".dist-info/" not in name} == source
+    assert {name for name in names if ".dist-info/" not in name} == source | {"moe_replay/VERSION"}
     assert "moe_replay/py.typed" in names
 
 
 @pytest.mark.slow
 def test_the_wheel_works_with_numpy_and_torch_alone(wheel: Path, tmp_path: Path) -> None:
-    venv.create(tmp_path / "outside", symlinks=True)
-    python = tmp_path / "outside" / "bin" / "python"
-    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
-    done = subprocess.run(install, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (packages,) = (tmp_path / "outside" / "lib").glob("python*/site-packages")
-    for name in needed_by("torch", "numpy"):
-        for part in parts_of(name):
-            if part.exists() and not (packages / part.name).exists():
-                (packages / part.name).symlink_to(part)
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run([python, OUTSIDE], cwd=tmp_path, env=clean, capture_output=True, text=True)
-    assert done.stdout == "the wheel works\n", done.stderr
+    python = make_environment(tmp_path / "outside", wheel, ["torch", "numpy"])
+    assert run_outside(python, OUTSIDE, cwd=tmp_path) == "the wheel works\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", ["cli", "train", "serve", "report"])
+def test_an_extra_alone_does_one_real_step(wheel: Path, tmp_path: Path, demo_files: Any, extra: str) -> None:
+    """Without whatever else is installed here; `make test-extras` installs each for real, and the others too."""
+    needs = needs_of_extra(wheel, extra)
+    python = make_environment(tmp_path / "outside", wheel, needs)
+    assert "tests" not in needed_by(*needs)
+    (tmp_path / "demo").symlink_to(demo_files.model.parent.parent)
+    assert run_outside(python, EXTRAS, extra, tmp_path, cwd=tmp_path).endswith(f"[{extra}] works\n")
+
+
+def test_an_environment_has_only_what_an_extra_needs(wheel: Path) -> None:
+    assert "accelerate" not in needed_by(*needs_of_extra(wheel, "train"))
+    assert "tyro" not in needed_by(*needs_of_extra(wheel))
+    assert {"tyro", "transformers", "pydantic", "peft"} <= needed_by(*needs_of_extra(wheel, "lora"))
+
+
+# ---- versions and links ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("described", "commit", "expected"),
+    [
+        ("v0.2.0-0-gabc1234", "abc1234", "0.2.0"),
+        ("v0.2.0-7-gabc1234", "abc1234", "0.2.1.dev7+gabc1234"),
+        ("v1.0.0rc1-0-gabc1234", "abc1234", "1.0.0rc1"),
+        ("v1.0.0rc1-2-gabc1234", "abc1234", "1.0.0.dev2+gabc1234"),
+        ("", "abc1234", "0.1.0.dev0+gabc1234"),
+        ("", "", "0.1.0.dev0"),
+    ],
+)
+def test_versions_come_from_tags(described: str, commit: str, expected: str) -> None:
+    assert BUILD.from_description(described, commit) == expected
+    assert str(Version(expected)) == expected
+
+
+def test_links_of_the_readme_are_absolute_on_a_package_index(wheel: Path) -> None:
+    text = "[a](docs/a.md#b) [b](https://x.y/z) ![c](docs/c.png) [d](#here)"
+    told = "[a](R/blob/main/docs/a.md#b) [b](https://x.y/z) ![c](R/raw/main/docs/c.png) [d](#here)"
+    assert BUILD.absolute_links(text, "R") == told
+    with zipfile.ZipFile(wheel) as content:
+        (name,) = [name for name in content.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = content.read(name).decode()
+        version = content.read("moe_replay/VERSION").decode()
+    assert f"\nVersion: {version.strip()}\n" in metadata
+    assert "Project-URL: Repository, https://" in metadata
+    assert "Description-Content-Type: text/markdown" in metadata
+    assert not re.findall(r"\]\((?!https?://|#)[^)]*\)", metadata)

@@ -9,6 +9,7 @@ import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,7 +112,12 @@ class TransformersEngine:
         **options: Any,
     ) -> TransformersEngine:
         """Load a model by folder or name; options are those of Transformers' `from_pretrained` (dtype, device_map)."""
-        model = load_model(path, **options)
+        device = options.get("device_map")
+        if isinstance(device, str) and device in ("cpu", "cuda", "npu") and find_spec("accelerate") is None:
+            del options["device_map"]  # which Transformers leaves to accelerate
+            model = load_model(path, **options).to(device)
+        else:
+            model = load_model(path, **options)
         check_finite(model.named_parameters(), path)
         return cls(
             model,

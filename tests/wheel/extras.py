@@ -1,0 +1,134 @@
+"""One real step with an extra, run by a Python that has the wheel with this extra and nothing else of ours.
+
+python extras.py EXTRA FOLDER      # FOLDER: for files; the tiny model of the `train` steps is made there once
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import moe_replay as mr
+
+FOLDER = Path(sys.argv[2])
+
+
+def command(*words: object) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_replay.cli.main", *map(str, words)], capture_output=True, text=True, cwd=FOLDER
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def cli() -> None:
+    """Trace files are inspected."""
+    experts = np.array([[[0, 1]], [[1, 2]], [[0, 2]]], np.uint8)
+    trace = mr.RouteTrace([1, 2, 3], experts, (0,), num_experts=4)
+    with mr.TraceWriter(FOLDER / "traces.mrt") as writer:
+        writer.append(trace)
+    assert "1 traces, 3 tokens" in command("inspect", "traces.mrt")
+    assert "torch" in command("doctor")
+
+
+def transformers() -> None:
+    """Routes of a model are recorded and replayed."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = dict.fromkeys(("hidden_size", "moe_intermediate_size", "head_dim"), 16)
+    config = Qwen3MoeConfig(
+        vocab_size=99, num_hidden_layers=2, num_attention_heads=1, num_key_value_heads=1, num_experts=4,
+        num_experts_per_tok=2, **sizes,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config)
+    ids, layout = [[5, 6, 7]], mr.TokenLayout.padded([3])
+    replay = mr.attach(model)
+    with torch.no_grad(), replay.record() as recording:
+        model(torch.tensor(ids))
+    with replay.replay(mr.RouteBatch.from_traces(recording.traces(layout, ids), layout)):
+        model(torch.tensor(ids)).logits.sum().backward()
+
+
+def train(*options: str) -> None:
+    """A step of GRPO, with rollouts by Transformers."""
+    from moe_replay import demo
+
+    files = demo.prepare(FOLDER / "demo", quick=True)
+    command(
+        "train", "--output", "run", "--steps", 1, "--model.path", files.model, "--data.path", files.train,
+        "--model.dtype", "float32", "--rollout.engine", "transformers", "--rollout.prompts-per-step", 2,
+        "--rollout.num-generations", 2, "--rollout.max-tokens", 8, "--data.max-prompt-tokens", 32, "--replay.mode",
+        "r3", "--checkpoint.every", 0, *options,
+    )  # fmt: skip
+    (line,) = (FOLDER / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["routing/agreement"] > 0.5
+
+
+def lora() -> None:
+    """The same on adapters."""
+    train("--model.lora-rank", "2")
+
+
+def serve() -> None:
+    """The server's application is built and says that it needs a token."""
+    import asyncio
+    from unittest.mock import MagicMock
+
+    from moe_replay.rollout.request_limits import RequestLimits
+    from moe_replay.rollout.server_app import build_app
+
+    app = build_app(MagicMock(), "token", 1, RequestLimits())
+    sent: list[dict] = []
+
+    async def receive() -> dict:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/info", "headers": [], "query_string": b"", "root_path": ""}
+    asyncio.run(app(scope | {"http_version": "1.1", "scheme": "http", "client": None, "server": None}, receive, send))
+    assert sent[0]["status"] == 401, sent
+    assert "--max-requests" in command("rollout", "--help")
+
+
+def report() -> None:
+    """A figure is drawn."""
+    from moe_replay.report.rendering import render
+
+    assert render("line", "A line", "", lambda axes: axes.plot([1, 2])).png
+    assert "--output" in command("report", "--help")
+
+
+def megatron() -> None:
+    """Routes of a Megatron-Core model are replayed in its own schedule."""
+    example = Path(__file__).resolve().parents[2] / "examples" / "megatron_forward_step.py"
+    done = subprocess.run([sys.executable, example], capture_output=True, text=True, cwd=FOLDER)
+    assert done.returncode == 0, done.stderr
+
+
+def trl() -> None:
+    """The mixin stands before TRL's trainer."""
+    from trl import GRPOTrainer
+
+    from moe_replay.integrations.trl import RouterReplayMixin
+
+    assert issubclass(type("Trainer", (RouterReplayMixin, GRPOTrainer), {}), GRPOTrainer)
+
+
+def tensorboard() -> None:
+    """Metrics of a step reach TensorBoard."""
+    train("--log.tensorboard")
+    assert list((FOLDER / "run" / "tensorboard").iterdir())
+
+
+if __name__ == "__main__":
+    {one.__name__: one for one in (cli, transformers, train, lora, serve, report, megatron, trl, tensorboard)}[
+        sys.argv[1]
+    ]()
+    print(f"[{sys.argv[1]}] works")
