@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -283,3 +284,39 @@ def test_vllm_s_own_trainer_side_takes_the_shares(monkeypatch: pytest.MonkeyPatc
         assert all(torch.equal(packed[name], tensor + number) for name, tensor in WEIGHTS.items())
     assert [name for number in range(4) for name in actors[0].published[number]] == list(WEIGHTS)
     assert told == [INIT, START, UPDATE, FINISH, START, UPDATE, FINISH]
+
+
+def test_vllm_s_own_trainer_side_of_nccl_m2n_takes_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run: the plan, its checks and the send loop of vLLM 0.32. Replaced: NCCL and its extension."""
+    reason = "the installed vLLM has no nccl_m2n"
+    theirs = pytest.importorskip("vllm.distributed.weight_transfer.m2n_trainer", reason=reason)
+
+    from moe_replay.rollout.layer_shares import LayerShares
+
+    sent: list[Tensor] = []
+    stream = SimpleNamespace(synchronize=lambda: None)
+    library = SimpleNamespace(
+        Handle=SimpleNamespace(create=lambda config: "handle"),
+        Config=lambda max_cta: None,
+        reshard=lambda shard, *_, **__: sent.append(shard),
+    )
+    monkeypatch.setattr(theirs, "import_m2n", lambda: library)
+    monkeypatch.setattr(theirs, "trainer_init", lambda place, rank: "group")
+    monkeypatch.setattr(theirs, "publish_destination_placements", lambda group, root, own, count: [None] * count)
+    for name in ("comm_ptr", "to_mesh", "to_placements"):
+        monkeypatch.setattr(theirs, name, lambda *_: None)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda *_: stream)
+    told: list[tuple[str, Any]] = []
+    servers = {"http://a": Waiting(lambda path, body: told.append((path, body)), workers=4, tensor=2)}
+    client = vllm_transfer_engines.FleetClient("nccl_m2n", servers)
+    place = meeting_place("nccl_m2n", servers, lambda url: ("127.0.0.1", 1)) | {"timeout_s": 60.0}
+    shares = LayerShares(IteratorSource(WEIGHTS.items), replicated=True)
+    side = vllm_transfer_engines.trainer_side("nccl_m2n", shares, client, place, 0, 1)
+    side.send_weights()
+    shares.finish()
+    assert all(torch.equal(one, tensor) for one, tensor in zip(sent, WEIGHTS.values(), strict=True))
+    assert [path for path, _ in told] == [INIT, START, UPDATE, FINISH]
+    plan = told[0][1]["init_info"]
+    assert (plan["world_size"], plan["rank_offset"], plan["dst_mesh_dims"]) == (5, 1, [2, 2])
