@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from moe_replay.rollout.layer_shares import LayerShares
+from moe_replay.rollout.layer_shares import LayerShares, partition
 from moe_replay.rollout.pool import EnginePool
 from moe_replay.rollout.vllm_server import VllmServer
 from moe_replay.rollout.weight_sender import Meeting
@@ -21,6 +23,7 @@ from tests.distributed.megatron_training import make_config, open_backend
 
 CHUNK_BYTES = 2**15  # less than the model has, so that there are several chunks
 CPU = torch.device("cpu")
+LIMIT = timedelta(seconds=240)
 
 
 def small_chunks(*settings: Any) -> Meeting:
@@ -47,16 +50,41 @@ def send(
                 engine = SyncedEngine(stack.enter_context(EnginePool(clients, any_version=True)))
             report = EngineSync(config, CPU).send(backend.weight_source(), engine, version, None)
             found.append({"kind": report.kind, "nbytes": report.nbytes})
-    return [*found, share(backend.weight_source())]
+    return [*found, share(backend.weight_source(), f"{folder}/pulls")]
 
 
-def share(source: WeightSource) -> dict[str, Any]:
-    """Read this rank's share as vLLM's trainer side does, which asks for the groups that it holds and no further."""
+def share(source: WeightSource, pulls: str) -> dict[str, Any]:
+    """Read this rank's share as vLLM's trainer side of `sharded_rdt` does.
+
+    It asks for the groups that it holds and no further, and for none while two are not pulled yet; rank 0 ends when the
+    servers have pulled all groups, in their order.
+
+    pulls   file that says which groups are there, and which have been pulled
+    """
     shares = LayerShares(source)
-    groups, tensors = shares.iter_groups(), {}
+    every = partition([info.name for info in shares.metadata()])
+    store = dist.FileStore(pulls, -1)
+    servers = threading.Thread(target=pull, args=(dist.FileStore(pulls, -1), len(every)))
+    if dist.get_rank() == 0:
+        servers.start()
+    groups, waiting, tensors = shares.iter_groups(), [], {}
     for expected in shares.groups():
+        while len(waiting) > 1:
+            store.wait([f"pulled/{waiting.pop(0)}"], LIMIT)
         names, of_group = next(groups)
         assert names == expected
         tensors |= {name: tensor.clone() for name, tensor in zip(names, of_group, strict=True)}
+        waiting.append(every.index(expected))
+        store.set(f"published/{waiting[-1]}", "")
+    store.wait([f"pulled/{number}" for number in waiting], LIMIT)
+    if dist.get_rank() == 0:
+        servers.join()
     shares.finish()
     return {"held": list(shares.held_names()), "names": [info.name for info in shares.metadata()], "tensors": tensors}
+
+
+def pull(store: dist.Store, groups: int) -> None:
+    """Pull one group after the other, as servers do."""
+    for number in range(groups):
+        store.wait([f"published/{number}"], LIMIT)
+        store.set(f"pulled/{number}", "")
