@@ -81,13 +81,18 @@ class TrainCommand:
             raise
         if is_rank_0:
             _check_memory(config)
+        from moe_replay.report.model_card import newest_export, write_model_card
         from moe_replay.report.run_report import write_run_report
         from moe_replay.train.loop import train
         from moe_replay.train.run.interruption import InterruptHandler
 
+        def write_card_and_report(folder: Path) -> Path:
+            write_model_card(folder)
+            return write_run_report(folder)
+
         try:
             with InterruptHandler(ends_process=True) as interruption:
-                folder = train(config, write_report=write_run_report, interruption=interruption)
+                folder = train(config, write_report=write_card_and_report, interruption=interruption)
         except KeyboardInterrupt:
             if is_rank_0:
                 print("interrupted before a step began; the same command starts it again", file=sys.stderr)
@@ -96,6 +101,11 @@ class TrainCommand:
             if is_rank_0:
                 print(f"interrupted; to resume: moe-replay train {folder / 'config.toml'}", file=sys.stderr)
             sys.exit(ExitStatus.INTERRUPTED)
+        hub = config.checkpoint
+        if is_rank_0 and hub.push_to_hub and (export := newest_export(folder)) is not None:
+            from moe_replay.tools.hub import push_folder
+
+            print(f"pushed: {push_folder(export, hub.push_to_hub, private=hub.hub_private)}", flush=True)
 
     def _dry_run(self, config: TrainConfig, is_rank_0: bool) -> None:
         """Print what would happen, then everything that would stop the run; the status is that of the first of it."""

@@ -26,7 +26,7 @@ from moe_replay.tools.attribution.result import Attribution, AttributionError
 
 LOW_AGREEMENT = 0.8  # matched precisions agree on nine routes in ten; shifted routes agree on few
 FEW_STEPS = 10  # fewer say little about a run
-_MODES = {
+MODES = {
     "r3": "R3: routes recorded in the rollout are replayed",
     "r2": "R2: routes recorded in the old-log-prob pass are replayed",
     "off": "no routing replay",
@@ -90,7 +90,7 @@ def _steps(run: RunRecord) -> str:
 
 
 def _summary(run: RunRecord) -> Iterator[str]:
-    mode = _MODES.get(run.mode, "Routing replay: unknown")
+    mode = MODES.get(run.mode, "Routing replay: unknown")
     yield f"{mode}{f' ({run.reason})' if run.reason else ''}."
     reward = run["reward/mean"]
     if len(reward.finite) == 1:
@@ -109,7 +109,7 @@ def _mismatch_summary(run: RunRecord) -> Iterator[str]:
         numbers = f"{format_number(scored.finite.mean())} per token with native routing"
         yield f"The mean k3 between rollout and trainer was {numbers}; the median over steps was {_median(scored)}."
         return
-    without, replayed = _k3_native_and_replayed(run)
+    without, replayed = k3_native_and_replayed(run)
     if not len(without.values):
         yield (
             f"The mean k3 between rollout and trainer was {format_number(scored.finite.mean())} per token with the "
@@ -129,7 +129,7 @@ def _mismatch_summary(run: RunRecord) -> Iterator[str]:
     )
 
 
-def _k3_native_and_replayed(run: RunRecord) -> tuple[Series, Series]:
+def k3_native_and_replayed(run: RunRecord) -> tuple[Series, Series]:
     """Return k3 without and with replay, each in the steps in which both were measured."""
     replayed, native = (run[f"mismatch/{passes}/k3_kl"] for passes in ("rollout_vs_old", "rollout_vs_native"))
     known = [series.steps[np.isfinite(series.values)] for series in (replayed, native)]
@@ -142,7 +142,7 @@ def _about_mismatch(run: RunRecord) -> str:
     if not run.scored_with_replay:
         return text
     text += " Blue: with replay. Orange: without."
-    without, replayed = _k3_native_and_replayed(run)
+    without, replayed = k3_native_and_replayed(run)
     level = is_level(without.median, replayed.median)
     return f"{text} {explain_level(run['routing/agreement'].median)}" if level else text
 
@@ -161,7 +161,7 @@ def _cards(run: RunRecord) -> Iterator[Card]:
     yield _card_at_end("reward", run, "reward/mean")
     if len(run["eval/reward"].finite):
         yield _card_at_end("evaluation", run, "eval/reward")
-    without, replayed = _k3_native_and_replayed(run)
+    without, replayed = k3_native_and_replayed(run)
     if run.scored_with_replay and len(without.values):
         for name, series in (("k3 without replay", without), ("k3 with replay", replayed)):
             yield Card(name, format_number(float(series.values.mean())), f"mean; median {_median(series)}")

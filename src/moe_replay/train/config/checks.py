@@ -67,6 +67,8 @@ def problems(config: Sections) -> Iterator[str]:
     yield from _algorithm(config)
     yield from _optim(config)
     yield from _reward(config.reward)
+    if config.checkpoint.push_to_hub and not (config.checkpoint.export and config.checkpoint.at_end):
+        yield "checkpoint.push_to_hub: there is no export at the end; set checkpoint.export and checkpoint.at_end"
 
 
 def _unusable(config: Sections) -> Iterator[str]:

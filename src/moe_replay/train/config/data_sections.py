@@ -69,6 +69,10 @@ class CheckpointConfig(Section):
     """Write checkpoints while training goes on, from copies in host memory: a step waits for the copies alone."""
     export: bool = True
     """Put the weights in each checkpoint as a Transformers folder too."""
+    push_to_hub: str = Field("", pattern=r"^([\w.-]+/)?[\w.-]*$")
+    """Repository on the Hugging Face Hub that the export goes to when the run is complete, as owner/name; "": none."""
+    hub_private: bool = True
+    """Create that repository as a private one."""
     optimizer: bool = True
     """Keep the optimizer's state in checkpoints; without it they are smaller, and a resumed run starts it anew."""
 
