@@ -39,7 +39,7 @@ COMMANDS: dict[str, CommandSource] = {
     "doctor": CommandSource("doctor", "DoctorCommand", "check what routing replay can do on this machine"),
     "plan": CommandSource("plan", "PlanCommand", "check a parallel layout and its memory before it runs"),
     "inspect": CommandSource("inspect", "InspectCommand", "show the contents of trace files"),
-    "convert": CommandSource("convert", "ConvertCommand", "print the recipe for a command of ms-swift or verl"),
+    "convert": CommandSource("convert", "ConvertCommand", "commands of ms-swift or verl to recipes, dumps to traces"),
     "report": CommandSource("report", "ReportCommand", "write the report page of a run"),
     "compare": CommandSource("compare", "CompareCommand", "compare runs on one page"),
     "completion": CommandSource("completion", "CompletionCommand", "print a script for completion in bash, zsh, fish"),
