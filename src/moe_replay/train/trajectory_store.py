@@ -31,6 +31,7 @@ from moe_replay.routes.trace import RouteTrace
 from moe_replay.train.section_server import LENGTH, SectionServer
 from moe_replay.train.trajectory_wire import read_section, read_table, record_parts, table, table_bytes
 from moe_replay.train.types import Trajectory
+from moe_replay.utils.exit_status import ExitStatus
 from moe_replay.utils.memory_files import anonymous_file, write_at
 from moe_replay.utils.messages import one_line
 
@@ -40,7 +41,7 @@ Layers = tuple[int, ...]
 class StoreError(MoeReplayError):
     """Trajectories that could not be read from the rank that holds them."""
 
-    exit_status = 1
+    exit_status = ExitStatus.FAILED
 
 
 class BatchRef(NamedTuple):
