@@ -138,5 +138,6 @@ def test_cuda_is_named_only_where_nothing_else_will_do() -> None:
         # weights reach engines by CUDA IPC and NCCL, where torch has CUDA and nothing else
         *(f"rollout/{name}.py" for name in ("staging", "transfer", "weight_receiver", "weight_sender")),
         "rollout/plain_vllm_weights.py",
+        "rollout/sglang_weights.py",
     }
     assert {name for name in named if not name.startswith("megatron/cpu/")} == allowed
