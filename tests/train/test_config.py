@@ -265,6 +265,8 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"reward": {"functions": ["accuracy", "format"], "weights": [1.0]}}, "1 weights for 2 functions"),
         ({"weights": {"delta": True}}, "weights.delta: only servers"),
         ({"weights": {"delta": True, "kind": "nccl"}, "rollout": {"engines_per_node": 2}}, "not by nccl"),
+        ({"weights": {"kind": "sharded_rdt"}}, "sharded_rdt is an engine of `vllm serve`, not of"),
+        ({"weights": {"kind": "nccl_m2n"}}, "rollout.engine = plain_vllm_server"),
         ({"reward": {"functions": ["format", "format"]}}, "'format' is listed twice"),
         ({"checkpoint": {"keep": 0}}, "keep"),
         ({"name": "a/b"}, "name"),
