@@ -86,6 +86,7 @@ def test_the_table_and_what_fails(folder: str, capsys: pytest.CaptureFixture[str
     assert "samples 4 prompts" in printed.err
 
 
+@pytest.mark.slow
 def test_files_are_written(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="the page has figures")
     target = tmp_path / "report"

@@ -161,6 +161,7 @@ ROWS = (
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(
     rows=st.lists(ROWS, max_size=3),

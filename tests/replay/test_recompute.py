@@ -44,6 +44,7 @@ def expected_gradients(model, replay, inputs, routes):
 ORDERS = list(itertools.permutations(range(MICRO_BATCHES)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_backward_in_any_order(checkpoint, experts):

@@ -85,6 +85,7 @@ def test_prompts_one_by_one_from_a_running_loop(client: VllmServer) -> None:
     assert [sample.prompt_ids.tolist() for (sample,) in asyncio.run(both())] == [[1, 2], [3]]
 
 
+@pytest.mark.slow
 def test_more_prompts_than_the_server_takes_wait_in_the_client(url: str) -> None:
     with VllmServer(url, token=TOKEN, max_concurrent=4) as client:
         assert len(client.generate([[token] for token in range(1, 20)], SamplingParams(max_tokens=2))) == 19

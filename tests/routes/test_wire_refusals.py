@@ -38,6 +38,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.slow
 def test_every_change_of_one_byte_is_refused() -> None:
     blob = encode_trace(make_trace(1, 1, 1))
     for position in range(len(blob)):

@@ -312,6 +312,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 HOST = st.from_regex(r"[a-z0-9]{1,8}(:[1-9][0-9]{0,3})?", fullmatch=True)
 
 
+@pytest.mark.slow
 @given(
     path=TEXT,
     options=st.dictionaries(TEXT, TEXT | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False)),

@@ -74,6 +74,7 @@ def logits_of(model: nn.Module) -> torch.Tensor:
         return model.eval()(input_ids=random_ids(2, 12)).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
 @pytest.mark.parametrize("targets", ["experts", "everything"])
 def test_merged_weights_and_the_adapter_are_what_the_policy_computes(

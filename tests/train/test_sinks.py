@@ -173,6 +173,7 @@ def test_mlflow_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert (again[1], again[3]) == (1.5, 2)
 
 
+@pytest.mark.slow
 def test_weights_and_biases_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offline: what would be sent is in a file, which holds names and values as text."""
     pytest.importorskip("wandb")

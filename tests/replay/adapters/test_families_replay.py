@@ -185,6 +185,7 @@ def test_rows_without_a_route_visit_the_native_experts(model_type):
     assert_visited(model, replay.sites[first], outputs[first], mixed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", HANDING_OUT)
 def test_rows_without_a_route_get_the_native_gates(model_type):
     """Bit by bit, for any set of rows; the others get what they would if all rows had a route."""
