@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
+_ELSEWHERE = "192.0.2.1"  # an address of no machine (RFC 5737), reached by the default route
 
 
 def machine_id() -> str:
@@ -24,3 +25,14 @@ def address_towards(host: str) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # sends nothing: it only picks the route
         return str(probe.getsockname()[0])
+
+
+def own_address() -> str:
+    """Return the address of this machine on the way to the launcher's, or to the world; else the loopback."""
+    for host in (os.environ.get("MASTER_ADDR"), _ELSEWHERE):
+        try:
+            if host is not None:
+                return address_towards(host)
+        except OSError:  # no such name, no way there
+            continue
+    return LOOPBACK

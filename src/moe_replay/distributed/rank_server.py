@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hmac
 import json
-import os
 import secrets
 import socket
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from moe_replay.distributed.machines import LOOPBACK, address_towards
+from moe_replay.distributed.machines import LOOPBACK, address_towards, own_address
 from moe_replay.distributed.ranks import all_gather_text, from_rank_0
 
 TOKEN_BYTES = 32
@@ -33,13 +32,14 @@ def open_rank_server(machines: Sequence[str], doing: str) -> RankServer:
     """
     hosts = [""] * len(machines)
     if len(set(machines)) > 1:
-        hosts = all_gather_text(address_towards(os.environ.get("MASTER_ADDR", LOOPBACK)))
+        hosts = all_gather_text(own_address())
     elsewhere = [host for host, machine in zip(hosts, machines, strict=True) if machine != machines[0]]
     listeners: list[socket.socket] = []
 
     def listen() -> str:
         host = address_towards(elsewhere[0]) if elsewhere else LOOPBACK
-        listeners.append(socket.create_server((host, 0), backlog=BACKLOG))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listeners.append(socket.create_server((host, 0), family=family, backlog=BACKLOG))
         return json.dumps([host, listeners[0].getsockname()[1], secrets.token_hex(TOKEN_BYTES)])
 
     host, port, token = json.loads(from_rank_0(listen, doing))

@@ -18,7 +18,7 @@ from moe_replay.distributed.control import control_group, wait_within
 from moe_replay.errors import MoeReplayError
 from moe_replay.utils.exit_status import ExitStatus
 
-FAILED_PATIENCE = timedelta(seconds=20)
+FAILED_PATIENCE = timedelta(seconds=30)
 """How long a rank that has failed waits for the others to reach the same point; then the failure is told to them."""
 
 
