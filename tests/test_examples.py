@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,6 +76,27 @@ def test_the_command_is_in_the_first_lines(name: str) -> None:
 
 def test_record_and_replay(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "refused    the model is fed another token" in run_here("record_and_replay.py", capsys, monkeypatch)
+
+
+def test_notebook_of_a_shifted_route(capsys: pytest.CaptureFixture) -> None:
+    """Its code cells, in order; what they find is what the notebook shows as their output."""
+    cells = json.loads((EXAMPLES / "shifted_route.ipynb").read_text())["cells"]
+    names: dict[str, Any] = {}
+    shown = ""
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+            shown += "".join(text for output in cell["outputs"] for text in output["text"])
+    printed = capsys.readouterr().out
+    names["replay"].detach()
+    for found in (
+        "aligned\n100.0% of routes recorded",
+        "one token late: routes are one token late [layer 1, 2, 3, 4, 5, 6, 7]",
+        "one layer late: routes are one layer late in all layers",
+        "the model is fed another token than the routes belong to [sample 0, token 0]",
+    ):
+        assert found in printed
+        assert found in shown
 
 
 @pytest.mark.parametrize("mode", ["r2", "r3"])
