@@ -29,7 +29,7 @@ from moe_replay.utils.processes import start_time
 
 SILENCE_S = 600.0
 """Seconds without a sign of life after which a rank counts as lost, unless the run says otherwise."""
-GRACE_S = 20.0
+GRACE_S = 15.0
 """Seconds in which a rank closes what it has opened, once another one has ended; less than torchrun grants."""
 NOTICE_S = 5.0
 """Seconds between the end of a connection and that of the process it belonged to."""

@@ -90,8 +90,9 @@ def process_group(device: torch.device, silence_s: float = SILENCE_S) -> Iterato
     backend = collective_backends(device)
     if "RANK" in os.environ:
         try:
-            dist.init_process_group(backend)
-        except (dist.DistError, ValueError) as error:
+            store, rank, world_size = next(dist.rendezvous("env://"))
+            dist.init_process_group(backend, store=_of_this_start(store), rank=rank, world_size=world_size)
+        except (RuntimeError, ValueError) as error:
             raise LaunchError(
                 f"the ranks cannot be connected: {one_line(error)}",
                 remedy="Start with torchrun; --master-port must be free, and --master-addr that of the first machine",
@@ -105,6 +106,15 @@ def process_group(device: torch.device, silence_s: float = SILENCE_S) -> Iterato
     finally:
         dist.destroy_process_group()
         watch.stop()
+
+
+def _of_this_start(store: dist.Store) -> dist.Store:
+    """Return the part of the launcher's store for this start of the ranks.
+
+    torchrun keeps one store when it restarts ranks (--max-restarts): in it they would find the addresses of those
+    that have died.
+    """
+    return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def open_backend(config: TrainConfig, folder: str, device: torch.device) -> Backend:
