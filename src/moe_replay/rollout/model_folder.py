@@ -80,7 +80,7 @@ def load_model(folder: str | Path, *, config: Any = None, trust_remote_code: boo
     """
     if config is None:
         config = read_config(folder, trust_remote_code=trust_remote_code)
-    _check_experts(folder)
+    check_experts(folder)
     with _refused(str(folder)), _without_load_report():
         model, report = _transformers().AutoModelForCausalLM.from_pretrained(
             folder,
@@ -123,15 +123,26 @@ def _check_report(model: Any, report: Mapping[str, Any], folder: str | Path) -> 
             found=f"in their place {_some(unknown)}" if unknown else None,
             remedy=_COMPLETE,
         )
-    if more := _more_layers(model, report["unexpected_keys"]):
+    _check_layers(model, report["unexpected_keys"], folder)
+
+
+def check_unexpected(model: Any, names: Iterable[str], folder: str | Path) -> None:
+    """Raise if tensors of a folder that are not the model's are those of more layers; log the others."""
+    ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    _check_layers(model, [name for name in names if not any(one.search(name) for one in ignored)], folder)
+
+
+def _check_layers(model: Any, unexpected: Iterable[str], folder: str | Path) -> None:
+    unexpected = sorted(unexpected)
+    if more := _more_layers(model, unexpected):
         raise ModelError(
             f"{folder} has {len(more)} tensors of layers that the model does not have",
             expected=f"{model.config.get_text_config().num_hidden_layers} layers, as config.json says",
             found=_some(more),
             remedy="Correct num_hidden_layers in config.json",
         )
-    if report["unexpected_keys"]:  # of other parts: a vision tower, layers that predict several tokens
-        logger.warning("not used, as not part of the model: %s in %s", _some(sorted(report["unexpected_keys"])), folder)
+    if unexpected:  # of other parts: a vision tower, layers that predict several tokens
+        logger.warning("not used, as not part of the model: %s in %s", _some(unexpected), folder)
 
 
 def _misshapen(model: Any, reported: Iterable[Any], folder: str | Path) -> Iterator[tuple[str, Shape, Shape]]:
@@ -160,7 +171,7 @@ def _more_layers(model: Any, unexpected: Iterable[str]) -> list[str]:
     )
 
 
-def _check_experts(folder: str | Path) -> None:
+def check_experts(folder: str | Path) -> None:
     """Raise if a layer lacks tensors of one of its experts, or has one of another shape than those of the others."""
     shapes = _stored_shapes(Path(folder))
     layers: dict[str, dict[str, dict[int, Shape]]] = {}

@@ -102,7 +102,7 @@ def load_into(model: nn.Module, weights: NamedTensors) -> None:
             group[name] = tensor
             if len(group) < len(parts[target]):
                 continue
-            _copy(live[target], _to_model(model, target, incomplete.pop(target)), target)
+            _copy(live[target], model_tensor(model, target, incomplete.pop(target)), target)
         written.add(live[target].data_ptr())
     missing = [name for name, tensor in live.items() if tensor.data_ptr() not in written]  # tied ones share memory
     if missing:
@@ -137,7 +137,7 @@ def _to_checkpoint(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Ten
     return revert_weight_conversion(model, {name: tensor})  # type: ignore[arg-type]
 
 
-def _to_model(model: Any, target: str, parts: dict[str, Tensor]) -> Tensor:
+def model_tensor(model: Any, target: str, parts: dict[str, Tensor]) -> Tensor:
     """Return the tensor of the live model that these checkpoint tensors make up."""
     if list(parts) == [target]:
         return parts[target]

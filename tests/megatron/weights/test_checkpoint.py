@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from moe_replay.megatron.weights.checkpoint import INDEX, Checkpoint
 from moe_replay.megatron.weights.errors import WeightMapError
@@ -82,3 +83,44 @@ def test_a_quantized_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
     with pytest.raises(WeightMapError, match=r"quantized.*fp8.*bfloat16"):
         Checkpoint(tmp_path)
+
+
+# ---- published in 8 bits ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(256, 128), (130, 257), (5, 300), (128, 1)])
+def test_weights_in_eight_bits_are_multiplied_with_the_scales_of_their_blocks(
+    tmp_path: Path, shape: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(shape).to(torch.float8_e4m3fn)
+    scales = torch.rand(-(-shape[0] // 128), -(-shape[1] // 128)) + 0.5
+    wanted = torch.empty(shape)
+    for row in range(shape[0]):
+        for column in range(shape[1]):
+            wanted[row, column] = values[row, column].float() * scales[row // 128, column // 128]
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": fp8}))
+    save_file({"a.weight": values, "a.weight_scale_inv": scales, "norm": torch.ones(3)}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.names == {"a.weight", "norm"}
+    assert (checkpoint.dtype("a.weight"), checkpoint.dtype("norm")) == (torch.bfloat16, torch.float32)
+    rows, columns = shape
+    for at in (
+        (slice(0, rows), slice(0, columns)),
+        (slice(rows // 3, rows), slice(0, columns // 2 + 1)),
+        (slice(rows - 1, rows), slice(columns - 1, columns)),
+    ):
+        assert torch.equal(checkpoint.read("a.weight", at), wanted[at])
+    assert torch.equal(checkpoint.whole("a.weight"), wanted.bfloat16())
+
+
+@pytest.mark.parametrize("scales", [None, (1, 3)])
+def test_scales_that_do_not_fit_are_named(tmp_path: Path, scales: tuple[int, int] | None) -> None:
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": fp8}))
+    tensors = {"a.weight": torch.ones(130, 300).to(torch.float8_e4m3fn)}
+    tensors |= {} if scales is None else {"a.weight_scale_inv": torch.ones(scales)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightMapError, match=r"scales of a\.weight .*expected a\.weight_scale_inv of shape \(2, 3\)"):
+        _ = Checkpoint(tmp_path).names

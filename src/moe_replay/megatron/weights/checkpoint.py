@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_replay.megatron.weights import block_scales
 from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.tensor_slices import Shape, Slices
 
@@ -24,12 +25,7 @@ class Checkpoint:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.config: dict[str, Any] = self._json("config.json")
-        if "quantization_config" in self.config:
-            raise WeightMapError(
-                "a quantized checkpoint cannot be loaded into Megatron-Core",
-                found=self.config["quantization_config"],
-                remedy="Convert it to bfloat16 first",
-            )
+        self._block = block_scales.block_size(self.config)
 
     def _file(self, name: str) -> Path:
         path = self.folder / name
@@ -84,10 +80,26 @@ class Checkpoint:
             raise WeightMapError(f"{self.folder / INDEX} lists no files", expected='"weight_map": {tensor: file, ...}')
         return listed
 
+    @cached_property
+    def _scales(self) -> dict[str, str]:
+        """Name of the scales of each tensor in 8 bits, by tensor name; empty if nothing is quantized."""
+        if self._block is None:
+            return {}
+        scales = {}
+        for name in self._files:
+            if str(self._files[name].get_slice(name).get_dtype()).startswith("F8"):
+                scale, wanted = name + block_scales.SUFFIX, block_scales.scale_shape(self.shape(name), self._block)
+                found = self.shape(scale) if scale in self._files else None
+                if found != wanted:
+                    problem = f"the scales of {name} in {self.folder} are missing or do not fit"
+                    raise WeightMapError(problem, expected=f"{scale} of shape {wanted}", found=found)
+                scales[name] = scale
+        return scales
+
     @property
     def names(self) -> set[str]:
-        """Names of all tensors."""
-        return set(self._files)
+        """Names of all tensors, scales of quantized ones excluded."""
+        return set(self._files) - set(self._scales.values())
 
     @cached_property
     def is_fused(self) -> bool:
@@ -99,9 +111,20 @@ class Checkpoint:
         return tuple(self._files[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of one tensor."""
+        """Return the dtype of one tensor; bfloat16 for one in 8 bits."""
+        if name in self._scales:
+            return torch.bfloat16
         return self.read(name, tuple(slice(0, 0) for _ in self.shape(name))).dtype
 
     def read(self, name: str, slices: Slices) -> Tensor:
-        """Read a slice of one tensor, and nothing else of it."""
-        return self._files[name].get_slice(name)[slices]
+        """Read a slice of one tensor, and nothing else of it; one in 8 bits is read as float32."""
+        values = self._files[name].get_slice(name)[slices]
+        scale = self._scales.get(name)
+        if scale is None or self._block is None:
+            return values
+        scales = self._files[scale].get_slice(scale)[block_scales.blocks_of(slices, self._block)]
+        return block_scales.dequantized(values, scales, slices, self._block)
+
+    def whole(self, name: str) -> Tensor:
+        """Read all of one tensor, in its `dtype`."""
+        return self.read(name, tuple(slice(0, size) for size in self.shape(name))).to(self.dtype(name))

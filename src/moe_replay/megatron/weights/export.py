@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_replay.distributed.ranks import all_gather_text, barrier, raise_on_all_ranks, rank, world_size
+from moe_replay.megatron.weights.block_scales import KEY
 from moe_replay.megatron.weights.checkpoint import FILE_BYTES, INDEX
 from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.rollout.weight_source import Turns, WeightSource
@@ -113,8 +114,21 @@ def _write_share(
         written[-1].write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     for path in _config_and_tokenizer_files(like):
         written.append(folder / path.name)
-        shutil.copyfile(path, written[-1])
+        if path.name == "config.json":
+            _copy_config(path, written[-1])
+        else:
+            shutil.copyfile(path, written[-1])
     return written
+
+
+def _copy_config(source: Path, target: Path) -> None:
+    """Copy a model's config; what is written is not quantized, so it must not say so."""
+    config = json.loads(source.read_text(encoding="utf-8"))
+    if isinstance(config, dict) and KEY in config:
+        del config[KEY]
+        target.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    else:
+        shutil.copyfile(source, target)
 
 
 class _InTurn(Turns):

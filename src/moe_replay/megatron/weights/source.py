@@ -270,4 +270,4 @@ def _extra_tensors(like: Checkpoint, family: Family) -> Iterator[tuple[str, Tens
         return
     for name in sorted(like.names):
         if extra.match(name):
-            yield name, like.read(name, tuple(slice(0, size) for size in like.shape(name)))
+            yield name, like.whole(name)

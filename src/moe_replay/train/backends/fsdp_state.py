@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moe_replay.train.backends.rank_state import Optimized, RankState
 from moe_replay.train.backends.regions import Place, Rows
+from moe_replay.train.backends.sharded_model import row_offset
 
 
 class FsdpState(RankState):
@@ -45,7 +46,4 @@ def _place(name: str, tensor: Tensor) -> Rows:
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Rows(name, shape)
-    (placement,) = tensor.placements
-    assert placement == Shard(0), f"{name} is sharded as {placement}"
-    rows = -(-shape[0] // tensor.device_mesh.size())
-    return Rows(name, shape, min(rows * tensor.device_mesh.get_local_rank(), shape[0]))
+    return Rows(name, shape, row_offset(tensor))

@@ -53,6 +53,20 @@ def add_adapters(model: Any, config: ModelConfig) -> None:
         ) from refusal
 
 
+def initialized(model: nn.Module, seed: int) -> nn.Module:
+    """Give the adapters of a model on the `meta` device memory on the host and first values, as peft draws them."""
+    from peft.tuners.lora import LoraLayer
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for module in model.modules():
+            if isinstance(module, LoraLayer):
+                module.lora_A.to_empty(device="cpu")
+                module.lora_B.to_empty(device="cpu")
+                module.reset_lora_parameters(_ADAPTER, True)
+    return model
+
+
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Disable the adapters inside this context: the model that training started from."""
