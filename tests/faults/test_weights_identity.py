@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -28,6 +29,7 @@ from moe_replay.rollout.vllm_server import VllmServer
 from moe_replay.rollout.weights import checkpoint_tensors
 from moe_replay.train.job import Job
 from moe_replay.train.loop import train
+from moe_replay.train.rollouts import Rollouts
 from tests.rollout.serving import serving
 from tests.rollout.tiny import assert_sampled_from, tiny_model
 from tests.train.runs import tiny_config
@@ -120,6 +122,58 @@ def test_a_server_that_restarts_changes_nothing(
     assert engine.restarts == 2
     assert all(line["completion/staleness_max"] == 0 for line in disturbed)
     assert disturbed == run("calm")
+
+
+class Hanging(Restartable):
+    """Hangs in its first request of step 2, and is back at once with its start weights."""
+
+    hung = False
+
+    async def generate_one(self, prompt: Any, params: SamplingParams) -> Any:
+        if self.weight_version == 1 and not self.hung:
+            self.hung = True
+            self.restart()
+            await asyncio.sleep(3600)
+        return await super().generate_one(prompt, params)
+
+
+class Waiting(Restartable):
+    """Samples in step 2 only when the other server has the weights again."""
+
+    other: Hanging
+
+    async def generate_one(self, prompt: Any, params: SamplingParams) -> Any:
+        async with asyncio.timeout(300):
+            while self.weight_version == 1 and not (self.other.hung and self.other.weight_version == 1):
+                await asyncio.sleep(0.02)
+        return await super().generate_one(prompt, params)
+
+
+@pytest.mark.slow
+def test_a_server_that_hangs_and_restarts_is_sent_the_weights_while_others_sample(
+    demo_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stalls nobody beyond the timeout, and serves again in the same step."""
+    monkeypatch.setattr("moe_replay.train.sequences.ASK_S", 0.1)
+    restored: list[Any] = []
+    monkeypatch.setattr(Rollouts, "restore", lambda rollouts, state: restored.append(state))
+
+    def start() -> TransformersEngine:
+        return TransformersEngine.from_pretrained(demo_files.model)
+
+    hanging, waiting = Hanging(start), Waiting(start)
+    waiting.other = hanging
+    with ExitStack() as stack:
+        urls = [stack.enter_context(serving(build_app(engine, TOKEN))) for engine in (hanging, waiting)]
+        for engine in (hanging, waiting):
+            stack.callback(lambda engine=engine: engine.close())
+        rollout = {"engine": "vllm_server", "urls": urls, "token": TOKEN, "options": {"timeout": 6.0}}
+        config = tiny_config(demo_files.model, demo_files.train, tmp_path / "run", steps=2, rollout=rollout)
+        lines = [json.loads(line) for line in (train(config) / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert hanging.restarts == 1
+    assert restored == []  # the step was not begun again
+    assert all(line["completion/staleness_max"] == 0 for line in lines)
 
 
 @pytest.mark.slow

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +42,16 @@ class _PendingGroup(NamedTuple):
     number: int
 
 
+@dataclass(slots=True)
+class _Collected:
+    """Groups of the step that is being sampled, and the state before its first prompt was drawn."""
+
+    state_before: dict[str, int]
+    refills: int
+    kept: list[Group] = field(default_factory=list)
+    without_signal: list[Group] = field(default_factory=list)
+
+
 class Rollouts:
     """Produces one rollout batch per step, from an engine whose weights are synced by the trainer in between."""
 
@@ -66,6 +76,7 @@ class Rollouts:
         self._scorer = open_scorer(config.reward, rewards)
         self._sampler.start(self._scorer.start())
         self._pending: deque[_PendingGroup] = deque()
+        self._collected: _Collected | None = None
         self._next_group = 0
         self._timeouts_before = 0
         self._params = sampling_params(config.rollout)
@@ -100,6 +111,7 @@ class Rollouts:
         for pending in self._pending:
             pending.group.cancel()
         self._pending.clear()
+        self._collected = None
 
     def _epochs(self) -> float:
         """Return how often the batches so far have passed over the prompts; groups in flight do not count."""
@@ -110,34 +122,54 @@ class Rollouts:
 
     def next(self, version: int, progress: ProgressCallback | None = None) -> RolloutBatch:
         """Return the rollout batch of the next step; `version` is that of the weights that will be trained on it."""
-        wanted = self._config.rollout.prompts_per_step
-        before = self.state
-        self._submit(wanted * (1 + self._config.rollout.max_staleness) - len(self._pending))
+        batch = self.next_unless(None, version, progress)
+        assert batch is not None
+        return batch
+
+    def next_unless(
+        self, give_up: Callable[[], bool] | None, version: int, progress: ProgressCallback | None = None
+    ) -> RolloutBatch | None:
+        """Return the same, or None as soon as `give_up` says so; the next call goes on with the same groups."""
+        if self._collected is None:
+            before = self.state
+            ahead = 1 + self._config.rollout.max_staleness
+            self._submit(self._config.rollout.prompts_per_step * ahead - len(self._pending))
+            refills = self._config.algorithm.max_refills if self._config.algorithm.dynamic_sampling else 0
+            self._collected = _Collected(before, refills)
+        collected = self._collected
         try:
-            return self._collect(wanted, version, progress)
+            if not self._collect(collected, give_up, progress):
+                return None
         except EngineUnavailableError:  # all of it can be sampled again, by an engine that is available again
             self._cancel_pending()
-            self.restore(before)
+            self.restore(collected.state_before)
             raise
+        self._collected = None
+        missing = self._config.rollout.prompts_per_step - len(collected.kept)
+        # Too few groups with a signal: the others complete the batch, with advantages of zero.
+        groups = collected.kept + collected.without_signal[:missing]
+        return self._batch(groups, len(collected.without_signal), version)
 
-    def _collect(self, wanted: int, version: int, progress: ProgressCallback | None) -> RolloutBatch:
-        kept: list[Group] = []
-        without_signal: list[Group] = []
-        refills = self._config.algorithm.max_refills if self._config.algorithm.dynamic_sampling else 0
-        while len(kept) < wanted:
-            if not self._pending and refills == 0:
+    def _collect(
+        self, collected: _Collected, give_up: Callable[[], bool] | None, progress: ProgressCallback | None
+    ) -> bool:
+        """Add the groups of a step in order; return False if that was given up."""
+        wanted = self._config.rollout.prompts_per_step
+        while len(collected.kept) < wanted:
+            if not self._pending and collected.refills == 0:
                 break
             if not self._pending:
-                refills -= 1
-                self._submit(wanted - len(kept))
-            group = self._sampler.result(self._pending.popleft().group)
+                collected.refills -= 1
+                self._submit(wanted - len(collected.kept))
+            if not self._sampler.wait(self._pending[0].group, give_up):
+                return False
+            group = self._pending.popleft().group.result()
             useful = bool(has_signal(group.rewards[None])[0])
-            (kept if useful or not self._config.algorithm.dynamic_sampling else without_signal).append(group)
+            counts = useful or not self._config.algorithm.dynamic_sampling
+            (collected.kept if counts else collected.without_signal).append(group)
             if progress is not None:
-                progress(len(kept) * self._params.n, wanted * self._params.n)
-        # Too few groups with a signal: the others complete the batch, with advantages of zero.
-        kept += without_signal[: wanted - len(kept)]
-        return self._batch(kept, len(without_signal), version)
+                progress(len(collected.kept) * self._params.n, wanted * self._params.n)
+        return True
 
     def _batch(self, groups: Sequence[Group], dropped: int, version: int) -> RolloutBatch:
         rewards = np.stack([group.rewards for group in groups])

@@ -7,6 +7,8 @@ ends, whatever the others do.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -28,6 +30,8 @@ from moe_replay.train.tools import ToolSet
 from moe_replay.utils.hang_watch import WATCH
 
 T = TypeVar("T")
+ASK_S = 5.0
+"""Seconds between two questions whether a wait should be given up."""
 FirstTurn = Callable[[], Awaitable[Sample]]
 FirstTurns = Callable[[], Sequence[FirstTurn]]
 """Called in the event loop: returns how each of the n samples of a prompt gets its first turn."""
@@ -134,19 +138,33 @@ class SequenceSampler:
 
     def result(self, future: Future[T]) -> T:
         """Wait for a result, and for environments: one that blocks its event loop is an error, not a wait forever."""
-        if self._environment is None:
-            return future.result()
-        limit_s = self._config.environment_timeout_s
+        self.wait(future)
+        return future.result()
+
+    def wait(self, future: Future[Any], give_up: Callable[[], bool] | None = None) -> bool:
+        """Wait until a result is there, as `result` does; return False if `give_up`, asked from time to time, says so.
+
+        give_up   asked every `ASK_S` seconds
+        """
+        if self._environment is None and give_up is None:
+            wait([future])
+            return True
+        limit_s = math.inf if self._environment is None else self._config.environment_timeout_s
+        asked = time.monotonic()
         with WATCH.waiting(limit_s):  # without a gap between the waits inside, each of which starts its timer anew
             while not _is_done(future, limit_s):
                 if self._environments.blocked_s() > limit_s:
-                    name = environment_name(self._environment)
+                    name = environment_name(self._environment) if self._environment is not None else ""
                     raise EpisodeError(
                         f"environment {name} has blocked the event loop for {limit_s:g} s",
                         remedy="Await what takes long, e.g. with asyncio.to_thread, "
                         "or raise rollout.environment_timeout_s",
                     )
-        return future.result()
+                if give_up is not None and time.monotonic() - asked >= ASK_S:
+                    if give_up():
+                        return False
+                    asked = time.monotonic()
+        return True
 
 
 def _is_done(future: Future[Any], limit_s: float) -> bool:

@@ -39,7 +39,7 @@ def roll_out(
 
     rollouts   on rank 0, None on the others
     version    of the weights that are trained on it
-    refit      sends the weights again if a server has lost them, before sampling or when no other server is left
+    refit      sends the weights again if a server has lost them, before sampling or while others sample
     """
     for tries_left in reversed(range(MAX_REFITS + 1)):
         refit()
@@ -47,7 +47,9 @@ def roll_out(
         with raise_on_all_ranks("sampling"):
             if rollouts is not None:
                 try:
-                    made = SharedBatch.put(rollouts.next(version, progress), store)
+                    give_up = rollouts.engine.lacks_weights if tries_left else None
+                    batch = rollouts.next_unless(give_up, version, progress)
+                    made = None if batch is None else SharedBatch.put(batch, store)
                 except EngineUnavailableError:
                     if not tries_left or not rollouts.engine.lacks_weights():
                         raise
