@@ -178,3 +178,21 @@ def test_options_that_make_no_sense(words: tuple[str, ...], text: str, capsys: p
 
 def test_unknown_options_are_wrong_use_too() -> None:
     assert status("--modle", "x") == 2
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_is_too_large_is_warned_about(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moe_replay.cli.verify import VerifyCommand
+    from moe_replay.tools import memory_check
+
+    assert VerifyCommand(device="cpu")._trainer_dtype == "float32"
+    assert VerifyCommand(device="cpu", dtype="bfloat16")._trainer_dtype == "bfloat16"
+    VerifyCommand(device="cpu")._trainer(folder)
+    assert "warning" not in capsys.readouterr().err
+    monkeypatch.setattr(memory_check, "weights_memory", lambda model, dtype, device: (122 * 2**30, 80 * 2**30))
+    VerifyCommand(device="cpu")._trainer(folder)
+    assert "needs 122.0 GiB on cpu, where 80.0 are free" in capsys.readouterr().err

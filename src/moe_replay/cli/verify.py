@@ -69,8 +69,8 @@ class VerifyCommand:
     """Sampling temperature."""
     seed: int = 0
     """Of sampling and of random prompts."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type that the trainer computes in."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type that the trainer computes in; auto: bfloat16 on a GPU, as in training by default, float32 on a CPU."""
     attention: str = "sdpa"
     """Attention of the trainer: sdpa, eager, flash_attention_2, ..."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
@@ -251,18 +251,40 @@ class VerifyCommand:
         from moe_replay.utils.device import device_type
 
         device = device_type(self.device)
+        _warn_of_memory(folder, self._trainer_dtype, device, trust_remote_code=self.trust_remote_code)
         model = load_model(
             folder,
             trust_remote_code=self.trust_remote_code,
-            dtype=getattr(torch, self.dtype),
+            dtype=getattr(torch, self._trainer_dtype),
             attn_implementation=self.attention,
         )
         return model.to(device)
 
+    @property
+    def _trainer_dtype(self) -> str:
+        from moe_replay.utils.device import device_type
+
+        if self.dtype != "auto":
+            return self.dtype
+        return "float32" if device_type(self.device) == "cpu" else "bfloat16"
+
     def _trainer_labels(self) -> dict[str, str]:
         from transformers import __version__
 
-        return {"trainer": f"Transformers {__version__} {self.dtype}"}
+        return {"trainer": f"Transformers {__version__} {self._trainer_dtype}"}
+
+
+def _warn_of_memory(folder: str, dtype: str, device: str, *, trust_remote_code: bool) -> None:
+    """Say how much memory the trainer's model takes, and warn if there is less."""
+    from moe_replay.rollout.model_folder import read_config
+    from moe_replay.tools.memory_check import weights_memory
+
+    needed, free = weights_memory(read_config(folder, trust_remote_code=trust_remote_code), dtype, device)
+    if needed > free:
+        _tell(
+            f"warning: the trainer's model in {dtype} needs {needed / 2**30:.1f} GiB on {device}, where "
+            f"{free / 2**30:.1f} are free: --dtype bfloat16 takes half of float32, --device cpu uses host memory"
+        )
 
 
 @contextmanager

@@ -30,8 +30,9 @@ from moe_replay.rollout.vllm_arguments import (
     without_launcher_variables,
 )
 from moe_replay.rollout.vllm_capture import RouteSource, token_logprobs
-from moe_replay.rollout.vllm_console import engine_console
+from moe_replay.rollout.vllm_console import engine_console, failure_file, noted_failure
 from moe_replay.rollout.vllm_masks import MASK_OPTION, MaskReturn
+from moe_replay.rollout.vllm_memory import memory_share, not_started
 from moe_replay.rollout.vllm_outputs import OutputReader
 from moe_replay.rollout.vllm_release import WORKING_VERSIONS, VllmRelease, returns_routes
 from moe_replay.rollout.weight_chunks import packed
@@ -55,6 +56,8 @@ def start(request: StartRequest) -> Engine:
         options["enable_sleep_mode"] = True
     if request.lora is not None:
         options |= adapter_options(request.lora)
+    if (share := memory_share(request)) is not None:
+        options["gpu_memory_utilization"] = share
     with without_launcher_variables(), engine_console():
         return request.call(
             VllmEngine,
@@ -140,17 +143,14 @@ class VllmEngine(AsyncSampler):
     async def _start(self, arguments: Any, folder: Path) -> Any:
         from moe_replay.rollout.vllm_processes import start_llm
 
+        notes = failure_file(folder)
         try:
             llm = start_llm(arguments)
         except (
             *(ValueError, TypeError, LookupError, AttributeError),
             *(ImportError, NotImplementedError, AssertionError, RuntimeError),
         ) as failure:
-            raise EngineError(
-                f"{self.name} did not start with routes: {one_line(failure)}",
-                expected=f"vLLM {WORKING_VERSIONS}",
-                remedy="Its log above names the cause; without routes it cannot be used here",
-            ) from failure
+            raise not_started(str(self.name), noted_failure(notes) or one_line(failure)) from failure
         if self._routes.capture != "ours" and not returns_routes(llm.vllm_config):
             llm.shutdown()
             raise EngineError(f"{self.name} disabled the return of routes", expected=f"vLLM {WORKING_VERSIONS}")

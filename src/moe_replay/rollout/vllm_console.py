@@ -11,11 +11,15 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
+
+from moe_replay.utils.messages import one_line
 
 LEVEL = "VLLM_LOGGING_LEVEL"
 _TOLD = "MOE_REPLAY_ENGINE_CONSOLE"
+_FAILURE = "MOE_REPLAY_ENGINE_FAILURE"
 _MEAN_NOTHING = {
     ": Failed to load weights": "tables that no checkpoint has (RotaryEmbedding); an update that lacks weights fails",
     "Passing raw prompts to InputProcessor is deprecated": "token ids in, token ids out",
@@ -51,6 +55,40 @@ def leave_out_what_means_nothing() -> None:
         for handler in logging.getLogger("vllm").handlers:
             if _means_something not in handler.filters:
                 handler.addFilter(_means_something)
+
+
+def failure_file(folder: Path) -> Path:
+    """Return the file in which processes that vLLM starts from now on note why they failed."""
+    file = folder / "failure.txt"
+    os.environ[_FAILURE] = str(file)
+    return file
+
+
+def note_failures() -> None:
+    """Have errors that vLLM logs in this process noted in the file of `failure_file`; again changes nothing."""
+    log, file = logging.getLogger("vllm"), os.environ.get(_FAILURE)
+    if file and not any(isinstance(handler, _FailureNote) for handler in log.handlers):
+        log.addHandler(_FailureNote(file))
+
+
+def noted_failure(file: Path) -> str | None:
+    """Return what vLLM has named first as the cause of a failure."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    return lines[0] if lines else None
+
+
+class _FailureNote(logging.Handler):
+    """Appends the error of a log record to a file, a line each."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__(logging.ERROR)
+        self._file = file
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            with suppress(OSError), open(self._file, "a", encoding="utf-8") as notes:  # of an engine that is gone
+                notes.write(f"{one_line(error)}\n")
 
 
 def _means_something(record: logging.LogRecord) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from moe_replay.rollout.vllm_console import leave_out_what_means_nothing
+from moe_replay.rollout.vllm_console import leave_out_what_means_nothing, note_failures
 from moe_replay.utils.processes import end_with_parent, leave_process_group
 from moe_replay.utils.signals import SIGNALS
 
@@ -27,6 +27,7 @@ class OwnGroupUniProcExecutor(UniProcExecutor):
     """One worker, in the process of the engine core."""
 
     def _init_executor(self) -> None:
+        note_failures()
         _detach()
         super()._init_executor()
 
@@ -35,6 +36,7 @@ class OwnGroupMultiprocExecutor(MultiprocExecutor):
     """Workers in processes of their own, started by the engine core."""
 
     def _init_executor(self) -> None:
+        note_failures()
         _detach()
         super()._init_executor()
 
@@ -103,3 +105,4 @@ def _detach() -> None:
 
 _end_with_announced_parent()  # where vLLM has spawned the process that imports this
 leave_out_what_means_nothing()
+note_failures()

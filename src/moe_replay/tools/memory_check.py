@@ -70,3 +70,11 @@ def _check_host(config: TrainConfig, sizes: ModelSizes) -> str:
 def host_memory() -> int:
     """Return the bytes of memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def weights_memory(model: Any, dtype: str, device: str) -> tuple[int, int]:
+    """Return the bytes of a model's weights in a type, and the bytes that are free for them on a device."""
+    needed = ModelSizes.of(model).total * getattr(torch, dtype).itemsize
+    if device == "cpu":
+        return needed, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return needed, torch.get_device_module(device).mem_get_info()[0]

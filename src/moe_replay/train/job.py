@@ -25,6 +25,7 @@ from moe_replay.train.inputs import Inputs, ReadData, epochs_in_words, read_inpu
 from moe_replay.train.learner import Learner
 from moe_replay.train.preflight import check_config
 from moe_replay.train.probe import ProbeSequence
+from moe_replay.train.replay_mode import plan_replay
 from moe_replay.train.rollouts import Rollouts
 from moe_replay.train.run import rng
 from moe_replay.train.run.checkpoint import Checkpoints, TrainerState
@@ -111,6 +112,10 @@ class Job:
             with watch:
                 run = stack.enter_context(Run.open(config))
                 progress = stack.enter_context(ConsoleProgress(config.steps))
+                plan, chosen = plan_replay(config), ""
+                if config.replay.mode == "auto":
+                    chosen = "; chosen by replay.mode = auto (docs/training.md#replay-modes)"
+                progress.message(f"routing replay: {plan.mode} ({plan.reason}); correction: {plan.correction}{chosen}")
                 read = ReadData()
                 with raise_on_all_ranks("checking the configuration"):
                     if rank() == 0:
@@ -176,8 +181,6 @@ class Job:
             self._progress.resume(self.completed_steps)
             self._progress.message(f"resuming after step {self.completed_steps}{_lost(state)}")
         self._run.begin(after=self.completed_steps)
-        plan = self.learner.plan
-        self._progress.message(f"routing replay: {plan.mode} ({plan.reason}); correction: {plan.correction}")
         self.sync_weights(version=self.completed_steps)  # shows at once whether the engine accepts them
 
     def finish(self) -> Path:

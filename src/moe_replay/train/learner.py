@@ -146,6 +146,11 @@ class Learner:
         return self._alignment.check()
 
     def _score_natively(self, batches: Sequence[MicroBatch], metrics: MetricAccumulator) -> None:
+        if self.plan.mode != "r3":  # the old log-probs are those of a native pass
+            for batch in batches:
+                if batch.old_logprobs is not None and not batch.is_dummy:
+                    metrics.add_logprobs("rollout_vs_native", batch.rollout_logprobs, batch.old_logprobs)
+            return
         for batch, scores in zip(batches, self.backend.score(batches, Routing("native")), strict=True):
             if scores is not None and not batch.is_dummy:
                 metrics.add_logprobs("rollout_vs_native", batch.rollout_logprobs, scores.logprobs)

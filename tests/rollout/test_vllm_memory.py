@@ -1,0 +1,49 @@
+"""vLLM's share of a GPU beside a trainer, and the cause of a start that fails. No vLLM and no GPU are needed."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from moe_replay.errors import EngineError
+from moe_replay.rollout import vllm_console
+from moe_replay.rollout.vllm_memory import GIB, not_started, share_of
+
+
+def test_an_engine_that_sleeps_gets_what_is_free() -> None:
+    share, left = share_of(60 * GIB, 80 * GIB, held=15 * GIB, sleeps=True)
+    assert (share, left) == (0.73, GIB)
+    assert share * 80 <= 59
+    assert share_of(79 * GIB, 80 * GIB, held=0, sleeps=False)[0] == 0.92
+
+
+def test_an_engine_that_stays_awake_leaves_room_for_gradients_and_optimizer() -> None:
+    share, left = share_of(70 * GIB, 80 * GIB, held=8 * GIB, sleeps=False)
+    assert left == (1 + 24 + 8) * GIB
+    assert share == 0.46
+    with pytest.raises(EngineError, match=r"no room.*30.0 GiB free.*will need 69.0.*rollout\.sleep"):
+        share_of(30 * GIB, 80 * GIB, held=20 * GIB, sleeps=False)
+
+
+def test_the_first_error_of_vllms_processes_is_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_REPLAY_ENGINE_FAILURE", "")  # put back after the test
+    log = logging.getLogger("vllm")
+    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr(log, "propagate", False)
+    file = vllm_console.failure_file(tmp_path)
+    assert vllm_console.noted_failure(file) is None
+    vllm_console.note_failures()
+    vllm_console.note_failures()
+    assert len(log.handlers) == 1
+    log.warning("something else")
+    for cause in ("less than desired GPU memory utilization (0.92)", "Engine core initialization failed"):
+        try:
+            raise ValueError(cause)
+        except ValueError:
+            logging.getLogger("vllm.v1.engine.core").exception("EngineCore failed to start.")
+    told = str(not_started("vLLM 0.30.0", vllm_console.noted_failure(file) or ""))
+    assert told.startswith("vLLM 0.30.0 did not start with routes. Set rollout.options.gpu_memory_utilization lower")
+    assert told.endswith("less than desired GPU memory utilization (0.92)")
+    assert str(not_started("vLLM", "no such model")) == "vLLM did not start with routes. no such model"
