@@ -80,7 +80,8 @@ def test_a_run_survives_the_death_of_a_rank_in_every_part_of_a_step(demo_files: 
         found[kind] = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
         deaths = re.findall(r"dying in (\w+)", told)
         assert deaths == (PARTS if kind == "dying" else []), told
-        assert told.count("error on rank 0: rank 1 ended during the run") == len(deaths), told
+        # Rank 0 says so when it stops by itself, when it is ended because it did not, or both.
+        assert told.count("rank 0: rank 1 ended during the run") >= len(deaths), told
         # The first checkpoint may not have been written yet when a rank dies in step 2.
         assert told.count("resuming after step") in (range(len(deaths) - 1, len(deaths) + 1) if deaths else [0])
     assert [line["step"] for line in found["dying"]] == list(range(1, 8))
