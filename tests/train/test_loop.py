@@ -19,7 +19,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 from moe_replay.errors import ReplayStateError
+from moe_replay.tools.model_config import model_config
+from moe_replay.tools.plan.memory import MemoryPlan, plan_memory
+from moe_replay.tools.plan.sizes import ModelSizes
 from moe_replay.train.config.file import to_toml
+from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.job import DivergedError
 from moe_replay.train.learner import Learner
 from moe_replay.train.loop import train
@@ -261,6 +265,11 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+def planned_memory(config: TrainConfig) -> MemoryPlan:
+    """What `moe-replay plan` says of a run on one rank."""
+    return plan_memory(config, ModelSizes.of(model_config(config.model.path)), gpus=1, gpu_gib=80.0)
+
+
 @pytest.mark.parametrize("kind", ["fsdp", "megatron"])
 def test_checkpoints_without_the_optimizer_keep_the_weights(
     config: Config, metrics_of: Metrics, capsys: pytest.CaptureFixture[str], kind: str
@@ -283,6 +292,11 @@ def test_checkpoints_without_the_optimizer_keep_the_weights(
     ends = [weights_in(folder / "checkpoints/step-00000003/policy") for folder in (whole, lean)]
     assert ends[0].keys() == ends[1].keys()
     assert any(not torch.equal(ends[0][name], ends[1][name]) for name in ends[0])  # but another step was taken
+    for folder, step, optimizer in ((whole, 3, True), (lean, 2, False)):
+        planned = planned_memory(config("planned", checkpoint={"optimizer": optimizer}, **settings))
+        written = (folder / f"checkpoints/step-{step:08d}/policy/rank-00000.safetensors").stat().st_size
+        assert written == pytest.approx(planned.saved, rel=0.05)  # names and step counts are not planned
+        assert planned.staged == planned.saved
 
 
 def test_the_export_is_what_was_trained(config: Config, demo_files: Any) -> None:
@@ -294,6 +308,8 @@ def test_the_export_is_what_was_trained(config: Config, demo_files: Any) -> None
     held = weights_in(folder / "checkpoints/step-00000003/policy")
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, held[f"model.{name}"]), name
+    written = sum(file.stat().st_size for file in exported.glob("*.safetensors"))
+    assert written == pytest.approx(planned_memory(config(checkpoint={"export": True})).exported, rel=0.05)
     before = AutoModelForCausalLM.from_pretrained(demo_files.model).state_dict()
     assert not torch.equal(model.state_dict()["model.norm.weight"], before["model.norm.weight"])
     assert AutoTokenizer.from_pretrained(exported)("1+2=")["input_ids"]

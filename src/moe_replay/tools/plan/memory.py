@@ -32,11 +32,17 @@ class MemoryPlan:
 
     capacity   bytes of a GPU
     host       bytes of host memory that all ranks of a run keep together
+    saved      bytes of a checkpoint that each rank writes
+    staged     bytes of host memory that each rank holds while a checkpoint is written
+    exported   bytes of the export in a checkpoint, written by all ranks together
     """
 
     phases: Mapping[str, Parts]
     capacity: float
     host: float
+    saved: float = 0.0
+    staged: float = 0.0
+    exported: float = 0.0
 
     @cached_property
     def totals(self) -> dict[str, float]:
@@ -62,6 +68,13 @@ class MemoryPlan:
             lines.append(f"  {phase:<22}{self.totals[phase] / GIB:>6.1f}  = {shown}{mark}")
         if self.host:
             lines.append(f"host memory, all ranks together: {self.host / GIB:.0f} GiB")
+        if self.saved:
+            parts = [f"{self.saved / GIB:.1f} GiB on each rank"]
+            if self.staged:
+                parts.append(f"{self.staged / GIB:.1f} of them in host memory while it is written")
+            if self.exported:
+                parts.append(f"an export of {self.exported / GIB:.1f} GiB by all ranks")
+            lines.append(f"a checkpoint: {', '.join(parts)}")
         return "\n".join(lines)
 
 
@@ -93,7 +106,12 @@ def plan_memory(config: TrainConfig, sizes: ModelSizes, *, gpus: int, gpu_gib: f
     host = (trainer.weights + trainer.reference + trainer.optimizer) * gpus if offload else 0.0
     if config.rollout.sleep and engine.total:
         host += engine.weights * engine.gpus * (config.rollout.sleep_level == 1)
-    return MemoryPlan(phases, gpu_gib * GIB, host)
+    saving = config.checkpoint
+    saves = saving.every or saving.at_end
+    saved = (trainer.saved_weights + (trainer.saved_optimizer if saving.optimizer else 0.0)) if saves else 0.0
+    merges = not config.model.lora_rank or config.model.lora_merge
+    exported = _BYTES[config.model.dtype] * sizes.total if saves and saving.export and merges else 0.0
+    return MemoryPlan(phases, gpu_gib * GIB, host, saved, saved if saving.asynchronous else 0.0, exported)
 
 
 # ---- trainer --------------------------------------------------------------------------------------------------------
@@ -107,6 +125,7 @@ class _Trainer:
     gathered         parameters gathered for a layer and the next one, and for embedding and head
     reduced          gradients of layers on their way to the ranks that keep them
     sent             a layer on its way to the engine, and one parameter that it is made of
+    saved_weights    in a checkpoint; `saved_optimizer` likewise
     """
 
     weights: float
@@ -120,6 +139,8 @@ class _Trainer:
     scoring: float
     logits: float
     sent: float
+    saved_weights: float
+    saved_optimizer: float
 
 
 def _fsdp(config: TrainConfig, sizes: ModelSizes, ranks: int) -> _Trainer:
@@ -144,6 +165,8 @@ def _fsdp(config: TrainConfig, sizes: ModelSizes, ranks: int) -> _Trainer:
         scoring=working,
         logits=_logits(config, sizes, 1),
         sent=compute * (max(sizes.layer, sizes.embedding) + sizes.largest),
+        saved_weights=4 * trained / ranks,
+        saved_optimizer=8 * trained / ranks,
     )
 
 
@@ -175,11 +198,12 @@ def _megatron(config: TrainConfig, sizes: ModelSizes, ranks: int) -> _Trainer:
     granularity = backend.megatron.get("recompute_granularity")
     full = granularity == "full" or (config.model.gradient_checkpointing and granularity is None)
     local = experts + dense
+    optimizer = state * (dense / shards[0] + experts / shards[1])
     return _Trainer(
         weights=compute * local,
         gradients=4 * local,
         kept_gradients=4 * local,
-        optimizer=state * (dense / shards[0] + experts / shards[1]),
+        optimizer=optimizer,
         reference=compute * local if config.algorithm.beta > 0 else 0,
         gathered=0,
         reduced=0,
@@ -187,6 +211,8 @@ def _megatron(config: TrainConfig, sizes: ModelSizes, ranks: int) -> _Trainer:
         scoring=working,
         logits=_logits(config, sizes, tp),
         sent=compute * (max(sizes.layer, sizes.embedding) + sizes.largest),
+        saved_weights=compute * local,
+        saved_optimizer=optimizer,
     )
 
 
