@@ -35,9 +35,9 @@ from moe_replay.distributed.control import open_control_group
 from moe_replay.distributed.ranks import barrier
 from moe_replay.rollout.types import FinishReason
 from moe_replay.routes.trace import RouteTrace
-from moe_replay.train.shared_batch import SharedBatch
-from moe_replay.train.trajectory_store import RankStore
-from moe_replay.train.trajectory_wire import trajectories_from_bytes, trajectories_to_bytes
+from moe_replay.train.trajectories.shared_batch import SharedBatch
+from moe_replay.train.trajectories.store import RankStore
+from moe_replay.train.trajectories.wire import trajectories_from_bytes, trajectories_to_bytes
 from moe_replay.train.types import RolloutBatch, Trajectory
 
 LAYERS, TOP_K, EXPERTS = tuple(range(48)), 8, 128
@@ -134,7 +134,7 @@ def on_rank(way: str, rank: int, ranks: int, sequences: int, tokens: int, port: 
 def run(way: str, ranks: int, sequences: int, tokens: int) -> list[Cost]:
     """The cost of every rank."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "moe_replay.train.trajectory_store"])
+    context.set_forkserver_preload(["torch.distributed", "moe_replay.train.trajectories.store"])
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     pipes = [context.Pipe(duplex=False) for _ in range(ranks)]

@@ -28,7 +28,7 @@ from moe_replay.train import launch
 from moe_replay.train.backends.base import Backend, Routing
 from moe_replay.train.batches import mini_batches
 from moe_replay.train.micro_batch import MicroBatch
-from moe_replay.train.shared_batch import SharedBatch
+from moe_replay.train.trajectories.shared_batch import SharedBatch
 from moe_replay.train.types import Trajectory
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -34,9 +34,9 @@ from moe_replay.rollout.vllm_server import VllmServer
 from moe_replay.routes.trace import RouteTrace
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt, PromptStream
+from moe_replay.train.reward_pool.scoring import InProcess, RewardPool, Samples, Scorer
 from moe_replay.train.rewards import load_reward
 from moe_replay.train.rollouts import Rollouts
-from moe_replay.train.scoring import InProcess, RewardPool, Samples, Scorer
 from moe_replay.train.synced_engine import SyncedEngine
 
 N = 8

@@ -25,7 +25,7 @@ from moe_replay.train import launch
 from moe_replay.train.backends.fsdp import FsdpBackend
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.learner import Learner
-from moe_replay.train.shared_batch import SharedBatch
+from moe_replay.train.trajectories.shared_batch import SharedBatch
 from moe_replay.train.types import Trajectory
 
 SIZES: dict[str, dict[str, Any]] = {

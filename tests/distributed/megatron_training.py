@@ -21,8 +21,8 @@ from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.losses.clipped import clipped_surrogate
 from moe_replay.train.losses.types import LossInputs, LossSettings
 from moe_replay.train.micro_batch import MicroBatch
-from moe_replay.train.shared_batch import SharedBatch
-from moe_replay.train.trajectory_wire import trajectories_from_bytes, trajectories_to_bytes
+from moe_replay.train.trajectories.shared_batch import SharedBatch
+from moe_replay.train.trajectories.wire import trajectories_from_bytes, trajectories_to_bytes
 from moe_replay.train.types import Trajectory
 from tests.megatron.weights.models import VOCABULARY, save_checkpoint, tiny
 from tests.models import perturb_routers

@@ -14,10 +14,10 @@ import pytest
 from moe_replay.distributed.collectives import broadcast_bytes
 from moe_replay.distributed.control import open_control_group
 from moe_replay.distributed.ranks import barrier, from_rank_0, rank
-from moe_replay.train.shared_batch import SharedBatch
-from moe_replay.train.trajectory_head import HEAD_BYTES
-from moe_replay.train.trajectory_store import BatchRef, RankStore, StoreError
-from moe_replay.train.trajectory_wire import trajectories_from_bytes, trajectories_to_bytes
+from moe_replay.train.trajectories.head import HEAD_BYTES
+from moe_replay.train.trajectories.shared_batch import SharedBatch
+from moe_replay.train.trajectories.store import BatchRef, RankStore, StoreError
+from moe_replay.train.trajectories.wire import trajectories_from_bytes, trajectories_to_bytes
 from moe_replay.train.types import RolloutBatch, Trajectory
 from tests.distributed import harness, megatron_models
 from tests.distributed.test_training import save_model

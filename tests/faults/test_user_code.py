@@ -25,6 +25,7 @@ from moe_replay.train.episode import EpisodeError
 from moe_replay.train.rewards import Reward, RewardError, load_reward, score
 from moe_replay.train.rollouts import Rollouts
 from moe_replay.train.sequences import SequenceSampler
+from moe_replay.utils.exit_status import ExitStatus
 from moe_replay.utils.plugins import PluginError
 
 
@@ -219,7 +220,7 @@ def test_a_process_ends_although_a_thread_of_a_users_function_does_not() -> None
         command.main()
     """)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1
+    assert done.returncode == ExitStatus.FAILED
     assert done.stderr == "error: environment mine:game did not return within 1 s\n"
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from moe_replay.errors import EngineError
-from moe_replay.rollout import vllm_console
-from moe_replay.rollout.vllm_memory import GIB, not_started, share_of
+from moe_replay.rollout import vllm_console, vllm_memory
+from moe_replay.rollout.engine import StartRequest
+from moe_replay.rollout.vllm_memory import GIB, memory_share, not_started, share_of
 
 
 def test_an_engine_that_sleeps_gets_what_is_free() -> None:
@@ -25,6 +27,26 @@ def test_an_engine_that_stays_awake_leaves_room_for_gradients_and_optimizer() ->
     assert share == 0.46
     with pytest.raises(EngineError, match=r"no room.*30.0 GiB free.*will need 69.0.*rollout\.sleep"):
         share_of(30 * GIB, 80 * GIB, held=20 * GIB, sleeps=False)
+
+
+def test_the_share_is_computed_where_the_process_uses_the_gpu_and_nobody_has_set_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = SimpleNamespace(
+        is_initialized=lambda: used, mem_get_info=lambda: (60 * GIB, 80 * GIB), memory_allocated=lambda: 15 * GIB
+    )
+    monkeypatch.setattr(vllm_memory, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(vllm_memory, "device_module", lambda device: gpu)
+    used = True
+    assert memory_share(StartRequest(model="model", sleep=True)) == 0.73
+    assert "0.73 of the GPU's memory: 60.0 of 80.0 GiB are free" in capsys.readouterr().err
+    for option in ("gpu_memory_utilization", "kv_cache_memory_bytes"):
+        assert memory_share(StartRequest(model="model", sleep=True, options={option: 1})) is None
+    used = False
+    assert memory_share(StartRequest(model="model", sleep=True)) is None
+    monkeypatch.setattr(vllm_memory, "accelerator", lambda: None)
+    assert memory_share(StartRequest(model="model", sleep=True)) is None
+    assert capsys.readouterr().err == ""
 
 
 def test_the_first_error_of_vllms_processes_is_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

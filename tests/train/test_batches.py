@@ -15,7 +15,7 @@ import moe_replay as mr
 from moe_replay.train.batches import divide, mini_batches
 from moe_replay.train.losses.aggregation import token_weights
 from moe_replay.train.micro_batch import MicroBatch
-from moe_replay.train.shared_batch import SharedBatch
+from moe_replay.train.trajectories.shared_batch import SharedBatch
 from tests.train.trajectories import LAYERS, random_trajectory
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)

@@ -19,9 +19,9 @@ from moe_replay.rollout.loop import LoopThread
 from moe_replay.train.config.data_sections import RewardConfig
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt
-from moe_replay.train.reward_wire import RewardWireError
+from moe_replay.train.reward_pool.scoring import InProcess, RewardPool, Samples, Scores, check_columns, open_scorer
+from moe_replay.train.reward_pool.wire import RewardWireError
 from moe_replay.train.rewards import RewardError, load_reward
-from moe_replay.train.scoring import InProcess, RewardPool, Samples, Scores, check_columns, open_scorer
 from tests.faults.processes import descendants, process, start_python, wait_for_line, wait_until_gone
 from tests.train.reward_functions import COLUMN
 
@@ -232,7 +232,7 @@ def test_processes_and_what_they_have_started_end() -> None:
     code = textwrap.dedent(f"""
         import asyncio
         from moe_replay.train.rewards import load_reward
-        from moe_replay.train.scoring import RewardPool, Samples
+        from moe_replay.train.reward_pool.scoring import RewardPool, Samples
 
         for limit_s in (1.0, 600.0):
             pool = RewardPool([load_reward("{HERE}:ending", 1.0, limit_s)], 1, "unscored")
@@ -245,7 +245,7 @@ def test_processes_and_what_they_have_started_end() -> None:
         wait_for_line(trainer.stdout, "scored")
         assert wait_until_gone([first]) == []
         second = process(int(trainer.stdout.readline()))
-        (worker,) = [one for one in descendants(trainer.pid) if "reward_worker" in _title(one.pid)]
+        (worker,) = [one for one in descendants(trainer.pid) if "reward_pool.worker" in _title(one.pid)]
         trainer.kill()
         assert wait_until_gone([worker]) == []
         os.kill(second.pid, 9)

@@ -12,7 +12,7 @@ import moe_replay as mr
 from moe_replay.errors import EngineError
 from moe_replay.rollout.session import Session
 from moe_replay.rollout.types import FinishReason, Sample
-from moe_replay.train.trajectory_wire import trajectories_from_bytes, trajectories_to_bytes
+from moe_replay.train.trajectories.wire import trajectories_from_bytes, trajectories_to_bytes
 from moe_replay.train.types import Trajectory
 from tests.train.trajectories import LAYERS, NUM_EXPERTS, random_mask, random_trajectory
 

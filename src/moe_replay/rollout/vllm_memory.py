@@ -8,6 +8,7 @@ import torch
 
 from moe_replay.errors import EngineError
 from moe_replay.rollout.engine import StartRequest
+from moe_replay.utils.device import accelerator, device_module
 
 GIB = 2**30
 MOST = 0.92
@@ -25,10 +26,11 @@ def memory_share(request: StartRequest) -> float | None:
     """
     if {"gpu_memory_utilization", "kv_cache_memory_bytes"} & request.options.keys():
         return None
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+    kind = accelerator()
+    if kind is None or not (gpu := device_module(torch.device(kind))).is_initialized():
         return None
-    free, total = torch.cuda.mem_get_info()
-    share, left = share_of(free, total, torch.cuda.memory_allocated(), sleeps=request.sleep)
+    free, total = gpu.mem_get_info()
+    share, left = share_of(free, total, gpu.memory_allocated(), sleeps=request.sleep)
     print(
         f"vLLM: {share:.2f} of the GPU's memory: {free / GIB:.1f} of {total / GIB:.1f} GiB are free, "
         f"{left / GIB:.1f} of them are left to the trainer ({SET_IT} sets another share)",

@@ -17,7 +17,7 @@ import numpy as np
 from moe_replay.train.backends.base import Backend
 from moe_replay.train.losses.aggregation import Aggregation, token_weights
 from moe_replay.train.micro_batch import MicroBatch
-from moe_replay.train.shared_batch import SharedBatch
+from moe_replay.train.trajectories.shared_batch import SharedBatch
 from moe_replay.train.types import Trajectory
 
 Division = list[list[list[int]]]

@@ -16,8 +16,8 @@ from moe_replay.train.config.sections import BackendConfig
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import DataError, Prompt, Rows, load_prompts, read_rows
 from moe_replay.train.engines import longest_sequence, lora_spec, vocabulary_size
+from moe_replay.train.reward_pool.scoring import check_columns
 from moe_replay.train.rewards import Reward, load_reward
-from moe_replay.train.scoring import check_columns
 from moe_replay.train.sources import Sources, load_tokenizer
 from moe_replay.train.tools import ToolSet, load_tools
 from moe_replay.utils.plugins import import_path, is_path

@@ -34,12 +34,12 @@ from moe_replay.train.run.folder import Run, RunWriteError
 from moe_replay.train.run.interruption import InterruptHandler
 from moe_replay.train.run.progress import ConsoleProgress
 from moe_replay.train.run.sinks.registry import SinkError
-from moe_replay.train.shared_batch import SharedBatch
 from moe_replay.train.shared_devices import SharedDevices
 from moe_replay.train.sources import Sources, sources_on_all_ranks
 from moe_replay.train.step_rollout import open_store, roll_out
 from moe_replay.train.synced_engine import SyncedEngine
-from moe_replay.train.trajectory_store import InProcessStore, TrajectoryStore
+from moe_replay.train.trajectories.shared_batch import SharedBatch
+from moe_replay.train.trajectories.store import InProcessStore, TrajectoryStore
 from moe_replay.utils.exit_status import ExitStatus
 
 ReportWriter = Callable[[Path], Path]

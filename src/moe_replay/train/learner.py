@@ -26,7 +26,7 @@ from moe_replay.train.losses.types import LossInputs, LossOutput, LossSettings
 from moe_replay.train.micro_batch import MicroBatch
 from moe_replay.train.replay_mode import plan_replay
 from moe_replay.train.schedule import learning_rate
-from moe_replay.train.shared_batch import SharedBatch
+from moe_replay.train.trajectories.shared_batch import SharedBatch
 from moe_replay.utils.progress import ProgressCallback
 
 PAIRS = ("rollout_vs_old", "rollout_vs_native", "rollout_vs_train", "old_vs_train")

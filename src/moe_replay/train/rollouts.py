@@ -20,9 +20,9 @@ from moe_replay.rollout.types import SampledSequence, SamplingParams
 from moe_replay.train.advantages import has_signal, load_advantages
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt, PromptStream
+from moe_replay.train.reward_pool.scoring import Samples, Scores, open_scorer
 from moe_replay.train.rewards import Reward, total
 from moe_replay.train.run.completions import Completion
-from moe_replay.train.scoring import Samples, Scores, open_scorer
 from moe_replay.train.sequences import FirstTurns, SequenceSampler
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.tools import ToolSet

@@ -10,9 +10,9 @@ from moe_replay.errors import EngineUnavailableError
 from moe_replay.train.backends.base import Backend
 from moe_replay.train.batches import layers_of
 from moe_replay.train.rollouts import Rollouts
-from moe_replay.train.shared_batch import SharedBatch
 from moe_replay.train.shared_devices import SharedDevices
-from moe_replay.train.trajectory_store import InProcessStore, RankStore, TrajectoryStore
+from moe_replay.train.trajectories.shared_batch import SharedBatch
+from moe_replay.train.trajectories.store import InProcessStore, RankStore, TrajectoryStore
 from moe_replay.utils.progress import ProgressCallback
 
 MAX_REFITS = 3

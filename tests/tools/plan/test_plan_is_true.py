@@ -15,10 +15,10 @@ from moe_replay.rollout.types import FinishReason
 from moe_replay.routes import MoeLayer
 from moe_replay.tools.plan import Cluster, Parallel, RouteBytes, Work, plan_layout
 from moe_replay.tools.plan.layout_plan import in_flight
-from moe_replay.train.shared_batch import SharedBatch
-from moe_replay.train.trajectory_head import HEAD_BYTES
-from moe_replay.train.trajectory_store import InProcessStore, RankStore
-from moe_replay.train.trajectory_wire import table_bytes, trajectories_to_bytes
+from moe_replay.train.trajectories.head import HEAD_BYTES
+from moe_replay.train.trajectories.shared_batch import SharedBatch
+from moe_replay.train.trajectories.store import InProcessStore, RankStore
+from moe_replay.train.trajectories.wire import table_bytes, trajectories_to_bytes
 from moe_replay.train.types import RolloutBatch, Trajectory
 from tests.distributed.harness import run_ranks
 

@@ -13,8 +13,8 @@ from moe_replay.routes.topology import MoeTopology
 from moe_replay.tools.plan.checks import Dimensions, ImpossibleLayoutError, find_problems
 from moe_replay.tools.plan.parallel import Parallel
 from moe_replay.tools.plan.work import RouteBytes, Work
-from moe_replay.train.trajectory_head import HEAD_BYTES
-from moe_replay.train.trajectory_wire import table_bytes
+from moe_replay.train.trajectories.head import HEAD_BYTES
+from moe_replay.train.trajectories.wire import table_bytes
 
 
 @dataclass(frozen=True, slots=True)

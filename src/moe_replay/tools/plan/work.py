@@ -11,7 +11,7 @@ from moe_replay.routes.codec import Shape
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace_parts import narrowest_dtype
 from moe_replay.tools.plan.parallel import Parallel
-from moe_replay.train.trajectory_wire import record_bytes
+from moe_replay.train.trajectories.wire import record_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,8 +28,8 @@ from moe_replay.distributed.rank_server import open_rank_server, receive_into
 from moe_replay.distributed.ranks import all_gather_text, rank
 from moe_replay.errors import AlignmentError, MoeReplayError
 from moe_replay.routes.trace import RouteTrace
-from moe_replay.train.section_server import LENGTH, SectionServer
-from moe_replay.train.trajectory_wire import read_section, read_table, record_parts, table, table_bytes
+from moe_replay.train.trajectories.section_server import LENGTH, SectionServer
+from moe_replay.train.trajectories.wire import read_section, read_table, record_parts, table, table_bytes
 from moe_replay.train.types import Trajectory
 from moe_replay.utils.exit_status import ExitStatus
 from moe_replay.utils.memory_files import anonymous_file, write_at

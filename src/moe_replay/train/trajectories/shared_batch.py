@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from moe_replay.train.run.completions import Completion
-from moe_replay.train.trajectory_head import TrajectoryHead, heads_from_bytes, heads_to_bytes
-from moe_replay.train.trajectory_store import BatchRef, InProcessStore, TrajectoryStore
+from moe_replay.train.trajectories.head import TrajectoryHead, heads_from_bytes, heads_to_bytes
+from moe_replay.train.trajectories.store import BatchRef, InProcessStore, TrajectoryStore
 from moe_replay.train.types import RolloutBatch, Trajectory
 
 

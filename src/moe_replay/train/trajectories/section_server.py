@@ -1,7 +1,7 @@
 """Rank 0 serves records of trajectories to ranks on other machines: from its file to the socket, without a copy.
 
 request: token | u64 length | JSON [batch, section, numbers of records]
-answer:  u64 length | a section (`trajectory_wire.py`) of these records; length 0: rank 0 has no such batch
+answer:  u64 length | a section (`wire.py`) of these records; length 0: rank 0 has no such batch
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_replay.distributed.rank_server import has_token, receive_into
-from moe_replay.train.trajectory_wire import read_table, table, table_bytes
+from moe_replay.train.trajectories.wire import read_table, table, table_bytes
 
 LENGTH = struct.Struct("<Q")
 THREADS = 32

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from moe_replay.train import reward_worker
-from moe_replay.train.reward_wire import LENGTH, from_content
+from moe_replay.train.reward_pool import worker
+from moe_replay.train.reward_pool.wire import LENGTH, from_content
 from moe_replay.train.rewards import RewardError
 
 START_S = 600.0
@@ -38,7 +38,7 @@ class RewardProcess:
         self._socket, theirs = socket.socketpair()
         with theirs:
             given = {"path": sys.path, "socket": theirs.fileno(), "parent": os.getpid(), "rewards": list(rewards)}
-            program = reward_worker.START.format(module=reward_worker.__name__)
+            program = worker.START.format(module=worker.__name__)
             self.process = subprocess.Popen(
                 [sys.executable, "-c", program, json.dumps(given)],
                 stdin=subprocess.DEVNULL,

@@ -17,8 +17,8 @@ import numpy as np
 
 from moe_replay.train.config.data_sections import RewardConfig
 from moe_replay.train.data import Prompt
-from moe_replay.train.reward_process import RewardLostError, RewardProcess
-from moe_replay.train.reward_wire import RewardWireError, TokenIds, to_frame
+from moe_replay.train.reward_pool.process import RewardLostError, RewardProcess
+from moe_replay.train.reward_pool.wire import RewardWireError, TokenIds, to_frame
 from moe_replay.train.rewards import Reward, RewardError, score
 from moe_replay.utils.messages import text_of
 

@@ -15,7 +15,7 @@ from io import BufferedRWPair
 from typing import Any
 
 from moe_replay.errors import MoeReplayError
-from moe_replay.train.reward_wire import LENGTH, from_content, to_frame
+from moe_replay.train.reward_pool.wire import LENGTH, from_content, to_frame
 from moe_replay.train.rewards import Reward, RewardError, call, call_details, checked, load_reward, prepare
 from moe_replay.utils.messages import one_line
 from moe_replay.utils.plugins import user_code
