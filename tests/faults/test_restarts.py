@@ -37,7 +37,7 @@ def dying(number):
 
     def call(*arguments, **named):
         if (name == "rollout" and arguments[0].completed_steps or step - 1) == number + 1:
-            print(f"dying in {name}", flush=True)
+            os.write(1, f"dying in {name}.\\n".encode())  # whole, among what the other rank prints
             os.kill(os.getpid(), signal.SIGKILL)
         return method(*arguments, **named)
 
@@ -78,7 +78,7 @@ def test_a_run_survives_the_death_of_a_rank_in_every_part_of_a_step(demo_files: 
             assert agent.wait(LIMIT_S) == 0, told
             assert wait_until_gone(descendants(agent.pid)) == []
         found[kind] = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-        deaths = re.findall(r"dying in (\w+)", told)
+        deaths = re.findall(r"dying in (\w+)\.", told)
         assert deaths == (PARTS if kind == "dying" else []), told
         # Rank 0 says so when it stops by itself, when it is ended because it did not, or both.
         assert told.count("rank 0: rank 1 ended during the run") >= len(deaths), told
