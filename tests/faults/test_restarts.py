@@ -24,11 +24,10 @@ from moe_replay.train.job import Job
 from moe_replay.train.learner import Learner
 
 PARTS = [(Job, "rollout"), (Learner, "score"), (Learner, "update"), (Job, "sync_weights"), (Job, "save")]
-step = 0
+now = {"step": 0}
 
 def begun(job, *arguments):
-    global step
-    step = job.completed_steps + 1
+    now["step"] = job.completed_steps + 1
     return rollout(job, *arguments)
 
 def dying(number):
@@ -36,7 +35,7 @@ def dying(number):
     method = getattr(owner, name)
 
     def call(*arguments, **named):
-        if (name == "rollout" and arguments[0].completed_steps or step - 1) == number + 1:
+        if (name == "rollout" and arguments[0].completed_steps or now["step"] - 1) == number + 1:
             os.write(1, f"dying in {name}.\\n".encode())  # whole, among what the other rank prints
             os.kill(os.getpid(), signal.SIGKILL)
         return method(*arguments, **named)
