@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.arms import Arm
-from experiments.drawing import curves, legend_of_modes, outcome_table
+from experiments.drawing import grid, outcome_table
 from experiments.results import Result
 from experiments.study import Study, main, with_seeds
 
@@ -19,12 +19,11 @@ MODES = ("off", "r2", "r3")
 
 
 def _draw(figure: Any, found: Sequence[Result]) -> None:
-    grid = figure.subplots(2, len(UPDATES), sharex=True, sharey="row")
-    for column, updates in enumerate(UPDATES):
-        chosen = [result for result in found if result.arm.updates == updates]
-        curves(grid[0, column], chosen, "reward/mean", f"reward, {updates} updates a rollout")
-        curves(grid[1, column], chosen, "mismatch/rollout_vs_train/k3_kl", "k3 of rollout and train", log=True)
-    legend_of_modes(figure)
+    columns = {
+        f"reward, {updates} updates a rollout": [one for one in found if one.arm.updates == updates]
+        for updates in UPDATES
+    }
+    grid(figure, columns, "mismatch/rollout_vs_train/k3_kl", "k3 of rollout and train")
 
 
 STUDY = Study(

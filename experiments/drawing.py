@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,15 @@ def curves(axes: Any, found: Sequence[Result], key: str, title: str, *, log: boo
     axes.set_title(title, fontsize=9)
     axes.set_xlabel("step")
     integer_ticks(axes.xaxis)
+
+
+def grid(figure: Any, columns: Mapping[str, Sequence[Result]], key: str, title: str) -> None:
+    """Draw the reward of each column's results, and below it a mismatch of log-probs."""
+    axes = figure.subplots(2, len(columns), sharex=True, sharey="row")
+    for place, (label, found) in enumerate(columns.items()):
+        curves(axes[0, place], found, "reward/mean", label)
+        curves(axes[1, place], found, key, title, log=True)
+    legend_of_modes(figure)
 
 
 def legend_of_modes(figure: Any) -> None:

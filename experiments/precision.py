@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.arms import Arm
-from experiments.drawing import curves, legend_of_modes, outcome_table
+from experiments.drawing import grid, outcome_table
 from experiments.results import Result
 from experiments.study import Study, main, with_seeds
 
@@ -17,12 +17,10 @@ KINDS = {"FP8 rollout": "fp8", "bfloat16 rollout": "bf16", "float32 on both side
 
 
 def _draw(figure: Any, found: Sequence[Result]) -> None:
-    grid = figure.subplots(2, len(KINDS), sharex=True, sharey="row")
-    for column, (label, precision) in enumerate(KINDS.items()):
-        chosen = [result for result in found if result.arm.rollout == precision]
-        curves(grid[0, column], chosen, "reward/mean", f"reward, {label}")
-        curves(grid[1, column], chosen, "mismatch/rollout_vs_old/k3_kl", "k3 of rollout and old", log=True)
-    legend_of_modes(figure)
+    columns = {
+        f"reward, {label}": [one for one in found if one.arm.rollout == precision] for label, precision in KINDS.items()
+    }
+    grid(figure, columns, "mismatch/rollout_vs_old/k3_kl", "k3 of rollout and old")
 
 
 STUDY = Study(

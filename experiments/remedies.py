@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.arms import Arm
-from experiments.drawing import curves, legend_of_modes, outcome_table
+from experiments.drawing import grid, outcome_table
 from experiments.results import Result
 from experiments.study import Study, main, with_seeds
 
@@ -22,14 +22,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def _draw(figure: Any, found: Sequence[Result]) -> None:
-    grid = figure.subplots(2, len(CASES), sharex=True, sharey="row")
-    for column, (label, case) in enumerate(CASES.items()):
-        chosen = [one for one in found if all(getattr(one.arm, key) == value for key, value in case.items())]
-        if "mask" not in case:
-            chosen = [one for one in chosen if one.arm.mask]
-        curves(grid[0, column], chosen, "reward/mean", label)
-        curves(grid[1, column], chosen, "mismatch/rollout_vs_train/k3_kl", "k3 of rollout and train", log=True)
-    legend_of_modes(figure)
+    columns = {
+        label: [one for one in found if one.arm == Arm(mode=one.arm.mode, seed=one.arm.seed, **case)]
+        for label, case in CASES.items()
+    }
+    grid(figure, columns, "mismatch/rollout_vs_train/k3_kl", "k3 of rollout and train")
 
 
 STUDY = Study(

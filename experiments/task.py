@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from moe_replay.demo.tokenizer import END, PAD, UNKNOWN, character_tokenizer
 from moe_replay.utils.messages import text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-PAD, END, UNKNOWN = "<pad>", "<end>", "<unknown>"
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz+-*=;:,.?#() "
 TOKENS = (PAD, END, UNKNOWN, *CHARACTERS)
 VOCABULARY = 64
@@ -128,16 +128,4 @@ def exact(prompts: Sequence[Any], completions: Sequence[Any], solution: Sequence
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Return the tokenizer; `save_pretrained` writes it beside a model."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    characters = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token=UNKNOWN))
-    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    characters.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=characters,
-        pad_token=PAD,
-        eos_token=END,
-        unk_token=UNKNOWN,
-        clean_up_tokenization_spaces=False,
-    )
+    return character_tokenizer(TOKENS, pad=PAD, end=END, unknown=UNKNOWN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moe_replay.demo.arithmetic import CHARACTERS
@@ -23,6 +24,15 @@ CHAT_TEMPLATE = (
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer; `save_pretrained` writes it beside a model, where AutoTokenizer finds it."""
+    tokenizer = character_tokenizer(TOKENS, pad=PAD, end=END, unknown=UNKNOWN, special=(USER, ASSISTANT))
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def character_tokenizer(
+    tokens: Sequence[str], *, pad: str, end: str, unknown: str, special: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """A tokenizer of one token for each character, and of special tokens; the id of a token is its place."""
     try:
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
@@ -30,16 +40,14 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         raise MissingExtraError(
             "the embedded default needs Transformers", remedy="pip install 'moe-replay[train]'"
         ) from missing
-    characters = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token=UNKNOWN))
+    characters = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=unknown))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     characters.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=characters,
-        pad_token=PAD,
-        eos_token=END,
-        unk_token=UNKNOWN,
-        additional_special_tokens=[USER, ASSISTANT],
+        pad_token=pad,
+        eos_token=end,
+        unk_token=unknown,
+        additional_special_tokens=list(special),
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
