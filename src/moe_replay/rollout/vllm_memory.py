@@ -9,8 +9,8 @@ import torch
 from moe_replay.errors import EngineError
 from moe_replay.rollout.engine import StartRequest
 from moe_replay.utils.device import accelerator, device_module
+from moe_replay.utils.units import GIB
 
-GIB = 2**30
 MOST = 0.92
 """What vLLM takes by default, where nothing else is on the GPU."""
 LEAST = 0.05

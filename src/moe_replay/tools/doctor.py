@@ -16,10 +16,10 @@ from moe_replay.routes.layer_rules import setting
 from moe_replay.routes.router_families import ROUTER_FAMILIES
 from moe_replay.routes.topology import MoeTopology, text_config
 from moe_replay.tools.system_info import SystemInfo
+from moe_replay.utils.units import GIB
 
-_GIB = 2**30
-MIN_SHARED_BYTES = _GIB // 2  # vLLM receives weights in shared-memory chunks of 256 MiB, and NCCL uses some too
-MIN_DISK_BYTES = 10 * _GIB
+MIN_SHARED_BYTES = GIB // 2  # vLLM receives weights in shared-memory chunks of 256 MiB, and NCCL uses some too
+MIN_DISK_BYTES = 10 * GIB
 
 
 class Status(StrEnum):
@@ -199,7 +199,7 @@ def _gpu(system: SystemInfo) -> Finding:
         return Finding(
             "gpu", Status.NOTE, "none", "everything runs, but slowly; Megatron-Core through moe_replay.megatron.cpu"
         )
-    sizes = sorted({f"{gpu.name}, {gpu.memory_bytes / _GIB:.0f} GiB" for gpu in system.gpus})
+    sizes = sorted({f"{gpu.name}, {gpu.memory_bytes / GIB:.0f} GiB" for gpu in system.gpus})
     return Finding("gpu", Status.OK, f"{len(system.gpus)} x {'; '.join(sizes)}", "visible to torch")
 
 
@@ -207,7 +207,7 @@ def _shared_memory(system: SystemInfo) -> Finding:
     free = system.shared_bytes
     if free is None:
         return Finding("shared memory", Status.NOTE, "none", "no /dev/shm, which NCCL and the workers of vLLM use")
-    found = f"{free / _GIB:.2f} GiB free"
+    found = f"{free / GIB:.2f} GiB free"
     if free < MIN_SHARED_BYTES:
         text = "too small for NCCL and the workers of vLLM; engines hang or crash at start"
         remedy = "In a container: --shm-size=16g or --ipc=host"
@@ -216,7 +216,7 @@ def _shared_memory(system: SystemInfo) -> Finding:
 
 
 def _disk(system: SystemInfo) -> Finding:
-    found = f"{system.disk_bytes / _GIB:.1f} GiB free"
+    found = f"{system.disk_bytes / GIB:.1f} GiB free"
     if system.disk_bytes < MIN_DISK_BYTES:
         return Finding("disk", Status.NOTE, found, "little space for checkpoints and traces", "Choose another --folder")
     return Finding("disk", Status.OK, found, "for checkpoints and traces")

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from moe_replay.utils.device import device_module
-
-GIB = 2**30
+from moe_replay.utils.units import GIB
 
 
 class Clock:

@@ -13,8 +13,8 @@ from functools import cached_property
 from moe_replay.errors import LayoutError
 from moe_replay.tools.plan.sizes import ModelSizes
 from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.utils.units import GIB
 
-GIB = 2**30
 CONTEXT = 2 * GIB
 """CUDA context, communication buffers and unused parts of torch's memory, of a trainer process."""
 ASLEEP = 2 * GIB
