@@ -27,6 +27,10 @@ def test_each_part_has_its_own_peak_and_what_the_whole_device_holds(monkeypatch:
         nonlocal peak
         peak = 0
 
+    def allocate(gib: int, left: int) -> None:
+        nonlocal peak, free
+        peak, free = max(peak, gib * GIB), left * GIB
+
     module = SimpleNamespace(
         reset_peak_memory_stats=reset,
         max_memory_allocated=lambda device: peak,
@@ -35,9 +39,9 @@ def test_each_part_has_its_own_peak_and_what_the_whole_device_holds(monkeypatch:
     monkeypatch.setattr(clock_module, "device_module", lambda device: module)
     clock = Clock(torch.device("cuda", 0))
     with clock("train"):
-        peak, free = 30 * GIB, 40 * GIB
+        allocate(30, left=40)
     with clock("sync"):
-        peak, free = 5 * GIB, 70 * GIB
+        allocate(5, left=70)
     memory = {name: value for name, value in clock.metrics(10).items() if name.startswith("memory/")}
     assert memory == {
         "memory/train_peak_gib": 30,
