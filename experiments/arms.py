@@ -80,14 +80,14 @@ class Arm:
             "algorithm": {"updates_per_rollout": self.updates, "correction": self.correction},
             "optim": {"lr": self.lr or scale.rl_lr},
             "reward": {"functions": ["experiments.task:exact"]},
-            "batch": {"tokens_per_micro_batch": 16384},
+            "batch": {"tokens_per_micro_batch": 8192},
             "eval": {"every": scale.eval_every, "prompts": scale.eval_prompts},
             "checkpoint": {"every": 20, "keep": 1, "export": False, "at_end": True},
         }
 
     def _engine_options(self) -> dict[str, Any]:
         options: dict[str, Any] = {
-            "kv_cache_memory_bytes": 4 * 2**30,
+            "kv_cache_memory_bytes": 2 * 2**30,
             "gpu_memory_utilization": 0.05,  # the cache has its size, and other runs share the GPU
             "max_model_len": 1024,
         }

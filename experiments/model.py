@@ -42,8 +42,10 @@ POOL = 4
 
 
 def model_folder(scale: Scale, work: Path | None = None) -> Path:
-    """Return where the model of a scale is kept, by everything that determines it."""
-    digest = hashlib.sha256(json.dumps(asdict(scale), sort_keys=True).encode())
+    """Return where the model of a scale and its data are kept, by everything that determines them."""
+    of_runs = ("rl_steps", "rl_lr", "prompts", "samples", "max_tokens", "eval_every")
+    own = {key: value for key, value in asdict(scale).items() if key not in of_runs}
+    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode())
     for name in ("task.py", "model.py"):
         digest.update(Path(__file__).with_name(name).read_bytes())
     return (work or default_cache() / "experiments") / f"model-{scale.name}-{digest.hexdigest()[:10]}"
@@ -55,12 +57,12 @@ def prepare(scale: Scale, device: str, work: Path | None = None, minutes: float 
     if (folder / "facts.json").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    model = build_model(scale).to(device)
+    model = build_model(scale).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
     if not pretrain(model, scale, folder, device, time.monotonic() + 60 * minutes):
         raise TimeoutError(f"pre-training is not finished: the same command continues it ({folder})")
     facts = judge(model, scale, device)
     build_tokenizer().save_pretrained(folder / "model")
-    model.to(torch.bfloat16 if device == "cuda" else torch.float32).save_pretrained(folder / "model")
+    model.save_pretrained(folder / "model")
     for name, count, held_out in (("train", scale.train_rows, False), ("eval", scale.eval_prompts, True)):
         lines = rows(count, SEED + 1, scale.asked, held_out=held_out)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
@@ -69,7 +71,7 @@ def prepare(scale: Scale, device: str, work: Path | None = None, minutes: float 
 
 
 def build_model(scale: Scale) -> Qwen3MoeForCausalLM:
-    """Return the model with random weights, in float32."""
+    """Return the model with random weights."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
@@ -99,25 +101,30 @@ def build_model(scale: Scale) -> Qwen3MoeForCausalLM:
 
 
 def pretrain(model: Qwen3MoeForCausalLM, scale: Scale, folder: Path, device: str, until: float) -> bool:
-    """Train on worked problems from where an earlier call stopped; return whether all steps are done."""
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=device == "cuda")
+    """Train on worked problems from where an earlier call stopped; return whether all steps are done.
+
+    The optimizer has float32 weights of its own: updates of a bfloat16 weight would be lost in rounding.
+    """
+    weights = [parameter.detach().float() for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(weights, betas=(0.9, 0.95), weight_decay=0.1, fused=device == "cuda")
     saved, done = folder / "pretraining.pt", 0
     if saved.exists():
         state = torch.load(saved, map_location=device, weights_only=True)
-        model.load_state_dict(state["model"])
+        torch._foreach_copy_(weights, state["weights"])
         optimizer.load_state_dict(state["optimizer"])
         done = state["done"]
+    _copy_weights(model, weights)
     model.train()
     began = time.monotonic()
     batches: list[list[Problem]] = []
     for step in range(done, scale.steps):
         if step % POOL == 0 or not batches:
             batches = draw_batches(scale, step // POOL)[step % POOL :]
-        loss = learn(model, optimizer, scale, step, batch_of(batches.pop(0), device), device)
+        loss = learn(model, optimizer, scale, step, batch_of(batches.pop(0), device))
         if step % max(scale.steps // 30, 1) == 0:
             print(f"pre-training: step {step}, loss {float(loss):.4f}, {time.monotonic() - began:.0f} s", flush=True)
         if time.monotonic() > until:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "done": step + 1}
+            state = {"weights": weights, "optimizer": optimizer.state_dict(), "done": step + 1}
             torch.save(state, saved.with_suffix(".partial"))
             saved.with_suffix(".partial").replace(saved)
             return step + 1 == scale.steps
@@ -149,25 +156,33 @@ def batch_of(lessons: list[Problem], device: str) -> Tensor:
     return torch.tensor([text + [PAD_ID] * (width - len(text)) for text in texts]).to(device, non_blocking=True)
 
 
-def learn(
-    model: Qwen3MoeForCausalLM, optimizer: torch.optim.Optimizer, scale: Scale, step: int, ids: Tensor, device: str
-) -> Tensor:
+def learn(model: Qwen3MoeForCausalLM, optimizer: torch.optim.Optimizer, scale: Scale, step: int, ids: Tensor) -> Tensor:
     """Take one step on the text and on the balance of the experts; return the loss of the text."""
     rate = min((step + 1) / scale.warmup, 0.5 * (1 + math.cos(math.pi * step / scale.steps)) * 0.9 + 0.1)
     for group in optimizer.param_groups:
         group["lr"] = scale.lr * rate
     is_token = ids.ne(PAD_ID)
-    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-        output = model(input_ids=ids, attention_mask=is_token.long(), output_router_logits=True)
+    output = model(input_ids=ids, attention_mask=is_token.long(), output_router_logits=True)
     labels = ids.where(is_token, -100)[:, 1:]
     loss = cross_entropy(output.logits[:, :-1].float().transpose(1, 2), labels, ignore_index=-100)
     scores = output.router_logits
     balance = sum(load_balancing_loss(model.config, one.float(), is_token.long()) for one in scores)
     (loss + AUX_LOSS * balance / len(scores)).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    weights = optimizer.param_groups[0]["params"]
+    for weight, parameter in zip(weights, model.parameters(), strict=True):
+        assert parameter.grad is not None
+        weight.grad = parameter.grad.float()
+    torch.nn.utils.clip_grad_norm_(weights, 1.0)
     optimizer.step()
-    optimizer.zero_grad()
+    model.zero_grad()
+    _copy_weights(model, weights)
     return loss.detach()
+
+
+@torch.no_grad()
+def _copy_weights(model: Qwen3MoeForCausalLM, weights: list[Tensor]) -> None:
+    """Give the model the optimizer's weights, rounded to its own dtype."""
+    torch._foreach_copy_(list(model.parameters()), weights)
 
 
 # ---- what came out ---------------------------------------------------------------------------------------------------
