@@ -9,11 +9,11 @@ KILLS ?= 20
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 TRANSFORMERS4_TESTS ?= tests/replay/adapters tests/routes/test_topology.py tests/rollout/test_transformers.py tests/rollout/test_session.py tests/faults/test_model_folders.py
 
-EXTRAS ?= cli transformers train lora serve report trl megatron tensorboard
+EXTRAS ?= cli transformers train lora serve report trl megatron tensorboard ray
 MEGATRON_VERSIONS ?= 0.12.1 0.13.1 0.14.0 0.15.3 0.17.1 0.18.2 0.19.2
 
 # Tests of what is not installed are skipped, so nothing may be missing where everything is to be tested.
-NEEDED := accelerate datasets hatchling math_verify matplotlib megatron peft pydantic rich starlette tenacity tensorboard tokenizers transformers trl tyro uvicorn vllm wandb
+NEEDED := accelerate datasets hatchling math_verify matplotlib megatron peft pydantic ray rich starlette tenacity tensorboard tokenizers transformers trl tyro uvicorn vllm wandb
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c

@@ -182,6 +182,8 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 MEGATRON = {"kind": "megatron"}
+RAY: dict[str, Any] = {"kind": "ray", "engines": 2}
+COLOCATED: dict[str, Any] = {"placement": "colocated", "trainer_nodes": 2}
 SERVER = {"engine": "vllm_server", "urls": ["http://a"]}
 PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
 
@@ -265,6 +267,12 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"reward": {"functions": ["accuracy", "format"], "weights": [1.0]}}, "1 weights for 2 functions"),
         ({"weights": {"delta": True}}, "weights.delta: only servers"),
         ({"weights": {"delta": True, "kind": "nccl"}, "rollout": {"engines_per_node": 2}}, "not by nccl"),
+        ({"cluster": RAY, "rollout": {"engines_per_node": 2}}, "remove one of them"),
+        ({"cluster": RAY, "rollout": SERVER}, "name the engine that the cluster starts"),
+        ({"cluster": RAY | COLOCATED | {"engines": 3}}, "3 engines cannot be spread evenly over 2 machines"),
+        ({"cluster": {"kind": "ray"} | COLOCATED}, "no engines to place"),
+        ({"cluster": RAY | COLOCATED, "rollout": {"max_staleness": 1}}, "set rollout.max_staleness = 0"),
+        ({"cluster": RAY, "rollout": {"lora": True}, "model": {"lora_rank": 2}}, "only one vllm in this process"),
         ({"weights": {"kind": "sharded_rdt"}}, "sharded_rdt is an engine of `vllm serve`, not of"),
         ({"weights": {"kind": "nccl_m2n"}}, "rollout.engine = plain_vllm_server"),
         ({"reward": {"functions": ["format", "format"]}}, "'format' is listed twice"),
@@ -295,6 +303,9 @@ def test_what_cannot_work_is_refused(tables: dict[str, Any], told: str) -> None:
         {"eval": {"every": 5}},
         {"reward": {"functions": ["accuracy", "format"], "weights": [1.0, 0.5]}},
         {"weights": {"delta": True}, "rollout": {"engines_per_node": 2}},
+        {"weights": {"delta": True}, "cluster": RAY},
+        {"cluster": RAY | COLOCATED},
+        {"cluster": RAY | {"kind": "torchrun"}, "rollout": SERVER},
     ],
 )
 def test_what_can_work_is_not_refused(tables: dict[str, Any]) -> None:

@@ -127,8 +127,13 @@ def tensorboard() -> None:
     assert list((FOLDER / "run" / "tensorboard").iterdir())
 
 
+def ray() -> None:
+    """A step of GRPO as Ray actors: one rank, one engine."""
+    train("--cluster.kind", "ray", "--cluster.engines", "1", "--backend.device", "cpu")
+
+
+STEPS = (cli, transformers, train, lora, serve, report, megatron, trl, tensorboard, ray)
+
 if __name__ == "__main__":
-    {one.__name__: one for one in (cli, transformers, train, lora, serve, report, megatron, trl, tensorboard)}[
-        sys.argv[1]
-    ]()
+    {one.__name__: one for one in STEPS}[sys.argv[1]]()
     print(f"[{sys.argv[1]}] works")

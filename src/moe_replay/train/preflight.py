@@ -62,9 +62,12 @@ def needed_packages(config: TrainConfig, *, starts_engine: bool = True) -> Itera
     if starts_engine and spec.package:
         extra = spec.package if spec.package == "vllm" else "train"
         yield Need(f'rollout.engine = "{rollout.engine}"', spec.package, extra)
-    if rollout.engines_per_node is not None:
-        yield from (Need("rollout.engines_per_node", module, "serve") for module in ("starlette", "uvicorn"))
-    if starts_engine and (rollout.engines_per_node is not None or spec.is_server):
+    if config.starts_servers:
+        key = "cluster.engines" if config.cluster.starts_engines else "rollout.engines_per_node"
+        yield from (Need(key, module, "serve") for module in ("starlette", "uvicorn"))
+    if config.cluster.kind == "ray":
+        yield Need('cluster.kind = "ray"', "ray", "ray")
+    if starts_engine and (config.starts_servers or spec.is_server):
         yield from (Need("a rollout server", module, "train") for module in ("httpx", "tenacity"))
     if "accuracy" in config.reward.functions:
         yield Need("the reward 'accuracy'", "math_verify", "train")

@@ -64,6 +64,7 @@ def problems(config: Sections) -> Iterator[str]:
     yield from _rollout(config.rollout)
     yield from _adapters(config)
     yield from _weights(config)
+    yield from _cluster(config)
     yield from _algorithm(config)
     yield from _optim(config)
     yield from _reward(config.reward)
@@ -237,7 +238,7 @@ def _capture(rollout: RolloutConfig, spec: EngineSpec) -> Iterator[str]:
 def _adapters(config: Sections) -> Iterator[str]:
     if config.rollout.lora and not config.model.lora_rank:
         yield "rollout.lora: there is no adapter to send; set model.lora_rank"
-    if config.rollout.lora and (config.rollout.engine != "vllm" or config.rollout.engines_per_node is not None):
+    if config.rollout.lora and (config.rollout.engine != "vllm" or config.starts_servers):
         yield "rollout.lora: only one vllm in this process takes adapters; remove it, and merged weights are sent"
 
 
@@ -251,13 +252,40 @@ def _weights(config: Sections) -> Iterator[str]:
         return
     if config.weights.kind not in ("auto", "http"):
         yield f"weights.delta: changes travel in requests, not by {config.weights.kind}; set weights.kind = http"
-    if config.rollout.engine != "vllm_server" and config.rollout.engines_per_node is None:
+    if config.rollout.engine != "vllm_server" and not config.starts_servers:
         yield (
-            "weights.delta: only servers of `moe-replay rollout` take changes; set rollout.engine = vllm_server or "
-            "rollout.engines_per_node, or remove it"
+            "weights.delta: only servers of `moe-replay rollout` take changes; set rollout.engine = vllm_server, "
+            "rollout.engines_per_node or cluster.engines, or remove it"
         )
     if config.rollout.lora:
         yield "weights.delta: with rollout.lora the adapter alone is sent; remove one of them"
+
+
+def _cluster(config: Sections) -> Iterator[str]:
+    cluster, rollout = config.cluster, config.rollout
+    if cluster.kind != "ray":
+        return
+    if cluster.engines is not None and rollout.engines_per_node is not None:
+        yield "cluster.engines: rollout.engines_per_node starts engines too; remove one of them"
+    if cluster.engines is not None and rollout.is_server:
+        yield (
+            f"cluster.engines: {rollout.engine} is reached by rollout.urls; "
+            "name the engine that the cluster starts, e.g. rollout.engine = vllm, or remove it"
+        )
+    if cluster.placement == "separate":
+        return
+    if cluster.engines is None:
+        yield "cluster.placement: there are no engines to place; set cluster.engines, or remove it"
+    elif cluster.engines % cluster.trainer_nodes:
+        yield (
+            f"cluster.placement: {cluster.engines} engines cannot be spread evenly over {cluster.trainer_nodes} "
+            f"machines of the trainer; set cluster.engines to a multiple of {cluster.trainer_nodes}"
+        )
+    if rollout.max_staleness:
+        yield (
+            "cluster.placement: engines on the trainer's GPUs cannot sample while it works; "
+            "set rollout.max_staleness = 0 or cluster.placement = separate"
+        )
 
 
 def _url_problem(url: str) -> str | None:

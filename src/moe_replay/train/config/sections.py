@@ -15,6 +15,7 @@ from moe_replay.rollout.engine import Capture
 from moe_replay.rollout.registry import ENGINES, engine_spec, trainable_engines
 from moe_replay.routes.router_families import ROUTER_FAMILIES
 from moe_replay.train.advantages import ADVANTAGES
+from moe_replay.train.config.cluster_section import ClusterConfig
 from moe_replay.train.config.data_sections import CheckpointConfig, DataConfig, EvalConfig, LogConfig, RewardConfig
 from moe_replay.train.config.plugin_names import PluginName
 from moe_replay.train.config.section import Limit, Section
@@ -334,6 +335,12 @@ class Sections(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def starts_servers(self) -> bool:
+        """Whether the run starts engines in processes of their own, which it reaches over HTTP."""
+        return self.rollout.engines_per_node is not None or self.cluster.starts_engines
 
     @property
     def updates_per_step(self) -> int:

@@ -1,0 +1,1 @@
+"""Ranks and engines of a run on a Ray cluster."""
