@@ -146,6 +146,17 @@ def test_checkpoint_names_are_those_on_disk(tmp_path: Path) -> None:
     assert all(torch.equal(on_disk[name], live[name]) for name in live)
 
 
+def test_conversions_of_a_model_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapping = pytest.importorskip("transformers.conversion_mapping")
+    searched, search = [], mapping.get_model_conversion_mapping
+    monkeypatch.setattr(
+        mapping, "get_model_conversion_mapping", lambda *args, **more: searched.append(args) or search(*args, **more)
+    )
+    model = tiny_model("qwen3_moe")
+    assert len(list(checkpoint_tensors(model))) > len(model.state_dict())  # experts were split
+    assert len(searched) == 1
+
+
 def test_weights_travel_in_chunks(tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe")
     chunks = list(packed(checkpoint_tensors(model), chunk_bytes=50_000))

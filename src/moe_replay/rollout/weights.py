@@ -71,14 +71,35 @@ def checkpoint_tensors(model: nn.Module, state: NamedTensors | None = None) -> I
 
     `state` has its full parameters if those of the model are sharded.
     """
+    form = CheckpointForm(model)
     for name, tensor in model.state_dict().items() if state is None else state:
-        yield from _to_checkpoint(model, name, tensor).items()
+        yield from form.tensors(name, tensor).items()
+
+
+class CheckpointForm:
+    """Converts tensors of a live Transformers model to the names and shapes of its checkpoint.
+
+    Transformers searches all modules of a model for the conversions that apply to it: here that is done once, not for
+    every tensor.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        conversions = _conversions(model) if _converts() else []
+        self._model = _WithConversions(model, conversions) if conversions else None
+
+    def tensors(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return the tensors of the checkpoint that one tensor of the live model becomes, by name."""
+        if self._model is None:
+            return {name: tensor}
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return revert_weight_conversion(self._model, {name: tensor})  # type: ignore[arg-type]
 
 
 def load_into(model: nn.Module, weights: NamedTensors) -> None:
     """Copy all weights in place, under the names of the checkpoint or of the live model; raise if any is missing."""
-    live = model.state_dict()
-    described = {name: _to_checkpoint(model, name, t.to("meta")) for name, t in live.items()}
+    live, form = model.state_dict(), CheckpointForm(model)
+    described = {name: form.tensors(name, t.to("meta")) for name, t in live.items()}
     parts = {name: list(tensors) for name, tensors in described.items()}
     shapes = {part: tensor.shape for tensors in described.values() for part, tensor in tensors.items()}
     owner = {part: name for name, names in parts.items() for part in names}
@@ -128,13 +149,26 @@ def _copy(target: Tensor, source: Tensor, name: str) -> None:
 # ---- Transformers 5 ---------------------------------------------------------------------------------------------
 
 
-def _to_checkpoint(model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Return the checkpoint tensors of one tensor of the live model."""
-    if not _converts():
-        return {name: tensor}
-    from transformers.core_model_loading import revert_weight_conversion
+class _WithConversions:
+    """A model with the conversions of a loaded one, which Transformers then does not search for."""
 
-    return revert_weight_conversion(model, {name: tensor})  # type: ignore[arg-type]
+    def __init__(self, model: nn.Module, conversions: list[Any]) -> None:
+        self._model, self._weight_conversions = model, conversions
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _conversions(model: Any) -> list[Any]:
+    """Return the conversions that Transformers reverts when it saves a model, in the order of loading."""
+    from transformers import core_model_loading
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    attached = getattr(model, "_weight_conversions", None)
+    if attached is not None:
+        return attached
+    prefixes = getattr(core_model_loading, "PrefixChange", ())  # only a loaded model knows whether it had the prefix
+    return [one for one in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(one, prefixes)]
 
 
 def model_tensor(model: Any, target: str, parts: dict[str, Tensor]) -> Tensor:

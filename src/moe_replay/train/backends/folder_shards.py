@@ -20,7 +20,7 @@ from moe_replay.megatron.weights.block_scales import KEY
 from moe_replay.megatron.weights.checkpoint import INDEX, Checkpoint
 from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.rollout.model_folder import check_unexpected
-from moe_replay.rollout.weights import checkpoint_tensors, model_tensor
+from moe_replay.rollout.weights import CheckpointForm, model_tensor
 
 Shape = tuple[int, ...]
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
@@ -51,9 +51,9 @@ class FolderShards:
             if _has_scales(_config_file(path)):
                 raise
             return None
-        tied = _tied(model)
+        tied, form = _tied(model), CheckpointForm(model)
         parts = {
-            name: {part: tuple(one.shape) for part, one in checkpoint_tensors(model, [(name, tensor)])}
+            name: {part: tuple(one.shape) for part, one in form.tensors(name, tensor).items()}
             for name, tensor in model.state_dict().items()
             if name not in tied
         }

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from moe_replay.distributed.exchange import Exchange
 from moe_replay.rollout.weight_source import Group, TensorInfo
-from moe_replay.rollout.weights import checkpoint_tensors
+from moe_replay.rollout.weights import CheckpointForm, checkpoint_tensors
 from moe_replay.train.backends.lora import AdaptedWeight, plain_name
 
 
@@ -52,11 +52,11 @@ class FsdpSource:
 
         A list that has been yielded is emptied when the next one is requested.
         """
-        state = self._state()
+        state, form = self._state(), CheckpointForm(self._model)
         layers = [name for name, module in self._model.named_modules() if name and isinstance(module, FSDPModule)]
         layer_of = {name: layer for layer in layers for name in state if name.startswith(f"{layer}.")}
         for _, names in groupby(state, key=lambda name: layer_of.get(name, "")):
-            group = self._group(state, [name for name in names if name not in self._factors], receivers)
+            group = self._group(state, [name for name in names if name not in self._factors], receivers, form)
             yield group
             group.clear()
 
@@ -73,7 +73,9 @@ class FsdpSource:
     def _dtype_of(self, tensor: Tensor) -> torch.dtype:
         return self._dtype if isinstance(tensor, DTensor) else tensor.dtype
 
-    def _group(self, state: Mapping[str, Tensor], names: Sequence[str], receivers: Collection[int]) -> Group:
+    def _group(
+        self, state: Mapping[str, Tensor], names: Sequence[str], receivers: Collection[int], form: CheckpointForm
+    ) -> Group:
         """Return the tensors of some parameters, one after the other: the checkpoint's form of one may be a copy."""
         group: Group = []
         for name in names:
@@ -85,7 +87,7 @@ class FsdpSource:
                 (whole,) = _gathered([tensor.to(self._dtype_of(tensor))], receivers)
             del tensor
             if whole is not None:
-                group.extend(checkpoint_tensors(self._model, [(self._plain_name(name), whole)]))
+                group.extend(form.tensors(self._plain_name(name), whole).items())
         return group
 
     def _merged(self, one: AdaptedWeight, state: Mapping[str, Tensor], receivers: Collection[int]) -> Tensor | None:

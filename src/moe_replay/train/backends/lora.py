@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moe_replay.errors import MissingExtraError
 from moe_replay.rollout.adapter import PREFIX, module_names
-from moe_replay.rollout.weights import checkpoint_tensors
+from moe_replay.rollout.weights import CheckpointForm
 from moe_replay.train.backends.lora_targets import LoraError, find_targets
 from moe_replay.train.config.sections import ModelConfig
 
@@ -149,7 +149,7 @@ def adapter_state(
     model: nn.Module, state: Mapping[str, Tensor], adapted: tuple[AdaptedWeight, ...], gather: Gather
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the whole adapter in float32 under PEFT's names: of each expert, if the checkpoint has a tensor of each."""
-    fused = fused_parameters(model, adapted)
+    fused, form = fused_parameters(model, adapted), CheckpointForm(model)
     for one in adapted:
         down, up = gather(state[one.down].detach()), gather(state[one.up].detach())
         a, b = one.factors(down.float(), up.float())
@@ -159,10 +159,10 @@ def adapter_state(
             continue
         if one.num_experts == 1:
             a, b = a[0], b[0]
-        ups = dict(checkpoint_tensors(model, [(one.plain, b)]))
+        ups = form.tensors(one.plain, b)
         # A tensor that the checkpoint splits along its output has one `lora_A` for all parts.
         repeats = len(ups) // one.num_experts
-        downs = dict(checkpoint_tensors(model, [(one.plain, torch.cat([a] * repeats, dim=-2))]))
+        downs = form.tensors(one.plain, torch.cat([a] * repeats, dim=-2))
         for name in ups:
             name_a, name_b = module_names(name)
             yield name_a, downs[name]
@@ -171,9 +171,9 @@ def adapter_state(
 
 def fused_parameters(model: nn.Module, adapted: tuple[AdaptedWeight, ...]) -> tuple[str, ...]:
     """Return the names of fused experts that the checkpoint keeps fused."""
-    fused = []
+    fused, form = [], CheckpointForm(model)
     for one in adapted:
         shape = (one.num_experts, 2, 2)  # the least that can be split
-        if one.num_experts > 1 and len(list(checkpoint_tensors(model, [(one.plain, torch.empty(shape))]))) == 1:
+        if one.num_experts > 1 and len(form.tensors(one.plain, torch.empty(shape))) == 1:
             fused.append(one.plain)
     return tuple(fused)
