@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -71,6 +73,17 @@ def test_a_prompt_that_was_routed_otherwise_brings_its_own_routes() -> None:
     group = [sample(np.arange(50), 3, 1), sample(np.arange(50), 3, 2, prompt_seed=9), sample(np.arange(50), 3, 3)]
     for one, other in zip(group, decode_samples(encode_samples(group)), strict=True):
         assert_equal(one, other)
+
+
+def test_a_row_that_names_an_expert_twice_is_refused_before_it_is_replayed() -> None:
+    good = sample(np.arange(5), 3, 1)
+    experts = good.trace.experts.copy()
+    experts[6, 1] = experts[6, 1, 0]
+    twice = mr.RouteTrace.from_parts(good.trace.parts._replace(experts=experts))
+    (arrived,) = decode_samples(encode_samples([replace(good, trace=twice)]))
+    with pytest.raises(mr.errors.TraceError, match="an expert occurs twice in one row") as error:
+        mr.RouteBatch.from_traces([arrived.trace], mr.TokenLayout.packed([len(arrived.trace)]))
+    assert (error.value.token, error.value.layer) == (6, LAYERS[1])
 
 
 def test_every_cut_is_found() -> None:

@@ -4,7 +4,8 @@
     log-probs (float32), sampling mask if it has one
 
 All numbers are little-endian; traces and masks are in the formats of docs/trace-format.md. The reader validates
-everything.
+everything but `RouteTrace.check_rows`: the server has checked the rows of its traces, and a `RouteBatch` checks them
+again on the rank that replays them.
 """
 
 from __future__ import annotations
@@ -94,10 +95,10 @@ def decode_samples(data: Bytes) -> list[Sample]:
         header = _Header.model_validate_json(bytes(body.take(length, "header")))
     except ValidationError as wrong:
         raise TraceFormatError(f"samples with an unreadable header: {wrong}") from wrong
-    prompts = [_trace(body.take(size, f"prompt {i}")) for i, size in enumerate(header.prompt_bytes)]
+    prompts = [RouteTrace.from_bytes(body.take(size, f"prompt {i}")) for i, size in enumerate(header.prompt_bytes)]
     samples, crc = [], 0
     for number, described in enumerate(header.samples):
-        completion = _trace(body.take(described.trace_bytes, f"trace of sample {number}"), number)
+        completion = RouteTrace.from_bytes(body.take(described.trace_bytes, f"trace of sample {number}"))
         logprobs = body.take(4 * described.tokens, f"log-probs of sample {number}")
         crc = zlib.crc32(logprobs, crc)
         mask = None
@@ -125,12 +126,6 @@ def decode_samples(data: Bytes) -> list[Sample]:
     if crc != header.logprobs_crc:
         raise TraceFormatError("log-probs were corrupted in transit", expected=header.logprobs_crc, found=crc)
     return samples
-
-
-def _trace(blob: memoryview, sample: int | None = None) -> RouteTrace:
-    trace = RouteTrace.from_bytes(bytes(blob))
-    trace.check_rows(sample)
-    return trace
 
 
 class _Cursor:
