@@ -3,74 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 
 from moe_replay.distributed.collectives import broadcast_bytes
 from moe_replay.distributed.control import open_control_group
 from moe_replay.distributed.ranks import barrier, from_rank_0, rank
 from moe_replay.train.trajectories.head import HEAD_BYTES
-from moe_replay.train.trajectories.shared_batch import SharedBatch
 from moe_replay.train.trajectories.store import BatchRef, RankStore, StoreError
 from moe_replay.train.trajectories.wire import trajectories_from_bytes, trajectories_to_bytes
-from moe_replay.train.types import RolloutBatch, Trajectory
+from moe_replay.train.types import Trajectory
 from tests.distributed import harness, megatron_models
+from tests.distributed.shares import HALVES, share_of, trajectories
 from tests.distributed.test_training import save_model
 from tests.train.runs import train_on_rank
-from tests.train.trajectories import LAYERS, random_mask, random_trajectory
+from tests.train.trajectories import LAYERS
 
 pytest.importorskip("transformers")
 harness.PRELOADED.extend(megatron_models.PRELOADED)
 
-COUNT = 12
 
+def share_on_machines(machines: str, data_ranks: Sequence[int], layers: Sequence[Sequence[int]]) -> list[int]:
+    """The bytes of `share_of`, and those that rank 0 has sent."""
+    stores = []
 
-def trajectories() -> list[Trajectory]:
-    made = [random_trajectory(number, prompt=3, completion=5 + 7 * number) for number in range(COUNT)]
-    return [*made[:-1], replace(made[-1], sampling_mask=random_mask(made[-1], 97))]
+    def opened(own: int) -> RankStore:
+        stores.append(RankStore(data_ranks[own], tuple(layers[own]), 60.0, machine=machines[own]))
+        return stores[0]
 
-
-def share_of(machines: str, data_ranks: Sequence[int], layers: Sequence[Sequence[int]]) -> list[int]:
-    """Get every third trajectory from the data rank's first on: bytes received here, sent by rank 0 and of all."""
-    own = rank()
-    with open_control_group():
-        store = RankStore(data_ranks[own], tuple(layers[own]), 60.0, machine=machines[own])
-        for step in range(2):
-            whole = trajectories()[step:]
-            made = SharedBatch.put(RolloutBatch(whole, {}), store) if own == 0 else None
-            batch = SharedBatch.from_bytes(broadcast_bytes(None if made is None else made.to_bytes()), store)
-            assert len(made.to_bytes() if made else b"") < 100 * len(whole) + 1000
-            numbers = list(range(data_ranks[own], len(whole), 3))[::-1]
-            before = store.received_bytes
-            for number, found in zip(numbers, batch.get(numbers, layers[own]), strict=True):
-                _check(found, whole[number], tuple(layers[own]) or LAYERS[:1])
-            received = store.received_bytes - before
-            if own == 0:
-                for found, wanted in zip(batch.whole(range(3)), whole, strict=False):
-                    _check(found, wanted, LAYERS)
-                    assert found.trace.to_bytes() == wanted.trace.to_bytes()
-            barrier()  # as the rollout of the next step is
-        share = len(trajectories_to_bytes([whole[i] for i in numbers], layers[own]))
-        sent = store.sent_bytes
-        store.close()
-    return [received, share, sent, len(trajectories_to_bytes(whole))]
-
-
-def _check(found: Trajectory, wanted: Trajectory, layers: tuple[int, ...]) -> None:
-    assert found.trace == wanted.trace.select_layers(layers)
-    assert (found.row, found.group, found.finish_reason) == (wanted.row, wanted.group, wanted.finish_reason)
-    assert (found.advantage, found.sampling_mask) == (wanted.advantage, wanted.sampling_mask)
-    np.testing.assert_equal(found.reward, wanted.reward)
-    for name in ("token_ids", "logprobs", "versions"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))
-
-
-HALVES = (LAYERS[:1], LAYERS[1:])
+    received, share, _ = share_of(opened, data_ranks, layers)
+    return [received, share, stores[0].sent_bytes]
 
 
 @pytest.mark.parametrize(
@@ -85,14 +50,14 @@ HALVES = (LAYERS[:1], LAYERS[1:])
 def test_a_rank_receives_its_own_share(
     machines: str, data_ranks: tuple[int, ...], layers: tuple[tuple[int, ...], ...], fetches: int
 ) -> None:
-    every = harness.run_ranks(4, share_of, machines, data_ranks, layers)
-    for received, share, _, _ in every:
+    every = harness.run_ranks(4, share_on_machines, machines, data_ranks, layers)
+    for received, share, _ in every:
         assert 0.8 * share < received <= share  # the table of records does not count
     assert (every[0][2] > 0) == (fetches > 0)
-    assert [sent for _, _, sent, _ in every[1:]] == [0, 0, 0]
+    assert [sent for _, _, sent in every[1:]] == [0, 0, 0]
     distinct = {(m, d, tuple(some)) for m, d, some in zip(machines, data_ranks, layers, strict=True) if m != "a"}
     assert len(distinct) == fetches
-    assert every[0][2] <= 2 * 1.3 * fetches * max(share for _, share, _, _ in every)  # in two steps
+    assert every[0][2] <= 2 * 1.3 * fetches * max(share for _, share, _ in every)  # in two steps
 
 
 def ask_for_what_is_gone() -> str:

@@ -11,6 +11,7 @@ from moe_replay.train.backends.base import Backend
 from moe_replay.train.batches import layers_of
 from moe_replay.train.rollouts import Rollouts
 from moe_replay.train.shared_devices import SharedDevices
+from moe_replay.train.trajectories.ray_store import RayStore, ranks_share_ray
 from moe_replay.train.trajectories.shared_batch import SharedBatch
 from moe_replay.train.trajectories.store import InProcessStore, RankStore, TrajectoryStore
 from moe_replay.utils.progress import ProgressCallback
@@ -23,6 +24,8 @@ def open_store(backend: Backend, timeout_s: float) -> TrajectoryStore:
     """Return the store of a job, which its ranks reach. All ranks call it."""
     if world_size() == 1:
         return InProcessStore()
+    if ranks_share_ray():
+        return RayStore(layers_of(backend), timeout_s)
     return RankStore(backend.data_rank, layers_of(backend), timeout_s)
 
 

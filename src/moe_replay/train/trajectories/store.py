@@ -5,7 +5,8 @@
 
 `InProcessStore` is for one rank. `RankStore` is for ranks of a launcher: rank 0 encodes the trajectories once for each
 pipeline stage in an anonymous file in memory. Ranks on its machine map it; on other machines one of the ranks that
-need the same trajectories fetches them over a socket, and the others map its copy.
+need the same trajectories fetches them over a socket, and the others map its copy. `RayStore` (`ray_store.py`) is for
+ranks in a Ray job.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ class RankStore:
 
     def put(self, trajectories: Sequence[Trajectory]) -> BatchRef:
         """Encode the trajectories of a step, once for each pipeline stage; on rank 0."""
-        layers = _common_layers(trajectories)
+        layers = common_layers(trajectories)
         self._forget()
         self._file = anonymous_file()
         end, sections = 0, []
@@ -177,13 +178,7 @@ class RankStore:
 
     def whole(self, ref: BatchRef, numbers: Sequence[int]) -> list[Trajectory]:
         """Return some trajectories with the routes of all layers; on rank 0."""
-        by_set = [_read(self._file, section, numbers)[0] for section in ref.sections]
-        if len(by_set) == 1:
-            return by_set[0]
-        return [
-            replace(parts[0], trace=RouteTrace.merge([part.trace for part in parts]))
-            for parts in zip(*by_set, strict=True)
-        ]
+        return merge_layers([_read(self._file, section, numbers)[0] for section in ref.sections])
 
     # ---- on any rank --------------------------------------------------------------------------------------------
 
@@ -284,7 +279,17 @@ def _read(file: int, section: tuple[int, int], numbers: Sequence[int]) -> tuple[
     return list(read_section(mapped, numbers)), int(sizes[list(numbers)].sum())
 
 
-def _common_layers(trajectories: Sequence[Trajectory]) -> Layers:
+def merge_layers(by_set: Sequence[list[Trajectory]]) -> list[Trajectory]:
+    """Return trajectories with all layers, from the same trajectories with some layers each."""
+    if len(by_set) == 1:
+        return by_set[0]
+    return [
+        replace(parts[0], trace=RouteTrace.merge([part.trace for part in parts])) for parts in zip(*by_set, strict=True)
+    ]
+
+
+def common_layers(trajectories: Sequence[Trajectory]) -> Layers:
+    """Return the layers that the routes of all trajectories were recorded for."""
     found = sorted({one.trace.layers for one in trajectories})
     if len(found) > 1:
         raise AlignmentError(

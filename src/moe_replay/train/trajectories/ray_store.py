@@ -1,0 +1,159 @@
+"""`RayStore`: trajectories in Ray's object store, for ranks that are actors of one Ray job.
+
+Rank 0 puts one object for each trajectory and pipeline stage, a record of `wire.py`. A rank gets the records of its own
+sequences and layers; Ray moves an object to a node once, and all ranks of that node view the same shared memory.
+References travel through an actor (`utils/object_refs.py`), so that Ray counts them: objects are freed once rank 0 puts
+the next batch and no rank views them.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from moe_replay.distributed.ranks import all_gather_text, from_rank_0, raise_on_all_ranks, rank
+from moe_replay.train.trajectories.store import BatchRef, Layers, StoreError, common_layers, merge_layers
+from moe_replay.train.trajectories.wire import read_record, record_parts
+from moe_replay.train.types import Trajectory
+from moe_replay.utils.messages import one_line
+from moe_replay.utils.object_refs import ObjectRefs
+
+
+def ranks_share_ray() -> bool:
+    """Return whether all ranks are workers of one Ray job, whose object store they share. All ranks call it."""
+    jobs = set(all_gather_text(_ray_job()))
+    return len(jobs) == 1 and "" not in jobs
+
+
+def _ray_job() -> str:
+    """Return the cluster and the job that this process is a worker of; empty outside of Ray."""
+    ray: Any = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return ""
+    context = ray.get_runtime_context()
+    return f"{context.gcs_address} {context.get_job_id()}" if context.worker.mode == ray.WORKER_MODE else ""
+
+
+class RayStore:
+    """The store of ranks in a Ray job. All ranks open it; rank 0 puts.
+
+    received_bytes   of the records that `get` has returned on this rank
+    """
+
+    def __init__(self, layers: Layers, timeout_s: float) -> None:
+        import ray
+
+        self._layers, self._timeout_s = layers, timeout_s
+        self._sets = sorted({tuple(json.loads(some)) for some in all_gather_text(json.dumps(layers))})
+        self._number = 0
+        self._sections: list[list[Any]] = []
+        self.received_bytes = 0
+        self._keeper: Any = None
+        name = from_rank_0(self._start_keeper, "starting the actor that keeps references to trajectories")
+        with raise_on_all_ranks("finding the actor that keeps references to trajectories"):
+            if self._keeper is None:
+                self._keeper = ray.get_actor(name)
+
+    def _start_keeper(self) -> str:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        name = f"moe-replay-trajectories-{secrets.token_hex(8)}"
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        kept: Any = ray.remote(ObjectRefs).options(name=name, num_cpus=0, scheduling_strategy=here).remote()
+        self._wait(kept.keep.remote(0, ()), "start the actor that keeps references to trajectories")
+        self._keeper = kept
+        return name
+
+    # ---- on rank 0 ----------------------------------------------------------------------------------------------
+
+    def put(self, trajectories: Sequence[Trajectory]) -> BatchRef:
+        """Put the trajectories of a step, one object for each of them and each pipeline stage; on rank 0."""
+        layers = common_layers(trajectories)
+        self._forget()
+        self._number += 1
+        self._sections = [[self._put(one, wanted) for one in trajectories] for wanted in self._sets]
+        self._wait(self._keeper.keep.remote(self._number, self._sections), "tell where its trajectories are")
+        return BatchRef(self._number, len(trajectories), layers)
+
+    def _put(self, trajectory: Trajectory, layers: Layers) -> Any:
+        import ray
+
+        record = np.frombuffer(b"".join(record_parts(trajectory, layers)), np.uint8)
+        try:
+            return ray.put(record)
+        except ray.exceptions.RayError as error:
+            raise StoreError(
+                f"a trajectory of {record.nbytes / 1e6:.1f} MB could not be put into Ray's object store: "
+                f"{one_line(error)}",
+                remedy="Give the node of rank 0 a larger object store (ray start --object-store-memory)",
+            ) from error
+
+    def whole(self, ref: BatchRef, numbers: Sequence[int]) -> list[Trajectory]:
+        """Return some trajectories with the routes of all layers; on rank 0."""
+        assert ref.number == self._number, "the trajectories of an earlier step are not kept"
+        return merge_layers([self._read([section[one] for one in numbers])[0] for section in self._sections])
+
+    # ---- on any rank --------------------------------------------------------------------------------------------
+
+    def get(self, ref: BatchRef, numbers: Sequence[int], layers: Sequence[int]) -> list[Trajectory]:
+        """Return some trajectories with the routes of this rank's layers."""
+        assert tuple(layers) == self._layers, "a rank has the layers that it opened the store with"
+        section = self._sets.index(self._layers)
+        refs = self._wait(self._keeper.take.remote(ref.number, section, list(numbers)), "find its trajectories")
+        if refs is None:
+            self._fail("find its trajectories", f"those of batch {ref.number} are not kept any more")
+        found, size = self._read(refs)
+        self.received_bytes += size
+        return found
+
+    def _read(self, refs: Sequence[Any]) -> tuple[list[Trajectory], int]:
+        """Return trajectories that view Ray's shared memory, and the bytes of their records."""
+        records: list[np.ndarray] = self._wait(list(refs), "fetch its trajectories")
+        return [read_record(one.data) for one in records], sum(one.nbytes for one in records)
+
+    def _wait(self, what: Any, doing: str) -> Any:
+        import ray
+
+        try:
+            return ray.get(what, timeout=self._timeout_s)
+        except ray.exceptions.RayError as error:
+            self._fail(doing, _reason(error, self._timeout_s), error)
+
+    def _fail(self, doing: str, reason: str, error: BaseException | None = None) -> NoReturn:
+        raise StoreError(
+            f"rank {rank()} could not {doing} in Ray's object store: {reason}",
+            remedy="Resume the run from its last checkpoint: trajectories of a step are sampled again. "
+            "backend.rank_timeout_s is how long one waits",
+        ) from error
+
+    def _forget(self) -> None:
+        self._sections = []
+        if rank() == 0:
+            self._keeper.keep.remote(0, ())
+
+    def close(self) -> None:
+        """Free the trajectories and end the actor; those that were returned stay usable."""
+        import ray
+
+        self._sections = []
+        if rank() == 0 and ray.is_initialized():
+            ray.kill(self._keeper)
+
+
+def _reason(error: BaseException, timeout_s: float) -> str:
+    """Say what has become of objects that Ray does not return."""
+    import ray.exceptions as known
+
+    reasons: tuple[tuple[type, Callable[[], str]], ...] = (
+        (known.GetTimeoutError, lambda: f"there was no answer within {timeout_s:g} s"),
+        (known.OwnerDiedError, lambda: "rank 0, which owns them, has ended"),
+        (known.ObjectLostError, lambda: "all copies are lost with the nodes that had them"),
+        (known.RayActorError, lambda: "the actor that keeps the references to them has ended, as rank 0 or its node"),
+    )
+    return next((say() for kind, say in reasons if isinstance(error, kind)), one_line(error))
