@@ -1,0 +1,127 @@
+"""Whether a cluster can hold a run, from numbers alone."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_replay.cluster.capacity import CapacityError, Demand, Node, Resources, check_capacity, demand_of, most_engines
+from moe_replay.train.config.file import load_config
+
+GIB = 2**30
+
+
+def node(name: str, cpus: float, gpus: float = 0, memory: float = 0, used: Resources | None = None) -> Node:
+    has = Resources(cpus, gpus, memory)
+    return Node(name, has.minus(used or Resources()), has)
+
+
+def demand(*settings: str) -> Demand:
+    words = ["--cluster.kind", "ray", "--rollout.engine", "vllm", *settings]
+    return demand_of(load_config(None, words))
+
+
+def test_what_a_recipe_asks_for() -> None:
+    asked = demand(
+        *("--cluster.trainer_nodes", "2", "--cluster.ranks_per_node", "8", "--cluster.cpus_per_rank", "4"),
+        *("--cluster.engines", "6", "--rollout.options", "tensor_parallel_size", "4"),
+    )
+    assert asked == Demand(2, Resources(32, 8), 6, Resources(1, 4))
+
+
+def test_engines_on_the_trainers_gpus_ask_for_no_others() -> None:
+    asked = demand(
+        *("--cluster.trainer_nodes", "2", "--cluster.ranks_per_node", "8", "--cluster.engines", "4"),
+        *("--cluster.placement", "colocated", "--rollout.options", "tensor_parallel_size", "4"),
+    )
+    assert asked == Demand(2, Resources(10, 8), 0, Resources(1, 4))
+
+
+def test_a_run_on_cpus_asks_for_no_gpu() -> None:
+    asked = demand("--backend.device", "cpu", "--cluster.ranks_per_node", "2", "--cluster.engines", "2")
+    assert asked == Demand(1, Resources(2, 0), 2, Resources(1, 0))
+
+
+def test_a_run_that_fits_says_how() -> None:
+    told = check_capacity([node("a", 64, 8), node("b", 64, 8)], Demand(1, Resources(8, 8), 2, Resources(1, 4)))
+    assert told == "1 machine of the trainer with 8 GPUs, 8 CPUs each, 2 engines with 4 GPUs, 1 CPU each on 2 nodes"
+
+
+def test_the_trainer_gets_machines_that_engines_do_not_need() -> None:
+    nodes = [node("big", 64, 8), node("small", 8, 2)]
+    assert most_engines(nodes, Demand(1, Resources(2, 2), 0, Resources(1, 4))) == 2
+    assert most_engines(nodes[:1], Demand(1, Resources(2, 2), 0, Resources(1, 4))) == 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "asked", "problem", "remedy"),
+    [
+        (
+            [node("a", 64, 4), node("b", 64, 8)],
+            Demand(2, Resources(8, 8), 0, Resources(1, 1)),
+            "1 of 2 machines of the trainer found a place, each needs 8 GPUs, 8 CPUs on one machine",
+            "Add 1 machine with 8 GPUs, 8 CPUs free, or set cluster.trainer_nodes = 1",
+        ),
+        (
+            [node("a", 64, 8)],
+            Demand(1, Resources(4, 4), 3, Resources(1, 2)),
+            "2 of 3 engines found a place beside the trainer, each needs 2 GPUs, 1 CPU on one machine",
+            "Add machines with 2 GPUs, 1 CPU free for 1 engine, or set cluster.engines = 2",
+        ),
+        (
+            [node("a", 64, 2), node("b", 64, 2)],  # together there are 4, but not on one machine
+            Demand(1, Resources(4, 4), 0, Resources(1, 1)),
+            "0 of 1 machine of the trainer found a place, each needs 4 GPUs, 4 CPUs on one machine",
+            "Add 1 machine with 4 GPUs, 4 CPUs free, or lower cluster.ranks_per_node",
+        ),
+        (
+            [node("a", 4, 0, 8 * GIB)],
+            Demand(1, Resources(2, 0, 16 * GIB), 0, Resources(1)),
+            "0 of 1 machine of the trainer found a place, each needs 2 CPUs, 16.0 GiB on one machine",
+            "Add 1 machine with 2 CPUs, 16.0 GiB free",
+        ),
+        (
+            [node("a", 8, 8, used=Resources(1, 4))],
+            Demand(1, Resources(8, 8), 0, Resources(1, 1)),
+            "0 of 1 machine of the trainer found a place",
+            "Wait for other jobs of the cluster, which have reserved the rest",
+        ),
+        ([], Demand(1, Resources(1), 0, Resources(1)), "0 of 1 machine", "found no nodes"),
+    ],
+)
+def test_what_is_missing_is_said_with_its_remedy(nodes: list[Node], asked: Demand, problem: str, remedy: str) -> None:
+    with pytest.raises(CapacityError) as failed:
+        check_capacity(nodes, asked)
+    assert f"the cluster cannot hold the run: {problem}" in str(failed.value)
+    assert remedy in str(failed.value)
+
+
+SMALL = st.integers(0, 5)
+
+
+@given(
+    cpus=st.lists(SMALL, max_size=4),
+    trainer_nodes=st.integers(1, 3),
+    trainer=st.integers(1, 4),
+    engines=SMALL,
+    engine=st.integers(1, 3),
+)
+def test_a_run_fits_if_any_placement_does(
+    cpus: list[int], trainer_nodes: int, trainer: int, engines: int, engine: int
+) -> None:
+    """Against all ways to choose the trainer's machines."""
+    asked = Demand(trainer_nodes, Resources(trainer), engines, Resources(engine))
+    possible = any(
+        sum(chosen) == trainer_nodes
+        and all(has >= trainer * one for has, one in zip(cpus, chosen, strict=True))
+        and sum((has - trainer * one) // engine for has, one in zip(cpus, chosen, strict=True)) >= engines
+        for chosen in product((0, 1), repeat=len(cpus))
+    )
+    try:
+        check_capacity([node(str(number), has) for number, has in enumerate(cpus)], asked)
+        assert possible
+    except CapacityError:
+        assert not possible
