@@ -180,3 +180,41 @@ def test_logprobs_and_commands(engines, urls) -> None:
             pool.generate([[1]], SamplingParams())
         pool.wake()
         assert len(pool.generate([[1]], SamplingParams())) == 1
+
+
+def test_servers_join_and_leave(engines, urls) -> None:
+    """One that joins is sent the weights of the last update and then sampled from; one that leaves is not."""
+    newer, listed, asked = tiny_model("olmoe", seed=3), [urls[0]], []
+    for number, engine in enumerate(engines):
+        sample = engine.generate_one
+
+        async def counted(prompt, params, number=number, sample=sample):
+            asked.append(number)
+            return await sample(prompt, params)
+
+        engine.generate_one = counted
+    prompts = [[i + 1, 5] for i in range(8)]
+    with pool_of(urls[0]) as pool:
+        pool.follow(lambda: listed, lambda url: VllmServer(url, token=TOKEN))
+        pool.update_weights(checkpoint_tensors(newer), 7, weights_id="run-7")
+        assert not pool.lacks_weights()
+        listed.append(urls[1])
+        assert pool.lacks_weights()
+        pool.generate(prompts, SamplingParams(max_tokens=2))
+        assert {*asked} == {0}
+        assert list(pool.receivers_by_url("run-7")) == [urls[1]]
+        pool.update_weights(checkpoint_tensors(newer), 7, weights_id="run-7")
+        assert not pool.lacks_weights()
+        assert [engine.weight_version for engine in engines] == [7, 7]
+        assert pool.name.name.startswith("2 x ")
+        asked.clear()
+        pool.generate(prompts, SamplingParams(max_tokens=2))
+        assert {*asked} == {0, 1}
+        listed.remove(urls[0])
+        assert not pool.lacks_weights()
+        asked.clear()
+        assert len(pool.generate(prompts, SamplingParams(max_tokens=2))) == len(prompts)
+        assert asked == [1] * len(prompts)
+        listed.clear()
+        assert not pool.lacks_weights()
+        assert pool.servers == 1

@@ -11,40 +11,31 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from moe_replay.errors import EngineAnswerError, EngineError, EngineName, EngineUnavailableError
 from moe_replay.rollout.answers import vocabulary_size
-from moe_replay.rollout.engine import Engine, StartRequest, put_to_sleep, receivers_of, wake_for_update
+from moe_replay.rollout.engine import StartRequest, put_to_sleep, receivers_of, wake_for_update
 from moe_replay.rollout.loop import AsyncSampler
+from moe_replay.rollout.pool_member import Member, ServedEngine
 from moe_replay.rollout.pool_transfer import update_by_transfer, update_together
 from moe_replay.rollout.transfer import Receivers, Transfer
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.vllm_transfer_engines import EngineTransfer
 from moe_replay.rollout.weight_chunks import update_side_by_side
 from moe_replay.rollout.weight_delta import SentWeights
-from moe_replay.rollout.weights_id import CurrentWeights, identifies_weights
+from moe_replay.rollout.weights_id import identifies_weights
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.utils.messages import one_line
 
 logger = logging.getLogger(__name__)
-
-
-class ServedEngine(Engine, Protocol):
-    """An engine behind a URL."""
-
-    url: str
-
-    def current_weights(self) -> CurrentWeights:
-        """Return what the server says of its weights."""
-        ...
 
 
 def connect(client: Callable[..., ServedEngine], request: StartRequest, **settings: Any) -> EnginePool:
@@ -52,55 +43,6 @@ def connect(client: Callable[..., ServedEngine], request: StartRequest, **settin
     settings |= {"token": request.bearer_token, "vocab_size": vocabulary_size(request.model)}
     servers = [request.call(client, url, **settings) for url in request.urls]
     return EnginePool(servers, any_version=True, min_servers=request.min_servers)
-
-
-class _Member:
-    """One engine of the pool, its load, and why and for how long it is not used after a failure.
-
-    down_until   time at which its health is checked again: never, for one that is put aside; None: it is in use
-    cause        of its last failure
-    """
-
-    def __init__(self, engine: ServedEngine) -> None:
-        self.engine = engine
-        self.active_requests = 0
-        self.down_until: float | None = None
-        self.cause = ""
-
-    def __str__(self) -> str:
-        return self.cause if self.engine.url in self.cause else f"{self.engine.url}: {self.cause or 'not reached yet'}"
-
-    @property
-    def is_aside(self) -> bool:
-        """Whether it is not used until its next weights."""
-        return self.down_until == math.inf
-
-    def take_out(self, cause: BaseException, cooldown_s: float) -> None:
-        """Do not use the engine for a while; `math.inf`: until it has taken new weights."""
-        if self.is_aside:
-            return
-        self.down_until, self.cause = time.monotonic() + cooldown_s, one_line(cause)
-        if self.is_aside:
-            logger.warning("a rollout server is put aside until its next weight update: %s", self)
-
-    def put_back(self) -> None:
-        """Use the engine again."""
-        self.down_until, self.cause = None, ""
-
-    @contextmanager
-    def request(self, cooldown_s: float) -> Iterator[ServedEngine]:
-        """Run a request on this engine; take it out of rotation if it is unavailable or its answer cannot be used."""
-        self.active_requests += 1
-        try:
-            yield self.engine
-        except EngineUnavailableError as failure:
-            self.take_out(failure, cooldown_s)
-            raise
-        except EngineAnswerError as wrong:
-            self.take_out(wrong, math.inf)
-            raise
-        finally:
-            self.active_requests -= 1
 
 
 class EnginePool(AsyncSampler):
@@ -129,11 +71,13 @@ class EnginePool(AsyncSampler):
         if not engines:
             raise EngineError("a pool without engines", expected="at least one")
         super().__init__("pool")
-        self._members = [_Member(engine) for engine in engines]
+        self._members = [Member(engine) for engine in engines]
         self._attempts, self._cooldown_s, self._max_backoff_s = attempts, cooldown_s, max_backoff_s
         self._weights_id = ""  # of the last update
         self.bytes_sent: int | None = None  # by it to an engine, the most to any; None: not known
         self._sent: SentWeights | None = None
+        self._followed: tuple[Callable[[], Sequence[str]], Callable[[str], ServedEngine]] | None = None
+        self._left: list[ServedEngine] = []
         with ExitStack() as undo:
             undo.callback(super().close)
             self._version = self._reach(min_servers or len(engines), any_version)
@@ -167,7 +111,7 @@ class EnginePool(AsyncSampler):
             )
         return next(iter(versions.values()))
 
-    def _out_of_rotation(self) -> list[_Member]:
+    def _out_of_rotation(self) -> list[Member]:
         return [member for member in self._members if member.down_until is not None]
 
     def _causes(self) -> str:
@@ -212,7 +156,7 @@ class EnginePool(AsyncSampler):
 
     async def _sample_once(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
         """Try each available engine until one serves the request; those that refused it before are put aside."""
-        refusals: dict[_Member, EngineError] = {}
+        refusals: dict[Member, EngineError] = {}
         while True:
             member = await self._least_loaded(refusals)
             try:
@@ -229,7 +173,7 @@ class EnginePool(AsyncSampler):
                 other.take_out(refusal, math.inf)
             return samples
 
-    async def _least_loaded(self, refusals: Mapping[_Member, EngineError] | None = None) -> _Member:
+    async def _least_loaded(self, refusals: Mapping[Member, EngineError] | None = None) -> Member:
         """Return the engine with the fewest requests, of those that have not refused this one."""
         refused = refusals or {}
         await asyncio.gather(*(self._readmit(member) for member in self._members))
@@ -250,7 +194,7 @@ class EnginePool(AsyncSampler):
             remedy="Restart the servers; a restarted server needs the current weights before it is used",
         )
 
-    async def _readmit(self, member: _Member) -> None:
+    async def _readmit(self, member: Member) -> None:
         """Put an engine back into rotation after its cooldown, if it is healthy and has the current weights."""
         if member.down_until is None or time.monotonic() < member.down_until:
             return
@@ -274,6 +218,39 @@ class EnginePool(AsyncSampler):
         with member.request(self._cooldown_s) as engine:
             return engine.prompt_logprobs(token_ids)
 
+    # ---- joining and leaving ------------------------------------------------------------------------------------
+
+    def follow(self, urls: Callable[[], Sequence[str]], client: Callable[[str], ServedEngine]) -> None:
+        """Let servers join and leave while the pool is used, by a list of those that there are.
+
+        The list is read when `lacks_weights` is asked, before each step samples and every few seconds meanwhile. A
+        server that has joined is used once it has the weights of the last update. One that has left gets no new
+        requests, and those that it fails go to others; an empty list changes nothing.
+
+        urls     returns the addresses of all servers now; it may wait for the first one
+        client   connects to one that has joined
+        """
+        self._followed = urls, client
+
+    def _update_members(self) -> None:
+        if self._followed is None:
+            return
+        listed, client = self._followed
+        urls = list(dict.fromkeys(listed()))
+        known = {member.engine.url: member for member in self._members}
+        if not urls or set(urls) == known.keys():
+            return
+        members = [known.pop(url) if url in known else self._joined(client(url)) for url in urls]
+        self._left += [member.engine for member in known.values()]
+        self._members = members  # other threads see the whole list, old or new
+        vars(self).pop("name", None)  # it counts them
+
+    def _joined(self, engine: ServedEngine) -> Member:
+        logger.warning("a rollout server has joined: %s", engine.url)
+        member = Member(engine)
+        member.take_out(EngineUnavailableError("it has joined, and has no weights yet"), 0.0)
+        return member
+
     # ---- on all engines -----------------------------------------------------------------------------------------
 
     @property
@@ -283,9 +260,10 @@ class EnginePool(AsyncSampler):
 
     def lacks_weights(self) -> bool:
         """Return whether an engine is available and does not have the weights of the last update: it restarted."""
+        self._update_members()
         return bool(self._weights_id) and bool(self._without_weights())
 
-    def _without_weights(self) -> list[_Member]:
+    def _without_weights(self) -> list[Member]:
         asked = [member for member in self._members if not member.is_aside]  # others did not take them
         with ThreadPoolExecutor(len(asked) or 1) as threads:
             lacking = list(threads.map(self._lacks_weights, (member.engine for member in asked)))
@@ -324,7 +302,7 @@ class EnginePool(AsyncSampler):
         """
         self._sent = SentWeights(full_every)
 
-    def _members_in(self, transfer: Transfer, members: Sequence[_Member]) -> list[_Member]:
+    def _members_in(self, transfer: Transfer, members: Sequence[Member]) -> list[Member]:
         """Return the engines that take part in a transfer; others could not be reached when it began."""
         for member in members:
             if member.engine.url not in transfer.settings:
@@ -347,7 +325,7 @@ class EnginePool(AsyncSampler):
         """Return the URLs of the engines that do not answer."""
         return [member.engine.url for member in self._members if not member.engine.healthy()]
 
-    def _apply_outcomes(self, calls: Sequence[Future[Any]], members: Sequence[_Member]) -> None:
+    def _apply_outcomes(self, calls: Sequence[Future[Any]], members: Sequence[Member]) -> None:
         """Take engines whose call failed out of rotation, put the others in; raise if none is left."""
         failures = [call.exception() for call in calls]
         for member, failure in zip(members, failures, strict=True):
@@ -387,5 +365,5 @@ class EnginePool(AsyncSampler):
     def close(self) -> None:
         """Close the connections; the servers keep running."""
         super().close()
-        for member in self._members:
-            member.engine.close()
+        for engine in [*self._left, *(member.engine for member in self._members)]:
+            engine.close()
