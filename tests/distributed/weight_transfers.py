@@ -47,7 +47,7 @@ def send(
             engine = None
             if rank == 0:
                 clients = [VllmServer(url, token=token) for url in urls]
-                engine = SyncedEngine(stack.enter_context(EnginePool(clients, any_version=True)))
+                engine = SyncedEngine(stack.enter_context(EnginePool(clients, any_version=True, max_backoff_s=0.1)))
             report = EngineSync(config, CPU).send(backend.weight_source(), engine, version, None)
             found.append({"kind": report.kind, "nbytes": report.nbytes})
     return [*found, share(backend.weight_source(), f"{folder}/pulls")]

@@ -98,7 +98,7 @@ def servers() -> list[Fleet]:
 def engine(servers: list[Fleet]) -> Iterator[SyncedEngine]:
     with ExitStack() as stack:
         clients = [stack.enter_context(server.client()) for server in servers]
-        yield SyncedEngine(stack.enter_context(EnginePool(clients, any_version=True)))
+        yield SyncedEngine(stack.enter_context(EnginePool(clients, any_version=True, max_backoff_s=0.1)))
 
 
 def sync() -> EngineSync:

@@ -79,14 +79,23 @@ def render(
     # Without pyplot no figure stays open and no display is needed.
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        layout = figure.get_layout_engine()
         axes = figure.subplots(1, panels, squeeze=False, sharex=panels > 1, sharey=panels > 1)[0]
         plot(axes[0] if panels == 1 else list(axes))
+        _arrange(figure, layout)
         content = io.StringIO()
         figure.savefig(content, format="svg", dpi=RASTER_DPI, metadata={"Date": None})
         figure.suptitle(title, fontsize=11, fontweight="bold", x=0.02, ha="left")
+        _arrange(figure, layout)
         image = io.BytesIO()
         figure.savefig(image, format="png", dpi=PNG_DPI, facecolor="white", metadata={"Software": None})
     return RenderedFigure(name, title, caption, _for_page(content.getvalue(), name), image.getvalue())
+
+
+def _arrange(figure: Any, layout: Any) -> None:
+    """Make room for labels and titles. A figure that keeps its layout engine is drawn twice whenever it is saved."""
+    layout.execute(figure)
+    figure.set_layout_engine(None)
 
 
 def _for_page(svg: str, name: str) -> str:
