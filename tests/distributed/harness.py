@@ -80,8 +80,13 @@ def _server() -> ForkServerContext:
 def fork_server() -> ForkServerContext:
     """The server that processes of tests are forked from; one for all, started with the first of them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*dict.fromkeys(PRELOADED), "tests.distributed.frozen"])
+    context.set_forkserver_preload(preloaded())
     return context
+
+
+def preloaded(*more: str) -> list[str]:
+    """What a server imports before it forks."""
+    return [*dict.fromkeys([*PRELOADED, *more]), "tests.distributed.frozen"]
 
 
 def _wait_for_all(ranks: list[ForkServerProcess], folder: Path, deadline: float) -> None:

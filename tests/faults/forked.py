@@ -5,6 +5,7 @@ What is asked of them is what `subprocess.Popen` offers. A fork leaves without r
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
 import signal
@@ -12,24 +13,55 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, popen_forkserver, process, resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from unittest.mock import patch
 
 import torch
 
-from tests.distributed.harness import fork_server
+from tests.distributed.harness import fork_server, preloaded
+from tests.real_vllm.forks import NEEDED
 
 ROOT = Path(__file__).parents[2]
+
+
+@functools.cache
+def _server_with_vllm() -> forkserver.ForkServer:
+    """A second server, which has imported vLLM too: ten seconds of CPU for each process that would import it."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(preloaded(*NEEDED))
+    with patch.dict(os.environ, VLLM_LOGGING_LEVEL="ERROR"):  # read when vLLM is imported
+        server.ensure_running()
+    return server
+
+
+class _PopenWithVllm(popen_forkserver.Popen):
+    def _launch(self, process_obj: process.BaseProcess) -> None:
+        with patch.object(forkserver, "connect_to_new_process", _server_with_vllm().connect_to_new_process):
+            super()._launch(process_obj)
+
+
+class _ProcessWithVllm(ForkServerProcess):
+    @staticmethod
+    def _Popen(process_obj: process.BaseProcess) -> _PopenWithVllm:  # noqa: N802
+        return _PopenWithVllm(process_obj)
+
+
+class _ContextWithVllm(ForkServerContext):
+    Process = _ProcessWithVllm
 
 
 class Forked:
     """A function in a process and a process group of its own; its output and errors are one pipe, its input another."""
 
-    def __init__(self, function: Callable[..., None], *arguments: Any, environment: dict[str, str]) -> None:
-        context = fork_server()
+    def __init__(
+        self, function: Callable[..., None], *arguments: Any, environment: dict[str, str], with_vllm: bool = False
+    ) -> None:
+        context = _ContextWithVllm() if with_vllm else fork_server()
         output, written = context.Pipe(duplex=False)
         read, given = context.Pipe(duplex=False)
         pipes = (read, written)
@@ -93,12 +125,12 @@ def fork_command(*words: str, environment: dict[str, str] | None = None) -> Fork
 
 def fork_with_vllm(*words: str, environment: dict[str, str] | None = None) -> Forked:
     """Run `moe-replay` with vLLM's processes as forks of its own."""
-    return Forked(_command_with_vllm, words, environment=environment or {})
+    return Forked(_command_with_vllm, words, environment=environment or {}, with_vllm=True)
 
 
 def fork_ranks_with_vllm(*words: str, environment: dict[str, str] | None = None) -> Forked:
     """Run `moe-replay` on two ranks below an agent of torchrun, all of them forks, as `fork_with_vllm` does."""
-    return Forked(_agent, words, environment=environment or {})
+    return Forked(_agent, words, environment=environment or {}, with_vllm=True)
 
 
 def fork_python(code: str, *arguments: str, environment: dict[str, str] | None = None) -> Forked:

@@ -1,26 +1,11 @@
-"""A rank that is killed in the middle of a step: the others end and name it, nothing is left, and the run resumes."""
+"""A rank that is killed: the others end and name it. With vLLM, and resumed: test_vllm_processes.py."""
 
 from __future__ import annotations
 
-import os
-import signal
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from tests.faults.forked import fork_python, fork_ranks_with_vllm
-from tests.faults.processes import (
-    LIMIT_S,
-    descendants,
-    rank_process,
-    shared_memory,
-    wait_for_line,
-    wait_until_gone,
-    wait_until_removed,
-)
-from tests.faults.test_signals import recipe
-from tests.real_vllm.conftest import NEEDS_VLLM
+from tests.faults.forked import fork_python
+from tests.faults.processes import LIMIT_S, wait_for_line
 
 pytestmark = pytest.mark.distributed
 
@@ -74,40 +59,3 @@ def test_a_rank_names_the_one_that_was_killed(rank_0: str, told: str, port: int)
         told_by_first, _ = first.communicate(timeout=LIMIT_S)
     assert told in told_by_first
     assert first.returncode == (1 if rank_0 == "hangs" else 0)
-
-
-# ---- the real vLLM ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.engine
-def test_a_killed_rank_ends_the_others_and_the_engine(demo_files: Any, tmp_path: Path) -> None:
-    """Rank 1, then, in the resumed run, the one with the engine, each while a step is being sampled."""
-    pytest.importorskip("vllm", reason=NEEDS_VLLM)
-    from tests.faults.test_vllm_processes import ENGINE, QUIET, WITHOUT_WORKER, engine_core
-
-    made = recipe(
-        demo_files,
-        tmp_path,
-        steps=1000,
-        rollout={"engine": "vllm", "dtype": "float32", "options": ENGINE},
-        replay={"compare_every": 0},
-        checkpoint={"every": 1, "keep": 2},
-        reward={"functions": ["tests.faults.hanging:announced"]},
-    )
-    for reached, number, environment in ((1, 1, WITHOUT_WORKER), (2, 0, QUIET)):
-        with fork_ranks_with_vllm("train", made, environment=environment) as agent:
-            wait_for_line(agent.stdout, f"step {reached}/1000")
-            wait_for_line(agent.stdout, "rewarding")
-            below = descendants(agent.pid)
-            files = shared_memory(below)
-            assert engine_core(agent.pid) in below
-            rank = rank_process(agent.pid, number)
-            assert rank is not None
-            os.kill(rank.pid, signal.SIGKILL)
-            rest = agent.stdout.read()
-            assert agent.wait(LIMIT_S) != 0
-        assert f"error on rank {1 - number}: rank {number} ended during the run. " in rest
-        assert rest.count("error on rank") == 1
-        assert "could not be written" not in rest
-        assert wait_until_gone(below) == []
-        assert wait_until_removed(files) == []

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.forked import fork_with_vllm
+from tests.faults.forked import fork_ranks_with_vllm, fork_with_vllm
 from tests.faults.processes import (
     LIMIT_S,
     Process,
@@ -100,6 +100,37 @@ def test_ctrl_c_and_a_second_signal(demo_files: Any, tmp_path: Path) -> None:
         assert run.wait(LIMIT_S) == 128 + signal.SIGTERM
     assert wait_until_gone(below) == []
     assert wait_until_removed(files) == []
+
+
+@pytest.mark.distributed
+def test_a_killed_rank_ends_the_others_and_the_engine(demo_files: Any, tmp_path: Path) -> None:
+    """Rank 1, then, in the resumed run, the one with the engine, each while a step is being sampled."""
+    made = recipe(
+        demo_files,
+        tmp_path,
+        steps=1000,
+        rollout={"engine": "vllm", "dtype": "float32", "options": ENGINE},
+        replay={"compare_every": 0},
+        checkpoint={"every": 1, "keep": 2},
+        reward={"functions": ["tests.faults.hanging:announced"]},
+    )
+    for reached, number, environment in ((1, 1, WITHOUT_WORKER), (2, 0, QUIET)):
+        with fork_ranks_with_vllm("train", made, environment=environment) as agent:
+            wait_for_line(agent.stdout, f"step {reached}/1000")
+            wait_for_line(agent.stdout, "rewarding")
+            below = descendants(agent.pid)
+            files = shared_memory(below)
+            assert engine_core(agent.pid) in below
+            rank = rank_process(agent.pid, number)
+            assert rank is not None
+            os.kill(rank.pid, signal.SIGKILL)
+            rest = agent.stdout.read()
+            assert agent.wait(LIMIT_S) != 0
+        assert f"error on rank {1 - number}: rank {number} ended during the run. " in rest
+        assert rest.count("error on rank") == 1
+        assert "could not be written" not in rest
+        assert wait_until_gone(below) == []
+        assert wait_until_removed(files) == []
 
 
 def test_sigterm_ends_a_server_and_its_engine(demo_files: Any, port: int) -> None:
