@@ -66,7 +66,7 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=1)
     """Newest checkpoints that stay."""
     asynchronous: bool = True
-    """Write checkpoints while training goes on, from copies in host memory: a step waits for the copies alone."""
+    """Write checkpoints in the background, from copies in host memory: a step waits for the copies alone."""
     export: bool = True
     """Put the weights in each checkpoint as a Transformers folder too."""
     push_to_hub: str = Field("", pattern=r"^([\w.-]+/)?[\w.-]*$")

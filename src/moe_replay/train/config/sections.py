@@ -320,7 +320,7 @@ class Sections(Section):
     steps: int = Field(100, ge=1)
     """Steps; each is one rollout and its updates. With data.epochs the number follows from the data."""
     resume: bool = True
-    """Go on from the newest checkpoint in the folder of the run, if there is one."""
+    """Resume from the newest checkpoint in the folder of the run, if there is one."""
 
     model: ModelConfig = ModelConfig()
     backend: BackendConfig = BackendConfig()

@@ -21,7 +21,7 @@ class WeightsConfig(Section):
     chunk_mib: int = Field(512, ge=1)
     """Size of the buffer that weights go through with ipc and nccl, in MiB; a larger tensor gets a larger one."""
     timeout_s: float = Field(600.0, gt=0)
-    """Seconds in which ipc and nccl must get on by a chunk; then the update has failed."""
+    """Seconds that ipc and nccl may take for one chunk; then the update has failed."""
     delta: bool = False
     """Send only what has changed since the last update, in requests, to servers of `moe-replay rollout`. Rank 0 and
     each server keep a copy of the weights in host memory."""
