@@ -37,7 +37,7 @@ PAD_ID, END_ID = TOKENS.index(PAD), TOKENS.index(END)
 IDS = {token: number for number, token in enumerate(TOKENS)}
 AUX_LOSS = 0.01
 CHECKED = 256
-POOL = 4
+POOL = 16
 """Batches whose problems are sorted by length together, so that a batch has little padding."""
 
 

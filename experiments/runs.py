@@ -41,7 +41,7 @@ def run_arms(
     running: Running = {}
 
     def start(arm: Arm) -> subprocess.Popen[bytes]:
-        return _start(arm, scale, data, work, device)
+        return _start(arm, scale, data, work, device, together)
 
     def keep(arm: Arm, status: int, seconds: float) -> None:
         _keep(arm, scale, work, device, status, seconds, into)
@@ -84,7 +84,7 @@ def output_of(arm: Arm, work: Path) -> Path:
     return work / "runs" / arm.name
 
 
-def _start(arm: Arm, scale: Scale, data: Path, work: Path, device: str) -> subprocess.Popen[bytes]:
+def _start(arm: Arm, scale: Scale, data: Path, work: Path, device: str, together: int) -> subprocess.Popen[bytes]:
     """Start `moe-replay train` on the recipe of an arm, which is written beside its log."""
     from moe_replay.train.config.file import to_toml
     from moe_replay.train.config.train_config import TrainConfig
@@ -95,8 +95,11 @@ def _start(arm: Arm, scale: Scale, data: Path, work: Path, device: str) -> subpr
     recipe.write_text(to_toml(TrainConfig.model_validate(settings)), encoding="utf-8")
     command = [sys.executable, "-m", "moe_replay.cli.main", "train", str(recipe)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    # Trainer and engine of each run would take all cores for themselves: eight runs did not start in minutes.
+    threads = str(max(1, (os.cpu_count() or 1) // (2 * together)))
+    environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": path}
     with open(recipe.with_suffix(".log"), "ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": path})
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
 
 def _keep(arm: Arm, scale: Scale, work: Path, device: str, status: int, seconds: float, into: Path) -> None:
