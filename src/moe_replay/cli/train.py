@@ -16,6 +16,7 @@ from moe_replay.utils.exit_status import EXIT_CODES, ExitStatus
 
 if TYPE_CHECKING:
     from moe_replay.train.config.train_config import TrainConfig
+    from moe_replay.train.engines import EngineStarter
 
 INTRODUCTION = """\
 usage: moe-replay train [RECIPE.toml] [--section.key value ...] [--tiny] [--dry-run] [--schema]
@@ -23,6 +24,7 @@ usage: moe-replay train [RECIPE.toml] [--section.key value ...] [--tiny] [--dry-
 Train a mixture-of-experts model with GRPO and routing replay. A recipe is a TOML file with the sections below; what the
 command line says wins over it. Without either, a tiny model that comes with the library is trained.
 On several GPUs: torchrun --nproc-per-node 8 -m moe_replay.cli.main train RECIPE.toml
+On a Ray cluster: moe-replay train RECIPE.toml --cluster.kind ray
 
   --dry-run                          Show what would happen, and check whether it can, without loading weights.
   --tiny                             Try the recipe on a CPU: its method, with the model, data, lengths, engine and
@@ -79,39 +81,18 @@ class TrainCommand:
         except MoeReplayError as error:
             error.known_on_all_ranks = True  # every rank reads the same file and command line
             raise
-        if is_rank_0:
-            _check_memory(config)
-        from moe_replay.report.model_card import newest_export, write_model_card
-        from moe_replay.report.run_report import write_run_report
-        from moe_replay.train.loop import train
-        from moe_replay.train.run.interruption import InterruptHandler
+        if config.cluster.kind == "torchrun":
+            run_rank(config)
+            return
+        from moe_replay.cluster.driver import run_on_ray
 
-        def write_card_and_report(folder: Path) -> Path:
-            write_model_card(folder)
-            return write_run_report(folder)
-
-        try:
-            with InterruptHandler(ends_process=True) as interruption:
-                folder = train(config, write_report=write_card_and_report, interruption=interruption)
-        except KeyboardInterrupt:
-            if is_rank_0:
-                print("interrupted before a step began; the same command starts it again", file=sys.stderr)
-            sys.exit(ExitStatus.INTERRUPTED)
-        if interruption.stopped_after is not None:
-            if is_rank_0:
-                print(f"interrupted; to resume: moe-replay train {folder / 'config.toml'}", file=sys.stderr)
-            sys.exit(ExitStatus.INTERRUPTED)
-        hub = config.checkpoint
-        if is_rank_0 and hub.push_to_hub and (export := newest_export(folder)) is not None:
-            from moe_replay.tools.hub import push_folder
-
-            print(f"pushed: {push_folder(export, hub.push_to_hub, private=hub.hub_private)}", flush=True)
+        sys.exit(run_on_ray(config, run_rank))
 
     def _dry_run(self, config: TrainConfig, is_rank_0: bool) -> None:
         """Print what would happen, then everything that would stop the run; the status is that of the first of it."""
         from moe_replay.tools.dry_run import dry_run, readiness
 
-        ranks = _number_of_ranks()
+        ranks = config.cluster.ranks if config.cluster.kind == "ray" else _number_of_ranks()
         report, (memory, problems) = dry_run(config, ranks), readiness(config, ranks)
         if is_rank_0:
             print(f"{report}\n\nmemory   {memory}", flush=True)
@@ -131,6 +112,41 @@ class TrainCommand:
 
             return load_config(RECIPE, [*_half_precision(), *self.overrides])  # what the embedded default learns with
         return config
+
+
+def run_rank(config: TrainConfig, starter: EngineStarter | None = None) -> None:
+    """Train on this rank, whoever has started it; exits with the status of an interrupted run if it is one.
+
+    starter   starts the engines that `cluster.engines` asks for; on rank 0
+    """
+    is_rank_0 = os.environ.get("RANK", "0") == "0"
+    if is_rank_0:
+        _check_memory(config)
+    from moe_replay.report.model_card import newest_export, write_model_card
+    from moe_replay.report.run_report import write_run_report
+    from moe_replay.train.loop import train
+    from moe_replay.train.run.interruption import InterruptHandler
+
+    def write_card_and_report(folder: Path) -> Path:
+        write_model_card(folder)
+        return write_run_report(folder)
+
+    try:
+        with InterruptHandler(ends_process=True) as interruption:
+            folder = train(config, write_report=write_card_and_report, interruption=interruption, starter=starter)
+    except KeyboardInterrupt:
+        if is_rank_0:
+            print("interrupted before a step began; the same command starts it again", file=sys.stderr)
+        sys.exit(ExitStatus.INTERRUPTED)
+    if interruption.stopped_after is not None:
+        if is_rank_0:
+            print(f"interrupted; to resume: moe-replay train {folder / 'config.toml'}", file=sys.stderr)
+        sys.exit(ExitStatus.INTERRUPTED)
+    hub = config.checkpoint
+    if is_rank_0 and hub.push_to_hub and (export := newest_export(folder)) is not None:
+        from moe_replay.tools.hub import push_folder
+
+        print(f"pushed: {push_folder(export, hub.push_to_hub, private=hub.hub_private)}", flush=True)
 
 
 def _check_memory(config: TrainConfig) -> None:

@@ -11,7 +11,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -29,6 +30,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 MAX_REQUESTS = 2**20  # the trainer is the only client
 TIMEOUT_S = 24 * 3600.0
 GRACE_S = 30.0
+POLL_S = 0.1
 
 
 def device_shares(engines: int, options: Mapping[str, Any]) -> list[str | None]:
@@ -105,6 +107,15 @@ class EngineProcesses:
         """Process ids, in the order of the ports."""
         return [process.pid for process in self._processes]
 
+    def wait(self, seconds: float) -> int | None:
+        """Return the status of an engine that has ended; None if none has after so many seconds."""
+        end = time.monotonic() + seconds
+        while True:
+            ended = [process.poll() for process in self._processes if process.poll() is not None]
+            if ended or time.monotonic() >= end:
+                return next(iter(ended), None)
+            time.sleep(POLL_S)
+
     def close(self) -> None:
         """End all engines in order; those that do not end are killed."""
         for process in self._processes:
@@ -117,13 +128,21 @@ class EngineProcesses:
                 process.wait()
 
 
-def connect_local(urls: Sequence[str], token: str, vocab_size: int | None) -> Engine:
-    """Return the engines at these addresses, which this run has started, as one."""
-    clients = [
-        VllmServer(url, token=token, vocab_size=vocab_size, timeout=TIMEOUT_S, max_concurrent=MAX_REQUESTS)
-        for url in urls
-    ]
-    return EnginePool(clients, any_version=True)
+def connect_local(
+    urls: Sequence[str], token: str, vocab_size: int | None, follow: Callable[[], Sequence[str]] | None = None
+) -> Engine:
+    """Return the engines at these addresses, which this run has started, as one.
+
+    follow   returns their addresses from now on, where engines may join and leave (`EnginePool.follow`)
+    """
+
+    def client(url: str) -> VllmServer:
+        return VllmServer(url, token=token, vocab_size=vocab_size, timeout=TIMEOUT_S, max_concurrent=MAX_REQUESTS)
+
+    pool = EnginePool([client(url) for url in urls], any_version=True)
+    if follow is not None:
+        pool.follow(follow, client)
+    return pool
 
 
 def _serve() -> None:

@@ -7,9 +7,9 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from moe_replay.distributed.ranks import all_gather_text, from_rank_0, raise_on_all_ranks, world_size
 from moe_replay.rollout.engine import Engine, LoraSpec, StartRequest
@@ -58,16 +58,40 @@ def _text_config(folder: str, trust_remote_code: bool) -> Any:
 
 
 class StartedEngines(NamedTuple):
-    """Addresses of the engines that all machines of a run have started, and their token; none: the run starts none."""
+    """Addresses of the engines that all machines of a run have started, and their token; none: the run starts none.
+
+    follow   returns the addresses from now on, where engines may join and leave
+    """
 
     urls: tuple[str, ...] = ()
     token: str = ""
+    follow: Callable[[], Sequence[str]] | None = None
+
+
+class EngineStarter(Protocol):
+    """What starts the engines of a run where the trainer's machines do not: a cluster."""
+
+    def start(self, engine: str, request: StartRequest) -> StartedEngines:
+        """Start the engines, and wait until they are ready."""
+        ...
 
 
 @contextmanager
-def engines_of_all_nodes(config: TrainConfig, folder: str) -> Iterator[StartedEngines]:
-    """Start `rollout.engines_per_node` engines on each machine; they end with this context. All ranks call it."""
-    count = config.rollout.engines_per_node
+def engines_of_all_nodes(
+    config: TrainConfig, folder: str, starter: EngineStarter | None = None
+) -> Iterator[StartedEngines]:
+    """Start `rollout.engines_per_node` engines on each machine; they end with this context. All ranks call it.
+
+    starter   on rank 0, starts them instead; whoever made it ends them
+    """
+    count, started = config.rollout.engines_per_node, StartedEngines()
+    if config.cluster.starts_engines:
+        with raise_on_all_ranks("starting the rollout engines"):
+            if starter is not None:
+                request = start_request(config.rollout, config.model, folder, longest_sequence(config, folder))
+                started = starter.start(config.rollout.engine, request)
+        yield started
+        return
     if count is None:
         yield StartedEngines()
         return
@@ -104,7 +128,8 @@ def open_engine(config: TrainConfig, folder: str, started: StartedEngines | None
         from moe_replay.rollout.engine_processes import connect_local
 
         size = vocabulary_size(folder, trust_remote_code=config.model.trust_remote_code)
-        return _sending_changes(connect_local(started.urls, started.token, size), config.weights)
+        pool = connect_local(started.urls, started.token, size, started.follow)
+        return _sending_changes(pool, config.weights)
     request = start_request(config.rollout, config.model, folder, length)
     if config.rollout.lora:
         request = dataclasses.replace(request, lora=lora_spec(config.model, folder))

@@ -20,7 +20,7 @@ from moe_replay.train.backends.base import Backend
 from moe_replay.train.config.sections import PROBE_TOLERANCE
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt, PromptStream
-from moe_replay.train.engines import StartedEngines, engines_of_all_nodes, open_engine
+from moe_replay.train.engines import EngineStarter, StartedEngines, engines_of_all_nodes, open_engine
 from moe_replay.train.inputs import Inputs, ReadData, epochs_in_words, read_inputs, steps_of_epochs
 from moe_replay.train.learner import Learner
 from moe_replay.train.preflight import check_config
@@ -100,6 +100,7 @@ class Job:
         engine: Engine | None = None,
         write_report: ReportWriter | None = None,
         interruption: InterruptHandler | None = None,
+        starter: EngineStarter | None = None,
     ) -> Iterator[Job]:
         """Open backend and engine, resume from a checkpoint if there is one, and sync the weights."""
         with ExitStack() as stack:
@@ -140,7 +141,7 @@ class Job:
                 backend.offload()
                 started = StartedEngines()
                 if engine is None:
-                    started = stack.enter_context(engines_of_all_nodes(config, sources.model))
+                    started = stack.enter_context(engines_of_all_nodes(config, sources.model, starter))
                 with raise_on_all_ranks("opening the rollout engine"):
                     if inputs is not None:
                         job._open_rollouts(sources, inputs, engine, started, stack)

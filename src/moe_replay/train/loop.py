@@ -7,6 +7,7 @@ from pathlib import Path
 from moe_replay.rollout.engine import Engine
 from moe_replay.train.clock import Clock
 from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.train.engines import EngineStarter
 from moe_replay.train.job import Job, ReportWriter
 from moe_replay.train.run.interruption import InterruptHandler
 
@@ -16,14 +17,16 @@ def train(
     engine: Engine | None = None,
     write_report: ReportWriter | None = None,
     interruption: InterruptHandler | None = None,
+    starter: EngineStarter | None = None,
 ) -> Path:
     """Train as configured, on all ranks that the launcher has started; return the folder of the run.
 
     `engine` is used in place of the one that the config names; the caller closes it.
     `write_report` is called on rank 0 with the folder of the finished run (see `moe_replay.report.run_report`).
     `interruption`, if given, is open already; its `stopped_after` says whether a signal has ended the run early.
+    `starter` starts the engines that `cluster.engines` asks for; on rank 0.
     """
-    with Job.open(config, engine, write_report, interruption) as job:
+    with Job.open(config, engine, write_report, interruption, starter) as job:
         if job.should_stop(job.completed_steps):
             return job.finish()
         for step in range(job.completed_steps + 1, job.config.steps + 1):

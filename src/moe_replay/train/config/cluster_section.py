@@ -33,6 +33,9 @@ class ClusterConfig(Section):
     max_restarts: int = Field(3, ge=0)
     """Times that all ranks are started again from the newest checkpoint after one of them, or its machine, was lost;
     and times that each engine is."""
+    node_timeout_s: float = Field(300.0, gt=0)
+    """Seconds to wait for free machines: at the start, before the run fails; after one was lost, before it goes on with
+    those that are left."""
 
     @property
     def ranks(self) -> int:

@@ -134,7 +134,7 @@ def _claim(config: TrainConfig, resources: ExitStack) -> Path:
     for name in config.log.enabled_sinks:
         load_sink(name)
     try:
-        folder = _folder(config)
+        folder = run_folder(config)
         resources.enter_context(_locked(folder))
         _check_resumable(folder, config.resume)
         _write_config(config, folder)
@@ -156,7 +156,7 @@ def _write_config(config: TrainConfig, folder: Path) -> str:
     return ""
 
 
-def _folder(config: TrainConfig) -> Path:
+def run_folder(config: TrainConfig) -> Path:
     """Return `output`, or a new folder; absolute, so that a change of directory does not matter."""
     if config.output is not None:
         folder = config.output.absolute()
