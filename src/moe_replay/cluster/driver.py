@@ -26,6 +26,7 @@ from moe_replay.cluster.layout import (
     plan_resources,
 )
 from moe_replay.cluster.rank_actor import Outcome
+from moe_replay.cluster.room import wait_for_room
 from moe_replay.cluster.session import ClusterError, Session, connected
 from moe_replay.cluster.trainer_group import SETTLE_S, Lost, TrainerGroup
 from moe_replay.train.config.keys import ConfigError
@@ -186,14 +187,15 @@ class RayRun:
         from ray.util import placement_group, remove_placement_group
 
         cluster, limit_s = self._config.cluster, self._config.cluster.node_timeout_s
+        if not again:
+            self._tell(_placement(self._layout))
+            wait_for_room(self._layout, limit_s, self._tell)
         for nodes in range(self._layout.nodes if again else cluster.trainer_nodes, 0, -1):
             if not is_possible(self._config, nodes):
                 continue
             layout = plan_resources(self._config, ray.cluster_resources(), nodes)
             strategy = "STRICT_SPREAD" if nodes > 1 else "STRICT_PACK"
             group = placement_group([layout.trainer] * nodes, strategy=strategy)
-            if not again:
-                self._tell(_placement(layout))
             if _is_ready(group, limit_s):
                 if nodes < self._layout.nodes:
                     self._tell(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -23,8 +24,9 @@ def write_to(log: Path) -> int:
     for number in (1, 2):
         os.dup2(file, number)
     os.close(file)
-    for number, name in ((1, "stdout"), (2, "stderr")):  # Ray's own streams do not write there
-        setattr(sys, name, os.fdopen(os.dup(number), "w", buffering=1, errors="replace"))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, errors="replace")
     return log.stat().st_size
 
 

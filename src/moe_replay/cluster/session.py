@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from moe_replay.cluster.board import NAMESPACE
 from moe_replay.cluster.layout import plan_resources
-from moe_replay.errors import MissingExtraError, MoeReplayError
+from moe_replay.cluster.nodes import NoClusterError, import_ray
+from moe_replay.errors import MoeReplayError
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.utils.exit_status import ExitStatus
 from moe_replay.utils.messages import one_line
@@ -23,7 +24,7 @@ SETTINGS = {
 
 
 class ClusterError(MoeReplayError):
-    """A cluster that cannot be joined or cannot hold a run, or actors that failed."""
+    """Ranks or engines of a run on Ray that failed, or were lost too often."""
 
     def __init__(self, problem: str, *, status: int = ExitStatus.FAILED, **parts: Any) -> None:
         super().__init__(problem, **parts)
@@ -58,12 +59,7 @@ def connected(config: TrainConfig) -> Iterator[Session]:
     """Join the cluster of the config or of $RAY_ADDRESS, or start one; a connection that exists already is used."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    try:
-        import ray
-    except ImportError as missing:
-        raise MissingExtraError(
-            'cluster.kind = "ray" needs the package ray', remedy="pip install 'moe-replay[ray]'"
-        ) from missing
+    ray = import_ray()
     if ray.is_initialized():
         yield Session(ray.get_runtime_context().gcs_address, "", False)
         return
@@ -76,7 +72,7 @@ def connected(config: TrainConfig) -> Iterator[Session]:
             address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **options
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ClusterError(
+        raise NoClusterError(
             f"the Ray cluster cannot be joined: {one_line(error)}",
             found=f"cluster.address = {address!r}",
             remedy="`ray status` on its head shows whether it runs; leave the address out for a new one",

@@ -1,0 +1,42 @@
+"""Waiting until a cluster has room for a run, before anything of it is started."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from moe_replay.cluster.capacity import CapacityError, Demand, Resources, check_capacity
+from moe_replay.cluster.layout import Layout
+from moe_replay.cluster.nodes import read_nodes
+
+PAUSE_S = 1.0
+
+
+def demand_of_layout(layout: Layout) -> Demand:
+    """Return what a run with these resources asks of a cluster."""
+    trainer = Resources(layout.trainer["CPU"], layout.trainer.get("GPU", 0))
+    engine = Resources(layout.engine["CPU"], layout.engine.get("GPU", 0))
+    return Demand(layout.nodes, trainer, 0 if layout.colocated else layout.engines, engine)
+
+
+def wait_for_room(layout: Layout, limit_s: float, tell: Callable[[str], None]) -> None:
+    """Raise if the cluster cannot hold a run; wait for other jobs as long as they leave too little.
+
+    limit_s   seconds after which that is an error
+    """
+    import ray
+
+    demand, end, is_told = demand_of_layout(layout), time.monotonic() + limit_s, False
+    while True:
+        nodes = read_nodes(ray)
+        check_capacity([node._replace(free=node.total) for node in nodes], demand)
+        try:
+            check_capacity(nodes, demand)
+            return
+        except CapacityError as full:
+            if time.monotonic() > end:
+                raise
+            if not is_told and time.monotonic() > end - limit_s + PAUSE_S:
+                is_told = True
+                tell(f"waiting up to {limit_s:g} s for other jobs: {full.problem}")
+        time.sleep(PAUSE_S)

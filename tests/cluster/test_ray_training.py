@@ -1,0 +1,95 @@
+"""Runs on real Ray clusters of several nodes: the numbers of torchrun, also when engines, ranks or nodes are lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from moe_replay.rollout.vllm_server import VllmServer
+from moe_replay.train.config.file import to_toml
+from tests.cluster.local_cluster import ray_cluster, train_on
+from tests.faults.forked import fork_python
+from tests.faults.processes import LIMIT_S
+from tests.rollout.test_pool import TOKEN, server_process, wait_until_healthy
+from tests.train.runs import tiny_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.engine]
+
+STEPS = 4
+RUN: dict[str, Any] = {
+    "steps": STEPS,
+    "backend": {"device": "cpu"},
+    "reward": {"functions": ["tests.cluster.local_cluster:gated"]},
+    "checkpoint": {"every": 1, "keep": 2, "export": False},
+    "replay": {"compare_every": 0},
+}
+TORCHRUN = """
+import os, sys
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from moe_replay.cli.main import main
+
+def rank(recipe):
+    sys.argv[:] = ["moe-replay", "train", recipe]
+    main()
+
+ranks = {"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 2, "start_method": "fork"}
+place = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": str(os.getpid())}
+elastic_launch(LaunchConfig(**ranks, **place, max_restarts=0, monitor_interval=0.1), rank)(sys.argv[1])
+"""
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    """The metrics of a run without what its clock says."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith("time")} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def by_torchrun(demo_files: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks of torchrun and two servers of `moe-replay rollout` make of the recipe."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    with ExitStack() as stack:
+        servers = [stack.enter_context(server_process(demo_files.model)) for _ in range(2)]
+        for process, url in servers:
+            wait_until_healthy(process, stack.enter_context(VllmServer(url, token=TOKEN)))
+        rollout = {"engine": "vllm_server", "urls": [url for _, url in servers]}
+        config = tiny_config(demo_files.model, demo_files.train, folder / "run", **RUN, rollout=rollout)
+        (folder / "recipe.toml").write_text(to_toml(config))
+        variables = {"GLOO_SOCKET_IFNAME": "lo", "MOE_REPLAY_TOKEN": TOKEN}
+        with fork_python(TORCHRUN, str(folder / "recipe.toml"), environment=variables) as agent:
+            told, _ = agent.communicate(LIMIT_S)
+            assert agent.returncode == 0, told
+    return numbers(folder / "run")
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[Any]:
+    with ray_cluster(2) as cluster:
+        yield cluster
+
+
+def test_a_run_on_ray_has_the_numbers_of_torchrun(
+    demo_files: Any,
+    tmp_path: Path,
+    two_nodes: Any,
+    by_torchrun: list[dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Two ranks on a node and two engines; their output is in the run's folder, that of rank 0 shown as well."""
+    cluster = {"ranks_per_node": 2, "engines": 2}
+    config = tiny_config(demo_files.model, demo_files.train, tmp_path / "run", **RUN, cluster=cluster)
+    assert train_on(two_nodes, config) == 0
+    assert numbers(tmp_path / "run") == by_torchrun
+    shown = capsys.readouterr().out
+    assert "ray: placing 2 ranks on 1 machine, each with 2 CPU; 2 engines with 1 CPU each" in shown
+    assert f"step {STEPS}/{STEPS}" in shown
+    logs = {path.name for path in (tmp_path / "run/logs").iterdir()}
+    assert logs == {"cluster.log", "rank-0.log", "rank-1.log", "engine-0.log", "engine-1.log"}
+    assert shown.count(f"step {STEPS}/{STEPS}") == 1
