@@ -103,7 +103,8 @@ def dry_run(capsys: pytest.CaptureFixture[str], *words: object, missing: str = "
         status = left.code
     printed = capsys.readouterr()
     assert (status == 2) is (missing in printed.err)
-    assert printed.err.count("not ready: ") == (status == 2) + ("config cannot" in printed.out)
+    too_small = ("config cannot" in printed.out) + ("the cluster cannot hold" in printed.err)
+    assert printed.err.count("not ready: ") == (status == 2) + too_small
     return printed.out
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_replay.cli.main import main
 from moe_replay.cluster.capacity import CapacityError, Demand, Node, Resources, check_capacity, demand_of, most_engines
 from moe_replay.train.config.file import load_config
+from moe_replay.utils.exit_status import ExitStatus
 
 GIB = 2**30
 
@@ -19,9 +23,9 @@ def node(name: str, cpus: float, gpus: float = 0, memory: float = 0, used: Resou
     return Node(name, has.minus(used or Resources()), has)
 
 
-def demand(*settings: str) -> Demand:
+def demand(*settings: str, gpus: float = 8) -> Demand:
     words = ["--cluster.kind", "ray", "--rollout.engine", "vllm", *settings]
-    return demand_of(load_config(None, words))
+    return demand_of(load_config(None, words), [node("a", 64, gpus)])
 
 
 def test_what_a_recipe_asks_for() -> None:
@@ -37,12 +41,15 @@ def test_engines_on_the_trainers_gpus_ask_for_no_others() -> None:
         *("--cluster.trainer_nodes", "2", "--cluster.ranks_per_node", "8", "--cluster.engines", "4"),
         *("--cluster.placement", "colocated", "--rollout.options", "tensor_parallel_size", "4"),
     )
-    assert asked == Demand(2, Resources(10, 8), 0, Resources(1, 4))
+    assert (asked.trainer_nodes, asked.trainer, asked.engines) == (2, Resources(10, 8), 0)
 
 
 def test_a_run_on_cpus_asks_for_no_gpu() -> None:
-    asked = demand("--backend.device", "cpu", "--cluster.ranks_per_node", "2", "--cluster.engines", "2")
-    assert asked == Demand(1, Resources(2, 0), 2, Resources(1, 0))
+    sizes = ("--cluster.ranks_per_node", "2", "--cluster.engines", "2")
+    asked = demand("--backend.device", "cpu", *sizes)
+    assert asked == demand(*sizes, gpus=0) == Demand(1, Resources(2, 0), 2, Resources(1, 0))
+    assert asked.cpus == 4
+    assert demand("--backend.device", "cuda", *sizes, gpus=0).trainer == Resources(2, 2)
 
 
 def test_a_run_that_fits_says_how() -> None:
@@ -125,3 +132,36 @@ def test_a_run_fits_if_any_placement_does(
         assert possible
     except CapacityError:
         assert not possible
+
+
+# ---- in commands -----------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_says_how_the_cluster_holds_the_recipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    words = ["train", "--cluster.kind", "ray", "--cluster.engines", "2", "--backend.device", "cpu", "--dry-run"]
+    main(words)
+    told = capsys.readouterr().out
+    fits = "1 machine of the trainer with 1 CPU each, 2 engines with 1 CPU each on 1 node"
+    assert told.endswith(f"\ncluster  {fits}\n")
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--cluster.trainer_nodes", "2"])
+    assert ended.value.code == ExitStatus.CHECK_FAILED
+    assert "not ready: the cluster cannot hold the run: 1 of 2 machines of the trainer" in capsys.readouterr().err
+
+
+def test_doctor_says_whether_the_cluster_holds_a_recipe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[cluster]\nkind = "ray"\nengines = 2\n[backend]\ndevice = "cpu"\n')
+    main(["doctor", "--recipe", str(recipe)])
+    assert re.search(r"ok +cluster +this machine: holds 1 machine of the trainer with 1 CPU", capsys.readouterr().out)
+    recipe.write_text('[cluster]\nkind = "ray"\nranks_per_node = 4\n[backend]\ndevice = "cuda"\n')
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--recipe", str(recipe)])
+    assert ended.value.code == ExitStatus.CHECK_FAILED
+    assert re.search(r"BROKEN +cluster .* each needs 4 GPUs, 4 CPUs on one machine", capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""Ray's object store as the store of trajectories, on a real cluster of two nodes."""
+"""Ray's object store as the store of trajectories, and what is free, on a real cluster of two nodes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from moe_replay.cluster.capacity import CapacityError, Demand, Resources, check_capacity
+from moe_replay.cluster.nodes import nodes_of
 from moe_replay.distributed.control import open_control_group
 from moe_replay.distributed.ranks import barrier, from_rank_0, rank
 from moe_replay.train import step_rollout
+from moe_replay.train.config.file import load_config
 from moe_replay.train.trajectories.ray_store import RayStore, ranks_share_ray
 from moe_replay.train.trajectories.store import BatchRef, StoreError
 from tests.distributed.shares import HALVES, share_of, trajectories
@@ -83,7 +86,9 @@ def start_ranks(size: int, folder: Path) -> list[Any]:
 
     nodes = [node["NodeID"] for node in ray.nodes()]
     made = [
-        ray.remote(Rank).options(scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[n % 2], soft=False))
+        ray.remote(Rank).options(
+            num_cpus=1, scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[n % 2], soft=False)
+        )
         for n in range(size)
     ]
     return [one.remote(number, size, str(folder / "rendezvous")) for number, one in enumerate(made)]
@@ -118,6 +123,16 @@ def test_a_rank_receives_its_own_share(
 ) -> None:
     for received, share, _ in on_all(ranks, share_in_ray, data_ranks, layers):
         assert 0.8 * share < received <= share
+
+
+def test_the_nodes_of_the_cluster(ranks: list[Any]) -> None:
+    ray.get([one.run.remote(os.getpid) for one in ranks], timeout=LIMIT_S)
+    nodes = nodes_of(load_config(None, ["--cluster.kind", "ray"]))
+    assert [node.total.cpus for node in nodes] == [3, 3]
+    assert [node.free.cpus for node in nodes] == [1, 1]  # two ranks on each
+    assert check_capacity(nodes, Demand(2, Resources(1), 0, Resources(1))).endswith("on 2 nodes")
+    with pytest.raises(CapacityError, match="Wait for other jobs of the cluster"):
+        check_capacity(nodes, Demand(2, Resources(2), 0, Resources(1)))
 
 
 # ---- Ray's own -------------------------------------------------------------------------------------------------------

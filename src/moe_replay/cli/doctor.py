@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from moe_replay.utils.exit_status import ExitStatus
@@ -21,7 +22,9 @@ class DoctorCommand:
 
     model: str | None = None
     """Folder, config.json or name of a model whose routers should be replayed."""
-    need: tuple[Literal["transformers", "megatron-core", "vllm", "sglang", "trl", "gpu"], ...] = ()
+    recipe: str | None = None
+    """Recipe with cluster.kind = ray whose cluster is checked: whether it can hold the run."""
+    need: tuple[Literal["transformers", "megatron-core", "vllm", "sglang", "trl", "ray", "gpu"], ...] = ()
     """What must be present; reported as broken if absent."""
     folder: str = "."
     """Folder in which checkpoints and traces will be written."""
@@ -39,6 +42,11 @@ class DoctorCommand:
             from moe_replay.tools.model_config import model_config
 
             findings += diagnose_model(model_config(self.model), system)
+        if self.recipe is not None:
+            from moe_replay.tools.doctor_cluster import diagnose_cluster
+            from moe_replay.train.config.file import load_config
+
+            findings.append(diagnose_cluster(load_config(Path(self.recipe))))
         print(json.dumps([asdict(finding) for finding in findings], indent=2) if self.json else findings_text(findings))
         if any(finding.status is Status.BROKEN for finding in findings):
             sys.exit(ExitStatus.CHECK_FAILED)

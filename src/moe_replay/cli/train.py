@@ -93,9 +93,9 @@ class TrainCommand:
         from moe_replay.tools.dry_run import dry_run, readiness
 
         ranks = config.cluster.ranks if config.cluster.kind == "ray" else _number_of_ranks()
-        report, (memory, problems) = dry_run(config, ranks), readiness(config, ranks)
+        report, (memory, problems, cluster) = dry_run(config, ranks), readiness(config, ranks)
         if is_rank_0:
-            print(f"{report}\n\nmemory   {memory}", flush=True)
+            print(f"{report}\n\nmemory   {memory}" + f"\ncluster  {cluster}" * bool(cluster), flush=True)
             for problem in problems:
                 print(f"not ready: {problem}", file=sys.stderr)
         if problems:

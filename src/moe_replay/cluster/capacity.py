@@ -1,6 +1,6 @@
 """Whether a cluster can hold a run: what ranks and engines ask of its nodes, and what is missing.
 
-    check_capacity(nodes, demand_of(config))     # before anything is started: a placement group would wait forever
+    check_capacity(nodes, demand_of(config, nodes))     # before anything is started: a placement group would wait
 
 Numbers alone; `nodes.py` reads those of a Ray cluster.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
+from moe_replay.cluster.layout import Layout, plan_resources
 from moe_replay.errors import MoeReplayError
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.utils.exit_status import ExitStatus
@@ -25,7 +26,7 @@ class CapacityError(MoeReplayError):
 
 
 class Resources(NamedTuple):
-    """CPU cores, GPUs and bytes of host memory: of a node, or of what is placed on it."""
+    """CPU cores, GPUs (or NPUs) and bytes of host memory: of a node, or of what is placed on it."""
 
     cpus: float = 0
     gpus: float = 0
@@ -76,35 +77,32 @@ class Demand(NamedTuple):
     engines: int
     engine: Resources
 
+    @property
+    def cpus(self) -> float:
+        """CPU cores of the whole run."""
+        return self.trainer_nodes * self.trainer.cpus + self.engines * self.engine.cpus
 
-def demand_of(config: TrainConfig, rank_memory: float = 0, engine_memory: float = 0) -> Demand:
+
+def demand_of(config: TrainConfig, nodes: Sequence[Node], rank_memory: float = 0, engine_memory: float = 0) -> Demand:
     """Return what a run asks of a cluster by its `[cluster]` section.
 
+    nodes                        of the cluster: with backend.device = "auto", accelerators among them are used
     rank_memory, engine_memory   bytes of host memory of one rank and of one engine; 0: not checked
     """
-    cluster = config.cluster
-    rank = Resources(cluster.cpus_per_rank, gpus_per_rank(config), rank_memory)
-    engine = Resources(cluster.cpus_per_engine, gpus_per_engine(config), engine_memory)
-    trainer, engines = rank.times(cluster.ranks_per_node), cluster.engines or 0
-    if cluster.placement == "separate" or not engines:
-        return Demand(cluster.trainer_nodes, trainer, engines, engine)
-    on_a_node = engine.times(-(-engines // cluster.trainer_nodes))
-    together = Resources(
-        trainer.cpus + on_a_node.cpus, max(trainer.gpus, on_a_node.gpus), trainer.memory + on_a_node.memory
+    layout = plan_resources(config, {"GPU": sum(node.total.gpus for node in nodes)})
+    on_a_node = layout.engines // layout.nodes if layout.colocated else 0
+    demand = demand_of_layout(layout)
+    memory = rank_memory * layout.ranks_per_node + engine_memory * on_a_node
+    return demand._replace(
+        trainer=demand.trainer._replace(memory=memory), engine=demand.engine._replace(memory=engine_memory)
     )
-    return Demand(cluster.trainer_nodes, together, 0, engine)
 
 
-def gpus_per_rank(config: TrainConfig) -> int:
-    """Return the GPUs of one rank of the trainer."""
-    return int(config.backend.device != "cpu")
-
-
-def gpus_per_engine(config: TrainConfig) -> int:
-    """Return the GPUs of one engine: those of tensor and pipeline parallelism; none where the trainer has none."""
-    sizes = (config.rollout.options.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
-    tensor, pipeline = (int(size) for size in sizes)
-    return gpus_per_rank(config) * tensor * pipeline
+def demand_of_layout(layout: Layout) -> Demand:
+    """Return what a run with these resources asks of a cluster."""
+    device = layout.accelerator or "GPU"
+    trainer, engine = (Resources(one["CPU"], one.get(device, 0)) for one in (layout.trainer, layout.engine))
+    return Demand(layout.nodes, trainer, 0 if layout.colocated else layout.engines, engine)
 
 
 def check_capacity(nodes: Sequence[Node], demand: Demand) -> str:

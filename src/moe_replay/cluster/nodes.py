@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from moe_replay.cluster.capacity import Node, Resources
+from moe_replay.cluster.capacity import Node, Resources, demand_of
 from moe_replay.errors import MissingExtraError, MoeReplayError
+from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.utils.device import accelerator
 from moe_replay.utils.exit_status import ExitStatus
 from moe_replay.utils.messages import one_line
-
-_TIMEOUT_S = 30.0
 
 
 class NoClusterError(MoeReplayError):
@@ -36,22 +35,26 @@ def known_address(address: str | None) -> str | None:
     return address or os.environ.get("RAY_ADDRESS") or None
 
 
-def nodes_of(address: str | None) -> list[Node]:
-    """Return the nodes of the cluster that a run would join, or this machine if it would start one."""
-    joined = known_address(address)
+def nodes_of(config: TrainConfig) -> list[Node]:
+    """Return the nodes of the cluster that a run would join, or this machine if it would start one.
+
+    A cluster of this machine has as many CPUs as the run asks for: ranks and engines may share its cores.
+    """
+    joined = known_address(config.cluster.address)
     if joined is None and not import_ray().is_initialized():
-        return [this_machine()]
+        machine = [this_machine()]
+        return [this_machine(demand_of(config, machine).cpus)]
     with connected(joined) as ray:
         return read_nodes(ray)
 
 
-def this_machine() -> Node:
-    """Return this machine as the only node of a cluster."""
+def this_machine(cpus: float = 0) -> Node:
+    """Return this machine as the only node of a cluster, with at least so many CPUs."""
     import torch
 
     gpus = torch.accelerator.device_count() if accelerator() is not None else 0
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    has = Resources(os.cpu_count() or 1, gpus, memory)
+    has = Resources(max(os.cpu_count() or 1, cpus), gpus, memory)
     return Node("this machine", has, has)
 
 
@@ -96,4 +99,4 @@ def read_nodes(ray: Any) -> list[Node]:
 
 
 def _resources(found: dict[str, float]) -> Resources:
-    return Resources(found.get("CPU", 0), found.get("GPU", 0), found.get("memory", 0))
+    return Resources(found.get("CPU", 0), found.get("GPU", 0) or found.get("NPU", 0), found.get("memory", 0))

@@ -5,18 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from moe_replay.cluster.capacity import CapacityError, Demand, Resources, check_capacity
+from moe_replay.cluster.capacity import CapacityError, check_capacity, demand_of_layout
 from moe_replay.cluster.layout import Layout
 from moe_replay.cluster.nodes import read_nodes
 
 PAUSE_S = 1.0
-
-
-def demand_of_layout(layout: Layout) -> Demand:
-    """Return what a run with these resources asks of a cluster."""
-    trainer = Resources(layout.trainer["CPU"], layout.trainer.get("GPU", 0))
-    engine = Resources(layout.engine["CPU"], layout.engine.get("GPU", 0))
-    return Demand(layout.nodes, trainer, 0 if layout.colocated else layout.engines, engine)
 
 
 def wait_for_room(layout: Layout, limit_s: float, tell: Callable[[str], None]) -> None:

@@ -194,6 +194,16 @@ def _trl(system: SystemInfo) -> Finding:
     return Finding("trl", Status.OK, version, "GRPOTrainer with replay (docs/trl.md); 1.16 is tested")
 
 
+def _ray(system: SystemInfo) -> Finding:
+    version = system.versions.get("ray")
+    if version is None:
+        text, remedy = "no runs on a Ray cluster (cluster.kind = ray)", "pip install 'moe-replay[ray]'"
+        return Finding("ray", Status.NOTE, "none", text, remedy)
+    if numbers(version) < (2, 50):
+        return Finding("ray", Status.BROKEN, version, "too old", "pip install 'ray>=2.50'")
+    return Finding("ray", Status.OK, version, "runs on a Ray cluster (cluster.kind = ray)")
+
+
 def _gpu(system: SystemInfo) -> Finding:
     if not system.gpus:
         return Finding(
@@ -231,6 +241,7 @@ CHECKS: tuple[Callable[[SystemInfo], Finding], ...] = (
     _sglang,
     _engines,
     _trl,
+    _ray,
     _gpu,
     _shared_memory,
     _disk,

@@ -6,11 +6,13 @@ from math import ceil, lcm
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moe_replay.cluster.capacity import check_capacity, demand_of
+from moe_replay.cluster.nodes import nodes_of
 from moe_replay.errors import MoeReplayError, UnsupportedRouterError
 from moe_replay.routes.layer_rules import setting
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology, text_config
-from moe_replay.tools.memory_check import check_memory
+from moe_replay.tools.memory_check import bytes_on_cpus, check_memory
 from moe_replay.tools.model_config import ModelConfigError, model_config
 from moe_replay.tools.plan import Dimensions, Parallel, Work, plan_layout
 from moe_replay.tools.plan.text import plan_text
@@ -61,16 +63,20 @@ class Readiness(NamedTuple):
     """What is known of a run on this machine before it starts.
 
     memory     what it will hold of the memory, or why that is not known
-    problems   what would stop it before its first step: packages, engine, data, rewards, memory
+    problems   what would stop it before its first step: packages, engine, data, rewards, memory, the cluster
+    cluster    how it fits into the cluster; empty without one
     """
 
     memory: str
     problems: list[MoeReplayError]
+    cluster: str = ""
 
 
 def readiness(config: TrainConfig, ranks: int | None = None) -> Readiness:
     """Check everything that can be checked without loading weights."""
     problems = preflight.find_problems(config)
+    if config.cluster.kind == "ray":
+        return _readiness_on_ray(config, problems)
     if not config.model.path:
         return Readiness("little: the embedded default model", problems)
     try:
@@ -83,6 +89,30 @@ def readiness(config: TrainConfig, ranks: int | None = None) -> Readiness:
     except MoeReplayError as problem:
         return Readiness("see below", [*problems, problem])
     return Readiness(memory, problems)
+
+
+def _readiness_on_ray(config: TrainConfig, problems: list[MoeReplayError]) -> Readiness:
+    memory = "not checked: on the cluster's machines; see `moe-replay plan --recipe`"
+    try:
+        return Readiness(memory, problems, cluster_fit(config))
+    except MoeReplayError as problem:
+        return Readiness(memory, [*problems, problem], "see below")
+
+
+def cluster_fit(config: TrainConfig) -> str:
+    """Return how a run fits into its Ray cluster; raise if it does not, or if there is none."""
+    nodes = nodes_of(config)
+    return check_capacity(nodes, demand_of(config, nodes, *_host_memory(config)))
+
+
+def _host_memory(config: TrainConfig) -> tuple[float, float]:
+    """Return the bytes of host memory of a rank and of an engine that compute on CPUs; 0 where they do not."""
+    if config.backend.device != "cpu" or not config.model.path:
+        return 0, 0
+    try:
+        return bytes_on_cpus(config, _model(config.model.path), config.cluster.ranks)
+    except (ModelConfigError, UnsupportedRouterError):
+        return 0, 0
 
 
 def parallel_of(backend: BackendConfig, ranks: int | None) -> Parallel:

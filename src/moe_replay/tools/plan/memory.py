@@ -227,7 +227,7 @@ def _logits(config: TrainConfig, sizes: ModelSizes, shards: int) -> float:
 
 @dataclass(frozen=True)
 class _Engine:
-    """vLLM in the trainer's processes: bytes of all it takes on a GPU and of its weights there, and its GPUs."""
+    """vLLM on the trainer's GPUs: bytes of all it takes on a GPU and of its weights there, and its GPUs."""
 
     total: float = 0.0
     weights: float = 0.0
@@ -236,7 +236,8 @@ class _Engine:
     @classmethod
     def of(cls, config: TrainConfig, sizes: ModelSizes, capacity: float) -> _Engine:
         rollout = config.rollout
-        if rollout.engine != "vllm":
+        elsewhere = config.cluster.starts_engines and config.cluster.placement == "separate"
+        if rollout.engine != "vllm" or elsewhere:
             return cls()
         options = rollout.options
         gpus = int(options.get("tensor_parallel_size", 1))
