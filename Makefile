@@ -22,7 +22,7 @@ SHELL := /bin/bash
 # The tests start hundreds of Python processes: without bytecode each of them would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
-.PHONY: help train test-extras docs site test test-quick test-faults lint types unit test-transformers4 test-transformers-between test-sglang test-gpu test-megatron-versions mutants format bench clean
+.PHONY: help train test-extras docs site test test-quick test-long test-faults lint types unit test-transformers4 test-transformers-between test-sglang test-gpu test-megatron-versions mutants format bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-26s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,10 @@ unit: .venv/.ready ## Tests on transformers 5.x
 test-quick: .venv/.ready ## Tests that start no engine, no ranks and no training: an answer in about three minutes
 	@echo "==> quick tests"
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(PARALLEL) -m "not slow and not distributed and not engine"
+
+test-long: .venv/.ready ## The combinations that `make test` leaves out, since others cover their parts. Minutes, before releases
+	@echo "==> further combinations"
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(PARALLEL) -m thorough
 
 test-faults: .venv/.ready ## Faults, counted: kills at random moments with the real vLLM, KILLS times each, and flipped bits. Minutes, and not part of `make test`
 	@echo "==> faults"

@@ -38,14 +38,15 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 MARKS_OF_FOLDERS = {"distributed": "distributed", "real_vllm": "engine", "real_sglang": "engine"}
 MARKS_OF_FIXTURES = {"demo_files": "slow"}  # who asks for it trains
+MARKS_OF_OTHER_TARGETS = ("faults_long", "thorough")  # tests that only an expression with the mark selects
 IN_ONE_PROCESS = os.environ.get("PYTEST_XDIST_WORKER") is None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests by what they start; in several workers, begin with the files that take long, to end together."""
-    if "faults_long" not in config.option.markexpr:
-        items[:] = [item for item in items if not item.get_closest_marker("faults_long")]
+    held_back = [name for name in MARKS_OF_OTHER_TARGETS if name not in config.option.markexpr]
+    items[:] = [item for item in items if not any(map(item.get_closest_marker, held_back))]
     for item in items:
         folders, fixtures = item.nodeid.partition("::")[0].split("/"), getattr(item, "fixturenames", ())
         for marks, found in ((MARKS_OF_FOLDERS, folders), (MARKS_OF_FIXTURES, fixtures)):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.combinations import with_thorough
 from tests.distributed import harness
 from tests.distributed.megatron_models import FULL, PRELOADED, Case, save_reference
 from tests.distributed.megatron_partition import run_case
@@ -104,6 +105,15 @@ CASES = {
     "tp2-cp2-pp2-ep2": Case(8, tp=2, cp=2, pp=2, ep=2, etp=1, settings=FULL | ALLTOALL),
 }
 
+# Layouts whose parts, and pairs of parts, are in others: `1-full` in every other layout with FULL, `tp2-cp2` in
+# `tp2-cp2-packed`, and so on.
+THOROUGH = {
+    *("1-alltoall", "1-full", "1-block", "1-selective-moe", "1-packed", "1-deepseek", "1-mtp", "1-losses"),
+    *("dp2", "dp2-sharded-optimizer", "bf16-dp2", "tp2-deepseek", "ep2-alltoall", "cp2-full", "cp2-packed"),
+    *("pp2-full", "pp2-selective-moe", "pp2-packed", "pp2-varying", "pp2-mtp", "pp2-vpp2"),
+    *("tp2-dp2-ep2-etp1", "tp2-pp2", "tp2-cp2", "ep2-pp2", "cp2-pp2", "pp4", "dp4-overlap"),
+}
+
 
 @functools.cache
 def reference_folder() -> tempfile.TemporaryDirectory:
@@ -125,7 +135,7 @@ def tolerance(case: Case) -> tuple[float, float]:
     return (2e-3, 3e-2) if case.variant == "bf16" else (2e-6, 2e-6)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_thorough(CASES, THOROUGH))
 def test_partitioned_as_whole(name: str) -> None:
     case = CASES[name]
     path, expected = reference(case.variant, case.varying)

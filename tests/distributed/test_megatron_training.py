@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.combinations import with_thorough
 from tests.distributed import harness, megatron_training
 from tests.distributed.megatron_models import PRELOADED
 from tests.megatron.weights.models import saved_tensors
@@ -80,7 +81,7 @@ def close(found: Any, wanted: Any, tolerance: float = TOLERANCE) -> bool:
     return torch.allclose(torch.as_tensor(found), torch.as_tensor(wanted), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", with_thorough(LAYOUTS, {"dp2", "ep2", "pp2-packed", "cp2"}))  # the others have them
 def test_updates_as_one_process_makes_them(name: str) -> None:
     assert_updates_as_one_process(*LAYOUTS[name])
 
@@ -165,7 +166,11 @@ def test_a_recorded_pass_is_replayed_bit_for_bit(settings: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(
-    "settings", [TP | BF16, EP | SHARDED | BF16, VPP, EP | SHARDED, {"dtype": "float16"}, FSDP | BF16], ids=str
+    "settings",
+    with_thorough(
+        [TP | BF16, EP | SHARDED | BF16, VPP, EP | SHARDED, {"dtype": "float16"}, FSDP | BF16], [EP | SHARDED]
+    ),
+    ids=str,
 )
 def test_stop_and_go_on_is_the_same_as_not_to_stop(tmp_path: Path, settings: dict[str, Any]) -> None:
     ranks = on_ranks(2, megatron_training.stop_and_go_on, settings, str(tmp_path))
@@ -195,7 +200,7 @@ RESHARDED = {
 }
 
 
-@pytest.mark.parametrize("name", RESHARDED)
+@pytest.mark.parametrize("name", with_thorough(RESHARDED, {"fsdp2-fsdp4", "tp2-pp2"}))
 def test_a_run_goes_on_with_other_ranks_as_if_it_had_not_stopped(tmp_path: Path, name: str) -> None:
     """Weights, float32 copies and moments are those that were saved, bit for bit, and so is what is saved again."""
     before, saving, after, loading = RESHARDED[name]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.combinations import with_thorough
 from tests.distributed import harness, megatron_models
 from tests.train.runs import train_on_rank
 
@@ -36,7 +37,9 @@ def curve(size: int, files: Any, output: Path, **overrides: Any) -> list[dict[st
     return [{name: line[name] for name in COMPARED} for line in every[0]]
 
 
-@pytest.mark.parametrize(("backend", "mode"), [("fsdp", "r2"), ("fsdp", "r3"), ("megatron", "r3")])
+@pytest.mark.parametrize(
+    ("backend", "mode"), with_thorough([("fsdp", "r2"), ("fsdp", "r3"), ("megatron", "r3")], [("fsdp", "r3")])
+)
 def test_one_two_and_four_processes_give_the_same_curve(
     demo_files: Any,
     tmp_path: Path,
@@ -79,7 +82,10 @@ def save_model(folder: Path, like: Path, dense_layers: tuple[int, ...]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("mode", "dense_layers"), [("off", (0,)), ("r2", (0, 3)), ("r3", (0, 3)), ("r3", (3,))])
+@pytest.mark.parametrize(
+    ("mode", "dense_layers"),
+    with_thorough([("off", (0,)), ("r2", (0, 3)), ("r3", (0, 3)), ("r3", (3,))], [("off", (0,)), ("r3", (0, 3))]),
+)
 def test_pipeline_chunks_without_routers_change_nothing(
     demo_files: Any,
     tmp_path: Path,

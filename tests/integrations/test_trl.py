@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.combinations import with_thorough
 from tests.integrations.foreign import Watched, Watcher, experts_of, foreign_rollout, foreign_trace
 from tests.integrations.trl_tiny import make, model, numbers_of_trl, trained, trainer_class
 
@@ -33,8 +35,14 @@ def assert_same_run(found: tuple, expected: tuple) -> None:
 # ---- nothing changes where nothing should ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replay", ["off", "observe"])
-@pytest.mark.parametrize("setting", [TWICE, CHECKPOINTS["checkpoints"], {"beta": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    ("setting", "replay"),
+    with_thorough(
+        itertools.product([TWICE, CHECKPOINTS["checkpoints"], {"beta": 0.1}], ["off", "observe"]),
+        [(TWICE, "observe"), (CHECKPOINTS["checkpoints"], "off")],
+    ),
+    ids=str,
+)
 def test_without_replay_it_is_trl(replay: str, setting: dict, tmp_path: Path) -> None:
     policy = saved_model(tmp_path) if "beta" in setting else model()
     expected = trained(make(tmp_path, None, policy=copy.deepcopy(policy), **setting))

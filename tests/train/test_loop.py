@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import os
 import signal
@@ -28,6 +29,7 @@ from moe_replay.train.job import DivergedError
 from moe_replay.train.learner import Learner
 from moe_replay.train.loop import train
 from moe_replay.train.rewards import RewardError
+from tests.combinations import with_thorough
 from tests.faults.forked import fork_command
 from tests.faults.processes import wait_for_line
 
@@ -70,8 +72,12 @@ async def calculator(episode: Any) -> None:
 # ---- modes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["off", "r2", "r3"])
-@pytest.mark.parametrize("rollout", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("rollout", "mode"),
+    with_thorough(
+        itertools.product(["float32", "bfloat16"], ["off", "r2", "r3"]), [("float32", "off"), ("bfloat16", "r2")]
+    ),
+)
 def test_a_run_measures_what_replay_does(config: Config, metrics_of: Metrics, mode: str, rollout: str) -> None:
     folder = train(config(replay={"mode": mode}, rollout={"dtype": rollout}))
     lines = metrics_of(folder)

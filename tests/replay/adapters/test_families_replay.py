@@ -192,7 +192,7 @@ def test_rows_without_a_route_get_the_native_gates(model_type):
     model, arguments = fresh(model_type), forward_arguments(model_type)
     replay = mr.attach(model)
 
-    @settings(max_examples=12 if model_type in OF_EACH_KIND else 1)
+    @settings(max_examples=6 if model_type in OF_EACH_KIND else 1)
     @given(seed=st.integers(0, 2**31), covered=st.floats(0, 1))
     @example(seed=8, covered=0.5)
     def check(seed: int, covered: float) -> None:
