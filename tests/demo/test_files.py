@@ -70,7 +70,9 @@ def test_another_run_may_be_quicker(made, cache, monkeypatch):
         return 0.0
 
     monkeypatch.setattr(files_module, "warm_start", overtaken)
-    found = demo.prepare(cache / "race", quick=True, status=lambda line: None)
+    told: list[str] = []
+    found = demo.prepare(cache / "race", quick=True, status=told.append)
+    assert "pre-training" in told[0], "what takes minutes is announced"
     assert found.train.read_text() == "theirs"
     assert list((cache / "race").iterdir()) == [theirs]
 

@@ -33,7 +33,7 @@ def warm_start(
     lessons = problems(random, settings.terms, held_out=False)
     checked = list(islice(problems(Random(settings.seed), settings.terms, held_out=True), CHECKED_PROBLEMS))
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-    began = time.monotonic()
+    began, last = time.monotonic(), settings.max_steps + settings.mixed_steps
 
     def learn(step: int, worked: float) -> float:
         asked = islice(lessons, settings.batch_size)
@@ -44,7 +44,7 @@ def warm_start(
 
     def check(step: int, loss: float) -> float:
         chance, seconds = chance_of_right_answer(model, tokenizer, checked), time.monotonic() - began
-        status(f"warm start: step {step}, loss {loss:.3f}, right {chance:.0%}, {seconds:.0f} s")
+        status(f"pre-training: step {step} of at most {last}, loss {loss:.3f}, {chance:.0%} right, {seconds:.0f} s")
         return chance
 
     model.train()

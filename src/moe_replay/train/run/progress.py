@@ -14,6 +14,7 @@ from moe_replay.train.run.completions import Completion, printable
 from moe_replay.train.run.sinks.types import Metrics
 
 LOG_WIDTH = 160
+SMALL_GB = 0.1
 SHOWN_PROMPT, SHOWN_TEXT = 240, 800  # characters of a table's cells
 PHASES = ("rollout", "score", "train", "sync")  # time/<phase> of a step
 
@@ -177,8 +178,11 @@ def _parts(metrics: Mapping[str, float]) -> Iterator[str]:
         if shares:
             yield "(" + " ".join(f"{phase} {share:.0%}" for phase, share in shares.items()) + ")"
     if metrics.get("weights/gb"):
-        size, rate = metrics["weights/gb"], metrics["time/weights_gb_per_second"]
-        yield f"weights {size:.3g} GB at {rate:.2g} GB/s in {metrics['time/weights']:.2g} s"
+        size, seconds = metrics["weights/gb"], f"{metrics['time/weights']:.2g} s"
+        if size < SMALL_GB:  # all latency: a rate would say nothing
+            yield f"weights {size * 1000:.2g} MB in {seconds}"
+        else:
+            yield f"weights {size:.3g} GB at {metrics['time/weights_gb_per_second']:.2g} GB/s in {seconds}"
     if metrics.get("loss/skipped"):
         yield "UPDATE SKIPPED: its gradient was not finite"
 
