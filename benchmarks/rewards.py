@@ -14,24 +14,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import http.server
-import json
 import multiprocessing
 import os
-import threading
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+from parts.finished_bodies import PROMPT, sample, serve
 
 from moe_replay.rollout.loop import LoopThread
 from moe_replay.rollout.pool import EnginePool
 from moe_replay.rollout.sample_wire import encode_samples
-from moe_replay.rollout.types import FinishReason, Sample
 from moe_replay.rollout.vllm_server import VllmServer
-from moe_replay.routes.trace import RouteTrace
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt, PromptStream
 from moe_replay.train.reward_pool.scoring import InProcess, RewardPool, Samples, Scorer
@@ -40,9 +35,7 @@ from moe_replay.train.rollouts import Rollouts
 from moe_replay.train.synced_engine import SyncedEngine
 
 N = 8
-LAYERS, EXPERTS, TOP_K = 48, 128, 8
 SERVERS = 4
-PROMPT = tuple(range(100, 164))
 ANSWERS = (
     "We add both sides, so the answer is $\\boxed{\\frac{3}{4}}$.",
     "Hence $x = \\sqrt{2} + 1$, that is $\\boxed{1+\\sqrt{2}}$",
@@ -94,67 +87,6 @@ def measure_answers(answers: int) -> None:
 # ---- sequences -------------------------------------------------------------------------------------------------------
 
 
-def sample(tokens: int, rng: np.random.Generator) -> Sample:
-    """A sample with random routes."""
-    choices = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(LAYERS)])
-    ids = np.concatenate([np.array(PROMPT), rng.integers(0, 1000, tokens)]).astype(np.int32)
-    experts = (rng.integers(0, EXPERTS, (len(ids), LAYERS, 1)) + choices) % EXPERTS
-    trace = RouteTrace(ids, experts, range(LAYERS), num_experts=EXPERTS)
-    logprobs = -rng.random(tokens, np.float32)
-    return Sample(
-        prompt_ids=ids[: len(PROMPT)],
-        completion_ids=ids[len(PROMPT) :],
-        logprobs=logprobs,
-        finish_reason=FinishReason.LENGTH,
-        trace=trace,
-        weight_version=0,
-    )
-
-
-INFO = {
-    "engine": ["finished bodies", "1"],
-    "weight_version": 0,
-    "num_layers": LAYERS,
-    "model_type": "qwen3_moe",
-    "moe_layers": [[layer, EXPERTS, TOP_K] for layer in range(LAYERS)],
-}
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers with bodies that are finished."""
-
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    body = b""
-
-    def do_GET(self) -> None:
-        """Describe the engine."""
-        self._answer(json.dumps(INFO).encode())
-
-    def do_POST(self) -> None:
-        """Return the samples."""
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self._answer(self.body)
-
-    def _answer(self, content: bytes) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
-
-
-def serve(port: Connection, body: bytes) -> None:
-    """Run servers until the process is ended."""
-    handler = type("Finished", (Handler,), {"body": body})
-    servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) for _ in range(SERVERS)]
-    port.send([server.server_address[1] for server in servers])
-    for server in servers:
-        threading.Thread(target=server.serve_forever).start()
-
-
 class Words:
     """A tokenizer that decodes a token to a word."""
 
@@ -172,7 +104,7 @@ def measure_sequences(groups: int, tokens: int) -> None:
     print("|---|---|---|---|")
     context = multiprocessing.get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
-    server = context.Process(target=serve, args=(sending, body), daemon=True)
+    server = context.Process(target=serve, args=(sending, body, SERVERS), daemon=True)
     server.start()
     urls = [f"http://127.0.0.1:{port}" for port in receiving.recv()]
     settings = {

@@ -276,6 +276,10 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"weights": {"kind": "sharded_rdt"}}, "sharded_rdt is an engine of `vllm serve`, not of"),
         ({"weights": {"kind": "nccl_m2n"}}, "rollout.engine = plain_vllm_server"),
         ({"reward": {"functions": ["format", "format"]}}, "'format' is listed twice"),
+        (
+            {"rollout": {"engine": "transformers", "drivers": 2}},
+            "rollout.drivers: transformers samples in rank 0",
+        ),
         ({"checkpoint": {"keep": 0}}, "keep"),
         ({"name": "a/b"}, "name"),
     ],

@@ -31,6 +31,9 @@ class HttpClient(AsyncSampler):
     max_answer_bytes   of one response
     """
 
+    drains = False
+    identifies_weights = True
+
     def __init__(
         self,
         url: str,

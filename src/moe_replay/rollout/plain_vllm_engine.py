@@ -81,6 +81,8 @@ class PlainVllmEngine(HttpClient):
         engine = PlainVllmEngine("http://127.0.0.1:8000", topology, vocabulary=151936)
     """
 
+    drains = True  # before 0.32 the server is asked for the version of a sample after its request
+
     def __init__(
         self,
         url: str,
@@ -217,6 +219,10 @@ class PlainVllmEngine(HttpClient):
         await self._post("/abort_requests", {})
 
     # ---- weights ------------------------------------------------------------------------------------------------
+
+    def follow_update(self, version: int, weights_id: str) -> None:
+        """Accept samples of weights that another process sends to the server."""
+        self._ledger.record(version, weights_id)
 
     def update_weights(self, weights: Weights, version: int, probe: Probe | None = None, weights_id: str = "") -> None:
         """Replace all weights while the server is paused; running requests are aborted, those of this client wait.

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,9 @@ from moe_replay.errors import EngineAnswerError, EngineError, EngineName, Engine
 from moe_replay.rollout.answers import vocabulary_size
 from moe_replay.rollout.engine import StartRequest, put_to_sleep, receivers_of, wake_for_update
 from moe_replay.rollout.loop import AsyncSampler
-from moe_replay.rollout.pool_member import Member, ServedEngine
+from moe_replay.rollout.pool_member import Member, ServedEngine, ServerState, following
 from moe_replay.rollout.pool_transfer import update_by_transfer, update_together
+from moe_replay.rollout.request_barrier import RequestBarrier
 from moe_replay.rollout.transfer import Receivers, Transfer
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.vllm_transfer_engines import EngineTransfer
@@ -76,6 +77,7 @@ class EnginePool(AsyncSampler):
         self._weights_id = ""  # of the last update
         self.bytes_sent: int | None = None  # by it to an engine, the most to any; None: not known
         self._sent: SentWeights | None = None
+        self._barrier = RequestBarrier(self._loop.loop)  # closed while another process updates the servers
         self._followed: tuple[Callable[[], Sequence[str]], Callable[[str], ServedEngine]] | None = None
         self._left: list[ServedEngine] = []
         with ExitStack() as undo:
@@ -151,7 +153,8 @@ class EnginePool(AsyncSampler):
         )
         async for attempt in tries:
             with attempt:
-                return await self._sample_once(prompt, params)
+                async with self._barrier.request():
+                    return await self._sample_once(prompt, params)
         raise AssertionError("the last attempt returns or raises")
 
     async def _sample_once(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
@@ -341,6 +344,32 @@ class EnginePool(AsyncSampler):
                 raise rejections[0]
             kind = EngineError if rejections else EngineUnavailableError
             raise kind("no rollout server is left", found=self._causes()) from (rejections or failures)[0]
+
+    @property
+    def server_states(self) -> dict[str, ServerState]:
+        """Which servers are in use, by URL, for pools in other processes."""
+        return {member.engine.url: member.state for member in self._members}
+
+    def follow_update(self, version: int, weights_id: str) -> None:
+        """Hold requests back for an update that another process sends to the servers; samples of it are accepted.
+
+        Where clients stamp samples themselves (`drains`), running requests are aborted and have ended on return.
+        """
+        clients = [following(member.engine) for member in self._members]
+        if any(one.drains for one in clients):
+            self._loop.run(self._barrier.close(partial(asyncio.to_thread, self.abort)))
+        else:
+            self._barrier.shut()
+        self._version, self._weights_id = version, weights_id
+        for one in clients:
+            one.follow_update(version, weights_id)
+
+    def follow_servers(self, states: Mapping[str, ServerState]) -> None:
+        """Use the servers that the pool which has sent the update uses, and let requests go on."""
+        self._update_members()
+        for member in self._members:
+            member.follow(states.get(member.engine.url), self._cooldown_s)
+        self._barrier.open()
 
     def sleep(self, level: int = 1) -> None:
         """Free memory on every engine; with level 2, those that can drop their weights do."""

@@ -1,4 +1,4 @@
-"""One server of a pool: its load, and whether it is used."""
+"""One server of a pool: its load, whether it is used, and what pools in other processes are told of it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from moe_replay.errors import EngineAnswerError, EngineUnavailableError
+from moe_replay.errors import EngineAnswerError, EngineError, EngineUnavailableError
 from moe_replay.rollout.engine import Engine
-from moe_replay.rollout.weights_id import CurrentWeights
+from moe_replay.rollout.weights_id import CurrentWeights, identifies_weights
 from moe_replay.utils.messages import one_line
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,46 @@ class ServedEngine(Engine, Protocol):
     def current_weights(self) -> CurrentWeights:
         """Return what the server says of its weights."""
         ...
+
+
+class ServerState(NamedTuple):
+    """Whether a server is used.
+
+    cause                why it is not; empty: it is
+    is_aside             not before its next weights
+    identifies_weights   whether its samples have a weights id
+    """
+
+    cause: str
+    is_aside: bool
+    identifies_weights: bool
+
+
+@runtime_checkable
+class Following(Protocol):
+    """A client of a server that another process updates.
+
+    drains               it stamps samples with versions itself, so that none may be on its way during an update
+    identifies_weights   samples of the server have a weights id
+    """
+
+    drains: bool
+    identifies_weights: bool
+
+    def follow_update(self, version: int, weights_id: str) -> None:
+        """Accept samples of weights that another process sends to the server."""
+        ...
+
+
+def following(engine: Any) -> Following:
+    """Return an engine as a client of a server that another process updates; raise if it is none."""
+    if not isinstance(engine, Following):
+        raise EngineError(
+            f"{type(engine).__name__} cannot be used by several processes",
+            expected="a client that has follow_update",
+            remedy="Set rollout.drivers = 1",
+        )
+    return engine
 
 
 class Member:
@@ -59,6 +99,22 @@ class Member:
     def put_back(self) -> None:
         """Use the engine again."""
         self.down_until, self.cause = None, ""
+
+    @property
+    def state(self) -> ServerState:
+        """What other pools of the same server should know of it."""
+        cause = "" if self.down_until is None else self.cause or "not reached yet"
+        return ServerState(cause, self.is_aside, identifies_weights(self.engine))
+
+    def follow(self, state: ServerState | None, cooldown_s: float) -> None:
+        """Use the engine, or do not, as another pool does; None: that one does not have it."""
+        self.put_back()
+        if state is None:
+            self.take_out(EngineUnavailableError("it was not updated"), cooldown_s)
+            return
+        following(self.engine).identifies_weights = state.identifies_weights
+        if state.cause:
+            self.take_out(EngineError(state.cause), math.inf if state.is_aside else cooldown_s)
 
     @contextmanager
     def request(self, cooldown_s: float) -> Iterator[ServedEngine]:

@@ -50,6 +50,10 @@ class RequestBarrier:
                     async with asyncio.timeout(0.2), self._request_ended:
                         await self._request_ended.wait()
 
+    def shut(self) -> None:
+        """Hold new requests back; those that run go on. May be called from any thread."""
+        self._loop.call_soon_threadsafe(self._is_open.clear)
+
     def open(self) -> None:
         """Let waiting requests run; may be called from any thread."""
         self._loop.call_soon_threadsafe(self._is_open.set)

@@ -269,6 +269,10 @@ class SglangServer(HttpClient):
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
+    def follow_update(self, version: int, weights_id: str) -> None:
+        """Accept samples of weights that another process sends to the server."""
+        self._ledger.record(version, weights_id)
+
     def update_weights(self, weights: Weights, version: int, probe: Probe | None = None, weights_id: str = "") -> None:
         """Replace all weights: from a folder that the server can read, or an iterator by the way `weights` names.
 

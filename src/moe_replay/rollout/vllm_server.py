@@ -109,6 +109,10 @@ class VllmServer(HttpClient):
             )
         return logprobs
 
+    def follow_update(self, version: int, weights_id: str) -> None:
+        """Accept samples of weights that another process sends to the server."""
+        self._ledger.record(version, weights_id)
+
     def update_weights(self, weights: Weights, version: int, probe: Probe | None = None, weights_id: str = "") -> None:
         """Stream new weights to the server; a folder must be one that the server can read.
 

@@ -17,9 +17,11 @@ from moe_replay.rollout.engine import Engine
 from moe_replay.routes.trace_file import TraceWriter
 from moe_replay.train import launch
 from moe_replay.train.backends.base import Backend
+from moe_replay.train.config.keys import ConfigError
 from moe_replay.train.config.sections import PROBE_TOLERANCE
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt, PromptStream
+from moe_replay.train.drivers.pool import open_drivers
 from moe_replay.train.engines import EngineStarter, StartedEngines, engines_of_all_nodes, open_engine
 from moe_replay.train.inputs import Inputs, ReadData, epochs_in_words, read_inputs, steps_of_epochs
 from moe_replay.train.learner import Learner
@@ -155,7 +157,7 @@ class Job:
     def _open_rollouts(
         self, sources: Sources, inputs: Inputs, engine: Engine | None, started: StartedEngines, stack: ExitStack
     ) -> None:
-        config = self.config
+        config, is_given = self.config, engine is not None
         self._rows_identity = inputs.identity
         self._eval_prompts = inputs.eval_prompts
         if engine is None:
@@ -165,8 +167,16 @@ class Job:
             stack.callback(engine.close)
             self._progress.message(f"{engine.name}: ready after {time.monotonic() - began:.0f} s")
         stream = PromptStream(inputs.prompts, seed=config.seed, shuffle=config.data.shuffle)
+        synced, drivers = SyncedEngine(engine), None
+        if config.rollout.drivers > 1:
+            if is_given:
+                raise ConfigError("rollout.drivers: an engine that is given to train() cannot be shared", expected=1)
+            drivers = open_drivers(config, sources.model, inputs.max_length, self._store.layer_sets, started)
+            stack.callback(drivers.close)
+            synced.followers = drivers
+            self._progress.message(f"{config.rollout.drivers} rollout drivers: processes {drivers.pids}")
         self._rollouts = Rollouts(
-            config, SyncedEngine(engine), stream, inputs.tokenizer, inputs.rewards, inputs.max_length, inputs.tools
+            config, synced, stream, inputs.tokenizer, inputs.rewards, inputs.max_length, inputs.tools, drivers
         )
         stack.callback(self._rollouts.close)
         self._devices.start_with(self._rollouts.engine)

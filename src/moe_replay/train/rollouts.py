@@ -6,38 +6,35 @@ Groups are returned in the order in which their prompts were drawn. At the start
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from moe_replay.errors import AlignmentError, EngineUnavailableError
-from moe_replay.rollout.types import SampledSequence, SamplingParams
+from moe_replay.rollout.types import SamplingParams
 from moe_replay.train.advantages import has_signal, load_advantages
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt, PromptStream
-from moe_replay.train.reward_pool.scoring import Samples, Scores, open_scorer
+from moe_replay.train.groups import GroupSampler, GroupTask, LocalGroups, RunningGroup
 from moe_replay.train.rewards import Reward, total
 from moe_replay.train.run.completions import Completion
-from moe_replay.train.sequences import FirstTurns, SequenceSampler
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.tools import ToolSet
-from moe_replay.train.truncation import check_mask, mask_metrics, sampling_params
-from moe_replay.train.types import Group, RolloutBatch, Trajectory
+from moe_replay.train.trajectories.encoded import EncodedTrajectory
+from moe_replay.train.truncation import mask_metrics, sampling_params
+from moe_replay.train.types import AnyTrajectory, Group, RolloutBatch, Trajectory
 from moe_replay.utils.progress import ProgressCallback
 
 PROBE_TOKENS = 128
 
 
 class _PendingGroup(NamedTuple):
-    """A group in flight, when it is sampled, its number, and the stream's state before its prompt was drawn."""
+    """A group in flight, its number, and the stream's state before its prompt was drawn."""
 
-    group: Future[Group]
-    sampled: Future[None]
+    running: RunningGroup
     stream_state: dict[str, int]
     number: int
 
@@ -64,7 +61,9 @@ class Rollouts:
         rewards: Sequence[Reward],
         max_length: int,
         tools: ToolSet | None = None,
+        groups: GroupSampler | None = None,
     ) -> None:
+        """Sample with an engine, or with `groups` where that is not this process."""
         self.engine = engine
         self._config = config
         self._stream = stream
@@ -72,9 +71,7 @@ class Rollouts:
         self._rewards = rewards
         self._max_length = max_length
         self._advantages = load_advantages(config.algorithm.baseline)
-        self._sampler = SequenceSampler(config, engine, tokenizer, max_length, tools)
-        self._scorer = open_scorer(config.reward, rewards)
-        self._sampler.start(self._scorer.start())
+        self._groups = groups or LocalGroups(config, engine, tokenizer, rewards, max_length, tools)
         self._pending: deque[_PendingGroup] = deque()
         self._collected: _Collected | None = None
         self._next_group = 0
@@ -104,12 +101,11 @@ class Rollouts:
     def close(self) -> None:
         """Cancel the groups in flight."""
         self._cancel_pending()
-        self._sampler.close()
-        self._scorer.close()
+        self._groups.close()
 
     def _cancel_pending(self) -> None:
         for pending in self._pending:
-            pending.group.cancel()
+            pending.running.group.cancel()
         self._pending.clear()
         self._collected = None
 
@@ -161,9 +157,9 @@ class Rollouts:
             if not self._pending:
                 collected.refills -= 1
                 self._submit(wanted - len(collected.kept))
-            if not self._sampler.wait(self._pending[0].group, give_up):
+            if not self._groups.wait(self._pending[0].running.group, give_up):
                 return False
-            group = self._pending.popleft().group.result()
+            group = self._pending.popleft().running.group.result()
             useful = bool(has_signal(group.rewards[None])[0])
             counts = useful or not self._config.algorithm.dynamic_sampling
             (collected.kept if counts else collected.without_signal).append(group)
@@ -175,7 +171,7 @@ class Rollouts:
         rewards = np.stack([group.rewards for group in groups])
         advantages = self._advantages(rewards)
         trajectories = [
-            replace(trajectory, advantage=float(advantage))
+            trajectory.with_advantage(float(advantage))
             for group, group_advantages in zip(groups, advantages, strict=True)
             for trajectory, advantage in zip(group.trajectories, group_advantages, strict=True)
         ]
@@ -205,7 +201,7 @@ class Rollouts:
         metrics |= mask_metrics(trajectories)
         return RolloutBatch(trajectories, metrics, self._completions(groups, trajectories))
 
-    def _completions(self, groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> list[Completion]:
+    def _completions(self, groups: Sequence[Group], trajectories: Sequence[AnyTrajectory]) -> list[Completion]:
         if not self._config.log.completions:
             return []
         scores = [
@@ -221,7 +217,7 @@ class Rollouts:
 
     def _timeouts(self) -> int:
         """Return the samples since the last batch whose reward took too long, or ended its process."""
-        before, self._timeouts_before = self._timeouts_before, self._scorer.timeouts
+        before, self._timeouts_before = self._timeouts_before, self._groups.timeouts
         return self._timeouts_before - before
 
     def _check_staleness(self, staleness: np.ndarray) -> None:
@@ -249,18 +245,15 @@ class Rollouts:
             (prompt,) = self._stream.draw(1)
             drawn.append((prompt, state, self._next_group))
             self._next_group += 1
-        params = [self._seeded(number) for _, _, number in drawn]
-        together = self._config.rollout.max_staleness == 0
-        first_turns = self._sampler.first_turns([prompt for prompt, _, _ in drawn], params, together=together)
-        for (prompt, state, number), turns in zip(drawn, first_turns, strict=True):
-            sampled: Future[None] = Future()
-            group = self._sampler.start(self._group(prompt, number, turns, sampled))
-            self._pending.append(_PendingGroup(group, sampled, state, number))
+        tasks = [GroupTask(prompt=prompt, number=number, params=self._seeded(number)) for prompt, _, number in drawn]
+        started = self._groups.submit(tasks, together=self._config.rollout.max_staleness == 0)
+        for (_, state, number), running in zip(drawn, started, strict=True):
+            self._pending.append(_PendingGroup(running, state, number))
 
     def finish_running(self) -> None:
         """Wait until all groups in flight are sampled, so that each comes from one version of the weights."""
         for pending in self._pending:
-            self._sampler.result(pending.sampled)
+            self._groups.result(pending.running.sampled)
 
     def _seeded(self, group: int) -> SamplingParams:
         """Return parameters whose seed depends only on the run and the group; the group's samples still differ."""
@@ -268,26 +261,6 @@ class Rollouts:
             return self._params
         seed = int(np.random.SeedSequence([self._config.seed, group]).generate_state(1)[0] >> 1)
         return replace(self._params, seed=seed)
-
-    async def _group(self, prompt: Prompt, number: int, first_turns: FirstTurns, sampled: Future[None]) -> Group:
-        try:
-            sequences = await self._sampler.sample(prompt, self._seeded(number), first_turns)
-        finally:
-            sampled.set_result(None)
-        for sequence in sequences:
-            check_mask(sequence, self._params, prompt.row)
-        scores = await self._score(prompt, sequences)
-        rewards = total(self._rewards, scores).tolist()
-        trajectories = [
-            Trajectory.of(sequence, row=prompt.row, group=number, reward=reward)
-            for sequence, reward in zip(sequences, rewards, strict=True)
-        ]
-        return Group(trajectories, scores)
-
-    async def _score(self, prompt: Prompt, sequences: Sequence[SampledSequence]) -> Scores:
-        completions = [sequence.token_ids[len(prompt.token_ids) :] for sequence in sequences]
-        samples = await asyncio.to_thread(Samples.of, prompt, completions, self._tokenizer)
-        return await self._scorer.score(samples)
 
     # ---- evaluation ---------------------------------------------------------------------------------------------
 
@@ -298,37 +271,45 @@ class Rollouts:
         """
         seed = self._config.seed if self._config.rollout.reproducible else None
         params = replace(self._params, n=1, temperature=temperature, seed=seed, sampling_mask=False)
-        first_turns = self._sampler.first_turns(prompts, [params] * len(prompts), together=True)
-
-        async def scored(prompt: Prompt, turns: FirstTurns) -> Scores:
-            return await self._score(prompt, await self._sampler.sample(prompt, params, turns))
-
-        running = [
-            self._sampler.start(scored(prompt, turns)) for prompt, turns in zip(prompts, first_turns, strict=True)
-        ]
+        tasks = [GroupTask(prompt=prompt, number=-1, params=params, is_kept=False) for prompt in prompts]
+        running = self._groups.submit(tasks, together=True)
         try:
-            by_prompt = [self._sampler.result(one) for one in running]
+            by_prompt = [self._groups.result(one.group).scores for one in running]
         finally:
             for one in running:  # if one of them failed, the others need not go on
-                one.cancel()
+                one.group.cancel()
         scores = {name: np.concatenate([one[name] for one in by_prompt]) for name in by_prompt[0]}
         metrics = {"eval/reward": float(np.nanmean(total(self._rewards, scores)))}
         return metrics | {f"eval/{name}": float(np.nanmean(values)) for name, values in scores.items()}
 
 
-def completion_of(trajectory: Trajectory, sample: int, scores: Mapping[str, float], tokenizer: Any) -> Completion:
+def completion_of(trajectory: AnyTrajectory, sample: int, scores: Mapping[str, float], tokenizer: Any) -> Completion:
     """Return a trajectory as text, special tokens included."""
-    start = int(trajectory.sampled.argmax())
+    prompt, completion = texts_of(trajectory, tokenizer)
     return Completion(
         row=trajectory.row,
         group=trajectory.group,
         sample=sample,
-        prompt=tokenizer.decode(trajectory.token_ids[:start], skip_special_tokens=False),
-        completion=tokenizer.decode(trajectory.token_ids[start:], skip_special_tokens=False),
+        prompt=prompt,
+        completion=completion,
         reward=trajectory.reward,
         advantage=trajectory.advantage,
         scores=scores,
         tokens=int(trajectory.sampled.sum()),
         finish_reason=trajectory.finish_reason.value,
         weight_version=int(trajectory.versions[trajectory.sampled].min(initial=np.iinfo(np.int64).max)),
+    )
+
+
+def texts_of(trajectory: AnyTrajectory, tokenizer: Any) -> tuple[str, str]:
+    """Return the texts of prompt and completion; those of an encoded trajectory came with it."""
+    if isinstance(trajectory, EncodedTrajectory):
+        assert trajectory.texts is not None, "a driver sends the texts where completions are logged"
+        return trajectory.texts
+    assert isinstance(trajectory, Trajectory)
+    start = int(trajectory.sampled.argmax())
+    before, after = trajectory.token_ids[:start], trajectory.token_ids[start:]
+    return (
+        tokenizer.decode(before, skip_special_tokens=False),
+        tokenizer.decode(after, skip_special_tokens=False),
     )

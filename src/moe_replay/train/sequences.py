@@ -153,18 +153,21 @@ class SequenceSampler:
         asked = time.monotonic()
         with WATCH.waiting(limit_s):  # without a gap between the waits inside, each of which starts its timer anew
             while not _is_done(future, limit_s):
-                if self._environments.blocked_s() > limit_s:
-                    name = environment_name(self._environment) if self._environment is not None else ""
-                    raise EpisodeError(
-                        f"environment {name} has blocked the event loop for {limit_s:g} s",
-                        remedy="Await what takes long, e.g. with asyncio.to_thread, "
-                        "or raise rollout.environment_timeout_s",
-                    )
+                self.check_environments()
                 if give_up is not None and time.monotonic() - asked >= ASK_S:
                     if give_up():
                         return False
                     asked = time.monotonic()
         return True
+
+    def check_environments(self) -> None:
+        """Raise if an environment has blocked its event loop for too long."""
+        limit_s = self._config.environment_timeout_s
+        if self._environment is not None and self._environments.blocked_s() > limit_s:
+            raise EpisodeError(
+                f"environment {environment_name(self._environment)} has blocked the event loop for {limit_s:g} s",
+                remedy="Await what takes long, e.g. with asyncio.to_thread, or raise rollout.environment_timeout_s",
+            )
 
 
 def _is_done(future: Future[Any], limit_s: float) -> bool:

@@ -3,27 +3,46 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 from moe_replay.errors import EngineError, EngineName
 from moe_replay.rollout.adapter import Adapter
 from moe_replay.rollout.engine import Engine, put_to_sleep, receivers_of, wake_for_update
+from moe_replay.rollout.pool import EnginePool
+from moe_replay.rollout.pool_member import ServerState
 from moe_replay.rollout.transfer import Receivers
 from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
 from moe_replay.rollout.weights_id import WeightsLedger, identifies_weights, new_weights_id, takes_weights_id
 from moe_replay.routes.topology import MoeTopology
 
 
+class Followers(Protocol):
+    """Other processes that sample from the same servers."""
+
+    def follow_update(self, version: int, weights_id: str) -> None:
+        """Hold requests back, and accept samples of this update from now on; returns when all do."""
+        ...
+
+    def follow_servers(self, states: Mapping[str, ServerState]) -> None:
+        """Go on after an update, with the servers that have taken it."""
+        ...
+
+
 class SyncedEngine:
     """An engine with the ids of the weights that it was sent. Nothing is checked before the first update.
 
     An engine of the user's own whose `update_weights` has no parameter `weights_id` is checked by version alone.
+
+    followers   told of every update before and after it; None: only this process samples
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._run_id = secrets.token_hex(6)
         self._ledger = WeightsLedger("the rollout engine")
+        self.followers: Followers | None = None
 
     @property
     def name(self) -> EngineName:
@@ -65,10 +84,11 @@ class SyncedEngine:
     def update_weights(self, weights: Weights, version: int, probe: Probe | None = None) -> None:
         """Send weights under a new id, or under the same one as before if they are of the same version."""
         weights_id = self._new_id(version, probe)
-        if takes_weights_id(self.engine):
-            self.engine.update_weights(weights, version, probe, weights_id=weights_id)
-        else:
-            self.engine.update_weights(weights, version, probe)
+        with self._followed(version, weights_id):
+            if takes_weights_id(self.engine):
+                self.engine.update_weights(weights, version, probe, weights_id=weights_id)
+            else:
+                self.engine.update_weights(weights, version, probe)
 
     def update_adapter(self, adapter: Adapter, version: int, probe: Probe | None = None) -> None:
         """Send an adapter in the same way; raise if the engine takes none."""
@@ -76,6 +96,40 @@ class SyncedEngine:
         if update is None:
             raise EngineError(f"{self.name} takes no adapters", remedy="Set rollout.lora = false")
         update(adapter, version, probe, weights_id=self._new_id(version, probe))
+
+    @contextmanager
+    def _followed(self, version: int, weights_id: str) -> Iterator[None]:
+        """Have other processes that sample wait while the servers are updated."""
+        if self.followers is None:
+            yield
+            return
+        self.followers.follow_update(version, weights_id)
+        try:
+            yield
+        finally:
+            states: Mapping[str, ServerState] = getattr(self.engine, "server_states", {})
+            self.followers.follow_servers(states)
+
+    # ---- in such a process --------------------------------------------------------------------------------------
+
+    def follow_update(self, version: int, weights_id: str) -> None:
+        """Accept samples of an update that another process sends to the servers, and hold requests back meanwhile."""
+        self._ledger.record(version, weights_id)
+        self._pool.follow_update(version, weights_id)
+
+    def follow_servers(self, states: Mapping[str, ServerState]) -> None:
+        """Go on after such an update."""
+        self._pool.follow_servers(states)
+
+    @property
+    def _pool(self) -> EnginePool:
+        if not isinstance(self.engine, EnginePool):
+            raise EngineError(
+                f"{self.name} cannot be used by several processes",
+                expected="a pool of servers",
+                remedy="Set rollout.drivers = 1",
+            )
+        return self.engine
 
     def _new_id(self, version: int, probe: Probe | None) -> str:
         weights_id = self._ledger.id_of(version) or new_weights_id(self._run_id, version, probe)

@@ -10,6 +10,7 @@ import numpy as np
 from moe_replay.errors import EngineError
 from moe_replay.rollout.types import SampledSequence, SamplingParams
 from moe_replay.train.config.sections import RolloutConfig
+from moe_replay.train.types import AnyTrajectory
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def check_mask(sequence: SampledSequence, params: SamplingParams, row: int) -> N
         )
 
 
-def mask_metrics(sequences: Sequence[SampledSequence]) -> dict[str, float]:
+def mask_metrics(sequences: Sequence[SampledSequence | AnyTrajectory]) -> dict[str, float]:
     """Return what top-p and top-k left of the vocabulary, over all sampled tokens; nothing without masks."""
     kept, shares = [np.zeros(0)], [np.zeros(0)]
     for sequence in sequences:

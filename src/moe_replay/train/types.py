@@ -6,13 +6,52 @@ SampledSequence (rollout/types.py) -> Trajectory -> RolloutBatch -> MicroBatch (
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Protocol
 
 import numpy as np
 
 from moe_replay.errors import AlignmentError
+from moe_replay.rollout.sampling_mask import SamplingMask
 from moe_replay.rollout.types import FinishReason, SampledSequence
 from moe_replay.train.run.completions import Completion
+
+
+class AnyTrajectory(Protocol):
+    """What is known of a trajectory before its routes are decoded; see `Trajectory`."""
+
+    @property
+    def row(self) -> int: ...
+
+    @property
+    def group(self) -> int: ...
+
+    @property
+    def reward(self) -> float: ...
+
+    @property
+    def advantage(self) -> float: ...
+
+    @property
+    def finish_reason(self) -> FinishReason: ...
+
+    @property
+    def versions(self) -> np.ndarray: ...
+
+    @property
+    def sampling_mask(self) -> SamplingMask | None: ...
+
+    @property
+    def sampled(self) -> np.ndarray: ...
+
+    @property
+    def truncated(self) -> bool: ...
+
+    def __len__(self) -> int: ...
+
+    def with_advantage(self, advantage: float) -> AnyTrajectory:
+        """Return the same trajectory with its advantage."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,6 +82,10 @@ class Trajectory(SampledSequence):
         """Whether the last turn ended at its maximum length."""
         return self.finish_reason is FinishReason.LENGTH
 
+    def with_advantage(self, advantage: float) -> Trajectory:
+        """Return the same trajectory with its advantage."""
+        return replace(self, advantage=advantage)
+
     def check_versions(self) -> None:
         """Raise unless each log-prob and the route that led to it come from the same weights.
 
@@ -70,7 +113,7 @@ class Group:
     scores   (n,) by name of the reward function, NaN where it did not score a trajectory
     """
 
-    trajectories: Sequence[Trajectory]
+    trajectories: Sequence[AnyTrajectory]
     scores: dict[str, np.ndarray]
 
     @property
@@ -86,7 +129,7 @@ class RolloutBatch:
     Metrics and completions are those of rank 0, and empty on other ranks.
     """
 
-    trajectories: Sequence[Trajectory]
+    trajectories: Sequence[AnyTrajectory]
     metrics: dict[str, float]
     completions: Sequence[Completion] = ()
 

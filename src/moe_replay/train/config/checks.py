@@ -65,6 +65,7 @@ def problems(config: Sections) -> Iterator[str]:
     yield from _adapters(config)
     yield from _weights(config)
     yield from _cluster(config)
+    yield from _drivers(config)
     yield from _algorithm(config)
     yield from _optim(config)
     yield from _reward(config.reward)
@@ -259,6 +260,19 @@ def _weights(config: Sections) -> Iterator[str]:
         )
     if config.rollout.lora:
         yield "weights.delta: with rollout.lora the adapter alone is sent; remove one of them"
+
+
+def _drivers(config: Sections) -> Iterator[str]:
+    rollout = config.rollout
+    try:
+        is_server = rollout.is_server
+    except PluginError:  # a problem of its own
+        return
+    if rollout.drivers > 1 and not is_server and not config.starts_servers:
+        yield (
+            f"rollout.drivers: {rollout.engine} samples in rank 0's own process, which no other process can ask; set "
+            f"rollout.drivers = 1, rollout.engines_per_node, or rollout.engine = {' or '.join(server_engines())}"
+        )
 
 
 def _cluster(config: Sections) -> Iterator[str]:

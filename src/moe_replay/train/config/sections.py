@@ -135,6 +135,9 @@ class RolloutConfig(Section):
     engines_per_node: int | None = Field(None, ge=1, le=1024)
     """Engines that each machine of the trainer starts, in processes of their own and on equal shares of its GPUs; left
     out: one engine, in the process of rank 0."""
+    drivers: int = Field(1, ge=1, le=1024)
+    """Processes on rank 0's machine that talk to the servers, play environments and build trajectories, each for a
+    share of the groups; 1: rank 0's own. One takes some hundred sequences of 1k tokens a second."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type that the engine computes in; auto: the type of the weights on disk."""
     prompts_per_step: int = Field(8, ge=1)

@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from moe_replay.train.types import Trajectory
+from moe_replay.train.types import AnyTrajectory
 
 _RECORD = np.dtype(
     [
@@ -36,7 +36,7 @@ class TrajectoryHead(NamedTuple):
     truncated: bool
 
     @classmethod
-    def of(cls, trajectory: Trajectory) -> Self:
+    def of(cls, trajectory: AnyTrajectory) -> Self:
         """Return the head of a trajectory."""
         versions = trajectory.versions[trajectory.sampled]
         oldest, newest = (int(versions.min()), int(versions.max())) if versions.size else (-1, -1)

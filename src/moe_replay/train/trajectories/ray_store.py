@@ -17,9 +17,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from moe_replay.distributed.ranks import all_gather_text, from_rank_0, raise_on_all_ranks, rank
-from moe_replay.train.trajectories.store import BatchRef, Layers, StoreError, common_layers, merge_layers
-from moe_replay.train.trajectories.wire import read_record, record_parts
-from moe_replay.train.types import Trajectory
+from moe_replay.train.trajectories.encoded import Layers, parts_of
+from moe_replay.train.trajectories.store import BatchRef, StoreError, common_layers, merge_layers
+from moe_replay.train.trajectories.wire import read_record
+from moe_replay.train.types import AnyTrajectory, Trajectory
 from moe_replay.utils.messages import one_line
 from moe_replay.utils.object_refs import ObjectRefs
 
@@ -72,7 +73,12 @@ class RayStore:
 
     # ---- on rank 0 ----------------------------------------------------------------------------------------------
 
-    def put(self, trajectories: Sequence[Trajectory]) -> BatchRef:
+    @property
+    def layer_sets(self) -> Sequence[Layers | None]:
+        """Sets of layers that trajectories are encoded for, one for each pipeline stage."""
+        return self._sets
+
+    def put(self, trajectories: Sequence[AnyTrajectory]) -> BatchRef:
         """Put the trajectories of a step, one object for each of them and each pipeline stage; on rank 0."""
         layers = common_layers(trajectories)
         self._forget()
@@ -81,10 +87,10 @@ class RayStore:
         self._wait(self._keeper.keep.remote(self._number, self._sections), "tell where its trajectories are")
         return BatchRef(self._number, len(trajectories), layers)
 
-    def _put(self, trajectory: Trajectory, layers: Layers) -> Any:
+    def _put(self, trajectory: AnyTrajectory, layers: Layers) -> Any:
         import ray
 
-        record = np.frombuffer(b"".join(record_parts(trajectory, layers)), np.uint8)
+        record = np.frombuffer(b"".join(parts_of(trajectory, layers)), np.uint8)
         try:
             return ray.put(record)
         except ray.exceptions.RayError as error:

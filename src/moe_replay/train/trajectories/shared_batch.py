@@ -9,7 +9,7 @@ from typing import Self
 from moe_replay.train.run.completions import Completion
 from moe_replay.train.trajectories.head import TrajectoryHead, heads_from_bytes, heads_to_bytes
 from moe_replay.train.trajectories.store import BatchRef, InProcessStore, TrajectoryStore
-from moe_replay.train.types import RolloutBatch, Trajectory
+from moe_replay.train.types import AnyTrajectory, RolloutBatch, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class SharedBatch:
         return cls(heads, store.put(batch.trajectories), store, batch.metrics, batch.completions)
 
     @classmethod
-    def of(cls, trajectories: Sequence[Trajectory]) -> Self:
+    def of(cls, trajectories: Sequence[AnyTrajectory]) -> Self:
         """Return a batch of trajectories of this process."""
         return cls.put(RolloutBatch(trajectories, {}), InProcessStore())
 

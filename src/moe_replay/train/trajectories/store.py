@@ -29,14 +29,13 @@ from moe_replay.distributed.rank_server import open_rank_server, receive_into
 from moe_replay.distributed.ranks import all_gather_text, rank
 from moe_replay.errors import AlignmentError, MoeReplayError
 from moe_replay.routes.trace import RouteTrace
+from moe_replay.train.trajectories.encoded import Layers, decoded, parts_of, recorded_layers
 from moe_replay.train.trajectories.section_server import LENGTH, SectionServer
-from moe_replay.train.trajectories.wire import read_section, read_table, record_parts, table, table_bytes
-from moe_replay.train.types import Trajectory
+from moe_replay.train.trajectories.wire import read_section, read_table, table, table_bytes
+from moe_replay.train.types import AnyTrajectory, Trajectory
 from moe_replay.utils.exit_status import ExitStatus
 from moe_replay.utils.memory_files import anonymous_file, write_at
 from moe_replay.utils.messages import one_line
-
-Layers = tuple[int, ...]
 
 
 class StoreError(MoeReplayError):
@@ -77,7 +76,12 @@ class TrajectoryStore(Protocol):
 
     received_bytes: int
 
-    def put(self, trajectories: Sequence[Trajectory]) -> BatchRef:
+    @property
+    def layer_sets(self) -> Sequence[Layers | None]:
+        """Sets of layers that trajectories are encoded for, one for each pipeline stage; None: all of them."""
+        ...
+
+    def put(self, trajectories: Sequence[AnyTrajectory]) -> BatchRef:
         """Keep the trajectories of a step, and no longer those of the step before."""
         ...
 
@@ -97,16 +101,18 @@ class TrajectoryStore(Protocol):
 class InProcessStore:
     """The trajectories themselves, for one rank."""
 
+    layer_sets: Sequence[Layers | None] = (None,)
+
     def __init__(self) -> None:
         self.received_bytes = 0
-        self._trajectories: Sequence[Trajectory] = ()
+        self._trajectories: Sequence[AnyTrajectory] = ()
         self._number = 0
 
-    def put(self, trajectories: Sequence[Trajectory]) -> BatchRef:
+    def put(self, trajectories: Sequence[AnyTrajectory]) -> BatchRef:
         """Keep the trajectories of a step."""
         self._trajectories = trajectories
         self._number += 1
-        return BatchRef(self._number, len(trajectories), trajectories[0].trace.layers if trajectories else ())
+        return BatchRef(self._number, len(trajectories), recorded_layers(trajectories[0]) if trajectories else ())
 
     def get(self, ref: BatchRef, numbers: Sequence[int], layers: Sequence[int]) -> list[Trajectory]:
         """Return some trajectories with all their layers."""
@@ -115,7 +121,7 @@ class InProcessStore:
     def whole(self, ref: BatchRef, numbers: Sequence[int]) -> list[Trajectory]:
         """Return some trajectories."""
         assert ref.number == self._number, "the trajectories of an earlier step are not kept"
-        return [self._trajectories[number] for number in numbers]
+        return [decoded(self._trajectories[number]) for number in numbers]
 
     def close(self) -> None:
         """Free the trajectories."""
@@ -157,7 +163,12 @@ class RankStore:
 
     # ---- on rank 0 ----------------------------------------------------------------------------------------------
 
-    def put(self, trajectories: Sequence[Trajectory]) -> BatchRef:
+    @property
+    def layer_sets(self) -> Sequence[Layers | None]:
+        """Sets of layers that trajectories are encoded for, one for each pipeline stage."""
+        return self._sets
+
+    def put(self, trajectories: Sequence[AnyTrajectory]) -> BatchRef:
         """Encode the trajectories of a step, once for each pipeline stage; on rank 0."""
         layers = common_layers(trajectories)
         self._forget()
@@ -167,7 +178,7 @@ class RankStore:
             start, end = end, end + table_bytes(len(trajectories))
             offsets = [end - start]
             for one in trajectories:
-                end += write_at(self._file, end, record_parts(one, wanted))
+                end += write_at(self._file, end, parts_of(one, wanted))
                 offsets.append(end - start)
             write_at(self._file, start, [memoryview(table(offsets))])
             sections.append((start, end - start))
@@ -288,9 +299,9 @@ def merge_layers(by_set: Sequence[list[Trajectory]]) -> list[Trajectory]:
     ]
 
 
-def common_layers(trajectories: Sequence[Trajectory]) -> Layers:
+def common_layers(trajectories: Sequence[AnyTrajectory]) -> Layers:
     """Return the layers that the routes of all trajectories were recorded for."""
-    found = sorted({one.trace.layers for one in trajectories})
+    found = sorted({recorded_layers(one) for one in trajectories})
     if len(found) > 1:
         raise AlignmentError(
             "the routes of a step were recorded for different decoder layers",

@@ -11,9 +11,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
+from typing import NamedTuple, Self
 
 import numpy as np
 
+from moe_replay.rollout.sampling_mask import SamplingMask
 from moe_replay.rollout.sampling_mask_wire import mask_from_bytes, mask_to_bytes
 from moe_replay.rollout.types import FinishReason
 from moe_replay.routes.trace_parts import spans_of
@@ -22,6 +24,7 @@ from moe_replay.train.types import Trajectory
 
 ALIGNMENT = 64
 _HEADER = struct.Struct("<qqddQQQIB3x")
+_ADVANTAGE, _ADVANTAGE_AT = struct.Struct("<d"), struct.calcsize("<qqd")
 _REASONS = tuple(FinishReason)
 
 Buffers = list[memoryview]
@@ -71,28 +74,66 @@ def record_bytes(trace_bytes: int, tokens: int, version_spans: int = 2) -> int:
     return sum(map(_aligned, (_HEADER.size, trace_bytes, 4 * tokens, 16 * version_spans)))
 
 
+class Record(NamedTuple):
+    """The parts of a record of `length` tokens, in a buffer; routes are not decoded."""
+
+    row: int
+    group: int
+    reward: float
+    advantage: float
+    length: int
+    finish_reason: FinishReason
+    routes: memoryview
+    logprobs: memoryview
+    spans: memoryview
+    mask: memoryview
+
+    @classmethod
+    def of(cls, record: memoryview) -> Self:
+        """Return the parts of a record."""
+        row, group, reward, advantage, *sizes, length, reason = _HEADER.unpack_from(record)
+        starts = np.cumsum([_aligned(_HEADER.size), *map(_aligned, (sizes[0], 4 * length, sizes[1]))]).tolist()
+        parts = (
+            record[start : start + size]
+            for start, size in zip(starts, (sizes[0], 4 * length, sizes[1], sizes[2]), strict=True)
+        )
+        return cls(row, group, reward, advantage, length, _REASONS[reason], *parts)
+
+    @property
+    def versions(self) -> np.ndarray:
+        """(T,) int64: weight version that sampled each token."""
+        begins, versions = np.frombuffer(self.spans, "<i8").reshape(-1, 2).T
+        return np.repeat(versions, np.diff(np.append(begins, self.length))).astype(np.int64)
+
+    @property
+    def sampling_mask(self) -> SamplingMask | None:
+        """The support of each token, where there is one."""
+        return mask_from_bytes(bytes(self.mask)) if len(self.mask) else None
+
+
 def read_record(record: memoryview) -> Trajectory:
     """Return the trajectory of a record in a read-only buffer, which its arrays view."""
-    row, group, reward, advantage, *sizes, length, reason = _HEADER.unpack_from(record)
-    starts = np.cumsum([_aligned(_HEADER.size), *map(_aligned, (sizes[0], 4 * length, sizes[1]))]).tolist()
-    routes, logprobs, spans, mask = (
-        record[start : start + size]
-        for start, size in zip(starts, (sizes[0], 4 * length, sizes[1], sizes[2]), strict=True)
-    )
-    trace = decode_trace(routes)
-    begins, versions = np.frombuffer(spans, "<i8").reshape(-1, 2).T
+    parts = Record.of(record)
+    trace = decode_trace(parts.routes)
     return Trajectory(
-        row=row,
-        group=group,
+        row=parts.row,
+        group=parts.group,
         token_ids=trace.token_ids,
-        logprobs=np.frombuffer(logprobs, "<f4"),
-        versions=np.repeat(versions, np.diff(np.append(begins, length))).astype(np.int64),
+        logprobs=np.frombuffer(parts.logprobs, "<f4"),
+        versions=parts.versions,
         trace=trace,
-        finish_reason=_REASONS[reason],
-        reward=reward,
-        advantage=advantage,
-        sampling_mask=mask_from_bytes(bytes(mask)) if len(mask) else None,
+        finish_reason=parts.finish_reason,
+        reward=parts.reward,
+        advantage=parts.advantage,
+        sampling_mask=parts.sampling_mask,
     )
+
+
+def with_advantage(record: memoryview, advantage: float) -> Buffers:
+    """Return a record with another advantage, as buffers; nothing but its header is copied."""
+    head = bytearray(record[: _HEADER.size])
+    _ADVANTAGE.pack_into(head, _ADVANTAGE_AT, advantage)
+    return [memoryview(head), record[_HEADER.size :]]
 
 
 def trajectories_to_bytes(trajectories: Sequence[Trajectory], layers: Sequence[int] | None = None) -> bytes:
