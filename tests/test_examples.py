@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +18,6 @@ from tests.faults.processes import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")  # on a free port
 
 
 def run_here(name: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
@@ -28,16 +25,6 @@ def run_here(name: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     return capsys.readouterr().out
-
-
-def run_by_torchrun(name: str) -> str:
-    """On two ranks."""
-    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, *TORCHRUN, str(EXAMPLES / name)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def run_forked(name: str, size: int, port: int) -> str:
@@ -99,6 +86,7 @@ def test_notebook_of_a_shifted_route(capsys: pytest.CaptureFixture) -> None:
         assert found in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["r2", "r3"])
 def test_plain_loop(mode: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     check_agreement(run_here("plain_loop.py", capsys, monkeypatch, mode), 6)
@@ -111,8 +99,8 @@ def test_accelerate_loop(port: int) -> None:
 
 
 @pytest.mark.distributed
-def test_fsdp2_loop() -> None:
-    check_agreement(run_by_torchrun("fsdp2_loop.py"), 3)
+def test_fsdp2_loop(port: int) -> None:
+    check_agreement(run_forked("fsdp2_loop.py", 2, port), 3)
 
 
 @pytest.mark.slow

@@ -64,6 +64,7 @@ def test_a_help_text_needs_neither_torch_nor_numpy(words: list[str]) -> None:
     assert done.stdout.endswith("[]\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_names_of_the_package_are_imported_when_they_are_used() -> None:
     code = (
         "import sys, moe_replay as mr; assert 'torch' not in sys.modules; assert set(mr.__all__) <= set(dir(mr));"

@@ -89,6 +89,7 @@ def test_pretraining_in_two_calls_is_the_same_as_in_one(tmp_path: Path) -> None:
         assert weight.equal(again.state_dict()[name]), name
 
 
+@pytest.mark.slow
 def test_routers_that_prefer_one_expert_show_it() -> None:
     model = build_model(TINY)
     even = judge(model, TINY, "cpu")

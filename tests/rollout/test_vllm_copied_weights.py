@@ -58,6 +58,7 @@ def updated(model: nn.Module, chunks: list[dict[str, torch.Tensor]], *, with_mem
     return copied
 
 
+@pytest.mark.slow
 def test_weights_arrive_in_the_memory_that_cuda_graphs_read() -> None:
     model = GptOssInSmall()
     addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}

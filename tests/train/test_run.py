@@ -91,6 +91,7 @@ def test_one_run_in_a_folder_at_a_time(tmp_path: Path) -> None:
     Run.open(config).close()
 
 
+@pytest.mark.slow
 def test_the_lock_of_a_killed_run_is_gone(tmp_path: Path) -> None:
     program = (
         "import sys\n"

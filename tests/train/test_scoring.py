@@ -121,6 +121,7 @@ def test_the_config_says_where_functions_run() -> None:
 # ---- functions that take too long ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_sample_that_hangs_in_c_code_is_unscored(
     loop: LoopThread, pool: Callable[..., RewardPool], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -136,18 +137,21 @@ def test_a_sample_that_hangs_in_c_code_is_unscored(
     assert listed(loop.run(used.score(samples("x", ground_truth="x")))) == [1.0]
 
 
+@pytest.mark.slow
 def test_a_sample_that_hangs_is_named(loop: LoopThread, pool: Callable[..., RewardPool]) -> None:
     for name in ("compute_score", "ranks"):
         with pytest.raises(RewardError, match=rf"{name}' did not return within \d s \[sample 2 of row 7\].*'aaaa"):
             loop.run(pool(name, workers=2).score(samples("x", "yy", HANGING, ground_truth="x")))
 
 
+@pytest.mark.slow
 def test_the_others_are_scored_as_one_group(loop: LoopThread, pool: Callable[..., RewardPool]) -> None:
     used = pool("ranks", workers=3, on_timeout="unscored", timeout_s=0.5)
     assert listed(loop.run(used.score(samples("xxx", "yy", HANGING, "z")))) == [2.0, 1.0, None, 0.0]
     assert used.timeouts == 1
 
 
+@pytest.mark.slow
 def test_a_group_that_hangs_only_together(loop: LoopThread, pool: Callable[..., RewardPool]) -> None:
     used = pool("together_only", workers=2, on_timeout="unscored", timeout_s=0.5)
     assert listed(loop.run(used.score(samples("x", "y")))) == [None, None]
@@ -155,6 +159,7 @@ def test_a_group_that_hangs_only_together(loop: LoopThread, pool: Callable[..., 
         loop.run(pool("together_only", workers=2, timeout_s=0.5).score(samples("x", "y")))
 
 
+@pytest.mark.slow
 def test_answers_that_math_verify_cannot_compare_do_not_end_a_run(
     loop: LoopThread, pool: Callable[..., RewardPool]
 ) -> None:
@@ -227,6 +232,7 @@ def test_a_module_that_cannot_be_imported_in_a_process(
     sys.modules.pop("only_here")
 
 
+@pytest.mark.slow
 def test_processes_and_what_they_have_started_end() -> None:
     """What a function has started ends with a sample that is given up, its process with a trainer that is killed."""
     code = textwrap.dedent(f"""

@@ -41,6 +41,8 @@ OF_EACH_KIND = {
     *("mixtral", "olmoe", "gpt_oss", "minimax_m2", "deepseek_v3", "deepseek_v2", "dbrx", "jetmoe", "llama4_text"),
     *("gemma4_text", "inkling_text", "longcat_flash", "zaya"),
 }
+# `make test-quick` has one family of each kind of router.
+EVERY_FAMILY = [f if f in OF_EACH_KIND else pytest.param(f, marks=pytest.mark.slow) for f in available_families()]
 
 
 @cache
@@ -56,7 +58,7 @@ def fresh(model_type: str) -> nn.Module:
 # ---- the same bits --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", available_families())
+@pytest.mark.parametrize("model_type", EVERY_FAMILY)
 def test_replay_of_a_record_is_bit_identical(model_type):
     check_bits(fresh(model_type), forward_arguments(model_type))
 
@@ -85,7 +87,7 @@ def output_and_gradients(model: nn.Module, arguments: dict[str, Any]) -> tuple[T
 # ---- the recorded experts -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", available_families())
+@pytest.mark.parametrize("model_type", EVERY_FAMILY)
 def test_the_recorded_experts_are_visited(model_type):
     """With other router weights, by which most tokens would go elsewhere."""
     model, arguments = fresh(model_type), forward_arguments(model_type)
@@ -110,7 +112,7 @@ def test_the_recorded_experts_are_visited(model_type):
     assert torch.equal(native.layer(first)[0], recording.batch().layer(first)[0])
 
 
-@pytest.mark.parametrize("model_type", available_families())
+@pytest.mark.parametrize("model_type", EVERY_FAMILY)
 def test_foreign_routes_are_visited(model_type):
     """Random routes, as of another engine, with zero- and skip-experts among them."""
     model, arguments = fresh(model_type), forward_arguments(model_type)
@@ -163,7 +165,7 @@ def move_projections(model_type: str, model: nn.Module, replay: mr.RouterReplay)
 # Seen in the first router of the model, whose input does not depend on any route.
 
 
-@pytest.mark.parametrize("model_type", available_families())
+@pytest.mark.parametrize("model_type", EVERY_FAMILY)
 def test_rows_without_a_route_visit_the_native_experts(model_type):
     model, arguments = fresh(model_type), forward_arguments(model_type)
     replay = mr.attach(model)

@@ -167,7 +167,7 @@ def test_multi_token_prediction_routes_natively_and_says_so():
 def test_backward_in_any_order_with_passes_without_gradient_in_between(recompute):
     model, replay, inputs, routes = routed(**RECOMPUTE[recompute])
     expected = expected_gradients(inputs, routes, **COMPARED.get(recompute, {}))
-    some = ((0, 1, 2), (1, 2, 0), (2, 1, 0))
+    some = ((1, 2, 0), (2, 1, 0))
     for order in itertools.permutations(range(MICRO_BATCHES)) if recompute == "uniform" else some:
         losses = []
         for ids, batch in zip(inputs, routes, strict=True):

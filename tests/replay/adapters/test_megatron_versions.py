@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 import moe_replay as mr
 from moe_replay.replay.adapters.megatron_settings import megatron_version
+from tests.combinations import with_thorough
 from tests.distributed.megatron_models import (
     FULL,
     VOCABULARY,
@@ -126,11 +129,21 @@ def test_replay_pins_the_experts_where_native_routing_would_not(router):
     assert torch.equal(maps[first], as_map(native, first, maps[first]))
 
 
-@pytest.mark.parametrize("recompute", [FULL, FULL | {"recompute_method": "block"}], ids=["uniform", "block"])
-@pytest.mark.parametrize("router", ["post-softmax", "groups-bias-sigmoid", "groups-softmax", "aux"])
-def test_recomputation_in_any_order(router, recompute):
+@pytest.mark.parametrize(
+    ("router", "method"),
+    with_thorough(
+        itertools.product(["post-softmax", "groups-bias-sigmoid", "groups-softmax", "aux"], ["uniform", "block"]),
+        [
+            ("post-softmax", "block"),
+            ("groups-bias-sigmoid", "uniform"),
+            ("groups-softmax", "block"),
+            ("aux", "uniform"),
+        ],
+    ),
+)
+def test_recomputation_in_any_order(router, method):
     plain = build(router)
-    model = build(router, **recompute)
+    model = build(router, **FULL | {"recompute_method": method})
     replay, of_plain = attached(model), attached(plain)
     inputs = [ids_of(seed) for seed in range(3)]
     routes = [recorded(plain, of_plain, ids) for ids in inputs]
