@@ -1,7 +1,7 @@
 """The real vLLM under signals and kills: it finishes the step, and nothing of it outlives the process it serves.
 
-Training has its engine forked, the server is the real command, of which vLLM spawns its processes. `make test-faults`
-adds kills at random moments, with counts.
+All are forked; `make test-long` has the server as the real command too, of which vLLM spawns its processes, and `make
+test-faults` adds kills of such processes at random moments, with counts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.forked import fork_ranks_with_vllm, fork_with_vllm
+from tests.combinations import with_thorough
+from tests.faults.forked import Forked, fork_ranks_with_vllm, fork_with_vllm
 from tests.faults.processes import (
     LIMIT_S,
     Process,
@@ -60,13 +61,21 @@ def start_training(made: str) -> subprocess.Popen[str]:
     return start_command("train", made, environment=QUIET)
 
 
-def start_server(demo_files: Any, port: int) -> subprocess.Popen[str]:
+def server_words(demo_files: Any, port: int) -> list[str]:
     words = ["rollout", "--model", str(demo_files.model), "--dtype", "float32", "--max-length", "64"]
     options = [str(word) for pair in ENGINE.items() for word in pair]
-    return start_command(*words, "--port", str(port), "--engine-options", *options, environment=QUIET)
+    return [*words, "--port", str(port), "--engine-options", *options]
 
 
-def wait_until_healthy(server: subprocess.Popen[str], port: int) -> None:
+def start_server(demo_files: Any, port: int) -> subprocess.Popen[str]:
+    return start_command(*server_words(demo_files, port), environment=QUIET)
+
+
+def fork_server(demo_files: Any, port: int) -> Forked:
+    return fork_with_vllm(*server_words(demo_files, port), environment=QUIET)
+
+
+def wait_until_healthy(server: subprocess.Popen[str] | Forked, port: int) -> None:
     while server.poll() is None:
         if answers(port):
             return
@@ -133,8 +142,9 @@ def test_a_killed_rank_ends_the_others_and_the_engine(demo_files: Any, tmp_path:
         assert wait_until_removed(files) == []
 
 
-def test_sigterm_ends_a_server_and_its_engine(demo_files: Any, port: int) -> None:
-    with start_server(demo_files, port) as server:
+@pytest.mark.parametrize("start", with_thorough([fork_server, start_server], [start_server]))
+def test_sigterm_ends_a_server_and_its_engine(demo_files: Any, port: int, start: Callable[[Any, int], Any]) -> None:
+    with start(demo_files, port) as server:
         wait_until_healthy(server, port)
         below = descendants(server.pid)
         files = shared_memory(below)
