@@ -89,27 +89,54 @@ class Events:
         """Wait until a step is logged."""
         self.wait_for(rf"step {step}/", log="rank-0.log")
 
+    def wait_for_checkpoint(self, step: int) -> None:
+        """Wait until the checkpoint of a step is complete."""
+        end = time.monotonic() + LIMIT_S
+        while not (self.run / "checkpoints" / f"step-{step:08d}").exists():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
 
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def raylet_of(pid: int) -> int:
-    """The process that has started a worker of Ray."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+def node_of(cluster: Any, pid: int) -> Any:
+    """The node of a cluster on which a worker of Ray runs: the one whose raylet has started it."""
+    parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    (found,) = [node for node in _nodes(cluster) if node.all_processes["raylet"][0].process.pid == parent]
+    return found
+
+
+def _nodes(cluster: Any) -> list[Any]:
+    return [cluster.head_node, *cluster.worker_nodes]
+
+
+class Gates:
+    """Steps of a run that wait until they are let through: "0-2" is the second step of the first start."""
+
+    def __init__(self, folder: Path, *held: str) -> None:
+        self.folder = folder
+        folder.mkdir()
+        for name in held:
+            (folder / name).touch()
+
+    def open(self, name: str) -> None:
+        (self.folder / name).unlink()
 
 
 def gated(completions: list[str], **columns: Any) -> list[float | None]:
-    """The reward of tiny runs; from the second step on it waits for the file that $MOE_REPLAY_GATE names."""
+    """The reward of tiny runs, of 16 samples a step; it waits at gates in the folder that $MOE_REPLAY_GATES names."""
     from tests.train.runs import closeness
 
-    gate = os.environ.get("MOE_REPLAY_GATE")
-    if gate is not None:
-        _COUNTED.append(len(completions))
+    if "MOE_REPLAY_GATES" in os.environ:
+        _SCORED.append(len(completions))
+        step = -(-sum(_SCORED) // 16)
+        gate = Path(os.environ["MOE_REPLAY_GATES"], f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{step}")
         end = time.monotonic() + LIMIT_S
-        while sum(_COUNTED) > 16 and not Path(gate).exists() and time.monotonic() < end:
+        while gate.exists() and time.monotonic() < end:
             time.sleep(0.05)
     return closeness(completions=completions, **columns)
 
 
-_COUNTED: list[int] = []
+_SCORED: list[int] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +15,7 @@ pytest.importorskip("ray")
 
 from moe_replay.rollout.vllm_server import VllmServer
 from moe_replay.train.config.file import to_toml
-from tests.cluster.local_cluster import ray_cluster, train_on
+from tests.cluster.local_cluster import Events, Gates, kill, node_of, ray_cluster, train_on
 from tests.faults.forked import fork_python
 from tests.faults.processes import LIMIT_S
 from tests.rollout.test_pool import TOKEN, server_process, wait_until_healthy
@@ -26,7 +27,7 @@ STEPS = 4
 RUN: dict[str, Any] = {
     "steps": STEPS,
     "backend": {"device": "cpu"},
-    "reward": {"functions": ["tests.cluster.local_cluster:gated"]},
+    "reward": {"functions": ["tests.cluster.local_cluster:gated"], "timeout_s": LIMIT_S},
     "checkpoint": {"every": 1, "keep": 2, "export": False},
     "replay": {"compare_every": 0},
 }
@@ -70,7 +71,7 @@ def by_torchrun(demo_files: Any, tmp_path_factory: pytest.TempPathFactory) -> li
 
 
 @pytest.fixture(scope="module")
-def two_nodes() -> Iterator[Any]:
+def nodes() -> Iterator[Any]:
     with ray_cluster(2) as cluster:
         yield cluster
 
@@ -78,14 +79,14 @@ def two_nodes() -> Iterator[Any]:
 def test_a_run_on_ray_has_the_numbers_of_torchrun(
     demo_files: Any,
     tmp_path: Path,
-    two_nodes: Any,
+    nodes: Any,
     by_torchrun: list[dict[str, Any]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Two ranks on a node and two engines; their output is in the run's folder, that of rank 0 shown as well."""
     cluster = {"ranks_per_node": 2, "engines": 2}
     config = tiny_config(demo_files.model, demo_files.train, tmp_path / "run", **RUN, cluster=cluster)
-    assert train_on(two_nodes, config) == 0
+    assert train_on(nodes, config) == 0
     assert numbers(tmp_path / "run") == by_torchrun
     shown = capsys.readouterr().out
     assert "ray: placing 2 ranks on 1 machine, each with 2 CPU; 2 engines with 1 CPU each" in shown
@@ -93,3 +94,67 @@ def test_a_run_on_ray_has_the_numbers_of_torchrun(
     logs = {path.name for path in (tmp_path / "run/logs").iterdir()}
     assert logs == {"cluster.log", "rank-0.log", "rank-1.log", "engine-0.log", "engine-1.log"}
     assert shown.count(f"step {STEPS}/{STEPS}") == 1
+
+
+def test_engines_ranks_and_nodes_that_are_lost_change_no_number(
+    demo_files: Any,
+    tmp_path: Path,
+    nodes: Any,
+    by_torchrun: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A third node takes the place of the one that is lost."""
+    nodes.add_node(num_cpus=2, object_store_memory=80 * 2**20)
+    gates = Gates(tmp_path / "gates", "0-2", "0-3", "1-2")
+    monkeypatch.setenv("MOE_REPLAY_GATES", str(gates.folder))
+
+    def disturb(events: Events) -> None:
+        events.wait_for_step(1)
+        kill(events.engine(1))
+        events.engine(1, count=2)
+        events.wait_for("a rollout server has restarted: it is sent the weights again", log="rank-0.log")
+        gates.open("0-2")
+        events.wait_for_checkpoint(2)
+        kill(events.ranks()[1])
+        gates.open("0-3")
+        events.ranks(count=2)
+        events.wait_for_checkpoint(3)
+        (lost, *_) = [node for node in map(of_nodes, events.ranks(count=2)) if node is not nodes.head_node]
+        nodes.remove_node(lost, allow_graceful=False)
+        gates.open("1-2")
+
+    def of_nodes(pid: int) -> Any:
+        return node_of(nodes, pid)
+
+    cluster = {"trainer_nodes": 2, "engines": 2}
+    config = tiny_config(demo_files.model, demo_files.train, tmp_path / "run", **RUN, cluster=cluster)
+    assert train_on(nodes, config, disturb) == 0
+    assert numbers(tmp_path / "run") == by_torchrun
+    told = (tmp_path / "run/logs/cluster.log").read_text()
+    assert "engine 1 ended with status -9: it is started again (1 of 3)" in told
+    assert re.search(r"rank 1 was lost .*: all ranks start again from the newest checkpoint \(1 of 3\)", told)
+    assert re.search(r"lost .*: all ranks start again from the newest checkpoint \(2 of 3\)", told)
+
+
+def test_a_run_goes_on_with_the_machines_that_are_left(
+    demo_files: Any, tmp_path: Path, nodes: Any, by_torchrun: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gates = Gates(tmp_path / "gates", "0-2")
+    monkeypatch.setenv("MOE_REPLAY_GATES", str(gates.folder))
+
+    def disturb(events: Events) -> None:
+        events.wait_for_checkpoint(1)
+        for node in list(nodes.worker_nodes):
+            nodes.remove_node(node, allow_graceful=False)
+        gates.open("0-2")
+
+    cluster = {"trainer_nodes": 2, "engines": 1, "node_timeout_s": 5}
+    config = tiny_config(demo_files.model, demo_files.train, tmp_path / "run", **RUN, cluster=cluster)
+    assert train_on(nodes, config, disturb) == 0
+    found = numbers(tmp_path / "run")
+    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+    assert found[0] == by_torchrun[0]
+    for name in ("reward/mean", "completion/length_mean", "loss/entropy"):
+        assert found[1][name] == pytest.approx(by_torchrun[1][name], rel=1e-4)
+    told = (tmp_path / "run/logs/cluster.log").read_text()
+    assert "1 of 2 machines of the trainer are left: 1 rank" in told

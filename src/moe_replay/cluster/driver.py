@@ -107,7 +107,7 @@ class RayRun:
         try:
             for restarts in range(most + 1):
                 ended = self._train_once(restarts)
-                lost = _lost(ended)
+                lost = None if self._engines.error else _lost(ended)
                 if lost is None:
                     return _status(ended)
                 if restarts == most or self._interrupts:
@@ -198,10 +198,10 @@ class RayRun:
             group = placement_group([layout.trainer] * nodes, strategy=strategy)
             if _is_ready(group, limit_s):
                 if nodes < self._layout.nodes:
-                    self._tell(
-                        f"{nodes} of {self._layout.nodes} machines are left: {nodes * layout.ranks_per_node} ranks"
-                    )
-                self._group, self._layout = group, layout
+                    ranks = nodes * layout.ranks_per_node
+                    left = f"{nodes} of {self._layout.nodes} machines of the trainer are left"
+                    self._tell(f"{left}: {ranks} rank{'s' * (ranks > 1)}")
+                self._group, self._layout, self._engines.layout = group, layout, layout
                 self._reserve_engines(limit_s)
                 return
             remove_placement_group(group)
@@ -294,11 +294,14 @@ def _has_failed(one: Outcome | Lost) -> bool:
 
 
 def _lost(ended: Mapping[int, Outcome | Lost]) -> str | None:
-    """Say which ranks were lost, if that is why the run has ended; None if an error of its own has ended it."""
-    own = [one for one in ended.values() if isinstance(one, Outcome) and one.error and not one.is_other]
+    """Say which ranks or engines were lost, if that is why the run has ended; None if it has an error of its own."""
+    errors = [one for one in ended.values() if isinstance(one, Outcome) and one.error]
     gone = {number: one.cause for number, one in ended.items() if isinstance(one, Lost)}
-    if own or not gone:
+    without_engines = next((one.error for one in errors if one.is_engine), None)
+    if any(not one.is_other and not one.is_engine for one in errors) or not (gone or without_engines):
         return None
+    if not gone:
+        return f"rank 0 was left without engines ({without_engines})"
     names = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, sorted(gone)))}"
     return f"{names} {'were' if len(gone) > 1 else 'was'} lost ({gone[min(gone)]})"
 

@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 from moe_replay.cluster.board import EngineList, EngineOrder
 from moe_replay.cluster.engine_actor import EngineActor, StartedEngine
 from moe_replay.cluster.layout import Layout
+from moe_replay.cluster.trainer_group import cause_of
 from moe_replay.utils.messages import one_line
 
 LOOK_S = 2.0
 CLOSE_S = 45.0
+LOST_S = 10.0
+"""Seconds before an actor that was lost is started again: Ray notices only then that its machine is gone, if it is."""
 
 
 class Spot(NamedTuple):
@@ -35,6 +38,7 @@ class _Slot:
     url: str = ""
     began: float = 0.0
     restarts: int = 0
+    not_before: float = 0.0
 
 
 class EngineGroup:
@@ -90,7 +94,8 @@ class EngineGroup:
             self._leave(self._slots.pop())
         for slot in list(self._slots):
             if slot.actor is None:
-                self._start(slot)
+                if time.monotonic() >= slot.not_before:
+                    self._start(slot)
             else:
                 self._look_at(slot)
         self._finish_leaving()
@@ -151,7 +156,8 @@ class EngineGroup:
         try:
             found: StartedEngine | int | None = ray.get(slot.ref)
         except RayActorError as error:
-            self._ended(slot, f"was lost: {one_line(error)}")
+            slot.not_before = time.monotonic() + LOST_S
+            self._ended(slot, f"was lost ({cause_of(error)})")
             return
         except RayTaskError as error:
             self._ended(slot, f"failed: {one_line(error)}", starting=not slot.url)

@@ -12,21 +12,23 @@ from typing import Any, NamedTuple
 
 from moe_replay.cluster.layout import Place
 from moe_replay.cluster.output import DriverLink, write_to
-from moe_replay.errors import MoeReplayError
+from moe_replay.errors import EngineUnavailableError, MoeReplayError
 
 
 class Outcome(NamedTuple):
     """How a rank has ended.
 
-    error     text of its error; empty if it has none
-    is_told   the error is raised on every rank
-    is_other  the error is only that another rank was lost, or has failed
+    error       text of its error; empty if it has none
+    is_told     the error is raised on every rank
+    is_other    the error is only that another rank was lost, or has failed
+    is_engine   the engines that the cluster has started do not answer
     """
 
     status: int
     error: str = ""
     is_told: bool = False
     is_other: bool = False
+    is_engine: bool = False
 
 
 class RankActor:
@@ -72,7 +74,8 @@ class RankActor:
         except MoeReplayError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
             is_other = isinstance(error, (RankLostError, OtherRankError))
-            return Outcome(int(error.exit_status), str(error), error.known_on_all_ranks, is_other)
+            is_engine = isinstance(error, EngineUnavailableError) and config.cluster.starts_engines
+            return Outcome(int(error.exit_status), str(error), error.known_on_all_ranks, is_other, is_engine)
         except SystemExit as ended:
             return Outcome(ended.code if isinstance(ended.code, int) else int(bool(ended.code)))
         return Outcome(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,15 @@ from moe_replay.utils.messages import one_line
 END_S = 60.0
 SETTLE_S = 60.0
 """Seconds in which the other ranks end after one of them has; those that do not are killed."""
+
+
+def cause_of(error: BaseException) -> str:
+    """Return in a few words why Ray says an actor has died."""
+    text = one_line(error, 2000)
+    if "unavailable" in text:
+        return "it cannot be reached"
+    found = re.search(r"The actor (?:is dead because|died because of) ([^.]*)", text)
+    return found[1].strip() if found else one_line(error)
 
 
 class Lost(NamedTuple):
@@ -99,7 +109,7 @@ class TrainerGroup:
         try:
             return ray.get(ref)
         except RayActorError as error:
-            return Lost(one_line(error))
+            return Lost(cause_of(error))
         except RayTaskError as error:
             return Outcome(ExitStatus.FAILED, str(error))
 

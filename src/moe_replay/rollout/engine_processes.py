@@ -139,7 +139,8 @@ def connect_local(
     def client(url: str) -> VllmServer:
         return VllmServer(url, token=token, vocab_size=vocab_size, timeout=TIMEOUT_S, max_concurrent=MAX_REQUESTS)
 
-    pool = EnginePool([client(url) for url in urls], any_version=True)
+    # One that was lost a moment ago may still be listed.
+    pool = EnginePool([client(url) for url in urls], any_version=True, min_servers=None if follow is None else 1)
     if follow is not None:
         pool.follow(follow, client)
     return pool

@@ -1,0 +1,59 @@
+"""The driver of a run on Ray: Ctrl-C, its death, and errors of ranks and engines. Each has a cluster of its own."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from moe_replay.utils.exit_status import ExitStatus
+from tests.faults.forked import fork_command
+from tests.faults.processes import LIMIT_S, descendants, wait_for_line, wait_until_gone
+from tests.faults.test_signals import recipe
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.engine]
+
+RAY = {"kind": "ray", "engines": 1}
+ALONE = {"RAY_ADDRESS": ""}
+
+
+def test_an_interrupted_run_is_saved_and_a_killed_one_leaves_nothing_running(demo_files: Any, tmp_path: Path) -> None:
+    made = recipe(
+        demo_files, tmp_path, steps=400, cluster=RAY, backend={"device": "cpu"}, replay={"compare_every": 0},
+        checkpoint={"every": 0},
+    )  # fmt: skip
+    with fork_command("train", made, environment=ALONE) as run:
+        wait_for_line(run.stdout, "ray: a new cluster of this machine")
+        wait_for_line(run.stdout, "step 1/400")
+        started = descendants(run.pid)
+        run.send_signal(signal.SIGINT)
+        rest = run.stdout.read()
+        assert run.wait(LIMIT_S) == ExitStatus.INTERRUPTED, rest
+    assert "finishing the step, then saving" in rest
+    assert "to resume: moe-replay train" in rest
+    assert wait_until_gone(started) == []
+    with fork_command("train", made, environment=ALONE) as run:
+        wait_for_line(run.stdout, "resuming after step")
+        wait_for_line(run.stdout, "step")
+        started = descendants(run.pid)
+        assert len(started) > 4  # of Ray, the rank and the engine
+        run.kill()
+        assert run.wait(LIMIT_S) == -signal.SIGKILL
+    assert wait_until_gone(started) == []
+
+
+def test_an_error_of_an_engine_is_the_error_of_the_run(demo_files: Any, tmp_path: Path) -> None:
+    options = {"options": {"no_such_option": 1}}
+    made = recipe(demo_files, tmp_path, cluster=RAY, backend={"device": "cpu"}, rollout=options)
+    with fork_command("train", made, environment=ALONE) as run:
+        told = run.stdout.read()
+        assert run.wait(LIMIT_S) == ExitStatus.FAILED, told
+    (error,) = re.findall(r"^error: .*", told, re.MULTILINE)
+    assert "engine 0 did not start" in error
+    assert "no_such_option" in error
+    assert "Traceback" not in told
