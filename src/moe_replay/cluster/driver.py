@@ -16,15 +16,7 @@ from typing import Any
 
 from moe_replay.cluster.board import NAMESPACE, DriverView, EngineList, RunBoard, board_name
 from moe_replay.cluster.engine_group import EngineGroup, Spot
-from moe_replay.cluster.layout import (
-    VISIBLE,
-    Layout,
-    Place,
-    devices_per_engine,
-    is_possible,
-    node_devices,
-    plan_resources,
-)
+from moe_replay.cluster.layout import Layout, Place, engine_devices, is_possible, plan_resources
 from moe_replay.cluster.rank_actor import Outcome
 from moe_replay.cluster.room import wait_for_room
 from moe_replay.cluster.session import ClusterError, Session, connected
@@ -252,12 +244,8 @@ class RayRun:
         layout = self._layout
         if not layout.colocated:
             return Spot(placement_group([layout.engine], strategy="STRICT_PACK"), 0, {})
-        node, local = divmod(number, layout.engines // layout.nodes)
-        variables: Mapping[str, str] = {}
-        if layout.accelerator:
-            each, devices = devices_per_engine(self._config), node_devices(self._places, layout, node)
-            variables = {VISIBLE[layout.accelerator]: ",".join(devices[local * each : (local + 1) * each])}
-        return Spot(self._group, node, variables)
+        node = number // (layout.engines // layout.nodes)
+        return Spot(self._group, node, engine_devices(self._config, self._places, layout, number))
 
 
 def _here() -> Any:

@@ -120,3 +120,12 @@ def node_devices(places: Sequence[Place], layout: Layout, node: int) -> list[str
     """Return the devices of all ranks on one machine of the trainer, in the order of its ranks."""
     each = layout.ranks_per_node
     return [device for place in places[node * each : (node + 1) * each] for device in place.devices]
+
+
+def engine_devices(config: TrainConfig, places: Sequence[Place], layout: Layout, number: int) -> dict[str, str]:
+    """Return the variable that shows a colocated engine its share of the devices of its machine's ranks."""
+    if layout.accelerator is None:
+        return {}
+    node, local = divmod(number, layout.engines // layout.nodes)
+    each, devices = devices_per_engine(config), node_devices(places, layout, node)
+    return {VISIBLE[layout.accelerator]: ",".join(devices[local * each : (local + 1) * each])}

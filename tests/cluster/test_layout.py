@@ -1,0 +1,96 @@
+"""What a run asks of a cluster, the environment of its ranks, and the run's board; without a cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe_replay.cluster.board import EngineList, EngineOrder, RunBoard
+from moe_replay.cluster.layout import Place, engine_devices, is_possible, plan_resources, rank_environments
+from moe_replay.train.config.train_config import TrainConfig
+
+GPUS = {"CPU": 64.0, "GPU": 16.0}
+MEGATRON = {"kind": "megatron", "tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 4}
+
+
+def config(backend: dict[str, Any] | None = None, **cluster: Any) -> TrainConfig:
+    rollout = {"options": {"tensor_parallel_size": 4}}
+    tables = {"cluster": {"kind": "ray", **cluster}, "rollout": rollout, "backend": backend or {}}
+    return TrainConfig.model_validate(tables)
+
+
+def places(*devices: str) -> list[Place]:
+    """Ranks in pairs, each pair on a machine of its own."""
+    return [Place(f"node {n // 2}", f"10.0.0.{n // 2}", (one,), 5000 + n) for n, one in enumerate(devices)]
+
+
+def test_separate_engines_have_resources_of_their_own() -> None:
+    layout = plan_resources(config(trainer_nodes=2, ranks_per_node=8, engines=3, cpus_per_rank=2), GPUS)
+    assert (layout.nodes, layout.trainer, layout.rank) == (2, {"CPU": 16, "GPU": 8}, {"CPU": 2, "GPU": 1})
+    assert (layout.engines, layout.engine, layout.cpus) == (3, {"CPU": 1, "GPU": 4}, 35)
+
+
+def test_colocated_engines_are_in_the_bundles_of_the_ranks() -> None:
+    asked = config(trainer_nodes=2, ranks_per_node=8, engines=4, placement="colocated", cpus_per_engine=3)
+    layout = plan_resources(asked, GPUS)
+    assert (layout.trainer, layout.engine) == ({"CPU": 14, "GPU": 8}, {"CPU": 3})
+    fewer = plan_resources(asked, GPUS, nodes=1)
+    assert (fewer.nodes, fewer.engines, fewer.trainer) == (1, 2, layout.trainer)
+
+
+@pytest.mark.parametrize(
+    ("device", "resources", "found"),
+    [
+        ("cpu", GPUS, None),
+        ("auto", GPUS, "GPU"),
+        ("auto", {"CPU": 8.0}, None),
+        ("cuda", {}, "GPU"),
+        ("auto", {"NPU": 8.0}, "NPU"),
+    ],
+)
+def test_what_ranks_compute_on(device: str, resources: dict[str, float], found: str | None) -> None:
+    assert plan_resources(config({"device": device}), resources).accelerator == found
+
+
+def test_ranks_get_the_environment_of_torchrun() -> None:
+    layout = plan_resources(config(trainer_nodes=2, ranks_per_node=2), GPUS)
+    variables = rank_environments(places("3", "1", "0", "2"), layout, restarts=1)
+    shown = [{name: one[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK")} for one in variables]
+    assert shown == [
+        {"RANK": str(2 * node + local), "LOCAL_RANK": str(local), "GROUP_RANK": str(node)}
+        for node in (0, 1)
+        for local in (0, 1)
+    ]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in variables] == ["3,1", "3,1", "0,2", "0,2"]
+    same = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.0", "MASTER_PORT": "5000"}
+    assert all(one.items() >= (same | {"TORCHELASTIC_RESTART_COUNT": "1"}).items() for one in variables)
+
+
+def test_colocated_engines_see_the_devices_of_their_ranks() -> None:
+    asked = config(trainer_nodes=2, ranks_per_node=2, engines=4, placement="colocated")
+    asked = asked.model_copy(update={"rollout": asked.rollout.model_copy(update={"options": {}})})
+    layout = plan_resources(asked, GPUS)
+    found = [engine_devices(asked, places("3", "1", "0", "2"), layout, number) for number in range(4)]
+    assert found == [{"CUDA_VISIBLE_DEVICES": one} for one in ("3", "1", "0", "2")]
+
+
+def test_layouts_that_fewer_machines_can_hold() -> None:
+    assert [is_possible(config(ranks_per_node=3), nodes) for nodes in (0, 1, 2)] == [False, True, True]
+    asked = config(MEGATRON, ranks_per_node=8)  # 2 x 2 ranks hold the dense layers, 2 x 4 x 2 all experts
+    assert [is_possible(asked, nodes) for nodes in (1, 2, 3, 4)] == [False, True, False, True]
+
+
+def test_the_board_passes_on_what_each_has_to_know() -> None:
+    board = RunBoard(engines=2, token="secret")
+    assert board.view() == (None, 2, b"")
+    order = EngineOrder("vllm", {"model": "m"})
+    assert board.order(order) == "secret"
+    assert board.tell(b"step 1\n") == board.tell(b"step 2\n") == 0
+    assert board.scale(3) == 2
+    assert board.view() == (order, 3, b"step 1\nstep 2\n")
+    assert board.view().output == b""
+    board.interrupt()
+    assert board.tell(b"") == 1
+    board.set_engines(EngineList(("http://a",), 1))
+    assert board.engines().urls == ("http://a",)
