@@ -1,7 +1,7 @@
 """vLLM's processes as forks of the process that starts them: on CPU it spawns them, elsewhere it forks by default.
 
 What is spawned imports for ten seconds of CPU what the process that starts it has imported already. Where the real
-command is tested, vLLM spawns: tests/real_vllm/test_serve.py, and tests/faults/test_vllm_processes.py by `make test-long`.
+command is tested, vLLM spawns: tests/real_vllm/test_serve.py; tests/faults/test_vllm_processes.py in `make test-long`.
 """
 
 from __future__ import annotations
