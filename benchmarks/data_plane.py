@@ -12,6 +12,9 @@ share of the sequences. `--megabytes` is the share of one rank: ranks and payloa
 Received bytes are those of ranks but rank 0, at most, over the bytes of tokens, log-probs and routes that a rank trains
 on; so is the peak of host memory, less what the process had before. Shared pages count for every rank that maps them,
 and the file that rank 0 serves from counts for rank 0, beyond the trajectories that it has.
+
+CPU is user and system time: the most of any rank but rank 0, and of rank 0 for each rank that it serves. Wall time is
+that of all processes on the cores that there are. "flat": CPU grows by less than half from fewest to most ranks.
 """
 
 from __future__ import annotations
@@ -42,15 +45,17 @@ from moe_replay.train.types import RolloutBatch, Trajectory
 
 LAYERS, TOP_K, EXPERTS = tuple(range(48)), 8, 128
 TOKEN_BYTES = len(LAYERS) * TOP_K + 4 + 4
+FLAT = 1.5
 WAYS = ("broadcast", "one machine", "machines")
 
 
 class Cost(NamedTuple):
-    """Of one rank: bytes received, peak of host memory (on rank 0 with the file that it serves), seconds."""
+    """Of one rank: bytes received, peak of host memory (on rank 0 with the file that it serves), seconds, CPU."""
 
     received: int
     peak: int
     seconds: float
+    cpu_s: float
 
 
 def made_up(number: int, tokens: int, encoded: bytes) -> Trajectory:
@@ -88,7 +93,7 @@ def measured(way: str, rank: int, ranks: int, sequences: int, tokens: int) -> Co
     with open_control_group():
         store = RankStore(rank, LAYERS, 600.0, machine="" if way == "machines" else None)
         barrier()
-        before, began, file = _reset_peak(), time.monotonic(), 0
+        before, began, used, file = _reset_peak(), time.monotonic(), time.process_time(), 0
         if way == "broadcast":
             content = broadcast_bytes(trajectories_to_bytes(held) if rank == 0 else None)
             everything = trajectories_from_bytes(content)
@@ -99,13 +104,14 @@ def measured(way: str, rank: int, ranks: int, sequences: int, tokens: int) -> Co
             heads = broadcast_bytes(None if made is None else made.to_bytes())
             own = SharedBatch.from_bytes(heads, store).get(numbers, LAYERS)
             received = store.received_bytes + len(heads)
+        used = time.process_time() - used
         barrier()
         seconds, peak = time.monotonic() - began, _peak() - before + file
         assert [one.row for one in own] == numbers
         assert all(one.trace.top_k == TOP_K for one in own)
         barrier()
         store.close()
-    return Cost(received, peak, seconds)
+    return Cost(received, peak, seconds, used)
 
 
 def _reset_peak() -> int:
@@ -160,7 +166,34 @@ def row(way: str, ranks: int, sequences: int, tokens: int, costs: Sequence[Cost]
     of_first = costs[0].peak / (share * ranks)
     seconds = max(cost.seconds for cost in costs)
     payload = f"{share * ranks / 1e6:,.0f} MB"
-    return f"| {ranks} | {payload} | {way} | {received:.2f} x | {peak:.2f} x | {of_first:.2f} x | {seconds:.2f} s |"
+    sizes = f"{received:.2f} x | {peak:.2f} x | {of_first:.2f} x"
+    cpu = f"{1e3 * _cpu_of_others(costs):.0f} ms | {1e3 * _cpu_of_first(costs):.0f} ms"
+    return f"| {ranks} | {payload} | {way} | {sizes} | {cpu} | {seconds:.2f} s |"
+
+
+def _cpu_of_others(costs: Sequence[Cost]) -> float:
+    return max(cost.cpu_s for cost in costs[1:])
+
+
+def _cpu_of_first(costs: Sequence[Cost]) -> float:
+    """Return the CPU seconds of rank 0 for each rank."""
+    return costs[0].cpu_s / len(costs)
+
+
+def flatness(way: str, fewest: Sequence[Cost], most: Sequence[Cost]) -> str:
+    """Say whether the cost of a rank stays as it is when ranks and payload grow together."""
+    growth = [
+        after / max(before, 1e-2)
+        for before, after in (
+            (_cpu_of_others(fewest), _cpu_of_others(most)),
+            (_cpu_of_first(fewest), _cpu_of_first(most)),
+        )
+    ]
+    verdict = "flat" if max(growth) < FLAT else "not flat"
+    return (
+        f"{way}: from {len(fewest)} to {len(most)} ranks CPU of a rank x {growth[0]:.2f}, of rank 0 for each rank "
+        f"x {growth[1]:.2f}: {verdict}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -172,12 +205,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     options = parser.parse_args(arguments)
     sequences = max(1, round(options.megabytes * 1e6 / (options.sequence * TOKEN_BYTES)))
-    print("| ranks | payload | way | received, of own share | peak, of own share | peak of rank 0, of payload | wall |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| ranks | payload | way | received, of own share | peak, of own share | peak of rank 0, of payload "
+        "| CPU of a rank | CPU of rank 0 for each rank | wall |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    found: dict[str, list[list[Cost]]] = {way: [] for way in options.ways}
     for ranks in options.ranks:
         for way in options.ways:
             costs = run(way, ranks, sequences, options.sequence)
+            found[way].append(costs)
             print(row(way, ranks, sequences, options.sequence, costs), flush=True)
+    for way, by_ranks in found.items():
+        print(flatness(way, by_ranks[0], by_ranks[-1]))
 
 
 if __name__ == "__main__":

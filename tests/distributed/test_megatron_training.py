@@ -178,6 +178,8 @@ def test_stop_and_go_on_is_the_same_as_not_to_stop(tmp_path: Path, settings: dic
     written = [tensor for path in tmp_path.glob("*.safetensors") for tensor in load_file(path).items()]
     size = sum(tensor.nbytes for name, tensor in written if not name.endswith(".step"))
     assert [rank["bytes"] for rank in ranks] == [size, size]
+    regions = [name for name, _ in written if "[" in name]
+    assert len(regions) == len(set(regions)), "what both ranks have is in the file of one"
 
 
 def test_a_state_of_another_backend_is_refused(tmp_path: Path) -> None:

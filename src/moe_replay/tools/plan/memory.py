@@ -190,7 +190,8 @@ def _megatron(config: TrainConfig, sizes: ModelSizes, ranks: int) -> _Trainer:
     vocabulary = sizes.embedding / tp * (2 if pp == 1 and not sizes.tied else 1)
     dense = sizes.dense / (pp * tp) + vocabulary
     state = 12 if compute == 2 else 8
-    shards = (ranks // (tp * pp), ranks // (pp * ep * etp)) if backend.distributed_optimizer else (1, 1)
+    replicas = ranks // (tp * pp), ranks // (pp * ep * etp)  # of dense weights, of experts; they save a part each
+    shards = replicas if backend.distributed_optimizer else (1, 1)
     tokens = config.batch.tokens_per_micro_batch / (tp * cp)
     in_flight = pp if not backend.virtual_pipeline else pp + (pp - 1) / backend.virtual_pipeline
     working = sizes.layer_activations(tokens, compute)
@@ -199,6 +200,7 @@ def _megatron(config: TrainConfig, sizes: ModelSizes, ranks: int) -> _Trainer:
     full = granularity == "full" or (config.model.gradient_checkpointing and granularity is None)
     local = experts + dense
     optimizer = state * (dense / shards[0] + experts / shards[1])
+    saved = dense / replicas[0] + experts / replicas[1]
     return _Trainer(
         weights=compute * local,
         gradients=4 * local,
@@ -211,8 +213,8 @@ def _megatron(config: TrainConfig, sizes: ModelSizes, ranks: int) -> _Trainer:
         scoring=working,
         logits=_logits(config, sizes, tp),
         sent=compute * (max(sizes.layer, sizes.embedding) + sizes.largest),
-        saved_weights=compute * local,
-        saved_optimizer=optimizer,
+        saved_weights=compute * saved,
+        saved_optimizer=state * saved,
     )
 
 

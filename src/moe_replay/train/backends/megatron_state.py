@@ -49,6 +49,7 @@ class MegatronState(RankState):
         owners = {id(tensor): tensor for _, tensor in named}.values()
         self._runs = runs_of_parameters(local, WeightMap.of(family, like, local), list(owners), adapters or {})
         self._stepped = stepped_parameters(optimizer)
+        self.divide()
 
     def weights(self) -> Iterator[tuple[Tensor, Place]]:
         """Yield trained parameters and buffers, and the float32 copies of parameters in half precision.
@@ -94,8 +95,10 @@ class MegatronState(RankState):
         """Return how much `save` writes once there are moments. All ranks call it."""
         device = next(self._models[0].parameters()).device
         kept = _MOMENTS if self.saves_moments else 0
-        moments = sum(kept * 4 * parameter.numel() for parameter in self._optimizer_tensors())
-        kept_tensors = [*(tensor for tensor, _ in self.weights()), *(tensor for _, tensor in self.local())]
+        stepped = [(parameter, place) for parameter, _, place in self.optimized()]
+        moments = sum(kept * 4 * parameter.numel() for parameter, place in stepped if self.writes(parameter, place))
+        weights = [tensor for tensor, place in self.weights() if self.writes(tensor, place)]
+        kept_tensors = [*weights, *(tensor for _, tensor in self.local())]
         local = moments + sum(tensor.nbytes for tensor in kept_tensors)
         total = torch.tensor([local], dtype=torch.int64, device=device)
         dist.all_reduce(total)

@@ -5,6 +5,7 @@ rank-00003.safetensors    of that rank: weights, float32 copies of them, moments
 
 Every tensor in a file is a region of a tensor of the whole model, and its name says which (regions.py). So the files
 can be loaded by any number of ranks that share the model in any way: each reads what it needs, its own file first.
+What several ranks hold is in the file of one of them, where a backend divides it (`divide`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_replay.train.backends import regions
 from moe_replay.train.backends.regions import Place
+from moe_replay.train.backends.replicas import signature, writers
 from moe_replay.train.backends.saved_files import Reading, SavedFiles, SavedStateError
 from moe_replay.utils.files import Write, apply_umask
 
@@ -54,6 +56,7 @@ class RankState(ABC):
 
     def __init__(self, layout: Mapping[str, Any], *, moments: bool = True) -> None:
         self.saves_moments = moments
+        self._writers: dict[int, int] = {}
         self._layout = json.loads(json.dumps({"world_size": dist.get_world_size(), **layout}))
 
     # ---- what a backend provides --------------------------------------------------------------------------------
@@ -81,6 +84,15 @@ class RankState(ABC):
 
     # ---- save ---------------------------------------------------------------------------------------------------
 
+    def divide(self) -> None:
+        """Have each part that several ranks hold written by one of them. All ranks call it; without it, all write."""
+        held = [*self.weights(), *((one.parameter, one.place) for one in self.optimized())]
+        self._writers = writers([_signature(_local(tensor), place) for tensor, place in held])
+
+    def writes(self, values: Tensor, place: Place) -> bool:
+        """Return whether the file of this rank has a tensor, or the optimizer's state for it; `values` on this rank."""
+        return not self._writers or self._writers[_signature(values, place)] == dist.get_rank()
+
     def stage(self, content_of: Callable[[Tensor], Tensor] | None = None) -> Write:
         """Copy everything to host memory and return what writes the file of this rank.
 
@@ -95,13 +107,14 @@ class RankState(ABC):
                 copies[stored] = _copied(piece.values)
 
         for tensor, place in self.weights():
-            add(tensor, place)
+            if self.writes(read(tensor), place):
+                add(tensor, place)
         for name, tensor in self.local():
             copies[_LOCAL + name] = _copied(read(tensor))
         numbers = self.numbers()
         if self.saves_moments:
             for parameter, state, place in self.optimized():
-                for kind, value in state.items():
+                for kind, value in state.items() if self.writes(read(parameter), place) else ():
                     if _is_scalar(value, parameter):
                         names = {piece.name for piece in place.pieces(read(parameter).detach())}
                         copies |= {f"{name}.{kind}": _copied(read(value)) for name in names}
@@ -130,7 +143,7 @@ class RankState(ABC):
         for parameter, _, place in optimized:
             reading.want_state(place, _local(parameter))
         is_same = {name: value for name, value in saved.items() if name != "moments"} == self._layout
-        with SavedFiles(folder, first=dist.get_rank()) as files:
+        with SavedFiles(folder, first=dist.get_rank(), then=sorted(set(self._writers.values()))) as files:
             reading.plan(files)
             numbers = files.numbers(0 if not is_same else dist.get_rank())
             reading.run()
@@ -183,6 +196,10 @@ def _write(
 def _copied(values: Tensor) -> Tensor:
     """Return the values in host memory of their own: views of one buffer cannot be in a safetensors file."""
     return values.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _signature(tensor: Tensor, place: Place) -> int:
+    return signature(regions.key(piece.name, piece.shape, piece.region) for piece in place.pieces(tensor.detach()))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Names and regions of what is stored come from the headers; of the values a rank 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -28,14 +28,17 @@ class SavedFiles:
     """The safetensors files of a folder, opened when they are needed.
 
     first   number of the file that is read before all others
+    then    numbers of those that are likely to have the rest
     """
 
-    def __init__(self, folder: Path, first: int) -> None:
+    def __init__(self, folder: Path, first: int, then: Sequence[int] = ()) -> None:
         found = sorted(folder.glob("rank-*.safetensors"))
         if not found:
             raise SavedStateError("no saved state", expected="rank-*.safetensors", found=folder)
         self._paths = found
         self._first = first if first < len(found) else 0
+        after = [(self._first + number) % len(found) for number in range(len(found))]
+        self._order = list(dict.fromkeys([self._first, *(number for number in then if number < len(found)), *after]))
         self._open: dict[int, Any] = {}
         self._resources = ExitStack()
 
@@ -46,10 +49,8 @@ class SavedFiles:
         self._resources.close()
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield every file, the first one first and those after it next."""
-        count = len(self._paths)
-        for number in range(count):
-            yield self._file((self._first + number) % count)
+        """Yield every file, the first one first and the likely ones next."""
+        yield from map(self._file, self._order)
 
     def _file(self, number: int) -> Any:
         from safetensors import SafetensorError, safe_open
