@@ -19,8 +19,10 @@ from moe_replay.rollout.types import SamplingParams
 from moe_replay.rollout.weights import checkpoint_tensors
 from tests.faults.forked import fork_python
 from tests.faults.processes import wait_for_line
+from tests.rollout.forked_engines import forked_engines
 from tests.rollout.tiny import assert_sampled_from, tiny_model
 
+__all__ = ["forked_engines"]  # a fixture
 TOKEN = "open sesame"
 
 
@@ -76,6 +78,7 @@ def test_two_engines_are_one_and_end_with_the_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.usefixtures("forked_engines")
 def test_an_engine_that_does_not_start_is_told_and_the_others_end(tmp_path: Path) -> None:
     with pytest.raises(EngineUnavailableError, match="did not start"):
         EngineProcesses("transformers", StartRequest(model=str(tmp_path / "nothing")), 2, token=TOKEN)

@@ -17,7 +17,10 @@ pytest.importorskip("transformers")
 from moe_replay.rollout.server_app import build_app
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.train.loop import train
+from tests.rollout.forked_engines import forked_engines
 from tests.rollout.serving import serving
+
+__all__ = ["forked_engines"]  # a fixture
 
 TOKEN = "secret"
 
@@ -78,6 +81,7 @@ def test_a_server_that_dies_in_mid_run_loses_and_doubles_nothing(
 
 
 @pytest.mark.engine
+@pytest.mark.usefixtures("forked_engines")
 def test_engines_that_the_trainer_starts_sample_as_one_in_its_process(
     config: Callable[..., Any], metrics_of: Callable[[Path], list[dict]]
 ) -> None:
