@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -62,6 +64,7 @@ class Scene:
         """Send the messages to both workers, as engines do."""
         self.devices.name = "gpu 0"
         sender = WeightSender(self.meeting, 0, CPU, groups(0), self.store)
+        self.sender = weakref.ref(sender)
         transfer = sender.transfer(self.engines)
         self.settings = [transfer.for_engine(url) for url in self.engines]
         self.started.set()
@@ -118,6 +121,18 @@ def test_every_worker_reads_the_memory_of_the_rank_on_its_device(devices: thread
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
         assert all(found[name].dtype == tensor.dtype for name, tensor in expected.items())
     assert first.result() == second.result() == sum(tensor.nbytes for tensor in weights(0).values())
+
+
+def test_what_a_sender_holds_is_freed_without_a_collection_of_garbage(devices: threading.local) -> None:
+    """Its buffer, above all: collections are rare in a process that allocates little in Python."""
+    scene = Scene(devices)
+    gc.collect()
+    gc.disable()
+    try:
+        scene.play()
+        assert scene.sender() is None
+    finally:
+        gc.enable()
 
 
 def test_a_broadcast_brings_the_first_rank_s_weights_to_all(devices: threading.local) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -64,6 +64,7 @@ class WeightSender:
         self._group: BroadcastGroup | None = None
         self._check: Callable[[], None] | None = None
         self._urls: list[str] = []  # of the engine of each worker
+        self._open: Generator[str] | None = None
 
     # ---- rank 0 -------------------------------------------------------------------------------------------------
 
@@ -87,10 +88,10 @@ class WeightSender:
             first += len(receivers.ids)
         transfer = Transfer(settings, ())
         self._check = lambda: _check_running(transfer)
-        transfer.messages = self._messages()
+        transfer.messages = self._open = self._messages()
         return transfer
 
-    def _messages(self) -> Iterator[str]:
+    def _messages(self) -> Generator[str]:
         try:
             yield from self._chunks()
         except MoeReplayError as failure:
@@ -189,6 +190,11 @@ class WeightSender:
 
     def close(self) -> None:
         """Free the buffer and leave."""
+        # Nobody reads on after the last message, so the generator still refers to the buffer, and is part of a cycle:
+        # without this the memory of every update would be kept until Python collects garbage.
+        if self._open is not None and not self._open.gi_running:
+            self._open.close()
+        self._open = self._check = None
         if self._group is not None:
             self._group.close()
             self._group = None
