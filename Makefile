@@ -29,6 +29,7 @@ help: ## Show this list
 
 train: .venv/.ready ## GRPO with routing replay on a tiny MoE, rollouts by vLLM on the CPU: about 4 minutes, and 3 to install the first time
 	@VLLM_LOGGING_LEVEL=ERROR VLLM_CPU_OMP_THREADS_BIND=nobind TRANSFORMERS_VERBOSITY=error TQDM_DISABLE=1 \
+	  TORCH_LOGS=-torch._library.triton TORCH_CPP_LOG_LEVEL=ERROR PYTHONWARNINGS=ignore:resource_tracker:UserWarning \
 	  .venv/bin/moe-replay train $(ARGS)
 
 docs: .venv/.ready ## Write docs/config.md and the schema of recipes from the code

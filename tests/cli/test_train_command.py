@@ -201,7 +201,7 @@ def test_the_help_is_there_without_loading_transformers() -> None:
 
 def test_the_dry_run_of_qwen_on_megatron(capsys: pytest.CaptureFixture[str], qwen: Path) -> None:
     told = dry_run(capsys, ROOT / "recipes" / "qwen3-30b-a3b-megatron.toml", "--model.path", qwen)
-    assert told.startswith("replay   r3: asked for\n")
+    assert told.startswith("replay   r3: as configured\n")
     assert "megatron on 8 ranks, the fewest for this layout" in told
     assert "16 prompts x 8 generations = 128 sequences; 2 updates of 64" in told
     assert "48 decoder layers, 48 of them route, top 8 of 128" in told
@@ -222,7 +222,7 @@ def test_the_dry_run_of_qwen_on_fsdp(
 
 def test_the_dry_run_of_the_librarys_own_model(capsys: pytest.CaptureFixture[str]) -> None:
     told = dry_run(capsys, RECIPE)
-    assert "replay   r3: asked for" in told
+    assert "replay   r3: as configured" in told
     assert "the embedded default model" in told
     assert f"top {FULL.top_k} of {FULL.num_experts}\n" in told
 
@@ -298,7 +298,7 @@ def test_the_dry_run_of_every_recipe(
     shape = MOONLIGHT_16B_A3B if "moonlight" in recipe.stem else QWEN3_30B_A3B
     (tmp_path / "config.json").write_text(json.dumps(shape))
     told = dry_run(capsys, recipe, "--model.path", tmp_path)
-    assert told.startswith("replay   r3: asked for\n")
+    assert told.startswith("replay   r3: as configured\n")
     assert f"{shape['num_hidden_layers']} decoder layers" in told
     assert "The layout is not checked" not in told
 

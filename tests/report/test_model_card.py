@@ -37,7 +37,7 @@ def test_the_card_says_mode_mismatch_and_agreement(tmp_path: Path) -> None:
     text = card.read_text()
     assert text.startswith("---\nlibrary_name: transformers\n")
     assert "base_model: tiny/model\n" in text
-    assert "R3: routes recorded in the rollout are replayed (asked for)." in text
+    assert "R3: routes recorded in the rollout are replayed (as configured)." in text
     assert "| rollout against trainer, median over steps | replayed | native routing |" in text
     assert "| k3 KL per token | 0.001 | 0.004 |" in text
     assert "| effective samples | 98% | 75% |" in text

@@ -99,7 +99,7 @@ def test_the_head_says_what_the_run_was_and_what_replay_did(tmp_path: Path) -> N
     text = Tags(write_run_report(write_run(tmp_path / "run", lines)).read_text()).text
     assert "tiny/model" in text
     assert "sampled by transformers (bfloat16)" in text
-    assert "R3: routes recorded in the rollout are replayed (asked for)" in text
+    assert "R3: routes recorded in the rollout are replayed (as configured)" in text
     # step 1 has nothing to compare with, and counts on neither side
     assert "was 0.02 per token with native routing and 0.001 with the rollout's routes replayed: 20 times lower" in text
 
@@ -165,6 +165,8 @@ def test_a_run_without_config_or_with_one_of_another_release(tmp_path: Path) -> 
     run = write_run(tmp_path / "run", [{"step": 1, "reward/mean": 1.0}])
     (run / "config.toml").write_text('steps = 3\nnew_thing = 1\n[replay]\nmode = "r3"\n')
     assert "R3: routes recorded in the rollout" in Tags(write_run_report(run).read_text()).text
+    (run / "config.toml").write_text('new_thing = 1\n[replay]\nmode = "off"\n')
+    assert "No routing replay (as configured)." in Tags(write_run_report(run).read_text()).text
     (run / "config.toml").unlink()
     assert "Routing replay: unknown" in Tags(write_run_report(run).read_text()).text
 

@@ -160,4 +160,4 @@ def _replay_plan(path: Path) -> tuple[str, str]:
 
 def _plain_mode(path: Path) -> tuple[str, str]:
     mode = str(_settings(path).get("replay.mode", ""))
-    return (mode, "asked for") if mode in ("off", "r2", "r3") else ("", "")
+    return (mode, "as configured") if mode in ("off", "r2", "r3") else ("", "")

@@ -91,7 +91,7 @@ def _steps(run: RunRecord) -> str:
 
 def _summary(run: RunRecord) -> Iterator[str]:
     mode = MODES.get(run.mode, "Routing replay: unknown")
-    yield f"{mode}{f' ({run.reason})' if run.reason else ''}."
+    yield f"{mode[0].upper()}{mode[1:]}{f' ({run.reason})' if run.reason else ''}."
     reward = run["reward/mean"]
     if len(reward.finite) == 1:
         yield f"The reward was {format_number(reward.finite[0])}."

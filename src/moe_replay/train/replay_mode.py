@@ -44,7 +44,7 @@ def plan_replay(config: TrainConfig) -> ReplayPlan:
     """Return the plan of a run. `auto` decides by the number of updates from sample to use (arXiv 2512.01374)."""
     asked, correction, observe = config.replay.mode, config.algorithm.correction, config.replay.observe
     if asked != "auto":
-        return ReplayPlan(asked, "asked for", correction, observe)
+        return ReplayPlan(asked, "as configured", correction, observe)
     updates = config.updates_per_step * (1 + config.rollout.max_staleness)
     if updates == 1:
         corrected: Correction = "token_truncate" if correction == "off" else correction
