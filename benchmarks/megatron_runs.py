@@ -97,14 +97,15 @@ def start(name: str, folder: Path, device: str, steps: int) -> subprocess.Popen[
 def report(name: str, folder: Path, status: int) -> None:
     """Print the metrics of a run, and what its log says of noise and errors."""
     output = output_of(name, folder)
-    log = Path(f"{output}.log").read_text(encoding="utf-8", errors="replace")
+    logs = [Path(f"{output}.log"), *output.glob("**/log.txt")]  # the console, and what the run itself keeps
+    log = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in logs)
     print(f"{name}: status {status}")
     for path in output.glob("**/metrics.jsonl"):
         for line in path.read_text(encoding="utf-8").splitlines():
             step = json.loads(line)
             shown = [f"{label} {step[key]:.3g}" for label, key in SHOWN.items() if key in step]
             print(f"  step {step['step']}: {', '.join(shown)}")
-    notable = [line.strip() for line in log.splitlines() if re.search(r"noise|rror:", line)]
+    notable = [line.strip() for line in log.splitlines() if re.search(r"identical passes|rror:", line)]
     for line in [*dict.fromkeys(notable), *(log.splitlines()[-15:] if status else [])]:
         print(f"  | {line}", flush=True)
 

@@ -267,6 +267,7 @@ def test_an_attribution_of_traces_alone(tmp_path: Path) -> None:
 def test_compared_runs_are_both_named_in_tables_and_figures(compared: Path) -> None:
     found = check_stands_alone(compared)
     assert {"reward-mean", "mismatch-rollout-vs-old-k3-kl", "loss-grad-norm", "time-step"} <= found.titles
+    assert {"mismatch-old-vs-train-ratio-mean", "mismatch-rollout-vs-train-ratio-mean"} <= found.titles
     for name in ("first-of-two", "second"):
         assert found.text.count(name) > len(found.titles)
     assert 'replay.mode "r3" "off"' in found.text

@@ -255,6 +255,7 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
             "set backend.context_parallel instead",
         ),
         ({"backend": MEGATRON | {"megatron": {"moe_router_fusion": True}}}, "fused router"),
+        ({"backend": MEGATRON | {"megatron": {"moe_input_jitter_eps": 0.05}}}, "would give other log-probs"),
         ({"algorithm": {"beta": -0.1}}, "beta"),
         ({"algorithm": {"clip_low": -0.1}}, "clip_low"),
         ({"algorithm": {"clip_low": 1.1}}, "clip_low"),

@@ -41,6 +41,7 @@ MANY = 2**20
 LARGEST = 2**31 - 1
 """Of all other whole numbers but these."""
 LONGEST_NAME = 255
+_RANDOM_IN_MEGATRON = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")
 _LARGER = ("seed", "rollout.options", "backend.megatron", "rollout.prompts_per_step", "rollout.num_generations")
 _LIMITED = (
     "model.lora_rank",
@@ -146,6 +147,9 @@ def _backend(backend: BackendConfig) -> Iterator[str]:
             yield "backend.virtual_pipeline: interleaving needs a pipeline; set backend.pipeline_parallel > 1 too"
         for name in backend.megatron.keys() & KEYS_OF_MEGATRON_SETTINGS.keys():
             yield f"backend.megatron.{name}: set {KEYS_OF_MEGATRON_SETTINGS[name]} instead"
+        for name in _RANDOM_IN_MEGATRON:
+            if backend.megatron.get(name):
+                yield f"backend.megatron.{name}: two passes over the same tokens would give other log-probs; remove it"
         if backend.megatron.get("moe_router_fusion"):
             yield "backend.megatron.moe_router_fusion: a fused router cannot replay routes; remove it"
         return
