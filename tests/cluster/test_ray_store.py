@@ -12,10 +12,13 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from moe_replay.cluster.board import NAMESPACE
 from moe_replay.cluster.capacity import CapacityError, Demand, Resources, check_capacity
 from moe_replay.cluster.nodes import nodes_of
 from moe_replay.distributed.control import open_control_group
 from moe_replay.distributed.ranks import barrier, from_rank_0, rank
+from moe_replay.errors import EngineError
+from moe_replay.rollout.vllm_transfer_engines import RAY_NAMESPACE, require_ray_worker
 from moe_replay.train import step_rollout
 from moe_replay.train.config.file import load_config
 from moe_replay.train.trajectories.ray_store import RayStore, ranks_share_ray
@@ -69,7 +72,7 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    small = {"num_cpus": 3, "object_store_memory": 100 * MB, "include_dashboard": False}
+    small = {"num_cpus": 3, "num_gpus": 2, "object_store_memory": 100 * MB, "include_dashboard": False}
     made = Cluster(initialize_head=True, head_node_args=small)
     try:
         made.add_node(num_cpus=3, object_store_memory=100 * MB)
@@ -133,6 +136,27 @@ def test_the_nodes_of_the_cluster(ranks: list[Any]) -> None:
     assert check_capacity(nodes, Demand(2, Resources(1), 0, Resources(1))).endswith("on 2 nodes")
     with pytest.raises(CapacityError, match="Wait for other jobs of the cluster"):
         check_capacity(nodes, Demand(2, Resources(2), 0, Resources(1)))
+
+
+# ---- weights by sharded_rdt ------------------------------------------------------------------------------------------
+
+
+class GpuRank:
+    """A rank on a GPU that Ray is told of, as the driver prepares it: it sees all GPUs of its machine."""
+
+    def own_gpu(self) -> list[int]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
+        require_ray_worker()
+        return ray.get_gpu_ids()
+
+
+def test_ranks_with_a_gpu_are_what_sharded_rdt_needs(cluster: Any) -> None:
+    """vLLM pins its actor to the GPU that Ray has given to the rank."""
+    made = [ray.remote(GpuRank).options(num_gpus=1, num_cpus=0).remote() for _ in range(2)]
+    assert sorted(ray.get([one.own_gpu.remote() for one in made], timeout=LIMIT_S)) == [[0], [1]]
+    assert RAY_NAMESPACE == NAMESPACE
+    with pytest.raises(EngineError, match=r'found a Ray worker without a GPU\. Set cluster\.kind = "ray"'):
+        require_ray_worker()
 
 
 # ---- Ray's own -------------------------------------------------------------------------------------------------------

@@ -269,7 +269,7 @@ def test_vllm_s_own_trainer_side_takes_the_shares(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(engine_class, "_publish_async", lambda self, *group: actors[0].publish(*group))
     monkeypatch.setattr(engine_class, "_await_publish", lambda self, published: None)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
-    monkeypatch.setattr(vllm_transfer_engines, "_require_ray_worker", lambda: None)
+    monkeypatch.setattr(vllm_transfer_engines, "require_ray_worker", lambda: None)
     told: list[str] = []
     servers = {"http://a": Waiting(lambda path, body: told.append(path), 2)}
     client = vllm_transfer_engines.FleetClient("sharded_rdt", servers)

@@ -37,6 +37,9 @@ COMMANDS: dict[str, CommandSource] = {
     "rollout": CommandSource("rollout", "RolloutCommand", "serve a model for sampling with routes, over HTTP"),
     "verify": CommandSource("verify", "VerifyCommand", "measure how far engine and trainer are apart, and why"),
     "doctor": CommandSource("doctor", "DoctorCommand", "check what routing replay can do on this machine"),
+    "cluster": CommandSource(
+        "cluster", "ClusterCommand", "show a run on a Ray cluster, or change its number of engines"
+    ),
     "plan": CommandSource("plan", "PlanCommand", "check a parallel layout and its memory before it runs"),
     "inspect": CommandSource("inspect", "InspectCommand", "show the contents of trace files"),
     "convert": CommandSource("convert", "ConvertCommand", "commands of ms-swift or verl to recipes, dumps to traces"),

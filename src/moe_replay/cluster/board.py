@@ -7,6 +7,7 @@ a change looks again.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 NAMESPACE = "moe-replay"
@@ -45,13 +46,18 @@ class DriverView(NamedTuple):
 class RunBoard:
     """State of one run. The methods of an actor: each call is one message.
 
-    engines   how many engines the recipe asks for
-    token     of the engines
+    engines      how many engines the recipe asks for
+    token        of the engines
+    can_change   their number may change: they have places of their own
+    engine       resources of each of them, by Ray's names
     """
 
-    def __init__(self, engines: int, token: str) -> None:
+    def __init__(
+        self, engines: int, token: str, can_change: bool = True, engine: Mapping[str, float] | None = None
+    ) -> None:
         self._token = token
         self._wanted = engines
+        self._can_change, self._engine = can_change and engines > 0, dict(engine or {})
         self._order: EngineOrder | None = None
         self._engines = EngineList()
         self._output: deque[bytes] = deque()
@@ -106,6 +112,8 @@ class RunBoard:
         """Return what is known of the run, for people: engines wanted, ready and starting, and what has happened."""
         return {
             "wanted": self._wanted,
+            "can_change": self._can_change,
+            "engine": self._engine,
             "urls": list(self._engines.urls),
             "starting": self._engines.starting,
             "error": self._engines.error,

@@ -66,11 +66,11 @@ class RayRun:
         self._logs.mkdir(exist_ok=True)
         self._environment = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
         token = secrets.token_urlsafe(32)
+        self._layout = plan_resources(config, ray.cluster_resources())
         remote: Any = ray.remote(RunBoard)
         self._board = remote.options(
             name=board_name(folder.name), namespace=NAMESPACE, num_cpus=0, scheduling_strategy=_here()
-        ).remote(config.cluster.engines or 0, token)
-        self._layout = plan_resources(config, ray.cluster_resources())
+        ).remote(config.cluster.engines or 0, token, not self._layout.colocated, self._layout.engine)
         self._group: Any = None  # of the trainer
         self._places: list[Place] = []
         self._engines = self._engine_group(token)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,10 +93,11 @@ def read_nodes(ray: Any) -> list[Node]:
     free = available_resources_per_node()
     alive = [node for node in ray.nodes() if node["Alive"]]
     return [
-        Node(node["NodeManagerAddress"], _resources(free.get(node["NodeID"], {})), _resources(node["Resources"]))
+        Node(node["NodeManagerAddress"], resources_of(free.get(node["NodeID"], {})), resources_of(node["Resources"]))
         for node in alive
     ]
 
 
-def _resources(found: dict[str, float]) -> Resources:
+def resources_of(found: Mapping[str, float]) -> Resources:
+    """Return resources by their names in Ray."""
     return Resources(found.get("CPU", 0), found.get("GPU", 0) or found.get("NPU", 0), found.get("memory", 0))

@@ -187,7 +187,7 @@ def trainer_side(
     if kind == "sharded_rdt":
         from vllm.distributed.weight_transfer.sharded_rdt_trainer import ShardedRDTTrainerInitInfo
 
-        _require_ray_worker()
+        require_ray_worker()
         info = ShardedRDTTrainerInitInfo(
             rank=rank,
             num_consumers=workers,
@@ -238,7 +238,7 @@ def meeting_place(
     }
 
 
-def _require_ray_worker() -> None:
+def require_ray_worker() -> None:
     """Raise unless this rank is a Ray worker with a GPU: vLLM's actor beside it is placed on that one."""
     import ray  # type: ignore[import-not-found]
 
@@ -246,7 +246,7 @@ def _require_ray_worker() -> None:
         raise EngineError(
             "weights.kind = 'sharded_rdt' needs every rank of the trainer in a Ray worker with a GPU of its own",
             found="a Ray worker without a GPU" if ray.is_initialized() else "a process outside of Ray",
-            remedy='Start the ranks as Ray actors in the cluster of the servers, or set weights.kind = "auto"',
+            remedy='Set cluster.kind = "ray" with the cluster of the servers, or weights.kind = "auto"',
         )
 
 
