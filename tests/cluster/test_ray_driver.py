@@ -18,15 +18,15 @@ from tests.faults.test_signals import recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.engine]
 
-RAY = {"kind": "ray", "engines": 1}
+RAY = {"kind": "ray", "engines": 1, "placement": "colocated"}
 ALONE = {"RAY_ADDRESS": ""}
 
 
 def test_an_interrupted_run_is_saved_and_a_killed_one_leaves_nothing_running(demo_files: Any, tmp_path: Path) -> None:
-    made = recipe(
-        demo_files, tmp_path, steps=400, cluster=RAY, backend={"device": "cpu"}, replay={"compare_every": 0},
-        checkpoint={"every": 0},
-    )  # fmt: skip
+    """The engine is in the bundle of the rank, and sleeps while the rank learns."""
+    turns = {"rollout": {"sleep": True}, "backend": {"device": "cpu", "offload": True}}
+    every = {"replay": {"compare_every": 0}, "checkpoint": {"every": 0}}
+    made = recipe(demo_files, tmp_path, steps=400, cluster=RAY, **turns, **every)
     with fork_command("train", made, environment=ALONE) as run:
         wait_for_line(run.stdout, "ray: a new cluster of this machine")
         wait_for_line(run.stdout, "step 1/400")
@@ -47,6 +47,7 @@ def test_an_interrupted_run_is_saved_and_a_killed_one_leaves_nothing_running(dem
     assert wait_until_gone(started) == []
 
 
+@pytest.mark.thorough
 def test_an_error_of_an_engine_is_the_error_of_the_run(demo_files: Any, tmp_path: Path) -> None:
     options = {"options": {"no_such_option": 1}}
     made = recipe(demo_files, tmp_path, cluster=RAY, backend={"device": "cpu"}, rollout=options)

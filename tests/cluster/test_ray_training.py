@@ -136,6 +136,7 @@ def test_engines_ranks_and_nodes_that_are_lost_change_no_number(
     assert re.search(r"lost .*: all ranks start again from the newest checkpoint \(2 of 3\)", told)
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_with_the_machines_that_are_left(
     demo_files: Any, tmp_path: Path, nodes: Any, by_torchrun: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

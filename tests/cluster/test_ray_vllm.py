@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from tests.cluster.local_cluster import ray_cluster, train_on
 from tests.train.runs import tiny_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.engine]
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.thorough]
 
 
 def test_routes_of_vllm_are_replayed(demo_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,8 @@ class TrainCommand:
             return
         from moe_replay.cluster.driver import run_on_ray
 
-        sys.exit(run_on_ray(config, run_rank))
+        if status := run_on_ray(config, run_rank):
+            sys.exit(status)
 
     def _dry_run(self, config: TrainConfig, is_rank_0: bool) -> None:
         """Print what would happen, then everything that would stop the run; the status is that of the first of it."""

@@ -89,7 +89,8 @@ class EngineGroup:
         wanted = self.layout.engines if self.layout.colocated else wanted  # as many as the trainer's machines hold
         while len(self._slots) < wanted:
             self._add()
-            self._tell(f"engine {self._slots[-1].number} joins: {len(self._slots)} engines wanted")
+            if self._was_ready:
+                self._tell(f"engine {self._slots[-1].number} joins: {len(self._slots)} of {wanted} engines")
         while len(self._slots) > max(wanted, 1):
             self._leave(self._slots.pop())
         for slot in list(self._slots):

@@ -19,6 +19,7 @@ from moe_replay.utils.messages import one_line
 LOCAL = "local"
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # of a cluster that is started here: Ray's default is 15, as if ranks were a side job
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # a warning of Ray about what it will do in another release
 }
 
