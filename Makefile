@@ -7,7 +7,7 @@ KILLS ?= 20
 # A file of tests runs in one worker, so that what its tests share is made once; those that take long come first.
 # Not loadgroup: with pytest 9.2, pytest-xdist 3.8 ignores its groups without a word.
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-TRANSFORMERS4_TESTS ?= tests/replay/adapters tests/routes/test_topology.py tests/rollout/test_transformers.py tests/rollout/test_session.py tests/faults/test_model_folders.py
+TRANSFORMERS4_TESTS ?= tests/replay/adapters tests/replay/test_silent_faults.py tests/replay/test_compile.py::test_a_compiled_model_recomputes_with_its_own_routes tests/routes/test_topology.py tests/rollout/test_transformers.py tests/rollout/test_session.py tests/faults/test_model_folders.py
 
 EXTRAS ?= cli transformers train lora serve report trl megatron tensorboard ray
 MEGATRON_VERSIONS ?= 0.12.1 0.13.1 0.14.0 0.15.3 0.17.1 0.18.2 0.19.2

@@ -195,6 +195,28 @@ def test_recorded_ids_are_a_copy(model, replay, dtype):
     assert torch.equal(early.fed_token_ids, IDS.int())
 
 
+@pytest.mark.parametrize("every_pass", [False, True])
+def test_recorded_ids_of_a_compiled_forward_are_a_copy(model, replay, every_pass):
+    compiled = torch.compile(model, backend="eager")
+    buffer = IDS.clone()
+    with torch.no_grad(), replay.record(every_pass=every_pass) as recording:
+        compiled(buffer)
+        buffer.copy_(OTHER)
+        if every_pass:
+            compiled(buffer)
+    fed = [one.fed_token_ids for one in recording.passes()] if every_pass else [recording.batch().fed_token_ids]
+    assert all(torch.equal(found, ids.int()) for found, ids in zip(fed, (IDS, OTHER), strict=False))
+
+
+def test_a_compiled_forward_is_compared_with_the_ids_that_it_was_fed(model, replay):
+    with torch.no_grad(), replay.record() as recording:
+        model(IDS)
+    compiled, buffer = torch.compile(model, backend="eager"), OTHER.clone()
+    with pytest.raises(mr.AlignmentError, match="another token"), torch.no_grad(), replay.replay(recording.batch()):
+        compiled(buffer)
+        buffer.copy_(IDS)
+
+
 # ---- claims about a recording ---------------------------------------------------------------------------------------
 
 

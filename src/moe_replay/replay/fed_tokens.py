@@ -11,7 +11,7 @@ from moe_replay.routes.batch import RouteBatch
 class FedTokens:
     """The token ids of one forward.
 
-    ids      (B, W), a copy: the caller may reuse its buffer; of a compiled forward, a copy once the context has closed
+    ids      (B, W), a copy: the caller may reuse its buffer
     mask     (B, W) where the attention mask is of this shape: zero for padding
     checked  whether they were compared with those of a batch
     unknown  tokens fed that the batch has no routes for, where they were counted

@@ -123,11 +123,11 @@ class ForwardPass:
         self.tokens = fed
 
     def feed_compiled(self, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-        """Take the token ids (B, W) of a compiled forward; they are compared and copied when the context closes."""
-        self.tokens = FedTokens(ids, mask)
+        """Copy the token ids (B, W) of a compiled forward in its graph; they are compared when the context closes."""
+        self.tokens = FedTokens.copied(ids, mask)
 
     def copy_compiled(self) -> None:
-        """Copy the ids of compiled forwards, whose hooks must not add operations of their own."""
+        """Copy the ids of compiled forwards out of the memory of their graphs, which the next run may overwrite."""
         eager = {id(forward.tokens) for forward in self._forwards.values()}
         fed = [self.tokens, *(routes.tokens for routes in self.layer_routes.values())]
         for tokens in {id(one): one for one in fed if one is not None and id(one) not in eager}.values():

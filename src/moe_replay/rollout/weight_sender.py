@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from typing import NamedTuple
@@ -192,7 +193,7 @@ class WeightSender:
         """Free the buffer and leave."""
         # Nobody reads on after the last message, so the generator still refers to the buffer, and is part of a cycle:
         # without this the memory of every update would be kept until Python collects garbage.
-        if self._open is not None and not self._open.gi_running:
+        if self._open is not None and inspect.getgeneratorstate(self._open) != inspect.GEN_RUNNING:
             self._open.close()
         self._open = self._check = None
         if self._group is not None:
