@@ -25,8 +25,8 @@ from parts.finished_bodies import PROMPT, sample, serve
 
 from moe_replay.rollout.loop import LoopThread
 from moe_replay.rollout.pool import EnginePool
-from moe_replay.rollout.sample_wire import encode_samples
-from moe_replay.rollout.vllm_server import VllmServer
+from moe_replay.rollout.server.client import VllmServer
+from moe_replay.rollout.server.sample_wire import encode_samples
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt, PromptStream
 from moe_replay.train.reward_pool.scoring import InProcess, RewardPool, Samples, Scorer

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import moe_replay as mr
-from moe_replay.rollout.sample_wire import encode_samples
+from moe_replay.rollout.server.sample_wire import encode_samples
 from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
 
 PROMPTS, PROMPT_TOKENS, GROUP, NEW_TOKENS, VOCABULARY = 4, 256, 4, 64, 1024
@@ -70,7 +70,7 @@ def plain_vllm(folder: str, prompts: list[list[int]], routes: bool) -> Callable[
 
 def speed(repeats: int) -> None:
     """Tokens per second of three engines, against vLLM without routes."""
-    from moe_replay.rollout.vllm import VllmEngine
+    from moe_replay.rollout.vllm.engine import VllmEngine
 
     random = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from parts.finished_bodies import EXPERTS, LAYERS, PROMPT, TOP_K, sample, serve
 
-from moe_replay.rollout.sample_wire import encode_samples
+from moe_replay.rollout.server.sample_wire import encode_samples
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt, PromptStream
 from moe_replay.train.drivers.pool import DriverPool, open_drivers

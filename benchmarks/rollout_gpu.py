@@ -203,7 +203,7 @@ class Ours:
     """The engine that the trainer uses."""
 
     def __init__(self, folder: str, options: dict[str, Any], capture: str) -> None:
-        from moe_replay.rollout.vllm import VllmEngine
+        from moe_replay.rollout.vllm.engine import VllmEngine
 
         self.engine = VllmEngine(folder, capture=capture, **options)
         self.timed: dict[str, float] = {}
@@ -270,7 +270,7 @@ class Plain:
             settings["return_sampling_mask"] = True
         elif chosen.profile:
             kind = "CpuTimedWorker" if chosen.tiny else "GpuTimedWorker"
-            settings["worker_cls"] = f"moe_replay.rollout.vllm_capture_worker.{kind}"
+            settings["worker_cls"] = f"moe_replay.rollout.vllm.capture_worker.{kind}"
         self.llm = self.loop.run_until_complete(self.start(AsyncEngineArgs(model=folder, **settings, **options)))
 
     async def start(self, arguments: Any) -> Any:

@@ -27,8 +27,8 @@ from parts.qwen3_moe import SLICE, SMALL, TINY
 from torch import Tensor
 
 from moe_replay.rollout.types import Probe
-from moe_replay.rollout.vllm import VllmEngine
-from moe_replay.rollout.weight_source import Group, TensorInfo, layer_prefix
+from moe_replay.rollout.vllm.engine import VllmEngine
+from moe_replay.rollout.weights.source import Group, TensorInfo, layer_prefix
 from moe_replay.train.config.weights_section import WeightsConfig
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.weight_sync import EngineSync, SyncReport

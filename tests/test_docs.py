@@ -27,7 +27,7 @@ def test_the_snippets_of_the_readme_run_in_order(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("httpx")
     pytest.importorskip("uvicorn")
-    from moe_replay.rollout.server_app import build_app
+    from moe_replay.rollout.server.app import build_app
     from moe_replay.rollout.transformers import TransformersEngine
     from tests.models import tiny_qwen3_moe
     from tests.rollout.serving import serving

@@ -83,7 +83,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "src/moe_replay/megatron/cpu/patches.py": "Megatron-Core asks for CUDA where it needs none; undone on leaving",
     },
     "eager_import": {
-        "src/moe_replay/rollout/vllm_processes.py": "classes that vLLM imports by name, in processes of its own",
+        "src/moe_replay/rollout/vllm/processes.py": "classes that vLLM imports by name, in processes of its own",
     },
     "long_file": {
         "src/moe_replay/routes/trace.py": "one value: what a trace may be, and every way a rollout makes it grow",
@@ -437,7 +437,7 @@ def test_every_rule_is_shown_to_bite() -> None:
     assert {rule for rule, _ in CAUGHT} == set(SCOPE)
 
 
-@pytest.mark.parametrize("path", ["rollout/vllm.py", "replay/adapters/megatron.py"])
+@pytest.mark.parametrize("path", ["rollout/vllm/engine.py", "replay/adapters/megatron.py"])
 def test_other_folders_are_not_core(path: str) -> None:
     assert offences(core_import, [File(f"src/moe_replay/{path}", "def f():\n    import vllm")]) == []
 

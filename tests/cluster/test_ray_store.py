@@ -18,7 +18,7 @@ from moe_replay.cluster.nodes import nodes_of
 from moe_replay.distributed.control import open_control_group
 from moe_replay.distributed.ranks import barrier, from_rank_0, rank
 from moe_replay.errors import EngineError
-from moe_replay.rollout.vllm_transfer_engines import RAY_NAMESPACE, require_ray_worker
+from moe_replay.rollout.vllm.transfer_engines import RAY_NAMESPACE, require_ray_worker
 from moe_replay.train import step_rollout
 from moe_replay.train.config.file import load_config
 from moe_replay.train.trajectories.ray_store import RayStore, ranks_share_ray

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from moe_replay.rollout.vllm_server import VllmServer
+from moe_replay.rollout.server.client import VllmServer
 from moe_replay.train.config.file import to_toml
 from tests.cluster.local_cluster import Events, Gates, kill, node_of, ray_cluster, train_on
 from tests.faults.forked import fork_python

@@ -56,7 +56,7 @@ def give(backend: Any, adapter: dict[str, Tensor]) -> None:
 
 
 def _give_to_fsdp(backend: Any, adapter: dict[str, Tensor]) -> None:
-    from moe_replay.rollout.weights import checkpoint_tensors
+    from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
 
     parameters = dict(backend.model.named_parameters())
     for one in backend._adapted:

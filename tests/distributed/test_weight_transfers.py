@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_replay.rollout.transfer import Receivers, Transfer
 from moe_replay.rollout.types import Weights
+from moe_replay.rollout.weights.transfer import Receivers, Transfer
 from tests.distributed import harness, weight_transfers
 from tests.distributed.megatron_models import PRELOADED
 from tests.distributed.test_weight_sources import BF16, PP_EP, as_sent
@@ -38,7 +38,7 @@ class Worker(Receiver):
         self.transfers: list[str] = []
 
     def update_weights(self, weights: Weights, version: int, probe: Any = None, weights_id: str = "") -> None:
-        from moe_replay.rollout.weight_receiver import received_tensors
+        from moe_replay.rollout.weights.receiver import received_tensors
 
         own_device.name = self.receivers.ids[0]
         if isinstance(weights, Transfer):
@@ -62,9 +62,9 @@ def assert_shares(shares: list[dict[str, Any]], wanted: dict[str, Tensor]) -> No
 def test_servers_get_the_bytes_that_http_sends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, settings: dict[str, Any]
 ) -> None:
-    from moe_replay.rollout.server_app import build_app
+    from moe_replay.rollout.server.app import build_app
 
-    monkeypatch.setattr("moe_replay.rollout.weight_receiver.device_id", lambda _: own_device.name)
+    monkeypatch.setattr("moe_replay.rollout.weights.receiver.device_id", lambda _: own_device.name)
     save_checkpoint(tiny("deepseek_v3"), tmp_path)
     wanted = as_sent(tmp_path, kind)
     total = sum(tensor.nbytes for tensor in wanted.values())

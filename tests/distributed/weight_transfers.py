@@ -11,11 +11,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from moe_replay.rollout.layer_shares import LayerShares, partition
 from moe_replay.rollout.pool import EnginePool
-from moe_replay.rollout.vllm_server import VllmServer
-from moe_replay.rollout.weight_sender import Meeting
-from moe_replay.rollout.weight_source import WeightSource
+from moe_replay.rollout.server.client import VllmServer
+from moe_replay.rollout.vllm.layer_shares import LayerShares, partition
+from moe_replay.rollout.weights.sender import Meeting
+from moe_replay.rollout.weights.source import WeightSource
 from moe_replay.train.config.weights_section import WeightsConfig
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.weight_sync import EngineSync
@@ -39,7 +39,7 @@ def send(
     rank = dist.get_rank()
     found = []
     with ExitStack() as stack:
-        for module in ("train.weight_sync", "rollout.weight_sender"):
+        for module in ("train.weight_sync", "rollout.weights.sender"):
             stack.enter_context(mock.patch(f"moe_replay.{module}.device_id", return_value=f"gpu {rank}"))
         stack.enter_context(mock.patch("moe_replay.train.weight_sync.Meeting", small_chunks))
         for version, (kind, urls) in enumerate(updates, start=1):

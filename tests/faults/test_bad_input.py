@@ -28,7 +28,7 @@ from moe_replay.errors import EngineError, EngineOptionError, MoeReplayError
 from moe_replay.rollout.engine import StartRequest
 from moe_replay.rollout.model_folder import ModelError, read_config
 from moe_replay.rollout.registry import start_engine
-from moe_replay.rollout.server_app import build_app
+from moe_replay.rollout.server.app import build_app
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.tools.dry_run import parallel_of, work_of
 from moe_replay.train.config.file import load_config

@@ -20,10 +20,10 @@ pytest.importorskip("pydantic", reason="the trainer's own dependency")
 
 from moe_replay.errors import EngineError, EngineName, MoeReplayError
 from moe_replay.rollout.answers import check_samples, reading_answer
-from moe_replay.rollout.sample_wire import decode_samples, encode_samples
-from moe_replay.rollout.sglang_wire import GenerateResponse
+from moe_replay.rollout.server.sample_wire import decode_samples, encode_samples
+from moe_replay.rollout.sglang.wire import GenerateResponse
 from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
-from moe_replay.rollout.weights_id import CurrentWeights
+from moe_replay.rollout.weights.identity import CurrentWeights
 from moe_replay.routes.topology import MoeLayer, MoeTopology
 from moe_replay.routes.trace import RouteTrace
 from moe_replay.train.config.file import load_config

@@ -154,7 +154,7 @@ def test_what_is_in_use_stays(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="files without a name")
 def test_weights_on_their_way_are_in_no_folder() -> None:
-    from moe_replay.rollout.weights import as_files
+    from moe_replay.rollout.weights.checkpoint import as_files
 
     contents = []
     for file in as_files([b"first", b"second"]):

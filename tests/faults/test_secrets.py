@@ -179,8 +179,8 @@ def echoing() -> Iterator[tuple[str, list[str]]]:
 def test_clients_send_secrets_and_do_not_show_them(
     echoing: tuple[str, list[str]], form: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from moe_replay.rollout.server.client import VllmServer
     from moe_replay.rollout.types import SamplingParams
-    from moe_replay.rollout.vllm_server import VllmServer
 
     url, seen = echoing
     with_password = url.replace("http://", f"http://me:{SECRET}@")
@@ -198,8 +198,8 @@ def test_clients_send_secrets_and_do_not_show_them(
 
 def test_a_server_that_is_not_there_is_named_without_its_password(port: int) -> None:
     pytest.importorskip("httpx")
+    from moe_replay.rollout.server.client import VllmServer
     from moe_replay.rollout.types import SamplingParams
-    from moe_replay.rollout.vllm_server import VllmServer
 
     with VllmServer(f"http://me:{SECRET}@127.0.0.1:{port}") as client, pytest.raises(MoeReplayError) as raised:
         client.generate([[1]], SamplingParams())

@@ -30,14 +30,14 @@ from moe_replay.errors import EngineAnswerError, EngineError, EngineUnavailableE
 from moe_replay.rollout.answers import vocabulary_size
 from moe_replay.rollout.engine import StartRequest
 from moe_replay.rollout.pool import EnginePool, connect
-from moe_replay.rollout.request_limits import RequestLimits, timed_protocol
-from moe_replay.rollout.server_app import build_app
-from moe_replay.rollout.sglang_server import SglangServer
+from moe_replay.rollout.server.app import build_app
+from moe_replay.rollout.server.client import VllmServer
+from moe_replay.rollout.server.request_limits import RequestLimits, timed_protocol
+from moe_replay.rollout.sglang.server import SglangServer
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.rollout.types import Sample, SamplingParams
-from moe_replay.rollout.vllm_server import VllmServer
-from moe_replay.rollout.weight_stream import write_update
-from moe_replay.rollout.weights import checkpoint_tensors
+from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
+from moe_replay.rollout.weights.stream import write_update
 from moe_replay.routes.topology import MoeLayer, MoeTopology
 from moe_replay.routes.trace import RouteTrace
 from moe_replay.train.loop import train

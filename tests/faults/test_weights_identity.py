@@ -22,11 +22,11 @@ from starlette.routing import Route
 
 from moe_replay.errors import AlignmentError, EngineAnswerError, EngineError, EngineUnavailableError
 from moe_replay.rollout.pool import EnginePool
-from moe_replay.rollout.server_app import build_app
+from moe_replay.rollout.server.app import build_app
+from moe_replay.rollout.server.client import VllmServer
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.rollout.types import SamplingParams
-from moe_replay.rollout.vllm_server import VllmServer
-from moe_replay.rollout.weights import checkpoint_tensors
+from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
 from moe_replay.train.job import Job
 from moe_replay.train.loop import train
 from moe_replay.train.rollouts import Rollouts
@@ -287,8 +287,8 @@ def test_servers_of_older_releases_are_checked_by_version(served: Any) -> None:
 
 
 def test_bytes_without_an_id_are_those_that_older_releases_read(served: Any) -> None:
-    from moe_replay.rollout.sample_wire import decode_samples, encode_samples
-    from moe_replay.rollout.weight_stream import write_update
+    from moe_replay.rollout.server.sample_wire import decode_samples, encode_samples
+    from moe_replay.rollout.weights.stream import write_update
 
     engine, _ = served(tiny_engine)
     (plain,) = engine.generate([[1, 2]], SHORT)[0]

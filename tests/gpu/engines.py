@@ -72,7 +72,7 @@ class Case:
     """
 
     def __init__(self, family: str, dtype: str, folder: Path, **options: Any) -> None:
-        from moe_replay.rollout.vllm import VllmEngine
+        from moe_replay.rollout.vllm.engine import VllmEngine
 
         self.family, self.dtype = family, "float32" if ON_CPU else dtype
         self.tolerance = TOLERANCES[self.dtype]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from moe_replay.rollout.types import Probe, Sample, SamplingParams
-from moe_replay.rollout.vllm_masks import MASK_OPTION
-from moe_replay.rollout.weights import checkpoint_tensors
+from moe_replay.rollout.vllm.masks import MASK_OPTION
+from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
 from tests.gpu.models import VOCABULARY, random_model
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"), pytest.mark.engine]
@@ -38,7 +38,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     pytest.importorskip("vllm")
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from moe_replay.rollout.vllm import VllmEngine
+    from moe_replay.rollout.vllm.engine import VllmEngine
 
     if MASK_OPTION not in {field.name for field in dataclasses.fields(AsyncEngineArgs)}:
         pytest.skip("this vLLM returns no sampling masks")

@@ -15,7 +15,7 @@ import pytest
 from moe_replay.errors import EngineError
 from moe_replay.rollout.session import Session
 from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
-from moe_replay.rollout.weights import checkpoint_tensors
+from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
 from tests.gpu.engines import BLOCK, FEW_SLOTS, NEEDS_GPU, ON_CPU, Case, random_prompts, score, started
 from tests.gpu.models import FAMILIES
 

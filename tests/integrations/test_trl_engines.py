@@ -16,7 +16,7 @@ from torch import nn
 from moe_replay.errors import EngineError
 from moe_replay.integrations.trl_generation import merged_weights
 from moe_replay.rollout.transformers import TransformersEngine
-from moe_replay.rollout.weights import checkpoint_tensors
+from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
 from tests.integrations.trl_tiny import make, model, trained
 
 pytest.importorskip("trl")
@@ -34,8 +34,8 @@ def in_process(policy: nn.Module, folder: Path) -> Iterator[Any]:
 @contextmanager
 def behind_http(policy: nn.Module, folder: Path) -> Iterator[Any]:
     pytest.importorskip("starlette", reason="the server's own dependencies")
-    from moe_replay.rollout.server_app import build_app
-    from moe_replay.rollout.vllm_server import VllmServer
+    from moe_replay.rollout.server.app import build_app
+    from moe_replay.rollout.server.client import VllmServer
     from tests.rollout.serving import serving
 
     app = build_app(TransformersEngine(copy.deepcopy(policy)), "open sesame", max_requests=8)

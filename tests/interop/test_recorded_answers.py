@@ -10,8 +10,8 @@ import pytest
 
 from moe_replay import MoeTopology, interop
 from moe_replay.errors import EngineName
-from moe_replay.rollout.sglang_wire import GenerateResponse
-from moe_replay.rollout.weights_id import CurrentWeights
+from moe_replay.rollout.sglang.wire import GenerateResponse
+from moe_replay.rollout.weights.identity import CurrentWeights
 from tests.real_sglang.models import sglang_model
 
 pytest.importorskip("transformers")

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from moe_replay.rollout.sglang_server import generate_request
+from moe_replay.rollout.sglang.server import generate_request
 from moe_replay.rollout.types import SamplingParams
 from tests.real_sglang.models import FAMILIES, sglang_model
 from tests.real_sglang.server import sglang_server

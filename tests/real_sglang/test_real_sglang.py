@@ -11,9 +11,9 @@ import pytest
 
 from moe_replay.errors import EngineError
 from moe_replay.rollout.session import Session
-from moe_replay.rollout.sglang_server import SglangServer
+from moe_replay.rollout.sglang.server import SglangServer
 from moe_replay.rollout.types import FinishReason, Probe, SamplingParams
-from moe_replay.rollout.weights import checkpoint_tensors
+from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
 from tests.real_sglang.models import sglang_model
 from tests.real_sglang.server import sglang_server
 from tests.rollout.tiny import assert_sampled_from, reference

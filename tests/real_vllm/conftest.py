@@ -54,7 +54,7 @@ def engines_are_forked() -> Iterator[None]:
 def vllm_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
     """The engine of a family; `tiny_model(family)` are its weights."""
     pytest.importorskip("vllm", reason=NEEDS_VLLM)
-    from moe_replay.rollout.vllm import VllmEngine
+    from moe_replay.rollout.vllm.engine import VllmEngine
 
     with ExitStack() as started:
 

@@ -35,7 +35,7 @@ PROBE = [number % 11 + 1 for number in range(40)]
 @pytest.fixture(scope="module")
 def engine(demo_files: Any) -> Iterator[Any]:
     pytest.importorskip("vllm", reason=NEEDS_VLLM)
-    from moe_replay.rollout.vllm import start
+    from moe_replay.rollout.vllm.engine import start
 
     options = {name: value for name, value in SHARED.items() if name != "dtype"}
     request = StartRequest(
@@ -135,7 +135,7 @@ def test_training_with_r3_and_gspo_sends_the_adapter_alone(engine: Any, demo_fil
 
 def test_experts_on_cpu_are_refused_before_anything_starts() -> None:
     pytest.importorskip("vllm", reason=NEEDS_VLLM)
-    from moe_replay.rollout.vllm import start
+    from moe_replay.rollout.vllm.engine import start
 
     with pytest.raises(EngineOptionError, match=r"vLLM on CPU cannot.*rollout\.lora = false"):
         start(StartRequest(model="nowhere", lora=LoraSpec(4, ("experts", "q_proj"))))

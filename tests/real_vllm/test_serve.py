@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from moe_replay.errors import EngineError
-from moe_replay.rollout.plain_vllm import PlainVllmServer
-from moe_replay.rollout.plain_vllm_engine import PlainVllmEngine
-from moe_replay.rollout.plain_vllm_wire import WORKER_EXTENSION
+from moe_replay.rollout.plain_vllm.client import PlainVllmServer
+from moe_replay.rollout.plain_vllm.engine import PlainVllmEngine
+from moe_replay.rollout.plain_vllm.wire import WORKER_EXTENSION
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams
-from moe_replay.rollout.weights import checkpoint_tensors
+from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
 from moe_replay.routes.topology import MoeTopology
 from tests.ports import answers, reserved_port
 from tests.real_vllm.conftest import NEEDS_VLLM

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_replay.rollout.vllm_server import VllmServer
+from moe_replay.rollout.server.client import VllmServer
 from tests.combinations import with_thorough
 from tests.distributed.harness import run_ranks
 from tests.real_vllm.conftest import NEEDS_VLLM
@@ -33,8 +33,8 @@ def server(demo_files: Any) -> Iterator[str]:
 
     Few sequences at once: sampling takes longer than training, so new weights always come in the middle of it.
     """
-    from moe_replay.rollout.server_app import build_app
-    from moe_replay.rollout.vllm import VllmEngine
+    from moe_replay.rollout.server.app import build_app
+    from moe_replay.rollout.vllm.engine import VllmEngine
 
     options: dict[str, Any] = {"enforce_eager": True, "max_model_len": 64, "block_size": 32, "max_num_seqs": 4}
     with (

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from moe_replay.errors import EngineError, MoeReplayError
 from moe_replay.rollout.types import Probe, SamplingParams
-from moe_replay.rollout.weight_source import IteratorSource
-from moe_replay.rollout.weights import checkpoint_tensors
+from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
+from moe_replay.rollout.weights.source import IteratorSource
 from moe_replay.train.config.weights_section import WeightsConfig
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.weight_sync import EngineSync

@@ -18,9 +18,9 @@ from torch import nn
 
 import moe_replay as mr
 from moe_replay.errors import EngineError, EngineUnavailableError
+from moe_replay.rollout.server.client import VllmServer
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams
-from moe_replay.rollout.vllm_server import VllmServer
-from moe_replay.rollout.weights import checkpoint_tensors
+from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
 from moe_replay.tools.attribution.measure import attribute
 from moe_replay.tools.attribution.result import NATIVE, R3
 from tests.models import perturb_routers
@@ -195,7 +195,7 @@ def test_after_an_update_routes_are_those_of_the_new_weights(
 
 
 def test_weights_come_in_many_chunks(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_replay.rollout.vllm.CHUNK_BYTES", 20_000)
+    monkeypatch.setattr("moe_replay.rollout.vllm.engine.CHUNK_BYTES", 20_000)
     new = tiny_model("qwen3_moe", seed=2)
     shuffled = list(checkpoint_tensors(new))
     np.random.default_rng(0).shuffle(shuffled)  # type: ignore[arg-type]
@@ -321,7 +321,7 @@ def test_the_topology_is_that_of_the_model(engine: Any, family: str) -> None:
 
 
 def test_behind_the_server(vllm_engine: Callable[[str], Any]) -> None:
-    from moe_replay.rollout.server_app import build_app
+    from moe_replay.rollout.server.app import build_app
 
     engine, old, new = vllm_engine("qwen3_moe"), tiny_model("qwen3_moe"), tiny_model("qwen3_moe", seed=1)
     with serving(build_app(engine, TOKEN)) as address, VllmServer(address, token=TOKEN) as client:
@@ -362,7 +362,7 @@ def test_replay_repairs_what_routing_breaks(vllm_engine: Callable[[str], Any]) -
 @pytest.fixture
 def start() -> Callable[..., Any]:
     pytest.importorskip("vllm", reason=NEEDS_VLLM)
-    from moe_replay.rollout.vllm import VllmEngine
+    from moe_replay.rollout.vllm.engine import VllmEngine
 
     return VllmEngine
 
@@ -375,7 +375,7 @@ def test_options_that_are_ours(start: Callable[..., Any]) -> None:
 
 
 def test_bfloat16_on_a_cpu_without_it(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_replay.rollout.vllm_arguments.cpu_has_bfloat16", lambda: False)
+    monkeypatch.setattr("moe_replay.rollout.vllm.arguments.cpu_has_bfloat16", lambda: False)
     with pytest.raises(EngineError, match="this CPU does not compute in bfloat16"):
         start("model", dtype="bfloat16")
 

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moe_replay.rollout import weight_chunks
 from moe_replay.rollout.pool import EnginePool
-from moe_replay.rollout.vllm_server import VllmServer
-from moe_replay.rollout.weight_sender import Meeting
-from moe_replay.rollout.weight_source import IteratorSource
+from moe_replay.rollout.server.client import VllmServer
+from moe_replay.rollout.weights import chunks as weight_chunks
+from moe_replay.rollout.weights.sender import Meeting
+from moe_replay.rollout.weights.source import IteratorSource
 from moe_replay.train import weight_sync
 from moe_replay.train.config.weights_section import WeightsConfig
 from moe_replay.train.synced_engine import SyncedEngine

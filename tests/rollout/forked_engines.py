@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import pytest
 
-from moe_replay.rollout import engine_processes
+from moe_replay.rollout.server import engine_processes
 from tests.faults.forked import Forked
 
 
@@ -24,7 +24,7 @@ class ForkedEngine(Forked):
     """What `EngineProcesses` asks of a process that it has started."""
 
     def __init__(self, command: Sequence[str], *, stdin: int, pass_fds: Sequence[int], env: dict[str, str]) -> None:
-        assert list(command)[1:] == ["-m", "moe_replay.rollout.engine_processes"]
+        assert list(command)[1:] == ["-m", "moe_replay.rollout.server.engine_processes"]
         (ready,) = pass_fds
         super().__init__(_serve, Connection(os.dup(ready), readable=False), ready, environment=env)
         self.stdin: Any = self.stdin.detach()  # bytes

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from moe_replay.errors import EngineError
+from moe_replay.rollout.server.client import VllmServer
 from moe_replay.rollout.types import SamplingParams
-from moe_replay.rollout.vllm_server import VllmServer
 from tests.faults.forked import fork_command
 from tests.faults.processes import wait_for_line
 from tests.rollout.tiny import assert_sampled_from, tiny_model

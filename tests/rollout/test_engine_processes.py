@@ -14,9 +14,9 @@ pytest.importorskip("uvicorn", reason="the server's own dependencies come with v
 
 from moe_replay.errors import EngineOptionError, EngineUnavailableError
 from moe_replay.rollout.engine import StartRequest
-from moe_replay.rollout.engine_processes import EngineProcesses, connect_local, device_shares
+from moe_replay.rollout.server.engine_processes import EngineProcesses, connect_local, device_shares
 from moe_replay.rollout.types import SamplingParams
-from moe_replay.rollout.weights import checkpoint_tensors
+from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
 from tests.faults.forked import fork_python
 from tests.faults.processes import wait_for_line
 from tests.rollout.forked_engines import forked_engines
@@ -27,7 +27,7 @@ TOKEN = "open sesame"
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int, visible: str | None = None) -> None:
-    monkeypatch.setattr("moe_replay.rollout.engine_processes.accelerator", lambda: "cuda")
+    monkeypatch.setattr("moe_replay.rollout.server.engine_processes.accelerator", lambda: "cuda")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
@@ -50,7 +50,7 @@ def test_shares_that_are_not_even_are_refused(monkeypatch: pytest.MonkeyPatch, e
 
 
 def test_without_gpus_there_is_nothing_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_replay.rollout.engine_processes.accelerator", lambda: None)
+    monkeypatch.setattr("moe_replay.rollout.server.engine_processes.accelerator", lambda: None)
     assert device_shares(2, {"tensor_parallel_size": 4}) == [None, None]
 
 
@@ -91,7 +91,7 @@ def test_a_trainer_that_is_killed_leaves_no_engine(tmp_path: Path) -> None:
     program = (
         "import time\n"
         "from moe_replay.rollout.engine import StartRequest\n"
-        "from moe_replay.rollout.engine_processes import EngineProcesses\n"
+        "from moe_replay.rollout.server.engine_processes import EngineProcesses\n"
         f"started = EngineProcesses('transformers', StartRequest(model={str(tmp_path)!r}), 1, token='t')\n"
         "print('\\nengine', *started.pids, flush=True)\n"
         "time.sleep(100000)\n"

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from moe_replay.errors import EngineError
-from moe_replay.rollout import layer_shares
-from moe_replay.rollout.layer_shares import LayerShares, holders, partition
-from moe_replay.rollout.weight_source import Group, IteratorSource, TensorInfo
+from moe_replay.rollout.vllm import layer_shares
+from moe_replay.rollout.vllm.layer_shares import LayerShares, holders, partition
+from moe_replay.rollout.weights.source import Group, IteratorSource, TensorInfo
 
 TENSORS = {
     "model.embed_tokens.weight": torch.zeros(4, 2),

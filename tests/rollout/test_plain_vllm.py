@@ -15,7 +15,7 @@ import pytest
 
 from moe_replay.errors import EngineError
 from moe_replay.rollout.engine import StartRequest
-from moe_replay.rollout.plain_vllm import PlainVllmServer
+from moe_replay.rollout.plain_vllm.client import PlainVllmServer
 from moe_replay.rollout.registry import start_engine, start_sampler
 from moe_replay.rollout.types import SamplingParams
 from moe_replay.routes.topology import MoeLayer, MoeTopology

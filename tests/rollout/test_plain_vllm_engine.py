@@ -16,12 +16,12 @@ import torch
 
 from moe_replay.errors import EngineError, EngineUnavailableError
 from moe_replay.rollout.engine import StartRequest
-from moe_replay.rollout.plain_vllm_engine import PlainVllmEngine
-from moe_replay.rollout.plain_vllm_weights import weight_route
-from moe_replay.rollout.plain_vllm_wire import WORKER_EXTENSION, ServerSettings
+from moe_replay.rollout.plain_vllm.engine import PlainVllmEngine
+from moe_replay.rollout.plain_vllm.weights import weight_route
+from moe_replay.rollout.plain_vllm.wire import WORKER_EXTENSION, ServerSettings
 from moe_replay.rollout.registry import start_engine
 from moe_replay.rollout.types import FinishReason, Probe, SamplingParams
-from moe_replay.rollout.weights import read_tensors
+from moe_replay.rollout.weights.checkpoint import read_tensors
 from moe_replay.routes.topology import MoeLayer, MoeTopology
 from tests.rollout.serving import serving
 from tests.rollout.tiny import tiny_model

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from moe_replay.errors import EngineError, EngineUnavailableError
+from moe_replay.rollout.server.client import VllmServer
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.rollout.types import SamplingParams
-from moe_replay.rollout.vllm_server import VllmServer
-from moe_replay.rollout.weights import checkpoint_tensors
+from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
 from tests.faults.forked import Forked, fork_command
 from tests.ports import reserved_port
 from tests.rollout.serving import serving
@@ -90,7 +90,7 @@ def engines() -> list[TransformersEngine]:
 
 @pytest.fixture
 def urls(engines: list[TransformersEngine]) -> Iterator[list[str]]:
-    from moe_replay.rollout.server_app import build_app
+    from moe_replay.rollout.server.app import build_app
 
     with ExitStack() as stack:
         yield [stack.enter_context(serving(build_app(engine, TOKEN))) for engine in engines]
@@ -147,7 +147,7 @@ def test_no_engine_left_says_so() -> None:
 
 
 def test_a_pool_needs_engines_of_one_model(urls) -> None:
-    from moe_replay.rollout.server_app import build_app
+    from moe_replay.rollout.server.app import build_app
 
     with pytest.raises(EngineError, match="without engines"):
         pool_of()

@@ -103,7 +103,7 @@ def test_servers_are_one_pool_with_the_token_of_the_environment(
 
 
 def test_a_pool_of_one_server(tmp_path: Path) -> None:
-    from moe_replay.rollout.server_app import build_app
+    from moe_replay.rollout.server.app import build_app
     from tests.rollout.serving import serving
 
     with serving(build_app(TransformersEngine(tiny_model("olmoe"), weight_version=4), "secret")) as url:

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from moe_replay.errors import EngineError, EngineUnavailableError
-from moe_replay.rollout.route_channel import RouteReceiver, RouteSender
-from moe_replay.rollout.slot_routes import EndedRequest
-from moe_replay.rollout.vllm_capture import capture_arguments, chosen_capture
+from moe_replay.rollout.vllm.capture import capture_arguments, chosen_capture
+from moe_replay.rollout.vllm.route_channel import RouteReceiver, RouteSender
+from moe_replay.rollout.vllm.slot_routes import EndedRequest
 
 SHAPE = (3, 2)
 BLOCK = 4

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import moe_replay as mr
 from moe_replay.errors import EngineError
-from moe_replay.rollout.sample_wire import decode_samples, encode_samples
+from moe_replay.rollout.server.sample_wire import decode_samples, encode_samples
 from moe_replay.rollout.types import FinishReason, Sample
 
 LAYERS, EXPERTS, TOP_K = (1, 2, 5), 8, 2

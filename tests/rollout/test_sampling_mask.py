@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 import moe_replay as mr
 from moe_replay.errors import EngineError, EngineName, EngineOptionError, TraceFormatError
 from moe_replay.rollout.answers import check_samples
-from moe_replay.rollout.sample_wire import decode_samples, encode_samples
 from moe_replay.rollout.sampling_mask import SamplingMask
 from moe_replay.rollout.sampling_mask_wire import HEADER_BYTES, MaskLimits, mask_from_bytes, mask_to_bytes
+from moe_replay.rollout.server.sample_wire import decode_samples, encode_samples
 from moe_replay.rollout.session import Session
-from moe_replay.rollout.sglang_wire import generate_request
+from moe_replay.rollout.sglang.wire import generate_request
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
-from moe_replay.rollout.vllm_masks import MASK_OPTION, MaskReturn, check_mask_option
+from moe_replay.rollout.vllm.masks import MASK_OPTION, MaskReturn, check_mask_option
 from moe_replay.routes.topology import MoeLayer
 from tests.rollout.tiny import VOCABULARY, tiny_model
 

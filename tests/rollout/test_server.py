@@ -15,12 +15,12 @@ import torch
 
 from moe_replay.errors import EngineError, EngineUnavailableError
 from moe_replay.rollout.pool import EnginePool
-from moe_replay.rollout.sample_wire import encode_samples
+from moe_replay.rollout.server.client import VllmServer
+from moe_replay.rollout.server.sample_wire import encode_samples
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams
-from moe_replay.rollout.vllm_server import VllmServer
-from moe_replay.rollout.weight_stream import write_update
-from moe_replay.rollout.weights import checkpoint_tensors
+from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
+from moe_replay.rollout.weights.stream import write_update
 from tests.rollout.serving import serving
 from tests.rollout.tiny import Pause, assert_sampled_from, reference, tiny_model
 
@@ -36,7 +36,7 @@ def engine() -> TransformersEngine:
 @pytest.fixture
 def url(engine: TransformersEngine) -> Iterator[str]:
     pytest.importorskip("starlette", reason="the server's own dependencies come with vLLM")
-    from moe_replay.rollout.server_app import build_app
+    from moe_replay.rollout.server.app import build_app
 
     with serving(build_app(engine, TOKEN, max_requests=4)) as address:
         yield address
@@ -220,7 +220,7 @@ class EndlessEngine(TransformersEngine):
 
 def test_what_nobody_waits_for_is_given_up() -> None:
     pytest.importorskip("starlette", reason="the server's own dependencies come with vLLM")
-    from moe_replay.rollout.server_app import build_app
+    from moe_replay.rollout.server.app import build_app
 
     engine = EndlessEngine(tiny_model("olmoe"))
     engine.begun, engine.cancelled = threading.Event(), threading.Event()

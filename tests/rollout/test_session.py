@@ -14,7 +14,7 @@ from moe_replay.errors import EngineError, TraceError
 from moe_replay.rollout.session import Session
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.rollout.types import NOT_SAMPLED, FinishReason, Sample, SampledSequence, SamplingParams
-from moe_replay.rollout.weights import checkpoint_tensors
+from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
 from tests.rollout.tiny import reference, tiny_model
 
 PROMPT, TOOL = [5, 6, 7, 8], [11, 12, 13]

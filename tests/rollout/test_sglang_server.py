@@ -25,7 +25,7 @@ from torch import nn
 from moe_replay.errors import EngineError, EngineUnavailableError
 from moe_replay.rollout.sampling import sampled_logprobs
 from moe_replay.rollout.session import Session
-from moe_replay.rollout.sglang_server import SglangServer
+from moe_replay.rollout.sglang.server import SglangServer
 from moe_replay.rollout.types import FinishReason, Probe, SamplingParams
 from moe_replay.routes.topology import MoeLayer, MoeTopology
 from tests.real_sglang.models import FAMILIES, sglang_model

@@ -22,9 +22,9 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from moe_replay.errors import EngineError, MissingExtraError
-from moe_replay.rollout import sglang_weights
-from moe_replay.rollout.sglang_server import SglangServer
-from moe_replay.rollout.sglang_weights import WeightCalls
+from moe_replay.rollout.sglang import weights as sglang_weights
+from moe_replay.rollout.sglang.server import SglangServer
+from moe_replay.rollout.sglang.weights import WeightCalls
 from moe_replay.rollout.types import Probe, SamplingParams
 from moe_replay.routes.topology import MoeLayer, MoeTopology
 from tests.rollout.serving import serving

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_replay.rollout.slot_routes import EndedRequest, RunnerV1, RunnerV2, SlotRoutes, id_dtype
+from moe_replay.rollout.vllm.slot_routes import EndedRequest, RunnerV1, RunnerV2, SlotRoutes, id_dtype
 
 BLOCK, BLOCKS, LAYERS, TOP_K = 4, 6, 3, 2
 

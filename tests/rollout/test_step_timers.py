@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_replay.rollout.step_timers import StepTimers, TimedSteps
+from moe_replay.rollout.vllm.step_timers import StepTimers, TimedSteps
 
 
 class Steps:

@@ -18,8 +18,8 @@ import moe_replay as mr
 from moe_replay.errors import EngineError
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams
-from moe_replay.rollout.weight_chunks import packed
-from moe_replay.rollout.weights import checkpoint_tensors, read_tensors
+from moe_replay.rollout.weights.checkpoint import checkpoint_tensors, read_tensors
+from moe_replay.rollout.weights.chunks import packed
 from tests.rollout.tiny import VOCABULARY, Pause, assert_sampled_from, reference, tiny_model
 
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moe_replay.rollout.vllm_console import LEVEL, ToldStart, engine_console, leave_out_what_means_nothing
+from moe_replay.rollout.vllm.console import LEVEL, ToldStart, engine_console, leave_out_what_means_nothing
 
 MEANINGLESS = ("%s: Failed to load weights", "RotaryEmbedding")
 

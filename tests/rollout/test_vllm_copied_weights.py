@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe_replay.rollout.vllm_copied_weights import CopiedWeights
+from moe_replay.rollout.vllm.copied_weights import CopiedWeights
 
 pytest.importorskip("vllm")
 

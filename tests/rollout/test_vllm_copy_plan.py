@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_replay.errors import EngineError
-from moe_replay.rollout.vllm_copy_plan import CopyPlan, CopyRecorder
+from moe_replay.rollout.vllm.copy_plan import CopyPlan, CopyRecorder
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow  # importing vLLM takes seconds

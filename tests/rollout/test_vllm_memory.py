@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from moe_replay.errors import EngineError
-from moe_replay.rollout import vllm_console, vllm_memory
 from moe_replay.rollout.engine import StartRequest
-from moe_replay.rollout.vllm_memory import GIB, memory_share, not_started, share_of
+from moe_replay.rollout.vllm import console as vllm_console
+from moe_replay.rollout.vllm import memory as vllm_memory
+from moe_replay.rollout.vllm.memory import GIB, memory_share, not_started, share_of
 
 
 def test_an_engine_that_sleeps_gets_what_is_free() -> None:

@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(folder: Path, **options: Any) -> Any:
-    from moe_replay.rollout.vllm_arguments import engine_arguments
+    from moe_replay.rollout.vllm.arguments import engine_arguments
 
     return engine_arguments(EngineName("vLLM", "0"), str(folder), "ours", options)
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from moe_replay.errors import EngineError, EngineOptionError
-from moe_replay.rollout.vllm_capture import chosen_capture
-from moe_replay.rollout.vllm_release import (
+from moe_replay.rollout.vllm.capture import chosen_capture
+from moe_replay.rollout.vllm.release import (
     INSTALL,
     NEWEST,
     OLDEST,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_replay.rollout import vllm_transfer
-from moe_replay.rollout.transfer_messages import TransferSettings
-from moe_replay.rollout.vllm_transfer import TransferLoader
+from moe_replay.rollout.vllm import transfer as vllm_transfer
+from moe_replay.rollout.vllm.transfer import TransferLoader
+from moe_replay.rollout.weights.transfer_messages import TransferSettings
 
 SETTINGS = TransferSettings(kind="ipc", host="127.0.0.1", port=1, first=0, workers=1, timeout_s=1).model_dump_json()
 CHUNKS = {

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import moe_replay as mr
 from moe_replay.errors import EngineError, EngineName
+from moe_replay.rollout.server.client import VllmServer
 from moe_replay.rollout.types import Weights
-from moe_replay.rollout.vllm_server import VllmServer
-from moe_replay.rollout.weight_chunks import CHUNK_BYTES, chunks_of, update_side_by_side
+from moe_replay.rollout.weights.chunks import CHUNK_BYTES, chunks_of, update_side_by_side
 from tests.rollout.serving import serving
 
 pytest.importorskip("tenacity", reason="the pool needs tenacity")
@@ -69,7 +69,7 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
 
 def pool_of(stack: ExitStack, engines: list[Receiver]) -> Any:
     from moe_replay.rollout.pool import EnginePool
-    from moe_replay.rollout.server_app import build_app
+    from moe_replay.rollout.server.app import build_app
 
     urls = [stack.enter_context(serving(build_app(engine, TOKEN))) for engine in engines]  # type: ignore[arg-type]
     return stack.enter_context(EnginePool([VllmServer(url, token=TOKEN) for url in urls], any_version=True))

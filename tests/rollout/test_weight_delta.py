@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moe_replay.errors import EngineError
 from moe_replay.rollout.types import Weights
-from moe_replay.rollout.weight_delta import Changes, KeptWeights, apply_changes
-from moe_replay.rollout.weight_source import IteratorSource
+from moe_replay.rollout.weights.delta import Changes, KeptWeights, apply_changes
+from moe_replay.rollout.weights.source import IteratorSource
 from moe_replay.train.config.weights_section import WeightsConfig
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.weight_sync import EngineSync
@@ -146,7 +146,7 @@ def steps(count: int) -> list[dict[str, Tensor]]:
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of each request with weights."""
-    from moe_replay.rollout import vllm_server
+    from moe_replay.rollout.server import client as vllm_server
 
     sizes: list[int] = []
     write = vllm_server.write_update

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from moe_replay.errors import MoeReplayError
-from moe_replay.rollout.transfer import Receivers, TransferError, TransferStore
-from moe_replay.rollout.weight_receiver import WeightReceiver
-from moe_replay.rollout.weight_sender import Meeting, WeightSender
-from moe_replay.rollout.weight_source import Group
+from moe_replay.rollout.weights.receiver import WeightReceiver
+from moe_replay.rollout.weights.sender import Meeting, WeightSender
+from moe_replay.rollout.weights.source import Group
+from moe_replay.rollout.weights.transfer import Receivers, TransferError, TransferStore
 
 CPU = torch.device("cpu")
 CHUNK = 4096
@@ -43,8 +43,8 @@ def groups(rank: int, fails: bool = False) -> Iterator[Group]:
 def devices(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     """Give every thread a device of its own name."""
     own = threading.local()
-    for module in ("weight_sender", "weight_receiver"):
-        monkeypatch.setattr(f"moe_replay.rollout.{module}.device_id", lambda _: own.name)
+    for module in ("sender", "receiver"):
+        monkeypatch.setattr(f"moe_replay.rollout.weights.{module}.device_id", lambda _: own.name)
     return own
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from moe_replay.rollout.weight_source import IteratorSource, TensorInfo, layer_prefix, tensors_of
+from moe_replay.rollout.weights.source import IteratorSource, TensorInfo, layer_prefix, tensors_of
 
 TENSORS = {
     "model.embed_tokens.weight": torch.zeros(4, 2),

@@ -25,13 +25,13 @@ from torch import Tensor
 pytest.importorskip("uvicorn", reason="the server's own dependencies come with vLLM")
 
 from moe_replay.errors import EngineError, MoeReplayError
-from moe_replay.rollout import engine_processes
 from moe_replay.rollout.engine import StartRequest
 from moe_replay.rollout.pool import EnginePool
+from moe_replay.rollout.server import engine_processes
+from moe_replay.rollout.server.client import VllmServer
 from moe_replay.rollout.types import Probe, SamplingParams
-from moe_replay.rollout.vllm_server import VllmServer
-from moe_replay.rollout.weight_source import Group, IteratorSource, TensorInfo
-from moe_replay.rollout.weights import checkpoint_tensors
+from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
+from moe_replay.rollout.weights.source import Group, IteratorSource, TensorInfo
 from moe_replay.train.config.weights_section import WeightsConfig
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.weight_sync import EngineSync

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import moe_replay as mr
-from moe_replay.rollout.weight_source import IteratorSource
+from moe_replay.rollout.weights.source import IteratorSource
 from moe_replay.utils.files import Write
 
 

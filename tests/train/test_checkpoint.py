@@ -19,7 +19,7 @@ from torch import Tensor
 
 import moe_replay as mr
 from moe_replay.megatron.weights.export import write_folder
-from moe_replay.rollout.weight_source import IteratorSource
+from moe_replay.rollout.weights.source import IteratorSource
 from moe_replay.train.run import checkpoint, manifest, rng
 from moe_replay.train.run.checkpoint import CheckpointError, Checkpoints, TrainerState
 from moe_replay.utils.files import sizes

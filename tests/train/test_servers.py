@@ -14,7 +14,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("transformers")
 
-from moe_replay.rollout.server_app import build_app
+from moe_replay.rollout.server.app import build_app
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.train.loop import train
 from tests.rollout.forked_engines import forked_engines

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from moe_replay.errors import EngineError, MissingExtraError
-from moe_replay.rollout import vllm_transfer_engines
 from moe_replay.rollout.pool import EnginePool
 from moe_replay.rollout.types import SamplingParams
-from moe_replay.rollout.vllm_transfer_engines import Server as Waiting
-from moe_replay.rollout.vllm_transfer_engines import meeting_place, require_engine
-from moe_replay.rollout.weight_source import IteratorSource
+from moe_replay.rollout.vllm import transfer_engines as vllm_transfer_engines
+from moe_replay.rollout.vllm.transfer_engines import Server as Waiting
+from moe_replay.rollout.vllm.transfer_engines import meeting_place, require_engine
+from moe_replay.rollout.weights.source import IteratorSource
 from moe_replay.train import vllm_sync
 from moe_replay.train.config.weights_section import WeightsConfig
 from moe_replay.train.synced_engine import SyncedEngine
@@ -248,7 +248,7 @@ def test_vllm_s_own_trainer_side_takes_the_shares(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setitem(sys.modules, "ray", ray)
     from vllm.distributed.weight_transfer import sharded_rdt_trainer as theirs
 
-    from moe_replay.rollout.layer_shares import LayerShares
+    from moe_replay.rollout.vllm.layer_shares import LayerShares
 
     engine_class = theirs.ShardedRDTTrainerWeightTransferEngine
     packed: dict[str, Tensor] = {}
@@ -291,7 +291,7 @@ def test_vllm_s_own_trainer_side_of_nccl_m2n_takes_the_weights(monkeypatch: pyte
     reason = "the installed vLLM has no nccl_m2n"
     theirs = pytest.importorskip("vllm.distributed.weight_transfer.m2n_trainer", reason=reason)
 
-    from moe_replay.rollout.layer_shares import LayerShares
+    from moe_replay.rollout.vllm.layer_shares import LayerShares
 
     sent: list[Tensor] = []
     stream = SimpleNamespace(synchronize=lambda: None)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moe_replay.errors import EngineError, EngineUnavailableError
-from moe_replay.rollout.transfer import Receivers, Transfer
-from moe_replay.rollout.weight_source import IteratorSource
+from moe_replay.rollout.weights.source import IteratorSource
+from moe_replay.rollout.weights.transfer import Receivers, Transfer
 from moe_replay.train import weight_sync
 from moe_replay.train.config.weights_section import WeightsConfig
 from moe_replay.train.synced_engine import SyncedEngine

@@ -136,8 +136,8 @@ def test_cuda_is_named_only_where_nothing_else_will_do() -> None:
         "megatron/weights/model.py",  # whether torch has its grouped GEMM for bfloat16
         "utils/host_memory.py",  # its runtime pins memory that is there already
         # weights reach engines by CUDA IPC and NCCL, where torch has CUDA and nothing else
-        *(f"rollout/{name}.py" for name in ("staging", "transfer", "weight_receiver", "weight_sender")),
-        "rollout/plain_vllm_weights.py",
-        "rollout/sglang_weights.py",
+        *(f"rollout/weights/{name}.py" for name in ("staging", "transfer", "receiver", "sender")),
+        "rollout/plain_vllm/weights.py",
+        "rollout/sglang/weights.py",
     }
     assert {name for name in named if not name.startswith("megatron/cpu/")} == allowed

@@ -12,7 +12,7 @@ from torch import nn
 
 import moe_replay as mr
 from moe_replay.replay.adapters.transformers import RouterRule
-from moe_replay.rollout.vllm import VllmEngine
+from moe_replay.rollout.vllm.engine import VllmEngine
 
 LAYERS, EXPERTS, TOP_K = (1, 2), 6, 2
 

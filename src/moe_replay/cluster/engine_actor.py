@@ -44,7 +44,7 @@ class EngineActor:
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
         start = write_to(Path(log))
         from moe_replay.rollout.engine import StartRequest
-        from moe_replay.rollout.engine_processes import EngineProcesses
+        from moe_replay.rollout.server.engine_processes import EngineProcesses
 
         address = ray.util.get_node_ip_address()
         try:

@@ -18,8 +18,8 @@ from moe_replay.replay.recording import Recording
 from moe_replay.rollout.engine import Engine
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams
-from moe_replay.rollout.vllm import VllmEngine
-from moe_replay.rollout.weights import checkpoint_tensors
+from moe_replay.rollout.vllm.engine import VllmEngine
+from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.trace import RouteTrace
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from moe_replay.errors import EngineAnswerError, EngineError, EngineUnavailableError
 from moe_replay.rollout.engine import Engine
-from moe_replay.rollout.weights_id import CurrentWeights, identifies_weights
+from moe_replay.rollout.weights.identity import CurrentWeights, identifies_weights
 from moe_replay.utils.messages import one_line
 
 logger = logging.getLogger(__name__)

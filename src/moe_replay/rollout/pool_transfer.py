@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 from moe_replay.errors import EngineError
 from moe_replay.rollout.engine import Engine
-from moe_replay.rollout.transfer import Transfer, TransferError
 from moe_replay.rollout.types import Probe
-from moe_replay.rollout.vllm_transfer_engines import EngineTransfer
+from moe_replay.rollout.vllm.transfer_engines import EngineTransfer
+from moe_replay.rollout.weights.transfer import Transfer, TransferError
 from moe_replay.utils.messages import one_line
 
 PAUSE_S = 1.0

@@ -43,19 +43,21 @@ class EngineSpec:
 
 
 ENGINES: dict[str, EngineSpec] = {
-    "vllm": EngineSpec("moe_replay.rollout.vllm:start", "vLLM in this process", package="vllm", takes_capture=True),
+    "vllm": EngineSpec(
+        "moe_replay.rollout.vllm.engine:start", "vLLM in this process", package="vllm", takes_capture=True
+    ),
     "transformers": EngineSpec(
         "moe_replay.rollout.transformers:start", "Transformers in this process", package="transformers"
     ),
-    "vllm_server": EngineSpec("moe_replay.rollout.vllm_server:start", "`moe-replay rollout` servers", is_server=True),
+    "vllm_server": EngineSpec("moe_replay.rollout.server.client:start", "`moe-replay rollout` servers", is_server=True),
     "sglang_server": EngineSpec(
-        "moe_replay.rollout.sglang_server:start", "SGLang servers", is_server=True, returns_masks=False
+        "moe_replay.rollout.sglang.server:start", "SGLang servers", is_server=True, returns_masks=False
     ),
     "plain_vllm_server": EngineSpec(
-        "moe_replay.rollout.plain_vllm_engine:start",
+        "moe_replay.rollout.plain_vllm.engine:start",
         "vLLM's own servers, `vllm serve`",
         is_server=True,
-        start_sampler="moe_replay.rollout.plain_vllm:start",
+        start_sampler="moe_replay.rollout.plain_vllm.client:start",
     ),
 }
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_replay.errors import EngineError
 from moe_replay.rollout.sampling_mask import SamplingMask
-from moe_replay.rollout.transfer import Transfer
+from moe_replay.rollout.weights.transfer import Transfer
 from moe_replay.routes.trace import RouteTrace
 
 Tensors = Iterable[tuple[str, Tensor]]

@@ -11,7 +11,7 @@ from moe_replay.errors import UnsupportedRouterError
 from moe_replay.megatron.weights import WEIGHT_MAPS
 from moe_replay.megatron.weights.family import ADD_A_FAMILY
 from moe_replay.rollout.registry import ENGINES
-from moe_replay.rollout.vllm_release import INSTALL, NEWEST, OLDEST, RUN_ON, release_numbers
+from moe_replay.rollout.vllm.release import INSTALL, NEWEST, OLDEST, RUN_ON, release_numbers
 from moe_replay.routes.layer_rules import setting
 from moe_replay.routes.router_families import ROUTER_FAMILIES
 from moe_replay.routes.topology import MoeTopology, text_config

@@ -95,7 +95,7 @@ def engines_of_all_nodes(
     if count is None:
         yield StartedEngines()
         return
-    from moe_replay.rollout.engine_processes import EngineProcesses
+    from moe_replay.rollout.server.engine_processes import EngineProcesses
 
     token = from_rank_0(lambda: secrets.token_urlsafe(32), "making a token")
     address, processes = _address(), None
@@ -125,7 +125,7 @@ def open_engine(config: TrainConfig, folder: str, started: StartedEngines | None
     """Start the engine of a run on the model in a folder, or connect to the servers that have it."""
     length = longest_sequence(config, folder)
     if started is not None and started.urls:
-        from moe_replay.rollout.engine_processes import connect_local
+        from moe_replay.rollout.server.engine_processes import connect_local
 
         size = vocabulary_size(folder, trust_remote_code=config.model.trust_remote_code)
         pool = connect_local(started.urls, started.token, size, started.follow)
@@ -146,7 +146,7 @@ def _sending_changes(engine: Engine, weights: WeightsConfig) -> Engine:
 
 def lora_spec(model: ModelConfig, folder: str) -> LoraSpec:
     """Return what an engine must know of the policy's adapter before it starts; raise for what vLLM cannot take."""
-    from moe_replay.rollout.vllm_adapter import adapter_options
+    from moe_replay.rollout.vllm.adapter import adapter_options
 
     targets = targets_of(read_config(folder, trust_remote_code=model.trust_remote_code), model)
     spec = LoraSpec(model.lora_rank, targets.engine_modules)

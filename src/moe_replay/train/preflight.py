@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from moe_replay.errors import MissingExtraError, MoeReplayError
 from moe_replay.rollout.registry import engine_spec
-from moe_replay.rollout.vllm_release import check_version
+from moe_replay.rollout.vllm.release import check_version
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import read_rows
 from moe_replay.train.inputs import ReadData, check_names, check_reward_columns, load_rewards

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_replay.distributed.ranks import barrier, raise_on_all_ranks
 from moe_replay.rollout.types import Probe
-from moe_replay.rollout.weight_source import Group, TensorInfo
+from moe_replay.rollout.weights.source import Group, TensorInfo
 from moe_replay.train.backends.base import Backend
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.synced_engine import SyncedEngine

@@ -10,17 +10,17 @@ from typing import Any
 
 from moe_replay.distributed.ranks import from_rank_0, raise_on_all_ranks, rank, world_size
 from moe_replay.errors import EngineError
-from moe_replay.rollout.layer_shares import LayerShares
-from moe_replay.rollout.plain_vllm_weights import own_address
+from moe_replay.rollout.plain_vllm.weights import own_address
 from moe_replay.rollout.types import Probe
-from moe_replay.rollout.vllm_transfer_engines import (
+from moe_replay.rollout.vllm.layer_shares import LayerShares
+from moe_replay.rollout.vllm.transfer_engines import (
     EngineTransfer,
     FleetClient,
     meeting_place,
     require_engine,
     trainer_side,
 )
-from moe_replay.rollout.weight_source import WeightSource
+from moe_replay.rollout.weights.source import WeightSource
 from moe_replay.train.config.weights_section import WeightsConfig
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.utils.messages import one_line

@@ -21,12 +21,12 @@ import torch
 
 from moe_replay.distributed.ranks import all_gather_text, from_rank_0, raise_on_all_ranks, rank
 from moe_replay.errors import EngineError, EngineUnavailableError
-from moe_replay.rollout.staging import device_id
-from moe_replay.rollout.transfer import Receivers, TransferError, TransferStore
-from moe_replay.rollout.transfer_messages import TRANSFER_KINDS, TransferKind
 from moe_replay.rollout.types import Probe
-from moe_replay.rollout.weight_sender import Meeting, WeightSender
-from moe_replay.rollout.weight_source import Group, WeightSource
+from moe_replay.rollout.weights.sender import Meeting, WeightSender
+from moe_replay.rollout.weights.source import Group, WeightSource
+from moe_replay.rollout.weights.staging import device_id
+from moe_replay.rollout.weights.transfer import Receivers, TransferError, TransferStore
+from moe_replay.rollout.weights.transfer_messages import TRANSFER_KINDS, TransferKind
 from moe_replay.train.config.weights_section import VLLM_ENGINES, WeightsConfig
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.vllm_sync import VllmSync

@@ -27,7 +27,7 @@ from moe_replay.megatron.weights.local_shards import ParameterSpec
 from moe_replay.megatron.weights.model import MegatronRecipe, config_of, recipe
 from moe_replay.megatron.weights.source import MegatronSource
 from moe_replay.megatron.weights.transfer import Chunks, Merging
-from moe_replay.rollout.weight_source import tensors_of
+from moe_replay.rollout.weights.source import tensors_of
 from moe_replay.utils.plugins import is_path, resolve
 
 __all__ = [

@@ -17,7 +17,7 @@ from moe_replay.distributed.ranks import all_gather_text, barrier, raise_on_all_
 from moe_replay.megatron.weights.block_scales import KEY
 from moe_replay.megatron.weights.checkpoint import FILE_BYTES, INDEX
 from moe_replay.megatron.weights.errors import WeightMapError
-from moe_replay.rollout.weight_source import Turns, WeightSource
+from moe_replay.rollout.weights.source import Turns, WeightSource
 from moe_replay.utils.files import Write, apply_umask
 
 _COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}

@@ -26,7 +26,7 @@ from moe_replay.megatron.weights.family import Family
 from moe_replay.megatron.weights.local_shards import LocalModel, ParameterSpec
 from moe_replay.megatron.weights.tensor_slices import TensorSlice
 from moe_replay.megatron.weights.transfer import Chunks, Merging, WeightMap, check, export_order, gather
-from moe_replay.rollout.weight_source import Group, TensorInfo
+from moe_replay.rollout.weights.source import Group, TensorInfo
 
 BUCKET_BYTES = 64 * 2**20
 """Shards that are in flight at once."""

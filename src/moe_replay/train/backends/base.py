@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_replay.distributed.ranks import world_size
 from moe_replay.rollout.adapter import Adapter
-from moe_replay.rollout.weight_source import WeightSource, tensors_of
+from moe_replay.rollout.weights.source import WeightSource, tensors_of
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.topology import MoeTopology

@@ -20,7 +20,7 @@ from moe_replay.megatron.weights.block_scales import KEY
 from moe_replay.megatron.weights.checkpoint import INDEX, Checkpoint
 from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.rollout.model_folder import check_unexpected
-from moe_replay.rollout.weights import CheckpointForm, model_tensor
+from moe_replay.rollout.weights.checkpoint import CheckpointForm, model_tensor
 
 Shape = tuple[int, ...]
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")

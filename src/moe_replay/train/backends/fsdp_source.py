@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from moe_replay.distributed.exchange import Exchange
-from moe_replay.rollout.weight_source import Group, TensorInfo
-from moe_replay.rollout.weights import CheckpointForm, checkpoint_tensors
+from moe_replay.rollout.weights.checkpoint import CheckpointForm, checkpoint_tensors
+from moe_replay.rollout.weights.source import Group, TensorInfo
 from moe_replay.train.backends.lora import AdaptedWeight, plain_name
 
 

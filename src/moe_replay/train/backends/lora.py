@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moe_replay.errors import MissingExtraError
 from moe_replay.rollout.adapter import PREFIX, module_names
-from moe_replay.rollout.weights import CheckpointForm
+from moe_replay.rollout.weights.checkpoint import CheckpointForm
 from moe_replay.train.backends.lora_targets import LoraError, find_targets
 from moe_replay.train.config.sections import ModelConfig
 

@@ -1,0 +1,1 @@
+"""An engine behind HTTP (`moe-replay rollout`), and its client."""

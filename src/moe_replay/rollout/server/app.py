@@ -1,0 +1,277 @@
+"""An engine behind HTTP: the application that `moe-replay rollout` serves and `VllmServer` is the client of.
+
+POST /generate   {"prompt_ids": [...], "params": {...}} -> samples in the format of `sample_wire`
+POST /weights    the body of `weights/stream.py`
+POST /prompt_logprobs {"token_ids": [...]} -> {"logprobs": [...]}
+POST /sleep      ?level=2: the weights need not be kept
+POST /wake       ?for_update=1: an update with all weights comes next
+POST /abort
+GET  /info       engine, topology, version and id of the weights; also the response to /weights
+GET  /health     the only one without a token
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio
+import anyio.from_thread
+import anyio.to_thread
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from moe_replay.errors import EngineError, EngineUnavailableError, MoeReplayError
+from moe_replay.rollout.answers import DIGEST_HEADER, content_digest
+from moe_replay.rollout.engine import Engine, put_to_sleep, receivers_of, wake_for_update
+from moe_replay.rollout.server.request_limits import RequestLimits
+from moe_replay.rollout.server.sample_wire import MEDIA_TYPE, encode_samples
+from moe_replay.rollout.types import SamplingParams, Weights
+from moe_replay.rollout.weights.delta import KeptWeights
+from moe_replay.rollout.weights.identity import takes_weights_id
+from moe_replay.rollout.weights.stream import UpdateHeader, read_frames, read_header, read_tensors, read_transfer
+
+T = TypeVar("T")
+
+
+class _Generate(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompt_ids: list[int] = Field(min_length=1)
+    params: SamplingParams
+
+
+class _TokenIds(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    token_ids: list[int] = Field(min_length=2)
+
+
+def build_app(engine: Engine, token: str, max_requests: int = 256, limits: RequestLimits | None = None) -> Starlette:
+    """Return the application. At most `max_requests` prompts are sampled at once; further requests get a 503."""
+
+    service = _Service(engine, token, max_requests, limits or RequestLimits())
+    posts = {
+        "/generate": service.generate,
+        "/weights": service.weights,
+        "/prompt_logprobs": service.prompt_logprobs,
+        "/sleep": service.sleep,
+        "/wake": service.wake,
+        "/abort": partial(service.command, engine.abort),
+    }
+    routes = [Route(path, service.guarded(work), methods=["POST"]) for path, work in posts.items()]
+    routes.append(Route("/info", service.guarded(service.info), methods=["GET"]))
+    routes.append(Route("/health", service.health, methods=["GET"]))
+    return Starlette(routes=routes)
+
+
+class _ResponseError(Exception):
+    """An error response."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class _Service:
+    """Request handlers of one engine."""
+
+    def __init__(self, engine: Engine, token: str, max_requests: int, limits: RequestLimits) -> None:
+        self.engine = engine
+        self.limits = limits
+        self.max_requests = max_requests
+        self._token = token.encode()
+        self._active = 0
+        self._has_ids = takes_weights_id(engine) and hasattr(engine, "weights_id")
+        self._kept = KeptWeights()
+
+    def guarded(self, work: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """Wrap a handler: it requires the token, and errors become responses with their text."""
+
+        async def handler(request: Request) -> Response:
+            try:
+                self._check_token(request.headers.get("authorization", ""))
+                return await work(request)
+            except _ResponseError as error:
+                return JSONResponse({"error": str(error)}, error.status)
+            except ValidationError as wrong:
+                return JSONResponse({"error": str(wrong)}, 422)
+            except EngineUnavailableError as dead:
+                return JSONResponse({"error": str(dead)}, 503)
+            except MoeReplayError as wrong:
+                return JSONResponse({"error": str(wrong)}, 409)
+
+        return handler
+
+    def _check_token(self, header: str) -> None:
+        scheme, _, given = header.partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), self._token):
+            raise _ResponseError(401, "a bearer token is needed, the one that the server was started with")
+
+    async def health(self, request: Request) -> Response:
+        """Whether the engine is alive, ready to sample or not."""
+        alive = self.engine.healthy()
+        return JSONResponse({"alive": alive}, 200 if alive else 503)
+
+    async def info(self, request: Request) -> Response:
+        """Engine, weight version and topology."""
+        topology = self.engine.topology
+        ids = {"weights_id": getattr(self.engine, "weights_id", None)} if self._has_ids else {}
+        ids |= {"kept_id": self._kept.weights_id} if self._has_ids else {}
+        receivers = receivers_of(self.engine)
+        return JSONResponse(
+            ids
+            | ({} if receivers is None else {"receivers": [receivers.device, list(receivers.ids)]})
+            | {
+                "engine": list(self.engine.name),
+                "weight_version": self.engine.weight_version,
+                "num_layers": topology.num_layers,
+                "model_type": topology.model_type,
+                "moe_layers": [[moe.layer, moe.num_experts, moe.top_k] for moe in topology.moe_layers],
+            }
+        )
+
+    async def generate(self, request: Request) -> Response:
+        """Sample one prompt; cancelled when the client disconnects."""
+        asked = _Generate.model_validate_json(await self._body(request))
+        self._check(asked.prompt_ids, asked.params)
+        if self._active >= self.max_requests:
+            raise _ResponseError(503, f"{self._active} requests are running already")
+        self._active += 1
+        try:
+            samples = await _while_connected(request, self.engine.generate_one(asked.prompt_ids, asked.params))
+        finally:
+            self._active -= 1
+        body = await anyio.to_thread.run_sync(encode_samples, samples)
+        return Response(body, media_type=MEDIA_TYPE, headers={DIGEST_HEADER: content_digest(body)})
+
+    def _check(self, token_ids: list[int], params: SamplingParams | None = None) -> None:
+        """Refuse what would harm the engine."""
+        try:
+            self.limits.check(token_ids, params, getattr(self.engine, "vocab_size", None))
+        except EngineError as wrong:
+            raise _ResponseError(422, str(wrong)) from wrong
+
+    async def _body(self, request: Request) -> bytes:
+        """Return the body of a request that is not too large and does not take too long."""
+        body = bytearray()
+        try:
+            with anyio.fail_after(self.limits.body_s):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > self.limits.max_json_bytes:
+                        raise _ResponseError(413, f"a request has at most {self.limits.max_json_bytes} bytes")
+        except TimeoutError as slow:
+            raise _ResponseError(408, f"the body of a request takes at most {self.limits.body_s:g} s") from slow
+        except ClientDisconnect as gone:
+            raise _ResponseError(400, "the client disconnected during a request") from gone
+        return bytes(body)
+
+    async def prompt_logprobs(self, request: Request) -> Response:
+        """Score a given sequence."""
+        asked = _TokenIds.model_validate_json(await self._body(request))
+        self._check(asked.token_ids)
+        found = await anyio.to_thread.run_sync(self.engine.prompt_logprobs, asked.token_ids)
+        return JSONResponse({"logprobs": found.tolist()})
+
+    async def weights(self, request: Request) -> Response:
+        """Update the weights, read from the request while the engine loads them."""
+        body = _BodyReader(request, self.limits)
+        await anyio.to_thread.run_sync(self._update, body.read)
+        return await self.info(request)
+
+    def _update(self, read: Callable[[int], bytes]) -> None:
+        header = read_header(read)
+        if header.probe is not None:
+            self._check(header.probe.token_ids)
+        weights = self._weights(header, read)
+        if self._has_ids:
+            self.engine.update_weights(weights, header.version, header.to_probe(), weights_id=header.weights_id or "")
+        else:
+            self.engine.update_weights(weights, header.version, header.to_probe())
+        if header.keep:
+            self._kept.weights_id = header.weights_id or ""
+
+    def _weights(self, header: UpdateHeader, read: Callable[[int], bytes]) -> Weights:
+        """Return the weights of an update. Changes are read, applied and verified before the engine is touched."""
+        if header.base_id:
+            return self._kept.change(header.base_id, read_frames(read))
+        self._kept.drop()
+        if header.transfer is not None:
+            return read_transfer(read, header.transfer)
+        if header.folder is not None:
+            return Path(header.folder)
+        return self._kept.keep(read_tensors(read)) if header.keep else read_tensors(read)
+
+    async def sleep(self, request: Request) -> Response:
+        """Free the engine's memory."""
+        level = 2 if request.query_params.get("level") == "2" else 1
+        return await self.command(partial(put_to_sleep, self.engine, level), request)
+
+    async def wake(self, request: Request) -> Response:
+        """Undo `sleep`, or prepare for an update."""
+        updates = bool(request.query_params.get("for_update"))
+        return await self.command(partial(wake_for_update, self.engine) if updates else self.engine.wake, request)
+
+    async def command(self, work: Callable[[], None], request: Request) -> Response:
+        """Run a command without parameters."""
+        await anyio.to_thread.run_sync(work)
+        return await self.info(request)
+
+
+class _BodyReader:
+    """Lets a worker thread read the body of a request as it arrives."""
+
+    def __init__(self, request: Request, limits: RequestLimits) -> None:
+        self._stream = request.stream()
+        self._buffer = bytearray()
+        self._limits = limits
+        self._ends_at = anyio.current_time() + limits.update_s
+
+    def read(self, size: int) -> bytes:
+        """Return exactly `size` bytes; raise if the body ends before, or does not go on."""
+        return anyio.from_thread.run(self._read, size)
+
+    async def _read(self, size: int) -> bytes:
+        try:
+            while len(self._buffer) < size:
+                with anyio.fail_after(min(self._limits.body_s, self._ends_at - anyio.current_time())):
+                    chunk = await anext(self._stream, None)
+                if chunk is None:
+                    raise _ResponseError(400, "the body of the update is truncated")
+                self._buffer += chunk
+        except ClientDisconnect as gone:
+            raise _ResponseError(400, "the client disconnected during an update") from gone
+        except TimeoutError as slow:
+            raise _ResponseError(408, f"an update takes at most {self._limits.update_s:g} s") from slow
+        with memoryview(self._buffer) as received:
+            taken = bytes(received[:size])
+        del self._buffer[:size]
+        return taken
+
+
+async def _while_connected(request: Request, work: Awaitable[T]) -> T:
+    """Return the result of `work`, which is cancelled when the client disconnects."""
+    task: asyncio.Future[Any] = asyncio.ensure_future(work)
+    disconnect = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise _ResponseError(499, "the client disconnected")
+        return task.result()
+    finally:
+        for future in (task, disconnect):
+            future.cancel()
+        await asyncio.gather(task, disconnect, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

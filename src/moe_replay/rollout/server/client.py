@@ -1,0 +1,148 @@
+"""Client of `moe-replay rollout`: an engine in another process or on another machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ValidationError
+
+from moe_replay.errors import EngineAnswerError, EngineName
+from moe_replay.rollout.answers import reading_answer
+from moe_replay.rollout.engine import Engine, StartRequest
+from moe_replay.rollout.http import HttpClient
+from moe_replay.rollout.pool import connect
+from moe_replay.rollout.server.sample_wire import decode_samples
+from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
+from moe_replay.rollout.weights.identity import CurrentWeights, WeightsLedger
+from moe_replay.rollout.weights.stream import write_update
+from moe_replay.rollout.weights.transfer import Receivers
+from moe_replay.routes.topology import MoeLayer, MoeTopology
+
+
+def start(request: StartRequest) -> Engine:
+    """Connect to the servers at `request.urls`."""
+    return connect(VllmServer, request)
+
+
+class _Info(BaseModel):
+    """What a server says of itself. Those of older releases have no `weights_id`, and keep no copy of weights."""
+
+    engine: tuple[str, str]
+    weight_version: int
+    num_layers: int
+    model_type: str
+    moe_layers: list[tuple[int, int, int]]
+    weights_id: str | None = None
+    kept_id: str | None = None
+    receivers: tuple[str, tuple[str, ...]] | None = None
+
+
+class VllmServer(HttpClient):
+    """Client of a rollout server.
+
+    Example:
+        engine = VllmServer("http://127.0.0.1:8000", token=token)
+    """
+
+    def __init__(self, url: str, **settings: Any) -> None:
+        super().__init__(url, **settings)
+        self.identifies_weights = True  # False: a server of an older release
+        self._ledger = WeightsLedger(self.url)
+
+    @cached_property
+    def name(self) -> EngineName:
+        return EngineName(*self._info().engine)
+
+    @cached_property
+    def topology(self) -> MoeTopology:
+        info = self._info()
+        layers = tuple(MoeLayer(*numbers) for numbers in info.moe_layers)
+        return MoeTopology(info.num_layers, layers, info.model_type)
+
+    @property
+    def weight_version(self) -> int:
+        return self._info().weight_version
+
+    @cached_property
+    def receivers(self) -> Receivers | None:
+        """What takes part in transfers of weights to the server; None in older releases."""
+        found = self._info().receivers
+        return None if found is None else Receivers(*found)
+
+    def current_weights(self) -> CurrentWeights:
+        """Return what the server says of its weights."""
+        info = self._info()
+        return CurrentWeights(info.weight_version, info.weights_id)
+
+    def _info(self, method: str = "GET", path: str = "/info", body: Iterator[bytes] | None = None) -> _Info:
+        try:
+            return _Info.model_validate(self._call(method, path, body=body))
+        except (ValidationError, EngineAnswerError) as wrong:
+            raise EngineAnswerError(
+                f"{self.url} does not answer {path} as a rollout server does",
+                expected="engine, topology and weight version as JSON",
+                found=" ".join(str(wrong).split())[:300],
+                remedy="The URL must be that of `moe-replay rollout`, and a proxy must pass its answers on",
+            ) from wrong
+
+    async def _sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
+        unknown = () if params.sampling_mask else ("sampling_mask",)  # to servers of older releases
+        asked = {name: value for name, value in dataclasses.asdict(params).items() if name not in unknown}
+        request = {"prompt_ids": [int(token) for token in prompt], "params": asked}
+        samples = decode_samples((await self._post("/generate", request)).content)
+        self._ledger.check(samples, self.identifies_weights)
+        return samples
+
+    def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
+        """(T - 1,) float32: log-probs of every token but the first, at temperature 1."""
+        request = {"token_ids": [int(token) for token in token_ids]}
+        answer = self._call("POST", "/prompt_logprobs", json=request)
+        with reading_answer(self.url):
+            logprobs = np.asarray(answer["logprobs"], np.float32)
+        if logprobs.shape != (len(token_ids) - 1,):
+            raise EngineAnswerError(
+                f"{self.url} scored another sequence", expected=f"{len(token_ids) - 1} log-probs", found=logprobs.shape
+            )
+        return logprobs
+
+    def follow_update(self, version: int, weights_id: str) -> None:
+        """Accept samples of weights that another process sends to the server."""
+        self._ledger.record(version, weights_id)
+
+    def update_weights(self, weights: Weights, version: int, probe: Probe | None = None, weights_id: str = "") -> None:
+        """Stream new weights to the server; a folder must be one that the server can read.
+
+        The server must name them in its response: whatever else answers has not taken them. From an update with a
+        `weights_id` on, samples of other weights than this client has sent are refused.
+        """
+        before = self._info()
+        self.identifies_weights = before.weights_id is not None
+        sent_id = weights_id if self.identifies_weights else ""
+        self._ledger.record(version, weights_id)
+        info = self._info("POST", "/weights", write_update(weights, version, probe, sent_id, before.kept_id, self.url))
+        if (info.weight_version, info.weights_id or "") != (version, sent_id):
+            raise EngineAnswerError(
+                f"{self.url} answered an update of its weights and does not have them",
+                expected=f"version {version}" + (f" of update {sent_id}" if sent_id else ""),
+                found=f"version {info.weight_version} of update {info.weights_id or 'unknown'}",
+                remedy="A proxy must pass /weights on to the server",
+            )
+
+    def sleep(self, level: int = 1) -> None:
+        """Have the server free its memory; a server of an older release ignores the level."""
+        self._call("POST", "/sleep" if level == 1 else f"/sleep?level={level}")
+
+    def wake(self) -> None:
+        self._call("POST", "/wake")
+
+    def wake_for_update(self) -> None:
+        """Have the server take memory for the weights that are sent next."""
+        self._call("POST", "/wake?for_update=1")
+
+    def abort(self) -> None:
+        """Abort running requests of all clients."""
+        self._call("POST", "/abort")

@@ -1,0 +1,1 @@
+"""An SGLang server, by its own endpoints."""

@@ -1,0 +1,1 @@
+"""vLLM in processes of this machine: its start, its routes, its weights."""

@@ -1,0 +1,125 @@
+"""Who records routes in vLLM: its own capture, or ours in the worker (`slot_routes.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from moe_replay.errors import EngineError, EngineOptionError
+from moe_replay.rollout.engine import Capture
+from moe_replay.rollout.vllm.route_channel import RouteReceiver
+
+CapturedRoutes = Callable[[Any, int], Awaitable[np.ndarray | None]]
+"""(output of a sample, tokens of its prompt) -> (tokens - 1, decoder layers, K)."""
+ROUTES_TIMEOUT = 120.0  # seconds from the end of a request until its worker has sent the routes
+
+_WORKERS = "moe_replay.rollout.vllm.capture_worker"
+_NOT_OURS = {
+    "worker_cls": "a worker of your own",
+    "pipeline_parallel_size": "pipeline parallelism",
+    "decode_context_parallel_size": "context parallelism",
+    "prefill_context_parallel_size": "context parallelism",
+    "kv_transfer_config": "a KV connector",
+    "kv_offloading_size": "KV offloading",
+    "enable_dbo": "dual-batch overlap",
+}
+
+
+def chosen_capture(
+    capture: str, options: Mapping[str, Any], lacks: Sequence[str] = ()
+) -> Literal["ours", "vllm", "checked"]:
+    """Return who records routes in an engine with these options.
+
+    lacks   what our capture uses and the installed vLLM does not have
+    """
+    if capture not in get_args(Capture):
+        raise EngineOptionError("no such route capture", expected=", ".join(get_args(Capture)), found=capture)
+    in_the_way = [why for name, why in _NOT_OURS.items() if options.get(name) not in (None, False, 0, 1, "auto")]
+    in_the_way += [f"a vLLM without {name}" for name in lacks]
+    if capture == "auto":
+        return "vllm" if in_the_way else "ours"
+    if capture != "vllm" and in_the_way:
+        raise EngineOptionError(
+            f"capture {capture!r} cannot be used with {', '.join(in_the_way)}",
+            remedy='Use capture "auto" or "vllm", or leave that option out; vLLM 0.30 to 0.32 have all it uses',
+        )
+    return capture  # type: ignore[return-value]
+
+
+def capture_arguments(capture: str, *, on_cpu: bool) -> dict[str, Any]:
+    """Return the engine arguments of vLLM for a capture."""
+    arguments: dict[str, Any] = {"enable_return_routed_experts": capture != "ours"}
+    if capture != "vllm":
+        arguments["worker_cls"] = f"{_WORKERS}.{'CpuWorker' if on_cpu else 'GpuWorker'}"
+        arguments["additional_config"] = {"moe_replay_capture": True}  # part of the key of compiled code
+    return arguments
+
+
+class RouteSource:
+    """Where an engine gets the routes of a finished request from.
+
+    capture   who records them: "ours", "vllm" or "checked"
+    """
+
+    def __init__(self, capture: str, options: Mapping[str, Any], engine: str, lacks: Sequence[str] = ()) -> None:
+        self.capture = chosen_capture(capture, options, lacks)
+        self._engine = engine
+        self._receiver = None if self.capture == "vllm" else RouteReceiver()
+
+    async def connect(self, llm: Any, folder: Path) -> None:
+        """Have the workers of a started engine send their routes here, through a socket in a folder of ours."""
+        if self._receiver is not None:
+            path = str(folder / "routes")
+            self._receiver.open(path, asyncio.get_running_loop())
+            await llm.collective_rpc("replay_send_routes_to", args=(path,))
+
+    @asynccontextmanager
+    async def request(self, request_id: str, samples: int) -> AsyncIterator[CapturedRoutes]:
+        """Yield a function that returns the routes of the finished samples of this request."""
+        receiver = self._receiver
+        if receiver is None:
+            yield _own_routes
+            return
+        receiver.expect(request_id, samples)
+
+        async def routes(output: Any, prompt_tokens: int) -> np.ndarray | None:
+            if not output.token_ids:  # aborted before the prompt was computed
+                return None
+            blocks = await receiver.take(request_id, output.index, ROUTES_TIMEOUT)
+            found = None if blocks is None else blocks[: prompt_tokens + len(output.token_ids) - 1]
+            return self._checked(found, output) if self.capture == "checked" else found
+
+        try:
+            yield routes
+        finally:
+            receiver.forget(request_id, samples)
+
+    def close(self) -> None:
+        """Stop listening to the workers."""
+        if self._receiver is not None:
+            self._receiver.close()
+
+    def _checked(self, ours: np.ndarray | None, output: Any) -> np.ndarray:
+        theirs = output.routed_experts
+        if ours is None or theirs is None or not np.array_equal(ours, theirs[: len(ours)]):
+            raise EngineError(f"{self._engine}: its own route capture and ours differ", sample=output.index)
+        return ours
+
+
+async def _own_routes(output: Any, prompt_tokens: int) -> np.ndarray | None:
+    """Return what vLLM's own capture has put into an output."""
+    return output.routed_experts
+
+
+def token_logprobs(logprobs: Any) -> np.ndarray:
+    """Return (T,) float32 of flat log-probs: at each position the first, of the token itself; 0 if there is none."""
+    if logprobs is None:
+        return np.zeros(0, np.float32)
+    values = np.asarray([*logprobs.logprobs, 0.0], np.float32)
+    starts, ends = np.asarray(logprobs.start_indices, int), np.asarray(logprobs.end_indices, int)
+    return values[np.where(starts < ends, starts, -1)]

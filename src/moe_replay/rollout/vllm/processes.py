@@ -1,0 +1,108 @@
+"""vLLM's processes: in a group of their own, so that Ctrl-C does not reach them, and ended with the process they serve.
+
+The engine core and its workers are started by vLLM. A core that is spawned imports this module for its executor, before
+it waits for the process that started it; one that is forked first runs ours in the executor. In the workers that is the
+extension (worker.py).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from typing import Any
+
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from moe_replay.rollout.vllm.console import leave_out_what_means_nothing, note_failures
+from moe_replay.utils.processes import end_with_parent, leave_process_group
+from moe_replay.utils.signals import SIGNALS
+
+
+class OwnGroupUniProcExecutor(UniProcExecutor):
+    """One worker, in the process of the engine core."""
+
+    def _init_executor(self) -> None:
+        note_failures()
+        _detach()
+        super()._init_executor()
+
+
+class OwnGroupMultiprocExecutor(MultiprocExecutor):
+    """Workers in processes of their own, started by the engine core."""
+
+    def _init_executor(self) -> None:
+        note_failures()
+        _detach()
+        super()._init_executor()
+
+
+_PARENT = "MOE_REPLAY_ENGINE_PARENT"
+_VARIANTS: dict[Any, Any] = {
+    UniProcExecutor: OwnGroupUniProcExecutor,
+    MultiprocExecutor: OwnGroupMultiprocExecutor,
+}
+
+
+def start_llm(arguments: Any) -> Any:
+    """Start vLLM from its engine arguments. Executors other than the two above (Ray) are used as they are."""
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.executor.abstract import Executor
+
+    leave_out_what_means_nothing()
+    config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    executor = Executor.get_class(config)
+    with _prepared():
+        return AsyncLLM(
+            vllm_config=config,
+            executor_class=_VARIANTS.get(executor, executor),
+            log_requests=arguments.enable_log_requests,
+            log_stats=not arguments.disable_log_stats,
+            usage_context=UsageContext.ENGINE_CONTEXT,
+        )
+
+
+@contextmanager
+def _prepared() -> Iterator[None]:
+    """Let processes that this thread starts know their parent, and begin with the signals blocked until `_detach`."""
+    resource_tracker.ensure_running()  # it would unblock them
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    os.environ[_PARENT] = str(os.getpid())
+    try:
+        yield
+    finally:
+        os.environ.pop(_PARENT, None)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _end_with_announced_parent() -> None:
+    parent = os.environ.pop(_PARENT, None)
+    if parent is not None and int(parent) != os.getpid():
+        leave_process_group()
+        end_with_parent(int(parent))
+
+
+def _detach() -> None:
+    """Separate the engine core from the process that started it, except for its end."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return  # vLLM runs in the process itself
+    os.environ.pop(_PARENT, None)  # after a fork: the workers have another one
+    signal.set_wakeup_fd(-1)  # after a fork it is the parent's
+    leave_process_group()
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # drops those that came in meanwhile
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+        signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
+    if parent.pid is not None:
+        end_with_parent(parent.pid)
+
+
+_end_with_announced_parent()  # where vLLM has spawned the process that imports this
+leave_out_what_means_nothing()
+note_failures()

@@ -1,0 +1,193 @@
+"""Memory in which weights are handed to another process of the same machine, or sent from: one buffer, filled in turn.
+
+On a GPU the other process opens it by CUDA's handle, on a CPU it maps the same file in memory. A handle consists of
+plain fields; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import os
+import platform
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moe_replay.errors import EngineError
+from moe_replay.rollout.weights.source import Group, TensorInfo
+
+if TYPE_CHECKING:
+    from moe_replay.rollout.weights.transfer_messages import BufferHandle
+
+ALIGNMENT = 256
+_FILE = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
+
+
+def device_id(device: torch.device) -> str:
+    """Return what a device is called in every process: the UUID of a GPU, the boot id of a machine for its CPU."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).uuid)
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
+            return f"{platform.node()} {boot.read().strip()}"
+    except OSError:
+        return platform.node()
+
+
+class StagingBuffer:
+    """A buffer of bytes on a device.
+
+    shared   another process will open it
+    """
+
+    def __init__(self, device: torch.device, nbytes: int, *, shared: bool) -> None:
+        self.nbytes = nbytes
+        self._file: int | None = None
+        if shared and device.type == "cpu":
+            self._file = os.memfd_create("moe-replay weights")
+            os.ftruncate(self._file, nbytes)
+            self.bytes = torch.from_file(f"/proc/self/fd/{self._file}", shared=True, size=nbytes, dtype=torch.uint8)
+        else:
+            self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def handle(self) -> BufferHandle:
+        """Return what another process opens the buffer with."""
+        from moe_replay.rollout.weights.transfer_messages import BufferHandle
+
+        if self._file is not None:
+            return BufferHandle(nbytes=self.nbytes, file=f"/proc/{os.getpid()}/fd/{self._file}")
+        shared: Any = self.bytes.untyped_storage()._share_cuda_()
+        _, memory, size, offset, counter, counter_offset, event, event_sync = shared
+        return BufferHandle(
+            nbytes=self.nbytes,
+            memory=_text(memory),
+            storage_bytes=size,
+            storage_offset=offset,
+            counter=_text(counter),
+            counter_offset=counter_offset,
+            event=_text(event),
+            event_sync=event_sync,
+        )
+
+    def close(self) -> None:
+        """Free the memory; a process that has it open keeps it until it closes it."""
+        self.bytes = self.bytes.new_empty(0)
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def open_buffer(handle: BufferHandle, device: torch.device) -> Tensor:
+    """Return the buffer (nbytes,) uint8 of another process."""
+    if handle.file:
+        if not _FILE.fullmatch(handle.file):
+            raise EngineError("weights in a file that is not one in memory", found=handle.file)
+        return torch.from_file(handle.file, shared=True, size=handle.nbytes, dtype=torch.uint8)
+    torch.cuda.init()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    storage: Any = torch.UntypedStorage._new_shared_cuda(
+        index,
+        _bytes(handle.memory),
+        handle.storage_bytes,
+        handle.storage_offset,
+        _bytes(handle.counter),
+        handle.counter_offset,
+        _bytes(handle.event),
+        handle.event_sync,
+    )
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (handle.nbytes,), (1,))
+
+
+def _text(content: bytes) -> str:
+    return base64.b64encode(content).decode("ascii")
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+# ---- tensors in a buffer --------------------------------------------------------------------------------------------
+
+
+def aligned(nbytes: int) -> int:
+    """Return the bytes that a tensor of this size takes up in a buffer."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def views(buffer: Tensor, infos: Iterable[TensorInfo]) -> list[tuple[str, Tensor]]:
+    """Return the tensors that lie in a buffer one after the other."""
+    found, offset, typed = [], 0, _TypedViews(buffer)
+    for info in infos:
+        found.append((info.name, typed.at(offset, info)))
+        offset += aligned(info.nbytes)
+    return found
+
+
+class _TypedViews:
+    """Tensors in a buffer of bytes, each made by one operation: there are thousands of them in a chunk."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = buffer[: buffer.numel() // ALIGNMENT * ALIGNMENT]
+        self._typed: dict[torch.dtype, Tensor] = {}
+
+    def at(self, offset: int, info: TensorInfo) -> Tensor:
+        """Return the tensor that begins at an aligned offset."""
+        typed = self._typed.get(info.dtype)
+        if typed is None:
+            typed = self._typed[info.dtype] = self._buffer.view(info.dtype)
+        return typed.as_strided(info.shape, _strides(info.shape), offset // info.dtype.itemsize)
+
+
+@lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def fill(groups: Iterator[Group], room: Callable[[int], Tensor], chunk_bytes: int) -> Iterator[list[TensorInfo]]:
+    """Copy all groups into a buffer, one tensor behind the other; yield what is in it whenever it is full.
+
+    room          returns a buffer with room for so many bytes; asked for when the last content has been sent
+    chunk_bytes   room to ask for; a larger tensor gets a buffer of its own
+    """
+    infos: list[TensorInfo] = []
+    buffer, typed, offset = None, None, 0
+    for group in groups:
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for name, tensor in group:
+            info = TensorInfo.of(name, tensor)
+            size = aligned(info.nbytes)
+            if buffer is None or typed is None or offset + size > buffer.numel():
+                copy_all(targets, sources)
+                targets, sources = [], []
+                if infos:
+                    yield infos
+                infos, offset = [], 0
+                buffer = room(max(size, aligned(chunk_bytes)))
+                typed = _TypedViews(buffer)
+            targets.append(typed.at(offset, info))
+            sources.append(tensor.detach())
+            infos.append(info)
+            offset += size
+        copy_all(targets, sources)
+        del targets, sources, group  # the next one may take their memory
+    if infos:
+        yield infos
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors in as few kernels as their types allow."""
+    by_type: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        into, out_of = by_type.setdefault((target.dtype, source.dtype, source.device), ([], []))
+        into.append(target)
+        out_of.append(source)
+    with torch.no_grad():
+        for into, out_of in by_type.values():
+            torch._foreach_copy_(into, out_of, non_blocking=into[0].device == out_of[0].device)

@@ -1,0 +1,157 @@
+"""New weights as the body of one HTTP request: a header, safetensors files, and an end marker against truncation.
+
+frame: u64 length (little-endian) | that many bytes
+body:  frame with the header (JSON) | frame with a safetensors file, any number of times | empty frame
+
+The frames of a transfer are its messages (JSON), the last of them the end.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from moe_replay.errors import EngineError
+from moe_replay.rollout.types import Probe, Weights
+from moe_replay.rollout.weights.chunks import ChunkStream, packed
+from moe_replay.rollout.weights.transfer import Transfer
+from moe_replay.rollout.weights.transfer_messages import TransferSettings
+
+MAX_FRAME_BYTES = 8 * 2**30
+_PIECE_BYTES = 2**19
+_LENGTH = struct.Struct("<Q")
+
+Read = Callable[[int], bytes]  # returns exactly that many bytes of the body, or raises
+
+
+class _ProbeHeader(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    token_ids: list[int]
+    logprobs: list[float]
+    tolerance: float
+
+
+class UpdateHeader(BaseModel):
+    """Version of the weights that follow, or of those in a folder that the server can read; a probe; and their id.
+
+    keep       keep a copy of the weights in host memory, for an update with changes alone
+    base_id    the frames that follow are changes of the weights with this id
+    transfer   the frames that follow are the messages of a transfer with these settings
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: int = Field(ge=0)
+    folder: str | None = None
+    probe: _ProbeHeader | None = None
+    weights_id: str | None = Field(None, max_length=256)
+    keep: bool | None = None
+    base_id: str | None = Field(None, max_length=256)
+    transfer: TransferSettings | None = None
+
+    def to_probe(self) -> Probe | None:
+        """Return the probe, if one was sent."""
+        if self.probe is None:
+            return None
+        logprobs = np.asarray(self.probe.logprobs, np.float32)
+        return Probe(token_ids=self.probe.token_ids, logprobs=logprobs, tolerance=self.probe.tolerance)
+
+
+def write_update(
+    weights: Weights,
+    version: int,
+    probe: Probe | None,
+    weights_id: str = "",
+    kept_id: str | None = None,
+    url: str = "",
+) -> Iterator[bytes]:
+    """Yield the body of a request in chunks. Without an id the header is one that older servers read too.
+
+    kept_id   of the weights that the server has a copy of; None: it cannot keep one
+    url       of the server, which has settings of its own in a transfer
+    """
+    stream = weights if isinstance(weights, ChunkStream) and weights_id and kept_id is not None else None
+    keep = stream is not None and stream.keep
+    changed = stream if stream is not None and stream.base_id and stream.base_id == kept_id else None
+    sent = None
+    if probe is not None:
+        ids, logprobs = [int(token) for token in probe.token_ids], np.asarray(probe.logprobs).tolist()
+        sent = _ProbeHeader(token_ids=ids, logprobs=logprobs, tolerance=probe.tolerance)
+    folder = str(weights.absolute()) if isinstance(weights, Path) else None
+    header = UpdateHeader(
+        version=version,
+        folder=folder,
+        probe=sent,
+        weights_id=weights_id or None,
+        keep=keep or None,
+        base_id=None if changed is None else changed.base_id,
+        transfer=weights.for_engine(url) if isinstance(weights, Transfer) else None,
+    )
+    yield from _frame(header.model_dump_json(exclude_none=True).encode())
+    if isinstance(weights, Transfer):
+        for message in weights.messages:
+            yield from _frame(message.encode())
+    elif changed is not None:
+        for changes in changed.changes():
+            yield from _frame(changes.content)
+    elif not isinstance(weights, Path):
+        for content in packed(weights):
+            yield from _frame(content)
+    yield from _frame(b"")
+
+
+def read_header(read: Read) -> UpdateHeader:
+    """Read the first frame of a body."""
+    try:
+        return UpdateHeader.model_validate_json(_read_frame(read, limit=2**24))
+    except ValidationError as wrong:
+        raise EngineError(f"an update with an unreadable header: {wrong}") from wrong
+
+
+def read_transfer(read: Read, settings: TransferSettings) -> Transfer:
+    """Return the transfer that the header announces; its messages are read from the frames that follow."""
+
+    def messages() -> Iterator[str]:
+        while frame := _read_frame(read, limit=2**28):
+            yield frame.decode()
+
+    return Transfer({"": settings}, messages())
+
+
+def read_tensors(read: Read) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the frames that follow; raise unless the body ends with the end marker."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    for frame in read_frames(read):
+        try:
+            tensors = load(frame)
+        except SafetensorError as wrong:
+            raise EngineError(f"an update with a frame that is not safetensors: {wrong}") from wrong
+        yield from tensors.items()
+
+
+def read_frames(read: Read) -> Iterator[bytes]:
+    """Yield the frames that follow; raise unless the body ends with the end marker."""
+    while frame := _read_frame(read, MAX_FRAME_BYTES):
+        yield frame
+
+
+def _frame(content: bytes) -> Iterator[bytes]:
+    """Yield a frame in small pieces: the HTTP client copies what is left of a piece after every write to its socket."""
+    yield _LENGTH.pack(len(content))
+    for start in range(0, len(content), _PIECE_BYTES):
+        yield content[start : start + _PIECE_BYTES]
+
+
+def _read_frame(read: Read, limit: int) -> bytes:
+    (length,) = _LENGTH.unpack(read(_LENGTH.size))
+    if length > limit:
+        raise EngineError("a frame of an update is too large", expected=f"at most {limit} bytes", found=length)
+    return read(length)

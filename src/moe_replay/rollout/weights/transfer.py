@@ -1,0 +1,244 @@
+"""Weights that travel outside of the request that announces them: what is said about them on both sides.
+
+The request has the settings, one message a chunk, and an end; its order and its end are what make an update whole. The
+bytes go through memory that both processes open (`ipc`) or a collective of the sender and all workers (`nccl`, over
+gloo on CPUs). A store at the sender counts who is ready and who has read, and holds the first failure.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_replay.errors import EngineError, EngineUnavailableError
+
+if TYPE_CHECKING:
+    from moe_replay.rollout.weights.transfer_messages import TransferSettings
+
+END = '{"end":'
+
+
+class TransferError(EngineUnavailableError):
+    """A transfer of weights that broke off: nothing that took part in it has the new weights."""
+
+
+class Receivers(NamedTuple):
+    """What takes part in a transfer on the side of one engine.
+
+    device    type of the workers' devices
+    ids       of their devices, one a worker (`staging.device_id`)
+    """
+
+    device: str
+    ids: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Transfer:
+    """Weights for an engine's `update_weights` that do not come as tensors.
+
+    settings   for each engine that takes part, by its URL; an engine of this process is ""
+    messages   one a chunk, and the end; on the sender's side the chunk is sent when the next message is requested
+    ended      set by whoever reads the messages: returns the engines whose update has ended, and why
+    failure    of the sender, where others than it raise
+    """
+
+    settings: Mapping[str, TransferSettings]
+    messages: Iterable[str]
+    ended: Callable[[], Mapping[str, str]] = field(default=dict)
+    failure: TransferError | None = None
+
+    def for_engine(self, url: str) -> TransferSettings:
+        """Return the settings of one engine."""
+        found = self.settings.get(url)
+        if found is None:
+            raise EngineUnavailableError(f"{url} could not be reached when the transfer of weights began")
+        return found
+
+    def messages_and_end(self) -> Iterator[str]:
+        """Yield all messages; raise unless the last is the end of the chunks before it."""
+        count = 0
+        for message in self.messages:
+            yield message
+            if message == end_message(count):
+                return
+            count += 1
+        raise TransferError("the sender of the weights broke off", found=f"after {count} chunks")
+
+    def chunk_messages(self) -> Iterator[str]:
+        """Yield the messages of all chunks; raise unless the end follows them."""
+        return (message for message in self.messages_and_end() if not message.startswith(END))
+
+
+def drive(transfer: Transfer, call: Callable[[str, str], Future[None]]) -> None:
+    """Have the workers of one engine take part in a transfer.
+
+    call   starts a method of all workers with one argument; it must not block, since the sender may be this thread
+    """
+    pending = call("replay_join", transfer.for_engine("").model_dump_json())
+    transfer.ended = lambda: {"": str(pending.exception())} if pending.done() and pending.exception() else {}
+    try:
+        for message in transfer.chunk_messages():
+            pending.result()
+            pending = call("replay_receive", message)
+    except TransferError:
+        if pending.done():
+            pending.result()  # says why the transfer broke off
+        raise
+    pending.result()
+
+
+def end_message(chunks: int) -> str:
+    """Return the message that follows the last chunk."""
+    return f"{END}{chunks}}}"
+
+
+# ---- store ----------------------------------------------------------------------------------------------------------
+
+
+class TransferStore:
+    """Counters and the first failure of a transfer, held by its sender and reached by all who take part.
+
+    Every wait also ends when the transfer has failed, or the sender is gone.
+    """
+
+    def __init__(self, store: dist.TCPStore, timeout_s: float) -> None:
+        self.store, self.timeout_s = store, timeout_s
+
+    @classmethod
+    def listen(cls, host: str, timeout_s: float) -> TransferStore:
+        """Open a store on a free port of an address of this machine."""
+        with socket.create_server((host, 0)) as server:
+            port = server.getsockname()[1]
+            store = dist.TCPStore(
+                host,
+                port,
+                None,
+                True,
+                timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                master_listen_fd=server.detach(),
+            )
+        return cls(store, timeout_s)
+
+    @classmethod
+    def connect(cls, host: str, port: int, timeout_s: float) -> TransferStore:
+        """Connect to the store of a sender."""
+        try:
+            return cls(dist.TCPStore(host, port, None, False, timedelta(seconds=timeout_s)), timeout_s)
+        except (dist.DistError, RuntimeError) as failure:
+            raise TransferError("the sender of the weights cannot be reached", found=f"{host}:{port}") from failure
+
+    @property
+    def port(self) -> int:
+        """Port that the store listens on."""
+        return self.store.port
+
+    def add(self, key: str, number: int = 1) -> int:
+        """Add to a counter and return it."""
+        with _sender_alive():
+            return self.store.add(key, number)
+
+    def put(self, key: str, text: str) -> None:
+        """Set a text."""
+        with _sender_alive():
+            self.store.set(key, text)
+
+    def get(self, key: str) -> str | None:
+        """Return a text; None if it is not set yet."""
+        with _sender_alive():
+            return self.store.get(key).decode() if self.store.check([key]) else None
+
+    def fail(self, text: str, worker: int | None = None) -> None:
+        """Note a failure that ends the transfer for all; the first one counts."""
+        if self.add("failures") == 1:
+            self.put("failure", json.dumps({"text": text, "worker": worker}))
+
+    def failure(self) -> dict[str, Any] | None:
+        """Return the first failure."""
+        found = self.get("failure")
+        return None if found is None else json.loads(found)
+
+    def wait(self, done: Callable[[], bool], doing: str, check: Callable[[], None] | None = None) -> None:
+        """Return when `done`; raise if the transfer has failed meanwhile, or nothing happens for too long.
+
+        check   called now and then; may raise
+        """
+        deadline, checked_at, pause_s = time.monotonic() + self.timeout_s, 0.0, 5e-5
+        while not done():
+            now = time.monotonic()
+            if now - checked_at > 0.05:
+                checked_at = now
+                found = self.failure()
+                if found is not None:
+                    raise TransferError(f"the transfer of weights broke off: {found['text']}")
+                if check is not None:
+                    check()
+            if now > deadline:
+                raise TransferError(f"nothing happened for {self.timeout_s:g} s while {doing}")
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 2e-3)
+
+    def close(self) -> None:
+        """Drop the connection."""
+        del self.store
+
+
+class _sender_alive:  # noqa: N801  a context manager, named as contextlib names its own
+    """Turn the errors of a store whose sender is gone into ours."""
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, (dist.DistError, RuntimeError)) and not isinstance(error, EngineError):
+            raise TransferError("the sender of the weights is gone", found=str(error).splitlines()[0]) from error
+
+
+class BroadcastGroup:
+    """Sender and workers of a transfer as one group of torch.distributed, beside any other group of their processes.
+
+    rank       0 is the sender
+    prefixes   of its keys in the store, the first next to the store
+    """
+
+    def __init__(
+        self, store: TransferStore, rank: int, size: int, device: str, prefixes: Sequence[str] = ("group",)
+    ) -> None:
+        self._store = store
+        prefixed: dist.Store = store.store
+        for prefix in prefixes:
+            prefixed = dist.PrefixStore(prefix, prefixed)
+        limit = timedelta(seconds=store.timeout_s)
+        with _sender_alive():
+            if device == "cuda":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = limit
+                self._group: Any = dist.ProcessGroupNCCL(prefixed, rank, size, options)
+            else:
+                self._group = dist.ProcessGroupGloo(prefixed, rank, size, limit)
+
+    def broadcast(self, content: Tensor, check: Callable[[], None] | None = None) -> None:
+        """Send or receive a tensor; return when this process is done with it."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        with _sender_alive():
+            work = self._group.broadcast([content], options)
+            self._store.wait(work.is_completed, "the weights were on their way", check)
+            work.wait()
+            if content.is_cuda:
+                torch.cuda.current_stream().synchronize()
+
+    def close(self) -> None:
+        """End the group; what is on its way in it is lost."""
+        self._group.abort()
