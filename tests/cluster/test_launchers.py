@@ -87,6 +87,7 @@ def start_script(name: str, folder: Path, *words: str, commands: dict[str, str],
     environment = os.environ | {
         "PATH": f"{place}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+        "HOME": str(folder),  # where Ray looks for the token of its clusters
         "REQUEUED": str(folder / "requeued"),
         "STARTED": str(folder / "started"),
         "SLURM_JOB_ID": "17",
@@ -115,7 +116,7 @@ def run_script(name: str, folder: Path, *words: str, **variables: str) -> tuple[
 
 SLEEPING = "exec sleep infinity"
 INTERRUPTED = 'trap "exit 75" TERM; touch "$STARTED"; while :; do sleep 0.05; done'
-ON_RAY = {"ray": SLEEPING, "python": "exit 0", "moe-replay": INTERRUPTED}
+ON_RAY = {"ray": f"[[ $1 == start ]] || exit 0; {SLEEPING}", "python": "exit 0", "moe-replay": INTERRUPTED}
 WITH_TORCHRUN = {"curl": "exit 0", "moe-replay": SLEEPING, "torchrun": INTERRUPTED}
 
 
@@ -138,7 +139,7 @@ def test_a_run_that_saves_before_the_time_limit_is_queued_again(
 @pytest.mark.parametrize(
     ("script", "words", "commands"),
     [
-        ("slurm-ray", ("recipe.toml",), ON_RAY | {"ray": "exit 3", "python": "exit 1"}),
+        ("slurm-ray", ("recipe.toml",), ON_RAY | {"ray": "[[ $1 == start ]] || exit 0; exit 3", "python": "exit 1"}),
         ("slurm-torchrun", ("recipe.toml", "model"), WITH_TORCHRUN | {"curl": "exit 1", "moe-replay": "exit 3"}),
     ],
 )
@@ -164,6 +165,31 @@ def recipe_of(demo_files: Any, folder: Path, **overrides: Any) -> str:
     )
     (folder / "recipe.toml").write_text(to_toml(config))
     return str(folder / "recipe.toml")
+
+
+def processes_with(text: str) -> list[str]:
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found += [line for line in [file.read_text()] if text in line]
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.engine
+def test_ray_under_slurm(demo_files: Any, tmp_path: Path, port: int) -> None:
+    """A rank on one Ray node and an engine on the other, which have a CPU each."""
+    recipe = recipe_of(demo_files, tmp_path, cluster={"kind": "ray", "engines": 1})
+    options = "--object-store-memory 80000000"
+    status, told = run_script("slurm-ray.sbatch", tmp_path, recipe, RAY_PORT=str(port), RAY_OPTIONS=options)
+    assert status == 0, told
+    assert f":{port} (2 machines, 2 CPUs)" in told
+    assert "step 1/1" in told
+    assert not (tmp_path / "requeued").exists()
+    wait_until(lambda: not processes_with(f":{port}"))
 
 
 @pytest.mark.slow
