@@ -16,6 +16,7 @@ from tests.distributed.megatron_models import FULL, move_routers
 from tests.models import assert_same_gradients, gradients
 from tests.replay.adapters.megatron_routers import build, call, routed
 
+pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 KINDS = {
