@@ -6,7 +6,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -225,7 +224,7 @@ class Job:
             self._devices,
             self.completed_steps,
             refit=self._refit,
-            progress=partial(self._progress.phase, "rollout"),
+            progress=self._report_samples,
         )
         self.backend.reload()
         return batch
@@ -238,6 +237,9 @@ class Job:
         if any_rank(lost):
             self._progress.message("a rollout server has restarted: it is sent the weights again")
             self.sync_weights(version=self.completed_steps)
+
+    def _report_samples(self, done: int, total: int) -> None:
+        self._progress.phase("rollout", done, total)
 
     def report_updates(self, done: int, total: int) -> None:
         """Show how many updates of this step are done."""
@@ -263,11 +265,6 @@ class Job:
             self._weights_kind = synced.kind
             self._progress.message(f"weights reach the engine by {synced.kind} ({synced.reason})")
         self.sync_metrics = synced.metrics()
-
-    def begin_rollout(self, step: int) -> None:
-        """Begin to sample for a step while the one before is logged and saved, unless that takes turns on the GPU."""
-        if self._rollouts is not None and step <= self.config.steps and not self._devices.take_turns:
-            self._rollouts.start()
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return mean rewards on the evaluation prompts if this step evaluates, else nothing."""

@@ -54,7 +54,6 @@ def _take_step(job: Job, step: int) -> None:
         job.sync_weights(version=step)
     with clock("eval"):
         evaluated = job.evaluate(step)
-    job.begin_rollout(step + 1)
 
     timed = clock.metrics(batch.num_tokens)
     job.log(step, {**batch.metrics, **scored, **learned, **measured, **job.sync_metrics, **evaluated, **timed})

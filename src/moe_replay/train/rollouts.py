@@ -116,20 +116,6 @@ class Rollouts:
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Begin to sample the batch of the next step, which `next` will return."""
-        self._begun()
-
-    def _begun(self) -> _Collected:
-        """Return the groups of the step that is being sampled; begin with it if there is none."""
-        if self._collected is None:
-            before = self.state
-            ahead = 1 + self._config.rollout.max_staleness
-            self._submit(self._config.rollout.prompts_per_step * ahead - len(self._pending))
-            refills = self._config.algorithm.max_refills if self._config.algorithm.dynamic_sampling else 0
-            self._collected = _Collected(before, refills)
-        return self._collected
-
     def next(self, version: int, progress: ProgressCallback | None = None) -> RolloutBatch:
         """Return the rollout batch of the next step; `version` is that of the weights that will be trained on it."""
         batch = self.next_unless(None, version, progress)
@@ -140,7 +126,13 @@ class Rollouts:
         self, give_up: Callable[[], bool] | None, version: int, progress: ProgressCallback | None = None
     ) -> RolloutBatch | None:
         """Return the same, or None as soon as `give_up` says so; the next call goes on with the same groups."""
-        collected = self._begun()
+        if self._collected is None:
+            before = self.state
+            ahead = 1 + self._config.rollout.max_staleness
+            self._submit(self._config.rollout.prompts_per_step * ahead - len(self._pending))
+            refills = self._config.algorithm.max_refills if self._config.algorithm.dynamic_sampling else 0
+            self._collected = _Collected(before, refills)
+        collected = self._collected
         try:
             if not self._collect(collected, give_up, progress):
                 return None
