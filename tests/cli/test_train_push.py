@@ -25,7 +25,7 @@ def test_a_complete_run_is_pushed_with_its_card(
     export.mkdir(parents=True)
     pushed: list[tuple[Path, str, bool]] = []
 
-    def train(config: Any, write_report: Any, interruption: Any) -> Path:
+    def train(config: Any, write_report: Any, interruption: Any, **_: Any) -> Path:
         write_report(run)
         interruption.stopped_after = stopped_after
         return run

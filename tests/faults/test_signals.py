@@ -105,7 +105,8 @@ def test_a_main_thread_that_never_returns_to_python_is_ended(where: str, signals
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)[:signals]:
             assert stuck.poll() is None
             stuck.send_signal(number)
-        assert stuck.wait(LIMIT_S) > 128
+        status = stuck.wait(LIMIT_S)
+        assert status > 128 or status < 0  # its own end, or that of the last signal
 
 
 FORKED = """

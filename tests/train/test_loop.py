@@ -103,7 +103,9 @@ def test_a_run_measures_what_replay_does(config: Config, metrics_of: Metrics, mo
 
 def test_auto_says_what_it_picks(config: Config, metrics_of: Metrics, capsys: pytest.CaptureFixture[str]) -> None:
     train(config(steps=1, replay={"mode": "auto"}, algorithm={"updates_per_rollout": 4}))
-    assert "routing replay: r3 (4 updates from sample to use" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "routing replay: r3 (4 updates from sample to use" in told
+    assert "weights reach the engine by http (trainer or engine computes on CPUs)" in told
 
 
 def test_packed_and_padded_batches_give_the_same_loss(config: Config, metrics_of: Metrics) -> None:

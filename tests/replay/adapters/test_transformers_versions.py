@@ -1,4 +1,4 @@
-"""Replay on releases of Transformers between those that the other tests run on; see `make test-transformers-versions`.
+"""Replay on releases of Transformers between those that the other tests run on; see `make test-transformers-between`.
 
 Releases 5.0 to 5.17 choose the experts in the sparse block, 5.18 in router classes that the models do not name.
 """
