@@ -105,7 +105,7 @@ def test_auto_says_what_it_picks(config: Config, metrics_of: Metrics, capsys: py
     train(config(steps=1, replay={"mode": "auto"}, algorithm={"updates_per_rollout": 4}))
     told = capsys.readouterr().out
     assert "routing replay: r3 (4 updates from sample to use" in told
-    assert "weights reach the engine by http (trainer or engine computes on CPUs)" in told
+    assert "weights reach the engine by http (the engine takes no other kind)" in told
 
 
 def test_packed_and_padded_batches_give_the_same_loss(config: Config, metrics_of: Metrics) -> None:
