@@ -22,7 +22,7 @@ from typing import Any
 from moe_replay import demo
 from moe_replay.train.config.file import load_config
 from moe_replay.train.loop import train
-from moe_replay.train.run.sinks.types import SinkContext
+from moe_replay.train.sinks.types import SinkContext
 from moe_replay.utils.device import cpu_has_bfloat16
 
 NATIVE = "mismatch/rollout_vs_native/k3_kl"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from experiments.arms import Arm
-from moe_replay.train.run.sinks.jsonl import read_lines
+from moe_replay.train.sinks.jsonl import read_lines
 
 FOLDER = Path(__file__).with_name("results")
 LIBRARIES = ("moe-replay", "torch", "transformers", "vllm", "triton", "numpy")

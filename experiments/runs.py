@@ -15,7 +15,7 @@ from experiments import results
 from experiments.arms import Arm
 from experiments.model import prepare
 from experiments.scales import SCALES, Scale
-from moe_replay.utils.exit_status import ExitStatus
+from moe_replay.errors import ExitStatus
 
 ROOT = Path(__file__).resolve().parents[1]
 Running = dict[Arm, tuple[subprocess.Popen[bytes], float]]

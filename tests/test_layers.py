@@ -1,6 +1,7 @@
 """Imports go one way: the layers of docs/architecture.md, held against the code.
 
-Every import counts, wherever it stands: at the top of a module, inside a function, under TYPE_CHECKING.
+Every import counts, wherever it stands: at the top of a module, inside a function, under TYPE_CHECKING. So does a text
+that names a module of ours, as registries have them, where only the direction is checked.
 """
 
 from __future__ import annotations
@@ -63,6 +64,14 @@ def imports_of(modules: Mapping[str, str]) -> Iterator[Import]:
             yield from (Import(name, module, node.lineno) for module in found)
 
 
+def named_by(modules: Mapping[str, str]) -> Iterator[Import]:
+    """Texts such as "moe_replay.rollout.vllm.engine:start", which are imported when they are used."""
+    for name, text in modules.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Constant) and re.fullmatch(rf"{PACKAGE}\.[\w.]+(:\w+)?", str(node.value)):
+                yield Import(name, node.value.partition(":")[0], node.lineno)
+
+
 def layer_of(module: str, layers: Iterable[Iterable[str]]) -> int | None:
     """The number of the layer that a module belongs to; the package itself stands above all of them."""
     if module == PACKAGE:
@@ -74,7 +83,7 @@ def layer_of(module: str, layers: Iterable[Iterable[str]]) -> int | None:
 def upward(modules: Mapping[str, str], layers: list[list[str]]) -> list[str]:
     """Imports of a higher layer, and modules that belong to none."""
     found = [f"{name}: in no layer" for name in modules if layer_of(name, layers) is None]
-    for one in imports_of(modules):
+    for one in (*imports_of(modules), *named_by(modules)):
         above, own = layer_of(one.imported, layers), layer_of(one.importer, layers)
         if above is None or (own is not None and above > own):
             found.append(str(one))
@@ -82,11 +91,33 @@ def upward(modules: Mapping[str, str], layers: list[list[str]]) -> list[str]:
 
 
 def circles(modules: Mapping[str, str]) -> list[str]:
-    """The imports that close a circle, one line for each."""
+    """The imports that close a circle of modules, one line for each."""
     edges: dict[str, list[Import]] = {name: [] for name in modules}
     for one in imports_of(modules):
         if one.imported in edges and one.imported != one.importer:
             edges[one.importer].append(one)
+    return closing(edges)
+
+
+def folder_circles(modules: Mapping[str, str]) -> list[str]:
+    """The imports that close a circle of the folders and files of one folder, one line for each."""
+    found, imports = list[str](), list(imports_of(modules))
+    for folder in sorted({name.rpartition(".")[0] for name in modules} - {""}):
+
+        def entry(module: str, inside: str = f"{folder}.") -> str | None:
+            return inside + module.removeprefix(inside).partition(".")[0] if module.startswith(inside) else None
+
+        edges: dict[str, list[Import]] = {str(entry(name)): [] for name in modules if entry(name)}
+        for one in imports:
+            importer, imported = entry(one.importer), entry(one.imported)
+            if importer and imported and importer != imported:
+                edges[importer].append(one._replace(imported=imported))
+        found += closing(edges)
+    return found
+
+
+def closing(edges: Mapping[str, list[Import]]) -> list[str]:
+    """The edges that close a circle."""
     done: set[str] = set()
     found: list[str] = []
 
@@ -112,6 +143,10 @@ def test_every_module_imports_lower_layers_only() -> None:
 
 def test_there_is_no_circle_of_imports() -> None:
     assert circles(read_modules()) == []
+
+
+def test_there_is_no_circle_of_folders() -> None:
+    assert folder_circles(read_modules()) == []
 
 
 def test_every_layer_exists() -> None:
@@ -140,6 +175,7 @@ LOW = {"moe_replay.errors": "", "moe_replay.routes": "", "moe_replay.routes.trac
         ),
         ("moe_replay.errors", "from moe_replay import __version__"),
         ("moe_replay.routes.trace", "from ..train import loop"),
+        ("moe_replay.routes.trace", 'KNOWN = {"loop": "moe_replay.train.loop:train"}'),
         ("moe_replay.elsewhere", ""),
     ],
 )
@@ -178,3 +214,19 @@ def test_a_module_that_imports_its_own_package_for_a_name_closes_a_circle() -> N
     facade = {"moe_replay.routes": "from moe_replay.routes.trace import RouteTrace"}
     assert circles({**facade, "moe_replay.routes.trace": "from moe_replay.routes import RouteBatch"})
     assert not circles({**facade, "moe_replay.routes.trace": "from moe_replay.routes.codec import encode"})
+
+
+def test_a_circle_of_folders_is_found() -> None:
+    modules = {
+        "moe_replay.train": "",
+        "moe_replay.train.config": "",
+        "moe_replay.train.config.sections": "from moe_replay.train.run.sinks import SINKS",
+        "moe_replay.train.run": "",
+        "moe_replay.train.run.sinks": "",
+        "moe_replay.train.run.folder": "def f():\n    from moe_replay.train.config.sections import Section",
+    }
+    assert circles(modules) == []
+    (offence,) = folder_circles(modules)
+    assert "moe_replay.train.config" in offence
+    assert "moe_replay.train.run" in offence
+    assert folder_circles({**modules, "moe_replay.train.run.folder": ""}) == []

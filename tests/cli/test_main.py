@@ -17,12 +17,11 @@ import moe_replay as mr
 from moe_replay.cli.main import COMMANDS, main
 from moe_replay.cli.recipe_keys import SCHEMA
 from moe_replay.demo.settings import RECIPE
-from moe_replay.errors import AlignmentError, EngineError, MissingExtraError, MoeReplayError
+from moe_replay.errors import EXIT_CODES, AlignmentError, EngineError, ExitStatus, MissingExtraError, MoeReplayError
 from moe_replay.train.config.schema import schema_text
 from moe_replay.train.job import DivergedError
 from moe_replay.train.rewards import RewardError
 from moe_replay.train.run.folder import RunWriteError
-from moe_replay.utils.exit_status import EXIT_CODES, ExitStatus
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "moe_replay.cli.main"]

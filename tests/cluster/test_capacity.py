@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from moe_replay.cli.main import main
 from moe_replay.cluster.capacity import CapacityError, Demand, Node, Resources, check_capacity, demand_of, most_engines
+from moe_replay.errors import ExitStatus
 from moe_replay.train.config.file import load_config
-from moe_replay.utils.exit_status import ExitStatus
 
 GIB = 2**30
 

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from moe_replay.utils.exit_status import ExitStatus
+from moe_replay.errors import ExitStatus
 from tests.faults.forked import fork_command
 from tests.faults.processes import LIMIT_S, descendants, wait_for_line, wait_until_gone
 from tests.faults.test_signals import recipe

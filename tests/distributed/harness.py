@@ -47,7 +47,7 @@ PRELOADED = [
     "moe_replay.train.config.tiny",
     "moe_replay.train.loop",
     "moe_replay.train.losses.clipped",
-    "moe_replay.train.run.sinks.jsonl",
+    "moe_replay.train.sinks.jsonl",
 ]
 
 

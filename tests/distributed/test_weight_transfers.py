@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_replay.rollout.types import Weights
 from moe_replay.rollout.weights.transfer import Receivers, Transfer
+from moe_replay.rollout.weights.types import Weights
 from tests.distributed import harness, weight_transfers
 from tests.distributed.megatron_models import PRELOADED
 from tests.distributed.test_weight_sources import BF16, PP_EP, as_sent

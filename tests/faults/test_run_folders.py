@@ -17,7 +17,7 @@ from moe_replay.train.config.file import load_config
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.run.checkpoint import Checkpoints, TrainerState
 from moe_replay.train.run.folder import Run, RunError, fixed_settings
-from moe_replay.train.run.sinks.jsonl import MetricsError, read_lines
+from moe_replay.train.sinks.jsonl import MetricsError, read_lines
 from tests.train.policy import SmallPolicy
 
 RESUMES = "resumes"

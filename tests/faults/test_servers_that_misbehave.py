@@ -30,9 +30,9 @@ from moe_replay.errors import EngineAnswerError, EngineError, EngineUnavailableE
 from moe_replay.rollout.answers import vocabulary_size
 from moe_replay.rollout.engine import StartRequest
 from moe_replay.rollout.pool import EnginePool, connect
+from moe_replay.rollout.request_limits import RequestLimits, timed_protocol
 from moe_replay.rollout.server.app import build_app
 from moe_replay.rollout.server.client import VllmServer
-from moe_replay.rollout.server.request_limits import RequestLimits, timed_protocol
 from moe_replay.rollout.sglang.server import SglangServer
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.rollout.types import Sample, SamplingParams

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from moe_replay.errors import ExitStatus
 from moe_replay.train.config.file import to_toml
-from moe_replay.utils.exit_status import ExitStatus
 from tests.faults.forked import fork_command, fork_python
 from tests.faults.processes import LIMIT_S, start_command, wait_for_line
 from tests.train.runs import tiny_config

@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("pydantic", reason="the trainer's own dependency")
 
+from moe_replay.errors import ExitStatus
 from moe_replay.rollout.loop import LoopThread
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt, PromptStream
@@ -25,7 +26,6 @@ from moe_replay.train.episode import EpisodeError
 from moe_replay.train.rewards import Reward, RewardError, load_reward, score
 from moe_replay.train.rollouts import Rollouts
 from moe_replay.train.sequences import SequenceSampler
-from moe_replay.utils.exit_status import ExitStatus
 from moe_replay.utils.plugins import PluginError
 
 

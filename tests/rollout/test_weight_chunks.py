@@ -14,9 +14,10 @@ from torch import Tensor
 
 import moe_replay as mr
 from moe_replay.errors import EngineError, EngineName
+from moe_replay.rollout.pool_update import update_side_by_side
 from moe_replay.rollout.server.client import VllmServer
-from moe_replay.rollout.types import Weights
-from moe_replay.rollout.weights.chunks import CHUNK_BYTES, chunks_of, update_side_by_side
+from moe_replay.rollout.weights.chunks import CHUNK_BYTES, chunks_of
+from moe_replay.rollout.weights.types import Weights
 from tests.rollout.serving import serving
 
 pytest.importorskip("tenacity", reason="the pool needs tenacity")

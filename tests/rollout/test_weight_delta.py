@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from moe_replay.errors import EngineError
-from moe_replay.rollout.types import Weights
 from moe_replay.rollout.weights.delta import Changes, KeptWeights, apply_changes
 from moe_replay.rollout.weights.source import IteratorSource
+from moe_replay.rollout.weights.types import Weights
 from moe_replay.train.config.weights_section import WeightsConfig
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.weight_sync import EngineSync

@@ -27,7 +27,7 @@ from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.environments import ENVIRONMENTS
 from moe_replay.train.losses.registry import LOSSES
 from moe_replay.train.rewards import REWARDS
-from moe_replay.train.run.sinks.registry import SINKS
+from moe_replay.train.sinks.registry import SINKS
 from moe_replay.train.tool_calls import TOOL_FORMATS
 from moe_replay.train.tools import TOOLS
 

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 from moe_replay.train.loop import train
-from moe_replay.train.run.sinks.jsonl import read_lines
+from moe_replay.train.sinks.jsonl import read_lines
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 FUNCTION = "tests.train.runs:closeness"

@@ -12,7 +12,8 @@ pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("safetensors")
 
 from moe_replay.rollout.transformers import TransformersEngine
-from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
+from moe_replay.rollout.types import Probe, Sample, SamplingParams
+from moe_replay.rollout.weights.types import Weights
 from moe_replay.train import launch
 from moe_replay.train.loop import train
 

@@ -16,10 +16,10 @@ from moe_replay.errors import MissingExtraError, MoeReplayError
 from moe_replay.train.config.sections import LogConfig
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.run.folder import Run
-from moe_replay.train.run.sinks.jsonl import JsonLines, MetricsError, cut_lines, read_lines
-from moe_replay.train.run.sinks.registry import SinkError, Sinks, load_sink
-from moe_replay.train.run.sinks.tensorboard import TensorBoard
-from moe_replay.train.run.sinks.types import Metrics, SinkContext
+from moe_replay.train.sinks.jsonl import JsonLines, MetricsError, cut_lines, read_lines
+from moe_replay.train.sinks.registry import SinkError, Sinks, load_sink
+from moe_replay.train.sinks.tensorboard import TensorBoard
+from moe_replay.train.sinks.types import Metrics, SinkContext
 
 
 def logged(path: Path, *steps: int, after: int = 0) -> None:
@@ -100,7 +100,7 @@ def test_a_missing_package_is_named_with_its_extra(
     tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = LogConfig(**{package: True})
-    monkeypatch.setattr("moe_replay.train.run.sinks.registry.find_spec", lambda name: None)
+    monkeypatch.setattr("moe_replay.train.sinks.registry.find_spec", lambda name: None)
     for opening in (lambda: load_sink(package), lambda: Sinks(log.enabled_sinks, SinkContext(tmp_path))):
         with pytest.raises(MissingExtraError, match=rf"log.{package}.*moe-replay\[{package}\]"):
             opening()
@@ -158,7 +158,7 @@ class Tracking:
 
 def test_mlflow_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = Tracking()
-    monkeypatch.setattr("moe_replay.train.run.sinks.registry.find_spec", lambda name: True)
+    monkeypatch.setattr("moe_replay.train.sinks.registry.find_spec", lambda name: True)
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "mlflow.tracking", SimpleNamespace(MlflowClient=lambda: server))
     monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(Metric=lambda *parts: parts))

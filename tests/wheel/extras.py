@@ -79,8 +79,8 @@ def serve() -> None:
     import asyncio
     from unittest.mock import MagicMock
 
+    from moe_replay.rollout.request_limits import RequestLimits
     from moe_replay.rollout.server.app import build_app
-    from moe_replay.rollout.server.request_limits import RequestLimits
 
     app = build_app(MagicMock(), "token", 1, RequestLimits())
     sent: list[dict] = []

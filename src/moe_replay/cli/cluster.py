@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moe_replay.errors import MoeReplayError
-from moe_replay.utils.exit_status import EXIT_CODES
+from moe_replay.errors import EXIT_CODES, MoeReplayError
 
 INTRODUCTION = """\
 usage: moe-replay cluster status [--run NAME] [--address ADDRESS]

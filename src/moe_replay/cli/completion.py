@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin
 
 from moe_replay.cli.recipe_keys import sections
-from moe_replay.errors import MoeReplayError
-from moe_replay.utils.exit_status import EXIT_CODES
+from moe_replay.errors import EXIT_CODES, MoeReplayError
 
 INTRODUCTION = """\
 usage: moe-replay completion {bash,zsh,fish}

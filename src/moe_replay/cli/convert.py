@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_replay.errors import MissingExtraError
-from moe_replay.utils.exit_status import EXIT_CODES, ExitStatus
+from moe_replay.errors import EXIT_CODES, ExitStatus, MissingExtraError
 
 INTRODUCTION = """\
 usage: moe-replay convert {swift,verl} {SCRIPT, 'COMMAND' or its options}

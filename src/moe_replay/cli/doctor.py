@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from moe_replay.utils.exit_status import ExitStatus
+from moe_replay.errors import ExitStatus
 
 if TYPE_CHECKING:
     from moe_replay.tools.doctor import Finding

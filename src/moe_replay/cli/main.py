@@ -15,8 +15,7 @@ from importlib import import_module
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from moe_replay.errors import MissingExtraError, MoeReplayError
-from moe_replay.utils.exit_status import EXIT_CODES, ExitStatus
+from moe_replay.errors import EXIT_CODES, ExitStatus, MissingExtraError, MoeReplayError
 from moe_replay.version import __version__
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_replay.errors import LayoutError
-from moe_replay.utils.exit_status import ExitStatus
+from moe_replay.errors import ExitStatus, LayoutError
 
 if TYPE_CHECKING:
     from moe_replay.tools.plan import Parallel, Work

@@ -12,7 +12,7 @@ from typing_extensions import Doc
 from moe_replay.errors import EngineError, MissingExtraError
 from moe_replay.rollout.engine import TOKEN_VARIABLE, Capture, Engine, StartRequest
 from moe_replay.rollout.registry import ENGINES, engine_spec, start_engine
-from moe_replay.rollout.server.request_limits import RequestLimits
+from moe_replay.rollout.request_limits import RequestLimits
 from moe_replay.utils.secrets import find_token
 
 SERVED = [name for name, spec in ENGINES.items() if not spec.is_server]

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_replay.cli.recipe_keys import SCHEMA, help_text
-from moe_replay.errors import MissingExtraError, MoeReplayError
-from moe_replay.utils.exit_status import EXIT_CODES, ExitStatus
+from moe_replay.errors import EXIT_CODES, ExitStatus, MissingExtraError, MoeReplayError
 
 if TYPE_CHECKING:
     from moe_replay.train.config.train_config import TrainConfig

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typing_extensions import Doc
 
-from moe_replay.errors import MissingExtraError, MoeReplayError
+from moe_replay.errors import ExitStatus, MissingExtraError, MoeReplayError
 from moe_replay.rollout.engine import TOKEN_VARIABLE, Capture, StartRequest
 from moe_replay.rollout.registry import ENGINES, engine_spec, start_sampler
 from moe_replay.tools.attribution.result import Attribution, Thresholds
-from moe_replay.utils.exit_status import ExitStatus
 from moe_replay.utils.secrets import READABLE_BY_ALL, find_token, has_password
 
 if TYPE_CHECKING:

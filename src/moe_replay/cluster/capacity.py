@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
 from moe_replay.cluster.layout import Layout, plan_resources
-from moe_replay.errors import MoeReplayError
+from moe_replay.errors import ExitStatus, MoeReplayError
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.utils.exit_status import ExitStatus
 from moe_replay.utils.units import GIB
 
 _SHOWN_NODES = 8

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from moe_replay.cluster.board import NAMESPACE, PREFIX, board_name
 from moe_replay.cluster.capacity import CapacityError, Resources
 from moe_replay.cluster.nodes import read_nodes, resources_of
-from moe_replay.errors import MoeReplayError
-from moe_replay.utils.exit_status import ExitStatus
+from moe_replay.errors import ExitStatus, MoeReplayError
 
 PAUSE_S = 0.5
 ANSWER_S = 60.0

@@ -21,10 +21,10 @@ from moe_replay.cluster.rank_actor import Outcome
 from moe_replay.cluster.room import wait_for_room
 from moe_replay.cluster.session import ClusterError, Session, connected
 from moe_replay.cluster.trainer_group import SETTLE_S, Lost, TrainerGroup
+from moe_replay.errors import ExitStatus
 from moe_replay.train.config.keys import ConfigError
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.run.folder import run_folder
-from moe_replay.utils.exit_status import ExitStatus
 from moe_replay.utils.messages import one_line
 from moe_replay.utils.signals import EndSignals
 

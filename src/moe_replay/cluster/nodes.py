@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from moe_replay.cluster.capacity import Node, Resources, demand_of
-from moe_replay.errors import MissingExtraError, MoeReplayError
+from moe_replay.errors import ExitStatus, MissingExtraError, MoeReplayError
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.utils.device import accelerator
-from moe_replay.utils.exit_status import ExitStatus
 from moe_replay.utils.messages import one_line
 
 

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 from moe_replay.cluster.board import NAMESPACE
 from moe_replay.cluster.layout import plan_resources
 from moe_replay.cluster.nodes import NoClusterError, import_ray
-from moe_replay.errors import MoeReplayError
+from moe_replay.errors import ExitStatus, MoeReplayError
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.utils.exit_status import ExitStatus
 from moe_replay.utils.messages import one_line
 
 LOCAL = "local"

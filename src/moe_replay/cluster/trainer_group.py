@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from moe_replay.cluster.layout import Layout, Place, rank_environments
 from moe_replay.cluster.rank_actor import Outcome, RankActor
-from moe_replay.utils.exit_status import ExitStatus
+from moe_replay.errors import ExitStatus
 from moe_replay.utils.messages import one_line
 
 END_S = 60.0

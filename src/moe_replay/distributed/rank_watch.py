@@ -22,8 +22,7 @@ from moe_replay.distributed.failures import Failure, FailureChannel
 from moe_replay.distributed.machines import machine_id
 from moe_replay.distributed.rank_server import open_rank_server
 from moe_replay.distributed.ranks import OtherRankError, all_gather_text, rank, world_size
-from moe_replay.errors import MoeReplayError
-from moe_replay.utils.exit_status import ExitStatus
+from moe_replay.errors import ExitStatus, MoeReplayError
 from moe_replay.utils.messages import one_line
 from moe_replay.utils.processes import start_time
 

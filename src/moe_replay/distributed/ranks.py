@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from moe_replay.distributed.collectives import all_gather, broadcast_bytes, device_of
 from moe_replay.distributed.control import control_group, wait_within
-from moe_replay.errors import MoeReplayError
-from moe_replay.utils.exit_status import ExitStatus
+from moe_replay.errors import ExitStatus, MoeReplayError
 
 FAILED_PATIENCE = timedelta(seconds=30)
 """How long a rank that has failed waits for the others to reach the same point; then the failure is told to them."""

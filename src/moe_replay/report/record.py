@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from moe_replay.errors import MoeReplayError
-from moe_replay.train.run.sinks.jsonl import read_lines
+from moe_replay.train.sinks.jsonl import read_lines
 
 
 class ReportError(MoeReplayError):

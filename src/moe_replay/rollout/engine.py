@@ -13,8 +13,9 @@ from moe_replay.errors import EngineError, EngineName, EngineOptionError
 if TYPE_CHECKING:
     import numpy as np
 
-    from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
+    from moe_replay.rollout.types import Probe, Sample, SamplingParams
     from moe_replay.rollout.weights.transfer import Receivers
+    from moe_replay.rollout.weights.types import Weights
     from moe_replay.routes.topology import MoeTopology
 
 TOKEN_VARIABLE = "MOE_REPLAY_TOKEN"

@@ -26,13 +26,14 @@ from moe_replay.rollout.engine import StartRequest, put_to_sleep, receivers_of, 
 from moe_replay.rollout.loop import AsyncSampler
 from moe_replay.rollout.pool_member import Member, ServedEngine, ServerState, following
 from moe_replay.rollout.pool_transfer import update_by_transfer, update_together
+from moe_replay.rollout.pool_update import update_side_by_side
 from moe_replay.rollout.request_barrier import RequestBarrier
-from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
+from moe_replay.rollout.types import Probe, Sample, SamplingParams
 from moe_replay.rollout.vllm.transfer_engines import EngineTransfer
-from moe_replay.rollout.weights.chunks import update_side_by_side
 from moe_replay.rollout.weights.delta import SentWeights
 from moe_replay.rollout.weights.identity import identifies_weights
 from moe_replay.rollout.weights.transfer import Receivers, Transfer
+from moe_replay.rollout.weights.types import Weights
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.utils.messages import one_line
 

@@ -22,15 +22,16 @@ from moe_replay.errors import EngineName, EngineOptionError
 from moe_replay.replay.controller import RouterReplay, attach
 from moe_replay.rollout.engine import Engine, StartRequest, check_prompts, end_tokens
 from moe_replay.rollout.model_folder import ModelError, check_finite, load_model
+from moe_replay.rollout.request_limits import check_token_ids
 from moe_replay.rollout.sampling import Supports, draw, sampled_logprobs, uniforms
 from moe_replay.rollout.sampling_mask import SamplingMask
-from moe_replay.rollout.server.request_limits import check_token_ids
 from moe_replay.rollout.state import EngineState
-from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
+from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams
 from moe_replay.rollout.weights.checkpoint import load_into, read_tensors
 from moe_replay.rollout.weights.receiver import received_tensors
 from moe_replay.rollout.weights.staging import device_id
 from moe_replay.rollout.weights.transfer import Receivers, Transfer
+from moe_replay.rollout.weights.types import Weights
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace

@@ -7,25 +7,15 @@ into one form, a `Sample` with a checked `RouteTrace`, or raise.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
 from moe_replay.errors import EngineError
 from moe_replay.rollout.sampling_mask import SamplingMask
-from moe_replay.rollout.weights.transfer import Transfer
 from moe_replay.routes.trace import RouteTrace
-
-Tensors = Iterable[tuple[str, Tensor]]
-Weights = Tensors | Path | Transfer
-"""New weights for an engine, named and shaped as in the model's checkpoint.
-
-Streamed; a folder of safetensors; or a transfer, of which the engine is told where its workers find the tensors.
-"""
 
 
 class FinishReason(StrEnum):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moe_replay.errors import MissingExtraError, MoeReplayError
-from moe_replay.utils.exit_status import ExitStatus
+from moe_replay.errors import ExitStatus, MissingExtraError, MoeReplayError
 from moe_replay.utils.messages import one_line
 
 

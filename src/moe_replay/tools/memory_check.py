@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from moe_replay.errors import LayoutError
+from moe_replay.errors import ExitStatus, LayoutError
 from moe_replay.tools.plan.memory import GIB, plan_memory
 from moe_replay.tools.plan.sizes import ModelSizes
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.utils.device import accelerator
-from moe_replay.utils.exit_status import ExitStatus
 
 
 class DoesNotFitError(LayoutError):

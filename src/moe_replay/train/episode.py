@@ -8,13 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from moe_replay.errors import MoeReplayError
+from moe_replay.errors import ExitStatus, MoeReplayError
 from moe_replay.rollout.engine import Sampler
 from moe_replay.rollout.session import Session
 from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
 from moe_replay.train.data import Prompt
 from moe_replay.train.tools import ToolSet
-from moe_replay.utils.exit_status import ExitStatus
 
 
 class EpisodeError(MoeReplayError):

@@ -12,7 +12,7 @@ import numpy as np
 
 from moe_replay.distributed.rank_watch import RankWatch
 from moe_replay.distributed.ranks import any_rank, from_rank_0, raise_on_all_ranks, rank
-from moe_replay.errors import MoeReplayError
+from moe_replay.errors import ExitStatus, MoeReplayError
 from moe_replay.rollout.engine import Engine
 from moe_replay.routes.trace_file import TraceWriter
 from moe_replay.train import launch
@@ -35,14 +35,13 @@ from moe_replay.train.run.completions import Completion, best_and_worst, write_c
 from moe_replay.train.run.folder import Run, RunWriteError
 from moe_replay.train.run.interruption import InterruptHandler
 from moe_replay.train.run.progress import ConsoleProgress
-from moe_replay.train.run.sinks.registry import SinkError
 from moe_replay.train.shared_devices import SharedDevices
+from moe_replay.train.sinks.registry import SinkError
 from moe_replay.train.sources import Sources, sources_on_all_ranks
 from moe_replay.train.step_rollout import open_store, roll_out
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.trajectories.shared_batch import SharedBatch
 from moe_replay.train.trajectories.store import InProcessStore, TrajectoryStore
-from moe_replay.utils.exit_status import ExitStatus
 
 ReportWriter = Callable[[Path], Path]
 """Takes the folder of a finished run, returns the path of the report written for it."""

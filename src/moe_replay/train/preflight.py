@@ -16,7 +16,7 @@ from moe_replay.rollout.vllm.release import check_version
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import read_rows
 from moe_replay.train.inputs import ReadData, check_names, check_reward_columns, load_rewards
-from moe_replay.train.run.sinks.registry import load_sink
+from moe_replay.train.sinks.registry import load_sink
 
 
 class Need(NamedTuple):

@@ -24,8 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_replay.errors import MissingExtraError, MoeReplayError
-from moe_replay.utils.exit_status import ExitStatus
+from moe_replay.errors import ExitStatus, MissingExtraError, MoeReplayError
 from moe_replay.utils.messages import text_of
 from moe_replay.utils.plugins import call_user_code, import_path, is_path, resolve
 

@@ -12,9 +12,10 @@ from moe_replay.rollout.adapter import Adapter
 from moe_replay.rollout.engine import Engine, put_to_sleep, receivers_of, wake_for_update
 from moe_replay.rollout.pool import EnginePool
 from moe_replay.rollout.pool_member import ServerState
-from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
+from moe_replay.rollout.types import Probe, Sample, SamplingParams
 from moe_replay.rollout.weights.identity import WeightsLedger, identifies_weights, new_weights_id, takes_weights_id
 from moe_replay.rollout.weights.transfer import Receivers
+from moe_replay.rollout.weights.types import Weights
 from moe_replay.routes.topology import MoeTopology
 
 

@@ -32,7 +32,7 @@ from moe_replay.rollout.plain_vllm.wire import (
 from moe_replay.rollout.pool import connect
 from moe_replay.rollout.request_barrier import RequestBarrier
 from moe_replay.rollout.state import EngineState
-from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
+from moe_replay.rollout.types import Probe, Sample, SamplingParams
 from moe_replay.rollout.vllm.masks import MASK_OPTION, MaskReturn
 from moe_replay.rollout.vllm.release import check_version
 from moe_replay.rollout.vllm.transfer_engines import EngineTransfer, Server
@@ -44,6 +44,7 @@ from moe_replay.rollout.weights.identity import (
     version_text,
 )
 from moe_replay.rollout.weights.transfer import Transfer
+from moe_replay.rollout.weights.types import Weights
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
 

@@ -8,19 +8,18 @@ from __future__ import annotations
 import itertools
 import json
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 from urllib.parse import urlsplit
 
-from torch import Tensor
-
 from moe_replay.errors import EngineError, EngineOptionError, MissingExtraError
 from moe_replay.rollout.plain_vllm.wire import WORKER_EXTENSION, ServerSettings
 from moe_replay.rollout.weights.checkpoint import read_tensors, safetensors_files
 from moe_replay.rollout.weights.chunks import packed
+from moe_replay.rollout.weights.types import Tensors
 from moe_replay.utils.device import accelerator
 from moe_replay.utils.processes import owned_folder
 
@@ -29,13 +28,12 @@ WeightKind = Literal["auto", "folder", "ipc", "nccl"]
 CHUNK_BYTES = 2**30
 Post = Callable[[str, object], Any]
 """(path, JSON) -> JSON of the answer."""
-NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 class WeightRoute(Protocol):
     """One way of weights to one server."""
 
-    def send(self, weights: NamedTensors | Path) -> None:
+    def send(self, weights: Tensors | Path) -> None:
         """Replace all weights of the server, which is paused."""
         ...
 
@@ -76,7 +74,7 @@ class _ReloadedFolder:
     def __init__(self, post: Post, folder: Path | None) -> None:
         self._post, self._folder = post, folder
 
-    def send(self, weights: NamedTensors | Path) -> None:
+    def send(self, weights: Tensors | Path) -> None:
         """See `WeightRoute`."""
         if isinstance(weights, Path):
             safetensors_files(weights)
@@ -99,14 +97,14 @@ class _LoadedFiles:
     def __init__(self, post: Post, folder: Path | None) -> None:
         self._post, self._folder = post, folder
 
-    def send(self, weights: NamedTensors | Path) -> None:
+    def send(self, weights: Tensors | Path) -> None:
         """See `WeightRoute`."""
         self._call("replay_begin_update")
         for file in self._files(weights):
             self._call("replay_load", str(file.absolute()))
         self._call("replay_finish_update")
 
-    def _files(self, weights: NamedTensors | Path) -> Iterator[Path]:
+    def _files(self, weights: Tensors | Path) -> Iterator[Path]:
         if isinstance(weights, Path):
             yield from safetensors_files(weights)
             return
@@ -140,7 +138,7 @@ class _IpcTransfer:
         self._post = post
         self._client = _sync_client(post)
 
-    def send(self, weights: NamedTensors | Path) -> None:
+    def send(self, weights: Tensors | Path) -> None:
         """See `WeightRoute`."""
         import torch
         from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
@@ -174,7 +172,7 @@ class _NcclTransfer:
         self._client = _sync_client(post)
         self._group: Any = None
 
-    def send(self, weights: NamedTensors | Path) -> None:
+    def send(self, weights: Tensors | Path) -> None:
         """See `WeightRoute`."""
         import torch
 

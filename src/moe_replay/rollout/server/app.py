@@ -31,12 +31,13 @@ from starlette.routing import Route
 from moe_replay.errors import EngineError, EngineUnavailableError, MoeReplayError
 from moe_replay.rollout.answers import DIGEST_HEADER, content_digest
 from moe_replay.rollout.engine import Engine, put_to_sleep, receivers_of, wake_for_update
-from moe_replay.rollout.server.request_limits import RequestLimits
+from moe_replay.rollout.request_limits import RequestLimits
 from moe_replay.rollout.server.sample_wire import MEDIA_TYPE, encode_samples
-from moe_replay.rollout.types import SamplingParams, Weights
+from moe_replay.rollout.types import SamplingParams
 from moe_replay.rollout.weights.delta import KeptWeights
 from moe_replay.rollout.weights.identity import takes_weights_id
 from moe_replay.rollout.weights.stream import UpdateHeader, read_frames, read_header, read_tensors, read_transfer
+from moe_replay.rollout.weights.types import Weights
 
 T = TypeVar("T")
 

@@ -16,10 +16,11 @@ from moe_replay.rollout.engine import Engine, StartRequest
 from moe_replay.rollout.http import HttpClient
 from moe_replay.rollout.pool import connect
 from moe_replay.rollout.server.sample_wire import decode_samples
-from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
+from moe_replay.rollout.types import Probe, Sample, SamplingParams
 from moe_replay.rollout.weights.identity import CurrentWeights, WeightsLedger
 from moe_replay.rollout.weights.stream import write_update
 from moe_replay.rollout.weights.transfer import Receivers
+from moe_replay.rollout.weights.types import Weights
 from moe_replay.routes.topology import MoeLayer, MoeTopology
 
 

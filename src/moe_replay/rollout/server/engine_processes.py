@@ -148,8 +148,8 @@ def connect_local(
 
 def _serve() -> None:
     """Serve the engine that the first line of standard input describes, until a signal."""
+    from moe_replay.rollout.request_limits import RequestLimits
     from moe_replay.rollout.server.app import build_app
-    from moe_replay.rollout.server.request_limits import RequestLimits
     from moe_replay.rollout.server.serve import Server, listening
 
     asked = json.loads(sys.stdin.readline())

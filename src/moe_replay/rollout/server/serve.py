@@ -12,7 +12,7 @@ from typing import Any
 
 from moe_replay.errors import EngineError, EngineOptionError, EngineUnavailableError
 from moe_replay.rollout.engine import Engine
-from moe_replay.rollout.server.request_limits import RequestLimits, timed_protocol
+from moe_replay.rollout.request_limits import RequestLimits, timed_protocol
 from moe_replay.utils.signals import EndSignals
 
 GRACE_S = 5.0

@@ -30,7 +30,7 @@ from moe_replay.rollout.sglang.wire import (
     was_retracted,
 )
 from moe_replay.rollout.state import EngineState
-from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, Weights
+from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams
 from moe_replay.rollout.weights.checkpoint import safetensors_files
 from moe_replay.rollout.weights.chunks import packed
 from moe_replay.rollout.weights.identity import (
@@ -41,6 +41,7 @@ from moe_replay.rollout.weights.identity import (
     version_text,
 )
 from moe_replay.rollout.weights.transfer import Transfer
+from moe_replay.rollout.weights.types import Weights
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.utils.processes import owned_folder

@@ -17,10 +17,10 @@ from moe_replay.rollout.adapter import Adapter
 from moe_replay.rollout.engine import Capture, Engine, StartRequest, end_tokens
 from moe_replay.rollout.loop import AsyncSampler, while_alive
 from moe_replay.rollout.request_barrier import RequestBarrier
+from moe_replay.rollout.request_limits import check_token_ids
 from moe_replay.rollout.sampling import prompt_hash
-from moe_replay.rollout.server.request_limits import check_token_ids
 from moe_replay.rollout.state import EngineState
-from moe_replay.rollout.types import Probe, Sample, SamplingParams, Weights
+from moe_replay.rollout.types import Probe, Sample, SamplingParams
 from moe_replay.rollout.vllm.adapter import AdapterSlot, adapter_options
 from moe_replay.rollout.vllm.arguments import (
     engine_arguments,
@@ -38,6 +38,7 @@ from moe_replay.rollout.weights.checkpoint import as_files, safetensors_files
 from moe_replay.rollout.weights.chunks import packed
 from moe_replay.rollout.weights.identity import CurrentWeights
 from moe_replay.rollout.weights.transfer import Receivers, Transfer, drive
+from moe_replay.rollout.weights.types import Weights
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.utils.device import accelerator

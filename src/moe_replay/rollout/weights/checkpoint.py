@@ -17,10 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_replay.errors import EngineError
-from moe_replay.rollout.types import Tensors
+from moe_replay.rollout.weights.types import Tensors
 from moe_replay.utils.processes import owned_folder
-
-NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 def safetensors_files(folder: Path) -> list[Path]:
@@ -66,7 +64,7 @@ def as_files(chunks: Iterable[bytes]) -> Iterator[Path]:
             file.unlink()
 
 
-def checkpoint_tensors(model: nn.Module, state: NamedTensors | None = None) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_tensors(model: nn.Module, state: Tensors | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of a live Transformers model in the names and shapes of its checkpoint, one by one.
 
     `state` has its full parameters if those of the model are sharded.
@@ -96,7 +94,7 @@ class CheckpointForm:
         return revert_weight_conversion(self._model, {name: tensor})  # type: ignore[arg-type]
 
 
-def load_into(model: nn.Module, weights: NamedTensors) -> None:
+def load_into(model: nn.Module, weights: Tensors) -> None:
     """Copy all weights in place, under the names of the checkpoint or of the live model; raise if any is missing."""
     live, form = model.state_dict(), CheckpointForm(model)
     described = {name: form.tensors(name, t.to("meta")) for name, t in live.items()}

@@ -17,10 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from moe_replay.errors import EngineError
-from moe_replay.rollout.types import Probe, Weights
+from moe_replay.rollout.types import Probe
 from moe_replay.rollout.weights.chunks import ChunkStream, packed
 from moe_replay.rollout.weights.transfer import Transfer
 from moe_replay.rollout.weights.transfer_messages import TransferSettings
+from moe_replay.rollout.weights.types import Weights
 
 MAX_FRAME_BYTES = 8 * 2**30
 _PIECE_BYTES = 2**19

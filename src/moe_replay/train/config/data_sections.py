@@ -9,7 +9,7 @@ from pydantic import Field
 from moe_replay.train.config.plugin_names import PluginName
 from moe_replay.train.config.section import Limit, Section
 from moe_replay.train.rewards import REWARDS
-from moe_replay.train.run.sinks.registry import SINKS
+from moe_replay.train.sinks.registry import SINKS
 
 RewardChoices = Annotated[
     tuple[str, ...], PluginName(lambda: REWARDS, "reward", forms=("module:name", "verl:module:name"))

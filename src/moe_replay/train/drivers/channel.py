@@ -9,9 +9,8 @@ import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from moe_replay.errors import MoeReplayError
+from moe_replay.errors import ExitStatus, MoeReplayError
 from moe_replay.train.reward_pool.wire import LENGTH, from_content, to_frame
-from moe_replay.utils.exit_status import ExitStatus
 from moe_replay.utils.messages import one_line
 
 _PARTS = ("problem", "sample", "layer", "token", "expected", "found", "remedy")

@@ -10,12 +10,11 @@ from typing import Protocol
 import torch
 
 from moe_replay.distributed.ranks import from_rank_0
-from moe_replay.errors import MoeReplayError
+from moe_replay.errors import ExitStatus, MoeReplayError
 from moe_replay.rollout.adapter import Adapter
 from moe_replay.rollout.weights.source import WeightSource
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.train.run import manifest
-from moe_replay.utils.exit_status import ExitStatus
 from moe_replay.utils.files import Write
 
 RECORD, EXPORT, ADAPTER = "trainer.json", "hf", "adapter"

@@ -27,11 +27,10 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
 from moe_replay.distributed.ranks import from_rank_0, rank
-from moe_replay.errors import MoeReplayError
+from moe_replay.errors import ExitStatus, MoeReplayError
 from moe_replay.train.run.completions import remove_completions, require_pyarrow
-from moe_replay.train.run.sinks.registry import Sinks, load_sink
-from moe_replay.train.run.sinks.types import Metrics, SinkContext
-from moe_replay.utils.exit_status import ExitStatus
+from moe_replay.train.sinks.registry import Sinks, load_sink
+from moe_replay.train.sinks.types import Metrics, SinkContext
 from moe_replay.utils.files import write_whole
 
 if TYPE_CHECKING:

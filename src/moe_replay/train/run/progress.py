@@ -11,7 +11,7 @@ from typing import IO, Any
 from moe_replay.distributed.ranks import rank
 from moe_replay.errors import MissingExtraError
 from moe_replay.train.run.completions import Completion, printable
-from moe_replay.train.run.sinks.types import Metrics
+from moe_replay.train.sinks.types import Metrics
 
 LOG_WIDTH = 160
 SMALL_GB = 0.1

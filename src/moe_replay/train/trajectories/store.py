@@ -27,13 +27,12 @@ from moe_replay.distributed.control import control_group
 from moe_replay.distributed.machines import machine_id
 from moe_replay.distributed.rank_server import open_rank_server, receive_into
 from moe_replay.distributed.ranks import all_gather_text, rank
-from moe_replay.errors import AlignmentError, MoeReplayError
+from moe_replay.errors import AlignmentError, ExitStatus, MoeReplayError
 from moe_replay.routes.trace import RouteTrace
 from moe_replay.train.trajectories.encoded import Layers, decoded, parts_of, recorded_layers
 from moe_replay.train.trajectories.section_server import LENGTH, SectionServer
 from moe_replay.train.trajectories.wire import read_section, read_table, table, table_bytes
 from moe_replay.train.types import AnyTrajectory, Trajectory
-from moe_replay.utils.exit_status import ExitStatus
 from moe_replay.utils.memory_files import anonymous_file, write_at
 from moe_replay.utils.messages import one_line
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from moe_replay.train.run.sinks.types import Metrics, SinkContext
+from moe_replay.train.sinks.types import Metrics, SinkContext
 
 
 class TensorBoard:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, ClassVar
 
-from moe_replay.train.run.sinks.types import Metrics, SinkContext
+from moe_replay.train.sinks.types import Metrics, SinkContext
 from moe_replay.utils.files import write_whole
 
 MOST_METRICS = 1000  # of one request, by MLflow's REST API

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_replay.errors import MoeReplayError
-from moe_replay.train.run.sinks.types import Metrics, SinkContext
+from moe_replay.train.sinks.types import Metrics, SinkContext
 from moe_replay.utils.files import write_whole
 from moe_replay.utils.messages import one_line
 

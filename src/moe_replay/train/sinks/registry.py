@@ -13,14 +13,14 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 
 from moe_replay.errors import MissingExtraError, MoeReplayError
-from moe_replay.train.run.sinks.types import Metrics, OpenSink, Sink, SinkContext
+from moe_replay.train.sinks.types import Metrics, OpenSink, Sink, SinkContext
 from moe_replay.utils.plugins import resolve, user_code
 
 SINKS: Mapping[str, OpenSink | str] = {
-    "jsonl": "moe_replay.train.run.sinks.jsonl:JsonLines",
-    "mlflow": "moe_replay.train.run.sinks.mlflow:Mlflow",
-    "tensorboard": "moe_replay.train.run.sinks.tensorboard:TensorBoard",
-    "wandb": "moe_replay.train.run.sinks.wandb:WeightsAndBiases",
+    "jsonl": "moe_replay.train.sinks.jsonl:JsonLines",
+    "mlflow": "moe_replay.train.sinks.mlflow:Mlflow",
+    "tensorboard": "moe_replay.train.sinks.tensorboard:TensorBoard",
+    "wandb": "moe_replay.train.sinks.wandb:WeightsAndBiases",
 }
 """Sinks by name; `log.sinks` takes these and `module:name`."""
 
