@@ -50,6 +50,8 @@ class Server:
         self.asked: list[str] = []
         self.loaded: dict[str, torch.Tensor] = {}
         self.scored = [-1.0, -2.0]
+        self.scored_by: dict[str, list[float]] = {}  # and by a replica
+        self.replicas: list[str | None] = []  # that were asked for by name
         self.choice: dict[str, Any] = {}  # changes to what it samples
         self.config: dict[str, Any] = {
             "model_config": {
@@ -81,6 +83,7 @@ class Server:
         path = "/" + request.path_params["path"]
         body = await request.json() if await request.body() else None
         self.asked.append(path)
+        self.replicas.append(request.headers.get("x-data-parallel-rank"))
         for status, paths in ((404, self.missing), (403, self.disabled), (500, self.failing)):
             if path in paths:
                 return JSONResponse({"error": {"message": f"no {path}"}}, status_code=status)
@@ -115,11 +118,14 @@ class Server:
             self.loaded |= load_file(body["args"][0])
         return "weights of 1 modules missing" if "c" in self.loaded and body["method"] == "replay_finish_update" else ""
 
+    def _scored(self) -> list[float]:
+        return self.scored_by.get(self.replicas[-1] or "", self.scored)
+
     def _generated(self, body: Any) -> Any:
         asked = body["sampling_params"]
         if asked.get("prompt_logprobs") is not None:
             tokens = body["token_ids"][1:]
-            entries = [{str(t): {"logprob": p}} for t, p in zip(tokens, self.scored, strict=True)]
+            entries = [{str(t): {"logprob": p}} for t, p in zip(tokens, self._scored(), strict=True)]
             return {"prompt_logprobs": [None, *entries]}
         choice = {
             "index": 0,
@@ -374,3 +380,14 @@ def test_several_plain_servers_are_a_pool(server: Server, tmp_path: Path) -> Non
         engine = start_engine("plain_vllm_server", request)
         assert (str(engine.name), engine.weight_version) == ("1 x vLLM 0.30.0", 0)
         engine.close()
+
+
+def test_the_probe_asks_every_replica(server: Server) -> None:
+    """The server loads weights in all of its replicas, and answers for the first alone."""
+    server.config["parallel_config"]["data_parallel_size"] = 3
+    with server.client() as engine:
+        engine.update_weights(WEIGHTS.items(), 1, PROBE, "x")
+        assert [one for one in server.replicas if one] == ["0", "1", "2"]
+        server.scored_by["2"] = [-1.0, -5.0]
+        with pytest.raises(EngineError, match=r"replica 2.*does not compute with the weights"):
+            engine.update_weights(WEIGHTS.items(), 2, PROBE, "y")

@@ -41,6 +41,7 @@ class Worker:
     """What vLLM's loaders were given."""
 
     rank = 0
+    vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_rank=0, world_size=1))
 
     def __init__(self, device: str, quantization: str | None) -> None:
         config = SimpleNamespace(quantization=quantization)

@@ -104,10 +104,18 @@ class HttpClient(AsyncSampler):
         except (httpx.HTTPError, TimeoutError) as failure:
             raise self._unavailable(failure) from failure
 
-    def _call(self, method: str, path: str, *, json: object = None, body: Iterable[bytes] | None = None) -> Any:
+    def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        json: object = None,
+        body: Iterable[bytes] | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> Any:
         """Send a request in the caller's thread and return the JSON of the response."""
         try:
-            with self._sync.stream(method, path, json=json, content=body) as response:
+            with self._sync.stream(method, path, json=json, content=body, headers=headers) as response:
                 received, begun = bytearray(), time.monotonic()
                 for chunk in response.iter_bytes():
                     received += chunk

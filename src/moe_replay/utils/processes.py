@@ -9,6 +9,7 @@ import select
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -50,6 +51,21 @@ def _wait_for_parent(parent: int, then: Callable[[], None]) -> None:
             select.select([descriptor], [], [])
         os.close(descriptor)
     then()
+
+
+class KilledWithThis:
+    """Has another process killed when this one ends, however it ends, or when `close` is called."""
+
+    def __init__(self, pid: int) -> None:
+        command = ["sh", "-c", 'read end; kill -9 "$0"', str(pid)]
+        quiet = subprocess.DEVNULL
+        self._guard = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True
+        )
+
+    def close(self) -> None:
+        """Kill it now."""
+        self._guard.communicate()  # closes the pipe that it reads
 
 
 def leave_process_group() -> None:

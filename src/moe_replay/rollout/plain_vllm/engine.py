@@ -49,6 +49,7 @@ from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
 
 GENERATE = "/inference/v1/generate"
+REPLICA_HEADER = "X-data-parallel-rank"
 
 
 def start(request: StartRequest) -> Engine:
@@ -207,8 +208,9 @@ class PlainVllmEngine(HttpClient):
         self._state.require_ready()
         return self._prompt_logprobs(token_ids)
 
-    def _prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
-        answer = self._call("POST", GENERATE, json=score_request(token_ids, self._masks))
+    def _prompt_logprobs(self, token_ids: Sequence[int], replica: int | None = None) -> np.ndarray:
+        where = None if replica is None else {REPLICA_HEADER: str(replica)}
+        answer = self._call("POST", GENERATE, json=score_request(token_ids, self._masks), headers=where)
         with reading_answer(self.url):
             return scored_logprobs(answer, token_ids, self._state.engine)
 
@@ -247,8 +249,15 @@ class PlainVllmEngine(HttpClient):
                     remedy="Somebody else updates it, or a proxy does not pass requests on",
                 )
             if probe is not None:
-                probe.check(self._prompt_logprobs(probe.token_ids), str(self.name))
+                self._check_probe(probe)
         self._barrier.open()
+
+    def _check_probe(self, probe: Probe) -> None:
+        """Raise unless every replica computes with the weights: the server's answers are those of the first alone."""
+        replicas = self.settings.replicas
+        for replica in range(replicas):
+            found = self._prompt_logprobs(probe.token_ids, replica if replicas > 1 else None)
+            probe.check(found, f"{self.name}, replica {replica}" if replicas > 1 else str(self.name))
 
     def _sender(self, weights: Weights) -> Callable[[], None]:
         """Return what replaces the weights of the paused server; raise if they cannot come this way."""

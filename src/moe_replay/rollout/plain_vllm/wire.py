@@ -37,6 +37,7 @@ class ServerSettings:
     crashes_on_seeds   it computes on CPU with chunked prefill, where a seed ends its engine
     sleeps             it was started with `--enable-sleep-mode`
     tensor_parallel    workers that share a layer
+    replicas           its data-parallel size
     """
 
     returns_routes: bool | None = None
@@ -48,6 +49,7 @@ class ServerSettings:
     crashes_on_seeds: bool = False
     sleeps: bool = False
     tensor_parallel: int = 1
+    replicas: int = 1
 
     @classmethod
     def parse(cls, info: Any) -> ServerSettings:
@@ -65,6 +67,7 @@ class ServerSettings:
             crashes_on_seeds=bool(chunked) and (config.get("device_config") or {}).get("device") == "cpu",
             sleeps=bool(model.get("enable_sleep_mode")),
             tensor_parallel=int(parallel.get("tensor_parallel_size") or 1),
+            replicas=int(parallel.get("data_parallel_size") or 1),
         )
 
     def check(self, engine: str, max_length: int | None) -> None:

@@ -31,6 +31,16 @@ _LAUNCHER_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
+# Options by which vLLM spreads the data-parallel replicas of one model over machines.
+_REPLICAS_ELSEWHERE = (
+    "data_parallel_rank",
+    "data_parallel_start_rank",
+    "data_parallel_size_local",
+    "data_parallel_hybrid_lb",
+    "data_parallel_external_lb",
+    "data_parallel_multi_port_external_lb",
+    "data_parallel_backend",
+)
 
 
 def engine_arguments(engine: EngineName, model: str, capture: str, options: dict[str, Any]) -> Any:
@@ -52,13 +62,7 @@ def engine_arguments(engine: EngineName, model: str, capture: str, options: dict
     unknown = sorted(options.keys() - {field.name for field in dataclasses.fields(AsyncEngineArgs)})
     if unknown:
         raise EngineOptionError(f"{engine} does not have these options", found=", ".join(unknown))
-    if int(options.get("data_parallel_size") or 1) > 1:
-        raise EngineOptionError(
-            "vLLM's data parallel replicas of one engine cannot be updated and captured one by one",
-            found=f"data_parallel_size {options['data_parallel_size']}",
-            remedy="Start an engine for each: rollout.engines_per_node, or several servers; enable_expert_parallel = "
-            "true shares the experts of one engine over its tensor_parallel_size",
-        )
+    _check_parallelism(engine, capture, options)
     if options.get("dtype") == "bfloat16" and on_cpu() and not cpu_has_bfloat16():
         raise EngineOptionError(
             f"{engine} would end with an illegal instruction: this CPU does not compute in bfloat16",
@@ -75,6 +79,23 @@ def engine_arguments(engine: EngineName, model: str, capture: str, options: dict
         return AsyncEngineArgs(**defaults | options | quantization_options(model, options) | fixed)
     except (ValueError, TypeError, LookupError, AttributeError) as wrong:
         raise EngineOptionError(f"{engine} does not take these options: {one_line(wrong)}") from wrong
+
+
+def _check_parallelism(engine: EngineName, capture: str, options: dict[str, Any]) -> None:
+    replicas = int(options.get("data_parallel_size") or 1)
+    elsewhere = sorted(name for name in _REPLICAS_ELSEWHERE if options.get(name) not in (None, False, "mp"))
+    if elsewhere:
+        raise EngineOptionError(
+            f"the replicas of an {engine} engine are all on its machine, and started with it",
+            found=", ".join(elsewhere),
+            remedy="Set data_parallel_size alone, and start an engine on each machine",
+        )
+    shared = options.get("enable_expert_parallel") and replicas * int(options.get("tensor_parallel_size") or 1) > 1
+    if (replicas > 1 or shared) and capture == "vllm" and on_cpu():
+        raise EngineOptionError(
+            f"{engine} on CPU has expert and data parallelism with our capture of routes only",
+            remedy='Use capture "ours"',
+        )
 
 
 @contextmanager

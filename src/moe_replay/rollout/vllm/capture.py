@@ -12,6 +12,7 @@ import numpy as np
 
 from moe_replay.errors import EngineError, EngineOptionError
 from moe_replay.rollout.engine import Capture
+from moe_replay.rollout.vllm.replicas import Replicas
 from moe_replay.rollout.vllm.route_channel import RouteReceiver
 
 CapturedRoutes = Callable[[Any, int], Awaitable[np.ndarray | None]]
@@ -71,12 +72,12 @@ class RouteSource:
         self._engine = engine
         self._receiver = None if self.capture == "vllm" else RouteReceiver()
 
-    async def connect(self, llm: Any, folder: Path) -> None:
+    async def connect(self, replicas: Replicas, folder: Path) -> None:
         """Have the workers of a started engine send their routes here, through a socket in a folder of ours."""
         if self._receiver is not None:
             path = str(folder / "routes")
             self._receiver.open(path, asyncio.get_running_loop())
-            await llm.collective_rpc("replay_send_routes_to", args=(path,))
+            await replicas.call_workers("replay_send_routes_to", path)
 
     @asynccontextmanager
     async def request(self, request_id: str, samples: int) -> AsyncIterator[CapturedRoutes]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from moe_replay.rollout.vllm.console import ToldStart, leave_out_what_means_nothing
+from moe_replay.rollout.vllm.cpu_parallel import ParallelExperts
 from moe_replay.rollout.vllm.route_channel import RouteSender
 from moe_replay.rollout.vllm.slot_routes import SlotRoutes, capture_routes
 from moe_replay.rollout.vllm.step_timers import TimedSteps
@@ -29,7 +30,7 @@ class RouteCapture(TimedSteps):
         self.replay_routes = capture_routes(self.model_runner, self.vllm_config, kv_cache_config)
 
     def replay_send_routes_to(self, path: str) -> None:
-        """Connect to the engine. All ranks of a tensor-parallel group choose alike: the first one sends."""
+        """Connect to the engine. All ranks of a tensor-parallel group choose alike: the first one of each sends."""
         from vllm.distributed.parallel_state import get_tp_group
 
         if get_tp_group().is_first_rank and self.replay_routes is not None:
@@ -84,7 +85,7 @@ class LoraBesideExperts:
 
 _MIXED_IN: dict[str, tuple[type, ...]] = {
     "GpuWorker": (RouteCapture, ToldStart),
-    "CpuWorker": (RouteCapture, ToldStart, LoraBesideExperts),
+    "CpuWorker": (RouteCapture, ToldStart, LoraBesideExperts, ParallelExperts),
     "GpuTimedWorker": (TimedSteps,),
     "CpuTimedWorker": (TimedSteps,),
 }

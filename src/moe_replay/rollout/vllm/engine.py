@@ -34,6 +34,7 @@ from moe_replay.rollout.vllm.masks import MASK_OPTION, MaskReturn
 from moe_replay.rollout.vllm.memory import memory_share, not_started
 from moe_replay.rollout.vllm.outputs import OutputReader
 from moe_replay.rollout.vllm.release import WORKING_VERSIONS, VllmRelease, returns_routes
+from moe_replay.rollout.vllm.replicas import Replicas
 from moe_replay.rollout.weights.checkpoint import as_files, safetensors_files
 from moe_replay.rollout.weights.chunks import packed
 from moe_replay.rollout.weights.identity import CurrentWeights
@@ -101,7 +102,7 @@ class VllmEngine(AsyncSampler):
             # One thread: more of them fight for the interpreter's lock, and the event loop waits for all of them.
             self._trace_thread = undo.enter_context(ThreadPoolExecutor(1, "traces"))
             self._adapter = AdapterSlot(notes)
-            self._llm = self._loop.run(self._start(arguments, notes))
+            self._llm, self._replicas = self._loop.run(self._start(arguments, notes))
             list_shared_files(notes)
             self._resources = undo.pop_all()
         config = self._llm.model_config
@@ -141,7 +142,7 @@ class VllmEngine(AsyncSampler):
 
     # ---- startup ------------------------------------------------------------------------------------------------
 
-    async def _start(self, arguments: Any, folder: Path) -> Any:
+    async def _start(self, arguments: Any, folder: Path) -> tuple[Any, Replicas]:
         from moe_replay.rollout.vllm.processes import start_llm
 
         notes = failure_file(folder)
@@ -155,8 +156,9 @@ class VllmEngine(AsyncSampler):
         if self._routes.capture != "ours" and not returns_routes(llm.vllm_config):
             llm.shutdown()
             raise EngineError(f"{self.name} disabled the return of routes", expected=f"vLLM {WORKING_VERSIONS}")
-        await self._routes.connect(llm, folder)
-        return llm
+        replicas = Replicas(llm)
+        await self._routes.connect(replicas, folder)
+        return llm, replicas
 
     # ---- sampling -----------------------------------------------------------------------------------------------
 
@@ -206,13 +208,17 @@ class VllmEngine(AsyncSampler):
             self._state.require_ready()
             return await self._prompt_logprobs_now(token_ids, request_id)
 
-    async def _prompt_logprobs_now(self, token_ids: Sequence[int], request_id: str) -> np.ndarray:
+    async def _prompt_logprobs_now(
+        self, token_ids: Sequence[int], request_id: str, replica: int | None = None
+    ) -> np.ndarray:
         scoring = {"max_tokens": 1, "prompt_logprobs": 0, **self._masks.scoring}
-        output = await self._output(token_ids, scoring, request_id)
+        output = await self._output(token_ids, scoring, request_id, replica)
         return token_logprobs(output.prompt_logprobs)[1:]
 
-    async def _output(self, prompt: Sequence[int], sampling: dict[str, Any], request_id: str) -> Any:
-        """Return vLLM's final output of one request."""
+    async def _output(
+        self, prompt: Sequence[int], sampling: dict[str, Any], request_id: str, replica: int | None = None
+    ) -> Any:
+        """Return vLLM's final output of one request, on any replica unless one is named."""
         from vllm import SamplingParams as VllmParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -223,8 +229,8 @@ class VllmEngine(AsyncSampler):
                 **sampling, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
             )
             ids = [int(token) for token in prompt]
-            adapter = self._adapter.request
-            async for output in self._llm.generate({"prompt_token_ids": ids}, params, request_id, lora_request=adapter):
+            where = {"lora_request": self._adapter.request, "data_parallel_rank": replica}
+            async for output in self._llm.generate({"prompt_token_ids": ids}, params, request_id, **where):
                 last = output
         if last is None or not last.finished:
             raise EngineError(f"{self.name} ended a request without an output")
@@ -294,6 +300,8 @@ class VllmEngine(AsyncSampler):
     async def _begin_update(self, *methods: str) -> None:
         await self._barrier.close(self._abort)
         self._state.begin_update()
+        with self._barrier.open_on_error():
+            await self._answered(self._replicas.pause())
         for method in methods:
             await self._call_workers(method)
 
@@ -303,13 +311,20 @@ class VllmEngine(AsyncSampler):
         with self._barrier.open_on_error():
             await self._call_workers(method, *arguments)
             await self._wake(set(self._asleep))
-            if not await self._answered(self._llm.reset_prefix_cache()):
+            if not await self._answered(self._replicas.reset_prefix_cache()):
                 raise EngineError(f"{self.name} did not drop its prefix cache, which is of older weights")
+            await self._answered(self._replicas.resume())
             if probe is not None:
-                found = await self._prompt_logprobs_now(probe.token_ids, self._barrier.new_request_id())
-                probe.check(found, str(self.name))
+                await self._check_probe(probe)
             self._state.end_update(version, weights_id)
         self._barrier.open()
+
+    async def _check_probe(self, probe: Probe) -> None:
+        """Raise unless every replica computes with the trainer's weights."""
+        for replica in range(self._replicas.count):
+            chosen = replica if self._replicas.count > 1 else None
+            found = await self._prompt_logprobs_now(probe.token_ids, self._barrier.new_request_id(), chosen)
+            probe.check(found, str(self.name) if chosen is None else f"{self.name}, replica {replica}")
 
     def _submit(self, method: str, argument: str) -> Future[None]:
         return asyncio.run_coroutine_threadsafe(self._call_workers(method, argument), self._loop.loop)
@@ -317,12 +332,12 @@ class VllmEngine(AsyncSampler):
     @cached_property
     def receivers(self) -> Receivers:
         """What takes part in transfers of weights: every worker of vLLM."""
-        devices = self._loop.run(self._answered(self._llm.collective_rpc("replay_device")))
+        devices = self._loop.run(self._answered(self._replicas.call_workers("replay_device")))
         return Receivers(devices[0].partition(" ")[0], tuple(device.partition(" ")[2] for device in devices))
 
     async def _call_workers(self, method: str, *arguments: str) -> None:
         with self._barrier.open_on_error(), translated_errors(self.name):
-            errors = await self._answered(self._llm.collective_rpc(method, args=arguments))
+            errors = await self._answered(self._replicas.call_workers(method, *arguments))
             failed = [(rank, error) for rank, error in enumerate(errors) if error]
             if failed:
                 rank, error = failed[0]
@@ -373,5 +388,6 @@ class VllmEngine(AsyncSampler):
                 self._loop.run(self._shutdown())
 
     async def _shutdown(self) -> None:
+        self._replicas.close()
         self._llm.shutdown()
         del self._llm  # else its destructor runs during interpreter shutdown

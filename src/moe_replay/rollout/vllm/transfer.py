@@ -44,9 +44,9 @@ class TransferLoader:
         self._by_plan, self._names = self._plan is not None, set()
         if not self._by_plan and self._learns():
             self._recorder = CopyRecorder()
-        self._receiver = WeightReceiver(
-            TransferSettings.model_validate_json(settings), int(self._worker.rank), self._device
-        )
+        parallel = self._worker.vllm_config.parallel_config  # ranks are numbered in each replica anew
+        index = int(parallel.data_parallel_rank) * int(parallel.world_size) + int(self._worker.rank)
+        self._receiver = WeightReceiver(TransferSettings.model_validate_json(settings), index, self._device)
 
     @property
     def joined(self) -> bool:
