@@ -15,11 +15,14 @@ from torch import nn
 from moe_replay.errors import EngineError, EngineOptionError
 from moe_replay.rollout.adapter import Adapter
 from moe_replay.rollout.engine import LoraSpec, StartRequest
+from moe_replay.rollout.server.app import build_app
+from moe_replay.rollout.server.client import start as connect_to_servers
 from moe_replay.rollout.types import Probe, SamplingParams
 from moe_replay.train.backends import lora
 from moe_replay.train.config.sections import ModelConfig
 from moe_replay.train.loop import train
 from tests.real_vllm.conftest import NEEDS_VLLM, SHARED
+from tests.rollout.serving import serving
 from tests.rollout.tiny import assert_sampled_from, reference
 from tests.train.runs import tiny_config
 
@@ -94,6 +97,22 @@ def test_the_adapter_alone_makes_the_policy(engine: Any, demo_files: Any) -> Non
     assert (np.sort(routes[0]) != np.sort(routes[1])).any()
     engine.update_adapter(adapter_of(second), 2, probe(second), weights_id="two")
     assert_samples_are_of(second, engine, 2, "two")
+
+
+def test_a_server_takes_the_adapter_alone(engine: Any, demo_files: Any) -> None:
+    first, second = adapted(demo_files, 1), adapted(demo_files, 2)
+    with serving(build_app(engine, "open sesame")) as url:
+        spec = LoraSpec(4, ("gate", "k_proj", "o_proj", "q_proj", "v_proj"))
+        request = StartRequest(model=str(demo_files.model), urls=(url,), token="open sesame", lora=spec)
+        pool: Any = connect_to_servers(request)
+        pool.update_adapter(adapter_of(first), 4, probe(first), weights_id="four")
+        assert pool.bytes_sent == sum(tensor.nbytes for _, tensor in adapter_of(first).tensors)
+        assert_samples_are_of(first, pool, 4, "four")
+        with pytest.raises(EngineError, match="does not compute with the weights"):
+            pool.update_adapter(adapter_of(first), 5, probe(second), weights_id="five")
+        pool.update_adapter(adapter_of(second), 5, probe(second), weights_id="six")
+        assert_samples_are_of(second, pool, 5, "six")
+        pool.close()
 
 
 def test_what_is_not_the_policy_is_never_sampled_from(engine: Any, demo_files: Any) -> None:

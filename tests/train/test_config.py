@@ -227,7 +227,7 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"rollout": {"lora": True}}, "rollout.lora: there is no adapter to send"),
         (
             {"rollout": {"lora": True, "engine": "transformers"}, "model": {"lora_rank": 8}},
-            "only one vllm in this",
+            "only vllm and vllm_server take adapters",
         ),
         ({"model": {"lora_merge": False}}, "model.lora_rank: 0 trains all weights"),
         ({"model": {"attention": "flash_attention_2", "dtype": "float32"}}, "does not support float32"),
@@ -273,7 +273,6 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"cluster": RAY | COLOCATED | {"engines": 3}}, "3 engines cannot be spread evenly over 2 machines"),
         ({"cluster": {"kind": "ray"} | COLOCATED}, "no engines to place"),
         ({"cluster": RAY | COLOCATED, "rollout": {"max_staleness": 1}}, "set rollout.max_staleness = 0"),
-        ({"cluster": RAY, "rollout": {"lora": True}, "model": {"lora_rank": 2}}, "only one vllm in this process"),
         ({"weights": {"kind": "sharded_rdt"}}, "sharded_rdt is an engine of `vllm serve`, not of"),
         ({"weights": {"kind": "nccl_m2n"}}, "rollout.engine = plain_vllm_server"),
         ({"reward": {"functions": ["format", "format"]}}, "'format' is listed twice"),
@@ -310,6 +309,9 @@ def test_what_cannot_work_is_refused(tables: dict[str, Any], told: str) -> None:
         {"weights": {"delta": True}, "rollout": {"engines_per_node": 2}},
         {"weights": {"delta": True}, "cluster": RAY},
         {"cluster": RAY | COLOCATED},
+        {"cluster": RAY, "rollout": {"lora": True}, "model": {"lora_rank": 2}},
+        {"rollout": SERVER | {"lora": True}, "model": {"lora_rank": 2}},
+        {"rollout": {"engines_per_node": 2, "lora": True}, "model": {"lora_rank": 2}},
         {"cluster": RAY | {"kind": "torchrun"}, "rollout": SERVER},
     ],
 )

@@ -10,7 +10,7 @@ from typing import Annotated
 from typing_extensions import Doc
 
 from moe_replay.errors import EngineError, MissingExtraError
-from moe_replay.rollout.engine import TOKEN_VARIABLE, Capture, Engine, StartRequest
+from moe_replay.rollout.engine import TOKEN_VARIABLE, Capture, Engine, LoraSpec, StartRequest
 from moe_replay.rollout.registry import ENGINES, engine_spec, start_engine
 from moe_replay.rollout.request_limits import RequestLimits
 from moe_replay.utils.secrets import find_token
@@ -48,6 +48,10 @@ class RolloutCommand:
     """What one client may ask for."""
     capture: Capture = "auto"
     """Who records routes (vllm): ours, in its worker; vllm: its own capture; checked: both; auto: ours if possible."""
+    lora_rank: int = 0
+    """Take LoRA adapters of up to this rank in place of weights (vllm): model.lora_rank of the recipe."""
+    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Layers with room for adapters: model.lora_targets of the recipe."""
     engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)
     """More of the engine's own options, e.g. --engine-options tensor_parallel_size 2 enable_sleep_mode True."""
 
@@ -83,6 +87,19 @@ class RolloutCommand:
             weight_version=self.weight_version,
             trust_remote_code=self.trust_remote_code,
             capture=self.capture,
+            lora=self._lora(),
             options=self.engine_options,
         )
         return start_engine(self.engine, request, key="--engine")
+
+    def _lora(self) -> LoraSpec | None:
+        if not self.lora_rank:
+            return None
+        if self.engine != "vllm":
+            raise EngineError(f"--lora-rank: {self.engine} takes no adapters", expected="--engine vllm")
+        from moe_replay.train.config.sections import ModelConfig
+        from moe_replay.train.engines import lora_spec
+
+        trusted = self.trust_remote_code
+        adapter = ModelConfig(lora_rank=self.lora_rank, lora_targets=self.lora_targets, trust_remote_code=trusted)
+        return lora_spec(adapter, self.model)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from moe_replay.errors import EngineError
 from moe_replay.utils.files import Write, apply_umask
 
 CONFIG = "adapter_config.json"
@@ -57,6 +58,14 @@ class Adapter:
             "target_modules": sorted({_leaf(name) for name in modules - dense}),
             "target_parameters": sorted([*(f"{name}.weight" for name in dense), *self.parameters]) or None,
         }
+
+
+def adapter_update(engine: Any) -> Callable[..., None]:
+    """Return an engine's `update_adapter`; raise if it has none."""
+    update = getattr(engine, "update_adapter", None)
+    if update is None:
+        raise EngineError(f"{engine.name} takes no adapters", remedy="Set rollout.lora = false")
+    return update
 
 
 def module_names(parameter: str) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,10 +97,17 @@ class Engine(Sampler, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """The adapter that an engine will be sent: its rank, and the last names of the modules it changes."""
+    """The adapter that an engine will be sent: its rank, and the last names of the modules it changes.
+
+    Of an engine: the largest rank and the modules that it has room for; no modules: all.
+    """
 
     rank: int
     modules: tuple[str, ...]
+
+    def has_room_for(self, adapter: LoraSpec) -> bool:
+        """Whether an engine of this kind can take an adapter."""
+        return adapter.rank <= self.rank and (not self.modules or {*adapter.modules} <= {*self.modules})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +144,14 @@ class StartRequest:
     lora: LoraSpec | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> StartRequest:
+        """Return the request of which `dataclasses.asdict` has made these fields, JSON or not."""
+        lora = fields["lora"]
+        spec = None if lora is None else LoraSpec(lora["rank"], tuple(lora["modules"]))
+        values: dict[str, Any] = {**fields, "urls": tuple(fields["urls"]), "lora": spec}
+        return cls(**values)
+
     @property
     def bearer_token(self) -> str | None:
         """The token to send to servers."""
@@ -151,6 +167,12 @@ class StartRequest:
                 found=mismatch,
                 remedy="Compare rollout.options with docs/engines.md",
             ) from mismatch
+
+
+def devices_per_engine(options: Mapping[str, Any]) -> int:
+    """Return how many devices an engine with these options of vLLM computes on."""
+    sizes = ("tensor", "pipeline", "data", "prefill_context")
+    return math.prod(int(options.get(f"{name}_parallel_size") or 1) for name in sizes)
 
 
 def put_to_sleep(engine: Engine, level: int) -> None:

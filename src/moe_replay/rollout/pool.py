@@ -21,6 +21,7 @@ import numpy as np
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from moe_replay.errors import EngineAnswerError, EngineError, EngineName, EngineUnavailableError
+from moe_replay.rollout.adapter import Adapter
 from moe_replay.rollout.answers import vocabulary_size
 from moe_replay.rollout.engine import StartRequest, put_to_sleep, receivers_of, wake_for_update
 from moe_replay.rollout.loop import AsyncSampler
@@ -279,8 +280,10 @@ class EnginePool(AsyncSampler):
         except EngineError:
             return False
 
-    def update_weights(self, weights: Weights, version: int, probe: Probe | None = None, weights_id: str = "") -> None:
-        """Send new weights to every engine, reading and serialising them once; those that fail leave the rotation.
+    def update_weights(
+        self, weights: Weights | Adapter, version: int, probe: Probe | None = None, weights_id: str = ""
+    ) -> None:
+        """Send new weights, or an adapter, to every engine, reading them once; those that fail leave the rotation.
 
         Raises if no engine took them. The update that was sent last goes to those engines only that do not have it.
         """
@@ -299,11 +302,10 @@ class EnginePool(AsyncSampler):
             self.bytes_sent = max((one.result() or 0 for one in updates if one.exception() is None), default=0)
         self._apply_outcomes(updates, members)
 
-    def send_changes(self, full_every: int) -> None:
-        """Send only what has changed since the last update, to servers that have it; all weights every so often.
+    update_adapter = update_weights  # to engines that have LoRA enabled
 
-        A copy of the weights is kept here and on each server, in host memory.
-        """
+    def send_changes(self, full_every: int) -> None:
+        """Send only what has changed since the last update; copies of the weights are kept here and on each server."""
         self._sent = SentWeights(full_every)
 
     def _members_in(self, transfer: Transfer, members: Sequence[Member]) -> list[Member]:

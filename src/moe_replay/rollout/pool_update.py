@@ -6,9 +6,11 @@ import queue
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moe_replay.rollout.adapter import Adapter, adapter_update
 from moe_replay.rollout.engine import Engine
 from moe_replay.rollout.types import Probe
 from moe_replay.rollout.weights.chunks import ChunkStream, WeightChunk, chunks_of
@@ -26,14 +28,21 @@ class _ChunkQueue:
         self._chunks: queue.Queue[WeightChunk | None] = queue.Queue(maxsize=1)
         self._update_ended = threading.Event()
 
-    def update(self, engine: Engine, version: int, probe: Probe | None, weights_id: str) -> int:
+    def update(
+        self, engine: Engine, version: int, probe: Probe | None, weights_id: str, adapter: Adapter | None = None
+    ) -> int:
         """Update the engine from the queue and return the bytes that it was sent.
 
         The producer is unblocked whether that succeeds or fails.
+
+        adapter   that the chunks are the tensors of; None: they are weights
         """
         stream = ChunkStream(self._dequeue(), keep=self._keep, base_id=self._base_id)
         try:
-            engine.update_weights(stream, version, probe, weights_id)
+            if adapter is None:
+                engine.update_weights(stream, version, probe, weights_id)
+            else:
+                adapter_update(engine)(replace(adapter, tensors=stream), version, probe, weights_id)
             return stream.nbytes
         finally:
             self._update_ended.set()
@@ -54,7 +63,7 @@ class _ChunkQueue:
 
 def update_side_by_side(
     engines: Sequence[Engine],
-    weights: Tensors | Path,
+    weights: Tensors | Path | Adapter,
     version: int,
     probe: Probe | None,
     weights_id: str,
@@ -71,13 +80,14 @@ def update_side_by_side(
             return [threads.submit(one.update_weights, weights, version, probe, weights_id) for one in engines]
         if sent is not None:
             sent.begin()
+        adapter = weights if isinstance(weights, Adapter) else None
         queues = [_ChunkQueue(sent) for _ in engines]
         updates = [
-            threads.submit(each.update, engine, version, probe, weights_id)
+            threads.submit(each.update, engine, version, probe, weights_id, adapter)
             for each, engine in zip(queues, engines, strict=True)
         ]
         try:
-            for chunk in chunks_of(weights):
+            for chunk in chunks_of(weights.tensors if isinstance(weights, Adapter) else weights):
                 if sent is not None:
                     chunk.changes = sent.changes(chunk.tensors)
                 for each in queues:

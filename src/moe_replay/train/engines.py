@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import secrets
@@ -131,8 +130,6 @@ def open_engine(config: TrainConfig, folder: str, started: StartedEngines | None
         pool = connect_local(started.urls, started.token, size, started.follow)
         return _sending_changes(pool, config.weights)
     request = start_request(config.rollout, config.model, folder, length)
-    if config.rollout.lora:
-        request = dataclasses.replace(request, lora=lora_spec(config.model, folder))
     return _sending_changes(start_engine(config.rollout.engine, request), config.weights)
 
 
@@ -144,13 +141,17 @@ def _sending_changes(engine: Engine, weights: WeightsConfig) -> Engine:
     return engine
 
 
-def lora_spec(model: ModelConfig, folder: str) -> LoraSpec:
-    """Return what an engine must know of the policy's adapter before it starts; raise for what vLLM cannot take."""
-    from moe_replay.rollout.vllm.adapter import adapter_options
+def lora_spec(model: ModelConfig, folder: str, *, is_server: bool = False) -> LoraSpec:
+    """Return what an engine must know of the policy's adapter before it starts; raise for what vLLM cannot take.
 
+    is_server   the engine runs elsewhere: its own start has shown what it can take
+    """
     targets = targets_of(read_config(folder, trust_remote_code=model.trust_remote_code), model)
     spec = LoraSpec(model.lora_rank, targets.engine_modules)
-    adapter_options(spec)
+    if not is_server:
+        from moe_replay.rollout.vllm.adapter import adapter_options
+
+        adapter_options(spec)
     return spec
 
 
@@ -168,5 +169,6 @@ def start_request(rollout: RolloutConfig, model: ModelConfig, folder: str, max_l
         urls=rollout.urls,
         token=rollout.token,
         min_servers=rollout.min_servers,
+        lora=lora_spec(model, folder, is_server=rollout.is_server) if rollout.lora else None,
         options=rollout.options,
     )

@@ -186,7 +186,7 @@ def read_inputs(config: TrainConfig, sources: Sources, status: StatusCallback, r
     trusted = config.model.trust_remote_code
     max_length = longest_sequence(config, sources.model)
     if config.rollout.lora:
-        lora_spec(config.model, sources.model)
+        lora_spec(config.model, sources.model, is_server=config.rollout.is_server)
     tokenizer = load_tokenizer(sources.model, trust_remote_code=trusted)
     max_prompt = min(config.data.max_prompt_tokens, max_length - 1)
     vocab_size = vocabulary_size(sources.model, trust_remote_code=trusted)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from moe_replay.errors import EngineError, EngineName
-from moe_replay.rollout.adapter import Adapter
+from moe_replay.rollout.adapter import Adapter, adapter_update
 from moe_replay.rollout.engine import Engine, put_to_sleep, receivers_of, wake_for_update
 from moe_replay.rollout.pool import EnginePool
 from moe_replay.rollout.pool_member import ServerState
@@ -93,10 +93,10 @@ class SyncedEngine:
 
     def update_adapter(self, adapter: Adapter, version: int, probe: Probe | None = None) -> None:
         """Send an adapter in the same way; raise if the engine takes none."""
-        update = getattr(self.engine, "update_adapter", None)
-        if update is None:
-            raise EngineError(f"{self.name} takes no adapters", remedy="Set rollout.lora = false")
-        update(adapter, version, probe, weights_id=self._new_id(version, probe))
+        update = adapter_update(self.engine)
+        weights_id = self._new_id(version, probe)
+        with self._followed(version, weights_id):
+            update(adapter, version, probe, weights_id=weights_id)
 
     @contextmanager
     def _followed(self, version: int, weights_id: str) -> Iterator[None]:

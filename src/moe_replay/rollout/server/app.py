@@ -1,7 +1,7 @@
 """An engine behind HTTP: the application that `moe-replay rollout` serves and `VllmServer` is the client of.
 
 POST /generate   {"prompt_ids": [...], "params": {...}} -> samples in the format of `sample_wire`
-POST /weights    the body of `weights/stream.py`
+POST /weights    the body of `weights/stream.py`: weights, or an adapter
 POST /prompt_logprobs {"token_ids": [...]} -> {"logprobs": [...]}
 POST /sleep      ?level=2: the weights need not be kept
 POST /wake       ?for_update=1: an update with all weights comes next
@@ -29,8 +29,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from moe_replay.errors import EngineError, EngineUnavailableError, MoeReplayError
+from moe_replay.rollout.adapter import adapter_update
 from moe_replay.rollout.answers import DIGEST_HEADER, content_digest
-from moe_replay.rollout.engine import Engine, put_to_sleep, receivers_of, wake_for_update
+from moe_replay.rollout.engine import Engine, LoraSpec, put_to_sleep, receivers_of, wake_for_update
 from moe_replay.rollout.request_limits import RequestLimits
 from moe_replay.rollout.server.sample_wire import MEDIA_TYPE, encode_samples
 from moe_replay.rollout.types import SamplingParams
@@ -124,8 +125,10 @@ class _Service:
     async def info(self, request: Request) -> Response:
         """Engine, weight version and topology."""
         topology = self.engine.topology
-        ids = {"weights_id": getattr(self.engine, "weights_id", None)} if self._has_ids else {}
+        ids: dict[str, Any] = {"weights_id": getattr(self.engine, "weights_id", None)} if self._has_ids else {}
         ids |= {"kept_id": self._kept.weights_id} if self._has_ids else {}
+        lora: LoraSpec | None = getattr(self.engine, "lora", None)
+        ids |= {} if lora is None else {"lora": [lora.rank, list(lora.modules)]}
         receivers = receivers_of(self.engine)
         return JSONResponse(
             ids
@@ -192,6 +195,11 @@ class _Service:
         header = read_header(read)
         if header.probe is not None:
             self._check(header.probe.token_ids)
+        if header.adapter is not None:
+            self._kept.drop()
+            adapter = header.adapter.with_tensors(read_tensors(read))
+            adapter_update(self.engine)(adapter, header.version, header.to_probe(), header.weights_id or "")
+            return
         weights = self._weights(header, read)
         if self._has_ids:
             self.engine.update_weights(weights, header.version, header.to_probe(), weights_id=header.weights_id or "")

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from moe_replay.errors import EngineAnswerError, EngineName
+from moe_replay.errors import EngineAnswerError, EngineError, EngineName
+from moe_replay.rollout.adapter import Adapter
 from moe_replay.rollout.answers import reading_answer
-from moe_replay.rollout.engine import Engine, StartRequest
+from moe_replay.rollout.engine import Engine, LoraSpec, StartRequest
 from moe_replay.rollout.http import HttpClient
 from moe_replay.rollout.pool import connect
 from moe_replay.rollout.server.sample_wire import decode_samples
@@ -25,8 +26,8 @@ from moe_replay.routes.topology import MoeLayer, MoeTopology
 
 
 def start(request: StartRequest) -> Engine:
-    """Connect to the servers at `request.urls`."""
-    return connect(VllmServer, request)
+    """Connect to the servers at `request.urls`, which must have room for the adapter that they are sent."""
+    return connect(VllmServer, request, lora=request.lora)
 
 
 class _Info(BaseModel):
@@ -40,17 +41,21 @@ class _Info(BaseModel):
     weights_id: str | None = None
     kept_id: str | None = None
     receivers: tuple[str, tuple[str, ...]] | None = None
+    lora: tuple[int, tuple[str, ...]] | None = None
 
 
 class VllmServer(HttpClient):
     """Client of a rollout server.
 
+    lora   of the adapter that updates will consist of; a server without room for it is refused
+
     Example:
         engine = VllmServer("http://127.0.0.1:8000", token=token)
     """
 
-    def __init__(self, url: str, **settings: Any) -> None:
+    def __init__(self, url: str, *, lora: LoraSpec | None = None, **settings: Any) -> None:
         super().__init__(url, **settings)
+        self._lora = lora
         self.identifies_weights = True  # False: a server of an older release
         self._ledger = WeightsLedger(self.url)
 
@@ -81,7 +86,7 @@ class VllmServer(HttpClient):
 
     def _info(self, method: str = "GET", path: str = "/info", body: Iterator[bytes] | None = None) -> _Info:
         try:
-            return _Info.model_validate(self._call(method, path, body=body))
+            info = _Info.model_validate(self._call(method, path, body=body))
         except (ValidationError, EngineAnswerError) as wrong:
             raise EngineAnswerError(
                 f"{self.url} does not answer {path} as a rollout server does",
@@ -89,6 +94,21 @@ class VllmServer(HttpClient):
                 found=" ".join(str(wrong).split())[:300],
                 remedy="The URL must be that of `moe-replay rollout`, and a proxy must pass its answers on",
             ) from wrong
+
+        self._check_lora(None if info.lora is None else LoraSpec(*info.lora))
+        return info
+
+    def _check_lora(self, served: LoraSpec | None) -> None:
+        """Raise if the server has no room for the adapter."""
+        wanted = self._lora
+        if wanted is None or (served is not None and served.has_room_for(wanted)):
+            return
+        raise EngineError(
+            f"{self.url} has no room for the adapter that it would be sent",
+            expected=f"LoRA of rank {wanted.rank} in {', '.join(wanted.modules)}",
+            found="no LoRA" if served is None else f"rank {served.rank} in {', '.join(served.modules) or 'all'}",
+            remedy="Start it with --lora-rank and --lora-targets of the recipe, or set rollout.lora = false",
+        )
 
     async def _sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
         unknown = () if params.sampling_mask else ("sampling_mask",)  # to servers of older releases
@@ -120,6 +140,13 @@ class VllmServer(HttpClient):
         The server must name them in its response: whatever else answers has not taken them. From an update with a
         `weights_id` on, samples of other weights than this client has sent are refused.
         """
+        self._update(weights, version, probe, weights_id)
+
+    def update_adapter(self, adapter: Adapter, version: int, probe: Probe | None = None, weights_id: str = "") -> None:
+        """Stream an adapter to the server, with the promises of `update_weights`."""
+        self._update(adapter, version, probe, weights_id)
+
+    def _update(self, weights: Weights | Adapter, version: int, probe: Probe | None, weights_id: str) -> None:
         before = self._info()
         self.identifies_weights = before.weights_id is not None
         sent_id = weights_id if self.identifies_weights else ""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from moe_replay.errors import EngineError, EngineOptionError, EngineUnavailableError
-from moe_replay.rollout.engine import Engine, StartRequest
+from moe_replay.rollout.engine import Engine, StartRequest, devices_per_engine
 from moe_replay.rollout.pool import EnginePool
 from moe_replay.rollout.registry import start_engine
 from moe_replay.rollout.server.client import VllmServer
@@ -43,14 +43,16 @@ def device_shares(engines: int, options: Mapping[str, Any]) -> list[str | None]:
     given = os.environ.get(VISIBLE)
     devices = given.split(",") if given else [str(number) for number in range(torch.accelerator.device_count())]
     each = len(devices) // engines
-    used = int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1))
+    used = devices_per_engine(options)
     if each * engines != len(devices) or each != used:
         raise EngineOptionError(
             "the engines do not share the devices of this machine evenly",
-            expected=f"rollout.engines_per_node = {len(devices) // used or 1} engines of tensor_parallel_size {used}"
+            expected=f"rollout.engines_per_node = {len(devices) // used or 1} engines of {used} GPUs each"
             if len(devices) % used == 0
-            else f"engines x tensor_parallel_size = {len(devices)} devices",
-            found=f"{engines} engines of tensor_parallel_size {used}",
+            else f"engines x GPUs of each = {len(devices)}",
+            found=f"{engines} engines of {used} GPUs each",
+            remedy="An engine has tensor_parallel_size x data_parallel_size x pipeline_parallel_size GPUs "
+            "(rollout.options)",
         )
     return [",".join(devices[start : start + each]) for start in range(0, len(devices), each)]
 
@@ -156,7 +158,7 @@ def _serve() -> None:
     leave_process_group()  # Ctrl-C is for the trainer, which ends its engines in order
     end_with_parent(asked["parent"])
     limits = RequestLimits(body_s=TIMEOUT_S, update_s=TIMEOUT_S)
-    request = StartRequest(**asked["request"] | {"urls": tuple(asked["request"]["urls"])})
+    request = StartRequest.from_fields(asked["request"])
     with listening(asked["host"], 0) as opened:
         opened.listen()  # connections wait until the server accepts them
 

@@ -35,6 +35,12 @@ def adapter_options(spec: LoraSpec) -> dict[str, Any]:
     }
 
 
+def room_for_adapters(vllm_config: Any) -> LoraSpec | None:
+    """Return what adapters a started vLLM can take; None: it has LoRA disabled."""
+    lora = vllm_config.lora_config
+    return None if lora is None else LoraSpec(lora.max_lora_rank, tuple(lora.target_modules or ()))
+
+
 class AdapterSlot:
     """The adapter that requests are sampled with; none until there has been an update.
 

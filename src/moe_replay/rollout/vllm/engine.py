@@ -21,7 +21,7 @@ from moe_replay.rollout.request_limits import check_token_ids
 from moe_replay.rollout.sampling import prompt_hash
 from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.types import Probe, Sample, SamplingParams
-from moe_replay.rollout.vllm.adapter import AdapterSlot, adapter_options
+from moe_replay.rollout.vllm.adapter import AdapterSlot, adapter_options, room_for_adapters
 from moe_replay.rollout.vllm.arguments import (
     engine_arguments,
     on_cpu,
@@ -113,7 +113,7 @@ class VllmEngine(AsyncSampler):
         self._outputs = OutputReader(self.name, self.topology, self._masks)
         self._end_tokens = end_tokens(config.try_get_generation_config(), config.hf_text_config)
         self._sleep_mode_enabled: bool = config.enable_sleep_mode
-        self._takes_adapters: bool = self._llm.vllm_config.lora_config is not None
+        self.lora = room_for_adapters(self._llm.vllm_config)
         self._crashes_on_seeds = on_cpu() and self._llm.vllm_config.scheduler_config.enable_chunked_prefill
         self._state = EngineState(str(self.name), weight_version)
         self._asleep: set[str] = set()  # parts of vLLM's memory
@@ -289,7 +289,7 @@ class VllmEngine(AsyncSampler):
             self._loop.run(self._finish_update(version, probe, weights_id, "replay_load_adapter", str(folder)))
 
     def _check_ready_for(self, *, adapter: bool) -> None:
-        if adapter != self._takes_adapters:
+        if adapter != (self.lora is not None):
             remedy = "Start it with enable_lora=True" if adapter else "Use update_adapter"
             raise EngineError(f"{self.name} was started {'without' if adapter else 'with'} LoRA", remedy=remedy)
         if "weights" in self._asleep or "scheduling" in self._asleep:
@@ -357,7 +357,7 @@ class VllmEngine(AsyncSampler):
         self._loop.run(self._sleep(level))
 
     async def _sleep(self, level: int) -> None:
-        level = 1 if self._takes_adapters else level  # an adapter is no update of the base
+        level = level if self.lora is None else 1  # an adapter is no update of the base
         if not self._state.asleep:
             await self._barrier.close(self._abort)
             with self._barrier.open_on_error():

@@ -17,11 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from moe_replay.errors import EngineError
+from moe_replay.rollout.adapter import Adapter
 from moe_replay.rollout.types import Probe
 from moe_replay.rollout.weights.chunks import ChunkStream, packed
 from moe_replay.rollout.weights.transfer import Transfer
 from moe_replay.rollout.weights.transfer_messages import TransferSettings
-from moe_replay.rollout.weights.types import Weights
+from moe_replay.rollout.weights.types import Tensors, Weights
 
 MAX_FRAME_BYTES = 8 * 2**30
 _PIECE_BYTES = 2**19
@@ -38,12 +39,25 @@ class _ProbeHeader(BaseModel):
     tolerance: float
 
 
+class _AdapterHeader(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    rank: int = Field(ge=1)
+    alpha: float
+    parameters: tuple[str, ...] = ()
+
+    def with_tensors(self, tensors: Tensors) -> Adapter:
+        """Return the adapter that these are the tensors of."""
+        return Adapter(tensors, self.rank, self.alpha, self.parameters)
+
+
 class UpdateHeader(BaseModel):
     """Version of the weights that follow, or of those in a folder that the server can read; a probe; and their id.
 
     keep       keep a copy of the weights in host memory, for an update with changes alone
     base_id    the frames that follow are changes of the weights with this id
     transfer   the frames that follow are the messages of a transfer with these settings
+    adapter    the frames that follow are the tensors of an adapter, under PEFT's names
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -55,6 +69,7 @@ class UpdateHeader(BaseModel):
     keep: bool | None = None
     base_id: str | None = Field(None, max_length=256)
     transfer: TransferSettings | None = None
+    adapter: _AdapterHeader | None = None
 
     def to_probe(self) -> Probe | None:
         """Return the probe, if one was sent."""
@@ -65,7 +80,7 @@ class UpdateHeader(BaseModel):
 
 
 def write_update(
-    weights: Weights,
+    weights: Weights | Adapter,
     version: int,
     probe: Probe | None,
     weights_id: str = "",
@@ -93,6 +108,9 @@ def write_update(
         keep=keep or None,
         base_id=None if changed is None else changed.base_id,
         transfer=weights.for_engine(url) if isinstance(weights, Transfer) else None,
+        adapter=_AdapterHeader(rank=weights.rank, alpha=weights.alpha, parameters=weights.parameters)
+        if isinstance(weights, Adapter)
+        else None,
     )
     yield from _frame(header.model_dump_json(exclude_none=True).encode())
     if isinstance(weights, Transfer):
@@ -102,7 +120,7 @@ def write_update(
         for changes in changed.changes():
             yield from _frame(changes.content)
     elif not isinstance(weights, Path):
-        for content in packed(weights):
+        for content in packed(weights.tensors if isinstance(weights, Adapter) else weights):
             yield from _frame(content)
     yield from _frame(b"")
 

@@ -243,8 +243,8 @@ def _capture(rollout: RolloutConfig, spec: EngineSpec) -> Iterator[str]:
 def _adapters(config: Sections) -> Iterator[str]:
     if config.rollout.lora and not config.model.lora_rank:
         yield "rollout.lora: there is no adapter to send; set model.lora_rank"
-    if config.rollout.lora and (config.rollout.engine != "vllm" or config.starts_servers):
-        yield "rollout.lora: only one vllm in this process takes adapters; remove it, and merged weights are sent"
+    if config.rollout.lora and config.rollout.engine not in ("vllm", "vllm_server"):
+        yield "rollout.lora: only vllm and vllm_server take adapters; remove it, and merged weights are sent"
 
 
 def _weights(config: Sections) -> Iterator[str]:

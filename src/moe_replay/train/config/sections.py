@@ -185,7 +185,7 @@ class RolloutConfig(Section):
     sleep_level: int = Field(2, ge=1, le=2)
     """1: an engine that sleeps keeps its weights in host memory; 2: it drops them, since it is sent new ones."""
     lora: bool = False
-    """Send the LoRA adapter alone to the engine, which is started for it (vllm), in place of merged weights."""
+    """Send the LoRA adapter alone to the engine, which is started for it (vllm, vllm_server), not merged weights."""
     check_weights: bool = True
     """After each update of the weights, compare log-probs of engine and trainer on a probe."""
     probe_tolerance: Limit | None = Field(None, gt=0)
