@@ -464,6 +464,47 @@ def test_memory_of_gpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     assert "of 80.0 GiB on the fullest of 8 GPUs, in the phase 'forward, backward'" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("own")
+def test_engines_that_do_not_share_the_gpus_of_a_machine_evenly(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_replay.rollout.server.engine_processes.accelerator", lambda: "cuda")
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 8)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    words = ["--rollout.engine", "vllm", "--rollout.options", "tensor_parallel_size", "4"]
+    _, told = ready(capsys, *words, "--rollout.engines-per-node", "3")
+    assert "rollout.engines_per_node = 2 engines of 4 GPUs each, found 3 engines of 4 GPUs each" in told
+    _, told = ready(capsys, *words, "--rollout.engines-per-node", "2")
+    assert "share the devices" not in told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--rollout.engines-per-node", "2"], "vllm (2 on every machine of the trainer, 4 GPUs each)"),
+        (["--cluster.kind", "ray", "--cluster.engines", "3"], "vllm (3 on GPUs of their own, 4 GPUs each)"),
+        (
+            [
+                "--cluster.kind",
+                "ray",
+                "--cluster.engines",
+                "4",
+                "--cluster.trainer-nodes",
+                "2",
+                "--cluster.placement",
+                "colocated",
+            ],
+            "vllm (4 on the trainer's 2 machines, 4 GPUs each)",
+        ),
+    ],
+)
+def test_where_engines_are_started(words: list[str], told: str) -> None:
+    from moe_replay.tools.dry_run import dry_run as report
+
+    options = ["--rollout.engine", "vllm", "--rollout.options", "tensor_parallel_size", "2", "data_parallel_size", "2"]
+    assert told in report(load_config(None, [*options, *words]))
+
+
 def test_sequences_of_a_step_are_divided_evenly(capsys: pytest.CaptureFixture[str], qwen: Path) -> None:
     """Sixteen sequences of which fifteen fit: two micro-batches of eight."""
     words = ["--model.path", qwen, "--data.path", "x.jsonl", "--batch.tokens-per-micro-batch", 15 * 1024]

@@ -8,6 +8,7 @@ import pytest
 
 from moe_replay.cluster.board import EngineList, EngineOrder, RunBoard
 from moe_replay.cluster.layout import Place, engine_devices, is_possible, plan_resources, rank_environments
+from moe_replay.errors import LayoutError
 from moe_replay.train.config.train_config import TrainConfig
 
 GPUS = {"CPU": 64.0, "GPU": 16.0}
@@ -37,6 +38,20 @@ def test_colocated_engines_are_in_the_bundles_of_the_ranks() -> None:
     assert (layout.trainer, layout.engine) == ({"CPU": 14, "GPU": 8}, {"CPU": 3})
     fewer = plan_resources(asked, GPUS, nodes=1)
     assert (fewer.nodes, fewer.engines, fewer.trainer) == (1, 2, layout.trainer)
+
+
+def test_engines_that_need_more_devices_than_their_machine_has_ranks_are_refused() -> None:
+    asked = config(trainer_nodes=2, ranks_per_node=8, engines=6, placement="colocated")
+    with pytest.raises(LayoutError, match=r"cluster.ranks_per_node = 8, found 3 x 4"):
+        plan_resources(asked, GPUS)
+    assert plan_resources(asked, {"CPU": 64.0}).accelerator is None  # on CPUs they share nothing
+
+
+def test_a_replica_has_devices_of_its_own() -> None:
+    asked = config(trainer_nodes=1, ranks_per_node=8, engines=1)
+    options = {"tensor_parallel_size": 2, "data_parallel_size": 4, "enable_expert_parallel": True}
+    asked = asked.model_copy(update={"rollout": asked.rollout.model_copy(update={"options": options})})
+    assert plan_resources(asked, GPUS).engine == {"CPU": 1, "GPU": 8}
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int, visible: str | None =
 def test_engines_share_the_devices_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpus(monkeypatch, 8)
     assert device_shares(2, {"tensor_parallel_size": 4}) == ["0,1,2,3", "4,5,6,7"]
+    assert device_shares(2, {"tensor_parallel_size": 2, "data_parallel_size": 2}) == ["0,1,2,3", "4,5,6,7"]
     assert device_shares(8, {}) == [str(number) for number in range(8)]
     with_gpus(monkeypatch, 4, "7,5,3,1")
     assert device_shares(2, {"tensor_parallel_size": 2}) == ["7,5", "3,1"]
@@ -45,7 +46,7 @@ def test_engines_share_the_devices_of_a_machine(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(("engines", "size"), [(2, 2), (3, 2), (16, 1), (1, 16)])
 def test_shares_that_are_not_even_are_refused(monkeypatch: pytest.MonkeyPatch, engines: int, size: int) -> None:
     with_gpus(monkeypatch, 8)
-    with pytest.raises(EngineOptionError, match=f"{engines} engines of tensor_parallel_size {size}"):
+    with pytest.raises(EngineOptionError, match=f"{engines} engines of {size} GPUs each"):
         device_shares(engines, {"tensor_parallel_size": size})
 
 

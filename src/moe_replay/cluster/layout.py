@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from moe_replay.errors import LayoutError
+from moe_replay.rollout.engine import devices_per_engine
 from moe_replay.train.config.train_config import TrainConfig
 
 ACCELERATORS = {"cuda": "GPU", "npu": "NPU"}
@@ -38,12 +40,6 @@ class Layout(NamedTuple):
         return self.nodes * self.trainer["CPU"] + engines
 
 
-def devices_per_engine(config: TrainConfig) -> int:
-    """Return how many devices one engine computes on."""
-    options = config.rollout.options
-    return int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1))
-
-
 def plan_resources(config: TrainConfig, resources: Mapping[str, float], nodes: int | None = None) -> Layout:
     """Return what a recipe asks for.
 
@@ -64,9 +60,22 @@ def plan_resources(config: TrainConfig, resources: Mapping[str, float], nodes: i
     trainer = {name: number * cluster.ranks_per_node for name, number in rank.items()}
     if colocated:
         trainer["CPU"] += engine["CPU"] * (engines // count)
+        if accelerator:
+            _check_shares(engines // count, devices_per_engine(config.rollout.options), cluster.ranks_per_node)
     elif accelerator:
-        engine[accelerator] = devices_per_engine(config)
+        engine[accelerator] = devices_per_engine(config.rollout.options)
     return Layout(trainer, engine, rank, count, cluster.ranks_per_node, engines, colocated, accelerator)
+
+
+def _check_shares(engines: int, devices: int, ranks: int) -> None:
+    if engines * devices > ranks:
+        raise LayoutError(
+            "the engines on a machine of the trainer need more devices than its ranks have",
+            expected=f"engines x devices of each <= cluster.ranks_per_node = {ranks}",
+            found=f"{engines} x {devices}",
+            remedy="Lower cluster.engines, or tensor_parallel_size or data_parallel_size in rollout.options; or set "
+            'cluster.placement = "separate"',
+        )
 
 
 def is_possible(config: TrainConfig, nodes: int) -> bool:
@@ -127,5 +136,5 @@ def engine_devices(config: TrainConfig, places: Sequence[Place], layout: Layout,
     if layout.accelerator is None:
         return {}
     node, local = divmod(number, layout.engines // layout.nodes)
-    each, devices = devices_per_engine(config), node_devices(places, layout, node)
+    each, devices = devices_per_engine(config.rollout.options), node_devices(places, layout, node)
     return {VISIBLE[layout.accelerator]: ",".join(devices[local * each : (local + 1) * each])}

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cached_property, partial
 from typing import Any
 
@@ -208,10 +208,9 @@ class EnginePool(AsyncSampler):
             member.put_back()
 
     def _is_current(self, engine: ServedEngine) -> bool:
-        try:
+        with suppress(EngineError):
             return engine.healthy() and engine.topology == self.topology and self._has_weights(engine)
-        except EngineError:
-            return False
+        return False
 
     def _has_weights(self, engine: ServedEngine) -> bool:
         version, weights_id = engine.current_weights()
@@ -275,10 +274,9 @@ class EnginePool(AsyncSampler):
         return [member for member, lacks in zip(asked, lacking, strict=True) if lacks]
 
     def _lacks_weights(self, engine: ServedEngine) -> bool:
-        try:
+        with suppress(EngineError):
             return engine.healthy() and not self._has_weights(engine)
-        except EngineError:
-            return False
+        return False
 
     def update_weights(
         self, weights: Weights | Adapter, version: int, probe: Probe | None = None, weights_id: str = ""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from moe_replay.cluster.capacity import check_capacity, demand_of
 from moe_replay.cluster.nodes import nodes_of
 from moe_replay.errors import MoeReplayError, UnsupportedRouterError
+from moe_replay.rollout.engine import devices_per_engine
 from moe_replay.routes.layer_rules import setting
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology, text_config
@@ -185,7 +186,22 @@ def _rollout(config: TrainConfig) -> str:
     stale = f", up to {rollout.max_staleness} steps ahead of the trainer" if rollout.max_staleness else ""
     cut = [f"top_p {rollout.top_p:g}"] * (rollout.top_p < 1) + [f"top_k {rollout.top_k}"] * (rollout.top_k > 0)
     mask = f" (sampling mask {'replayed' if rollout.replays_sampling_mask else 'off: ratios are biased'})" * bool(cut)
+    where = where or _engines(config)
     return f"{', '.join([f'{rollout.engine}{where}', f'temperature {rollout.temperature:g}', *cut])}{mask}{stale}"
+
+
+def _engines(config: TrainConfig) -> str:
+    """Say how many engines a run starts and where, if they are in processes of their own."""
+    rollout, cluster = config.rollout, config.cluster
+    if not config.starts_servers:
+        return ""
+    devices = devices_per_engine(rollout.options)
+    each = f", {devices} GPUs each" if devices > 1 else ""
+    if not cluster.starts_engines:
+        return f" ({rollout.engines_per_node} on every machine of the trainer{each})"
+    where = f"on the trainer's {cluster.trainer_nodes}" if cluster.placement == "colocated" else "on GPUs of their own"
+    machines = f" machine{'s' * (cluster.trainer_nodes > 1)}" if cluster.placement == "colocated" else ""
+    return f" ({cluster.engines} {where}{machines}{each})"
 
 
 def _step(config: TrainConfig) -> str:

@@ -34,13 +34,15 @@ def check_config(config: TrainConfig, *, starts_engine: bool = True) -> ReadData
     """
     check_packages(config, starts_engine=starts_engine)
     check_names(config)
+    if starts_engine:
+        check_shares(config)
     return read_data(config)
 
 
 def find_problems(config: TrainConfig) -> list[MoeReplayError]:
     """Return every problem of a configuration on this machine."""
     found = []
-    for check in (check_packages, check_names, read_data):
+    for check in (check_packages, check_names, check_shares, read_data):
         try:
             check(config)
         except MoeReplayError as problem:
@@ -90,6 +92,15 @@ def check_packages(config: TrainConfig, *, starts_engine: bool = True) -> None:
             check_version(version("vllm"))
         except PackageNotFoundError:
             return  # run from its sources: its engine says whether it can be used
+
+
+def check_shares(config: TrainConfig) -> None:
+    """Raise if `rollout.engines_per_node` engines do not use the GPUs of this machine evenly, if it has any."""
+    count = config.rollout.engines_per_node
+    if count is not None and not config.cluster.starts_engines:
+        from moe_replay.rollout.server.engine_processes import device_shares
+
+        device_shares(count, config.rollout.options)
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------

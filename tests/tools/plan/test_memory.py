@@ -96,6 +96,9 @@ def test_the_engine_on_the_same_cards(sizes: ModelSizes) -> None:
     assert found.host > 14 * sizes.total
     kept = plan(sizes, "megatron", "--rollout.sleep_level", "1")
     assert kept.host - found.host == pytest.approx(2 * sizes.total)
+    replicas = plan(sizes, "megatron", "--rollout.options", "tensor_parallel_size", "2", "data_parallel_size", "4")
+    share = 2 * (sizes.experts / 8 + (sizes.total - sizes.experts) / 2)
+    assert replicas.phases["sync of weights"]["engine's weights"] == pytest.approx(share)
     options = ["--rollout.options", "tensor_parallel_size", "1", "gpu_memory_utilization", "0.5"]
     with pytest.raises(LayoutError, match="do not fit into its share"):
         plan(sizes, "megatron", *options)

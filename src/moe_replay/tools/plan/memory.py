@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from moe_replay.errors import LayoutError
+from moe_replay.rollout.engine import devices_per_engine
 from moe_replay.tools.plan.sizes import ModelSizes
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.utils.units import GIB
@@ -242,8 +243,9 @@ class _Engine:
         if rollout.engine != "vllm" or elsewhere:
             return cls()
         options = rollout.options
-        gpus = int(options.get("tensor_parallel_size", 1))
-        weights = _BYTES.get(rollout.dtype, 2) * sizes.total / gpus
+        gpus, replicas = devices_per_engine(options), int(options.get("data_parallel_size") or 1)
+        repeated = sizes.total - sizes.experts  # in each replica; the experts are spread over all of them
+        weights = _BYTES.get(rollout.dtype, 2) * (replicas * repeated + sizes.experts) / gpus
         total = float(options.get("gpu_memory_utilization", VLLM_SHARE)) * capacity
         if "kv_cache_memory_bytes" in options:
             total = weights + float(options["kv_cache_memory_bytes"]) + ASLEEP

@@ -23,7 +23,8 @@ class ClusterConfig(Section):
     """Ranks on each of them, with a GPU each unless backend.device = cpu."""
     engines: int | None = Field(None, ge=1, le=65536)
     """Rollout engines of the whole run, each on as many GPUs as rollout.options asks for (tensor_parallel_size x
-    pipeline_parallel_size); left out: the cluster starts none, and [rollout] says where the engine is."""
+    data_parallel_size x pipeline_parallel_size); left out: the cluster starts none, and [rollout] says where the
+    engine is."""
     placement: Literal["separate", "colocated"] = "separate"
     """separate: engines have GPUs of their own; colocated: those of the trainer, evenly on all of its machines."""
     cpus_per_rank: int = Field(1, ge=1, le=65536)
