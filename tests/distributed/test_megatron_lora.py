@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from moe_replay.train.backends.lora_targets import LoraError
 from tests.distributed import harness, megatron_lora, megatron_training
 from tests.distributed.megatron_models import PRELOADED
-from tests.megatron.weights.models import saved_tensors
+from tests.megatron.weights.models import DENSE_LAST, saved_tensors
 from tests.train.runs import train_on_rank
 
 pytest.importorskip("megatron.core")
@@ -32,7 +32,7 @@ LAYOUTS: dict[str, tuple[str, int, list[str], dict[str, Any]]] = {
     "tp2-packed-recomputed": ("qwen3_moe", 2, ALL, TP | PACKED | FULL),
     "tp2-ep2-etp1-sharded": ("qwen3_moe", 2, ALL, TP | EP | SHARDED | {"expert_tensor_parallel": 1}),
     "pp2-vpp2-recomputed": ("qwen3_moe", 2, ALL, PP | FULL | {"virtual_pipeline": 2}),
-    "pp2-router-alone": ("qwen3_moe", 2, ["router"], PP | {"virtual_pipeline": 2}),
+    "pp2-router-alone": (DENSE_LAST, 2, ["router"], PP | {"virtual_pipeline": 2}),
     "cp2-packed": ("qwen3_moe", 2, ALL, CP | PACKED),
     "latent-attention-tp2": ("deepseek_v3", 2, ALL, TP),
 }

@@ -1,6 +1,8 @@
 """The Megatron-Core backend in every layout, against one process of the FSDP2 backend that trains the same folder.
 
-The trajectories' routes are those of a model with other routers, so that natively most tokens would go elsewhere.
+The trajectories' routes are those of a model with other routers, so that natively most tokens would go elsewhere. The
+first two of the model's four layers are dense: the first pipeline stage has no router. Pipeline layouts are also run
+with a model whose last two are.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from safetensors.torch import load_file
 from tests.combinations import with_thorough
 from tests.distributed import harness, megatron_training
 from tests.distributed.megatron_models import PRELOADED
-from tests.megatron.weights.models import saved_tensors
+from tests.megatron.weights.models import DENSE_FIRST, DENSE_LAST, saved_tensors
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers", minversion="5.0")
@@ -51,6 +53,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-vpp2": (2, VPP | FULL),
     "tp2-pp2-ep2-packed": (4, TP | PP | EP | {"expert_tensor_parallel": 1} | PACKED | SHARDED),
 }
+PIPELINES = [name for name, (_, settings) in LAYOUTS.items() if "pipeline_parallel" in settings]
 TOLERANCE = 1e-5
 
 
@@ -60,20 +63,20 @@ def scratch() -> tempfile.TemporaryDirectory:
 
 
 @functools.cache
-def policy(variant: str = "qwen3_moe") -> tuple[str, bytes]:
+def policy(variant: str) -> tuple[str, bytes]:
     """The folder of a model, and trajectories."""
     folder = Path(scratch().name, variant)
     return str(folder), megatron_training.save_policy(folder, variant)
 
 
 @functools.cache
-def expected(variant: str = "qwen3_moe") -> dict[str, Any]:
+def expected(variant: str) -> dict[str, Any]:
     """What one process makes of them with FSDP2."""
     (outcome,) = harness.run_ranks(1, megatron_training.two_updates, *policy(variant), "fsdp")
     return outcome
 
 
-def on_ranks(size: int, function: Any, *args: Any, variant: str = "qwen3_moe") -> list[Any]:
+def on_ranks(size: int, function: Any, *args: Any, variant: str = DENSE_FIRST) -> list[Any]:
     return harness.run_ranks(size, function, *policy(variant), *args)
 
 
@@ -81,9 +84,25 @@ def close(found: Any, wanted: Any, tolerance: float = TOLERANCE) -> bool:
     return torch.allclose(torch.as_tensor(found), torch.as_tensor(wanted), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", with_thorough(LAYOUTS, {"dp2", "ep2", "pp2-packed", "cp2"}))  # the others have them
+@pytest.mark.parametrize(
+    "name", with_thorough([name for name in LAYOUTS if name not in PIPELINES], {"dp2", "ep2", "cp2"})
+)
 def test_updates_as_one_process_makes_them(name: str) -> None:
     assert_updates_as_one_process(*LAYOUTS[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    with_thorough(
+        [(name, variant) for name in PIPELINES for variant in (DENSE_FIRST, DENSE_LAST)],
+        [
+            *(("pp2-packed", variant) for variant in (DENSE_FIRST, DENSE_LAST)),
+            *(("pp2-vpp2", DENSE_FIRST), ("tp2-pp2-ep2-packed", DENSE_LAST)),
+        ],
+    ),
+)
+def test_a_stage_without_routers_updates_as_one_process_does(name: str, variant: str) -> None:
+    assert_updates_as_one_process(*LAYOUTS[name], variant)
 
 
 @pytest.mark.parametrize(("variant", "tolerance"), [("gpt_oss", TOLERANCE), ("qwen3_next", 1e-3)])
@@ -92,7 +111,7 @@ def test_updates_of_other_families_packed(variant: str, tolerance: float) -> Non
 
 
 def assert_updates_as_one_process(
-    size: int, settings: dict[str, Any], variant: str = "qwen3_moe", tolerance: float = TOLERANCE
+    size: int, settings: dict[str, Any], variant: str = DENSE_FIRST, tolerance: float = TOLERANCE
 ) -> None:
     ranks = on_ranks(size, megatron_training.two_updates, "megatron", settings, variant=variant)
     one = expected(variant)
@@ -110,26 +129,28 @@ def assert_updates_as_one_process(
 
 @pytest.mark.parametrize(("size", "settings"), [(1, {}), (2, TP | PACKED), (2, CP)], ids=["1", "tp2-packed", "cp2"])
 def test_sampling_masks_are_replayed_as_one_process_replays_them(size: int, settings: dict[str, Any]) -> None:
-    ranks = harness.run_ranks(size, megatron_training.two_updates, policy()[0], masked_data(), "megatron", settings)
-    one, whole = masked_expected(), expected()
+    ranks = harness.run_ranks(
+        size, megatron_training.two_updates, policy(DENSE_FIRST)[0], masked_data(), "megatron", settings
+    )
+    one, whole = masked_expected(), expected(DENSE_FIRST)
     assert not any(close(one["replayed"][row], whole["replayed"][row]) for row in one["replayed"])
     assert all(torch.isfinite(scores).all() for scores in one["replayed"].values())
     assert all(close(rank["norms"], one["norms"]) for rank in ranks)
     found = [row for rank in ranks for row in rank["replayed"]]
     assert sorted(found) == sorted(one["replayed"])
     assert all(close(rank["replayed"][row], one["replayed"][row]) for rank in ranks for row in rank["replayed"])
-    check_weights(ranks[0]["weights"], one["weights"], saved_tensors(policy()[0]))
+    check_weights(ranks[0]["weights"], one["weights"], saved_tensors(policy(DENSE_FIRST)[0]))
 
 
 @functools.cache
 def masked_data() -> bytes:
-    return megatron_training.with_masks(policy()[1])
+    return megatron_training.with_masks(policy(DENSE_FIRST)[1])
 
 
 @functools.cache
 def masked_expected() -> dict[str, Any]:
     """What one process makes of trajectories with sampling masks, with FSDP2."""
-    (outcome,) = harness.run_ranks(1, megatron_training.two_updates, policy()[0], masked_data(), "fsdp")
+    (outcome,) = harness.run_ranks(1, megatron_training.two_updates, policy(DENSE_FIRST)[0], masked_data(), "fsdp")
     return outcome
 
 
@@ -148,7 +169,7 @@ def check_weights(
 
 
 def test_the_updates_would_be_others_natively() -> None:
-    one = expected()
+    one = expected(DENSE_FIRST)
     apart = torch.cat([(one["replayed"][row] - one["native"][row])[0].abs() for row in one["native"]])
     assert (apart > 1e-2).float().mean() > 0.5
     assert max(one["norms"]) > 2.0, "no gradient was clipped"
@@ -183,7 +204,9 @@ def test_stop_and_go_on_is_the_same_as_not_to_stop(tmp_path: Path, settings: dic
 
 
 def test_a_state_of_another_backend_is_refused(tmp_path: Path) -> None:
-    for other, nothing, pickled in harness.run_ranks(2, megatron_training.refusals, policy()[0], FSDP, str(tmp_path)):
+    for other, nothing, pickled in harness.run_ranks(
+        2, megatron_training.refusals, policy(DENSE_FIRST)[0], FSDP, str(tmp_path)
+    ):
         assert "expected kind fsdp, dtype None, found kind megatron, dtype float32" in other
         assert "expected layout.json, found" in nothing
         assert "pickled files, which are never read" in pickled
@@ -210,7 +233,7 @@ def test_a_run_goes_on_with_other_ranks_as_if_it_had_not_stopped(tmp_path: Path,
     resumed = on_ranks(after, megatron_training.go_on, loading, str(tmp_path / "saved"), str(tmp_path / "again"))
     check_same_state(whole_state(tmp_path / "saved"), whole_state(tmp_path / "again"))
     tolerance = 2e-2 if "bf16" in name else TOLERANCE  # steps of another layout round differently
-    check_weights(resumed[0]["weights"], at_once, saved_tensors(policy()[0]), tolerance)
+    check_weights(resumed[0]["weights"], at_once, saved_tensors(policy(DENSE_FIRST)[0]), tolerance)
 
 
 def whole_state(folder: Path) -> dict[str, torch.Tensor]:

@@ -28,6 +28,28 @@ COMPARED = (
 
 
 CHUNKS = {"pipeline_parallel": 2, "virtual_pipeline": 2}
+DEEPSEEK = {
+    "num_hidden_layers": 4,
+    "first_k_dense_replace": 3,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "max_position_embeddings": 1024,
+    "num_nextn_predict_layers": 0,
+    "tie_word_embeddings": False,
+}
 
 
 def curve(size: int, files: Any, output: Path, **overrides: Any) -> list[dict[str, float]]:
@@ -82,19 +104,40 @@ def save_model(folder: Path, like: Path, dense_layers: tuple[int, ...]) -> Path:
     return folder
 
 
+def save_deepseek(folder: Path, like: Path) -> Path:
+    """A DeepSeek-V3 of four layers with random weights, the first three of them dense, as in the published model."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(like, folder)
+    given = AutoConfig.from_pretrained(like)
+    sizes = {name: getattr(given, name) for name in ("vocab_size", "eos_token_id", "pad_token_id")}
+    config = AutoConfig.for_model("deepseek_v3", **DEEPSEEK, **sizes)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize(
-    ("mode", "dense_layers"),
-    with_thorough([("off", (0,)), ("r2", (0, 3)), ("r3", (0, 3)), ("r3", (3,))], [("r3", (0, 3))]),
+    ("mode", "dense"),
+    # a whole run whose last chunk has no router: tests/distributed/test_trajectory_store.py
+    with_thorough(
+        [("off", None), ("r2", None), ("r3", None), ("off", (3,)), ("r2", (0, 3)), ("r3", (3,))],
+        [("off", (3,)), ("r2", (0, 3)), ("r3", (3,))],
+    ),
 )
 def test_pipeline_chunks_without_routers_change_nothing(
     demo_files: Any,
     tmp_path: Path,
     mode: str,
-    dense_layers: tuple[int, ...],
+    dense: tuple[int, ...] | None,
 ) -> None:
-    """Each of the four chunks has one layer; those of dense layers have no router."""
+    """Each of the four chunks has one layer; those of dense layers have no router.
+
+    dense   layers of a Qwen3-MoE; None: a DeepSeek-V3, whose first three are
+    """
     pytest.importorskip("megatron.core")
-    model = save_model(tmp_path / "model", demo_files.model, dense_layers)
+    folder = tmp_path / "model"
+    model = save_model(folder, demo_files.model, dense) if dense else save_deepseek(folder, demo_files.model)
     files = replace(demo_files, model=model)
     optim = {"lr": 1e-2, "eps": 1e-2}  # a small eps would amplify rounding where gradients are tiny
     overrides = {"replay": {"mode": mode}, "rollout": {"dtype": "bfloat16"}, "optim": optim, "steps": 2}

@@ -142,13 +142,18 @@ DOTS1 = _SIZES | {
     "sliding_window": None,
 }
 EXAMPLES = {"dots1": ("dots1", DOTS1)}  # families of docs/megatron-weights.md
+DENSE_FIRST, DENSE_LAST = "qwen3_moe-dense-first", "qwen3_moe-dense-last"
+CHUNKS_WITHOUT_ROUTERS = {  # with two pipeline stages, a whole chunk at the beginning or at the end of the model
+    DENSE_FIRST: ("qwen3_moe", _QWEN3 | {"mlp_only_layers": [0, 1]}),
+    DENSE_LAST: ("qwen3_moe", _QWEN3 | {"mlp_only_layers": [2, 3]}),
+}
 
 
 def tiny(variant: str, seed: int = 0) -> nn.Module:
     """A random model whose every weight matters."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    family, settings = (VARIANTS | EXAMPLES)[variant]
+    family, settings = (VARIANTS | EXAMPLES | CHUNKS_WITHOUT_ROUTERS)[variant]
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).float().eval()
     for parameter in model.parameters():
