@@ -46,7 +46,7 @@ def check(one: FirstUpdateCheck, largest: float, backend: Noisy) -> None:
 
 
 def test_deterministic_kernels_are_held_to_zero_and_measured_only_on_a_difference() -> None:
-    one, backend = FirstUpdateCheck("auto"), Noisy(0.0)
+    one, backend = FirstUpdateCheck("auto", "float32"), Noisy(0.0)
     check(one, 0.0, backend)
     assert backend.passes == 0
     with pytest.raises(ReplayStateError, match=r"exactly 1.*1e-07 apart"):
@@ -54,34 +54,46 @@ def test_deterministic_kernels_are_held_to_zero_and_measured_only_on_a_differenc
 
 
 def test_noise_of_kernels_is_measured_said_and_accepted(caplog: pytest.LogCaptureFixture) -> None:
-    one, backend = FirstUpdateCheck("auto"), Noisy(0.5)
+    one, backend = FirstUpdateCheck("auto", "bfloat16"), Noisy(0.125)
     with caplog.at_level(logging.WARNING):
-        check(one, NOISE_MARGIN * 0.5, backend)
-    assert one.noise == 0.5
-    assert "two identical passes give log-probs up to 0.5 apart" in caplog.text
+        check(one, NOISE_MARGIN * 0.125, backend)
+    assert one.noise == 0.125
+    assert "two identical passes give log-probs up to 0.125 apart" in caplog.text
     assert "replay.deterministic" in caplog.text
     passes = backend.passes
-    check(one, 1.0, backend)
+    check(one, 0.5, backend)
     assert backend.passes == passes  # known by now
 
 
 def test_more_than_noise_stops_the_run() -> None:
-    one, backend = FirstUpdateCheck("auto"), Noisy(0.01)
+    one, backend = FirstUpdateCheck("auto", "bfloat16"), Noisy(0.01)
     with pytest.raises(ReplayStateError, match=r"8 times the noise floor of 0.01.*0.09 apart"):
         check(one, 0.09, backend)
 
 
 def test_noise_that_grows_is_measured_again() -> None:
-    one, backend = FirstUpdateCheck("auto"), Noisy(0.01)
+    one, backend = FirstUpdateCheck("auto", "bfloat16"), Noisy(0.01)
     check(one, 0.05, backend)
     backend.noise = 0.02
     check(one, 0.15, backend)
     assert one.noise == pytest.approx(0.02)
 
 
+@pytest.mark.parametrize(("dtype", "noise"), [("float32", 0.002), ("float16", 0.2), ("bfloat16", 0.5)])
+def test_noise_that_no_order_of_additions_explains_stops_the_run(dtype: Any, noise: float) -> None:
+    """Were it accepted, eight times as much would be, and the check would pass whatever the update computes."""
+    one, backend = FirstUpdateCheck("auto", dtype), Noisy(noise)
+    with pytest.raises(ReplayStateError, match=rf"apart in {dtype}, found log-probs up to {noise:g} apart") as caught:
+        check(one, noise, backend)
+    assert "replay.deterministic = true" in str(caught.value)
+    check(one, 0.0, backend)  # nothing differs: nothing is measured
+    with pytest.raises(ReplayStateError, match="two identical passes"):
+        check(one, noise / 100, backend)  # it is not known as a noise floor
+
+
 @pytest.mark.parametrize("largest", [0.2, float("nan")])
 def test_a_given_tolerance_is_final(largest: float) -> None:
-    one, backend = FirstUpdateCheck(0.1), Noisy(1.0)
+    one, backend = FirstUpdateCheck(0.1, "float32"), Noisy(1.0)
     check(one, 0.1, backend)
     with pytest.raises(ReplayStateError, match=r"within 0.1"):
         check(one, largest, backend)

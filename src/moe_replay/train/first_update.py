@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from moe_replay.errors import ReplayStateError
 from moe_replay.train.backends.base import Backend, Routing
+from moe_replay.train.config.sections import Dtype
 from moe_replay.train.micro_batch import MicroBatch
 
 logger = logging.getLogger(__name__)
@@ -18,19 +19,28 @@ logger = logging.getLogger(__name__)
 NOISE_MARGIN = 8.0
 """Differences of up to this many times the largest one between two identical passes are noise."""
 
+NOISE_CEILING = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.3}
+"""The largest difference between two identical passes that the order of additions explains, by compute dtype.
+
+On an H200, Megatron-Core's atomics came to 1e-6 in float32 and to 0.11 in bfloat16. Above these limits something else
+is random, or noise decides which ratios are clipped.
+"""
+
 
 class FirstUpdateCheck:
     """Compares the log-probs of the first update of each step with the old ones.
 
     Weights and replayed routes are the same, so the difference is exactly 0 where kernels are deterministic. Where they
     are not (adding up experts by atomics on a GPU), it is held to the noise floor of the stack: the largest difference
-    between two passes over the same batch that replay the same routes.
+    between two passes over the same batch that replay the same routes. A noise floor above `NOISE_CEILING` is an error.
 
     tolerance   "auto", or the largest difference that is accepted
+    dtype       that the trainer computes in
     """
 
-    def __init__(self, tolerance: float | Literal["auto"]) -> None:
+    def __init__(self, tolerance: float | Literal["auto"], dtype: Dtype) -> None:
         self._tolerance = tolerance
+        self._dtype = dtype
         self.noise = 0.0
 
     @property
@@ -65,6 +75,16 @@ class FirstUpdateCheck:
             if one is not None and two is not None and not batch.is_dummy and one.logprobs.numel():
                 largest = torch.maximum(largest, (one.logprobs - two.logprobs).abs().max().float())
         dist.all_reduce(largest, dist.ReduceOp.MAX)
+        if float(largest) > NOISE_CEILING[self._dtype]:
+            raise ReplayStateError(
+                "two identical passes of the trainer, with the same weights and replayed routes, are too far apart for "
+                "the first update of a step to be checked",
+                expected=f"log-probs at most {NOISE_CEILING[self._dtype]:g} apart in {self._dtype}",
+                found=f"log-probs up to {float(largest):.3g} apart",
+                remedy="Set replay.deterministic = true, which makes sums over experts exact. If they stay apart, the "
+                "model itself is random (dropout, jitter): find out where. replay.first_ratio_tolerance sets a limit "
+                "of your own",
+            )
         known, self.noise = self.noise, max(self.noise, float(largest))
         if self.noise > known:
             logger.warning(

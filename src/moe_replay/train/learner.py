@@ -41,7 +41,7 @@ class Learner:
         self.plan = plan_replay(config)
         self.skipped_in_a_row = 0
         self._config = config
-        self._first_update = FirstUpdateCheck(config.replay.first_ratio_tolerance)
+        self._first_update = FirstUpdateCheck(config.replay.first_ratio_tolerance, config.model.dtype)
         self._policy_loss = load_loss(config.algorithm.policy_loss)
         self._loss_settings = LossSettings(
             level=config.algorithm.level,
