@@ -132,11 +132,12 @@ def test_every_patch_says_why_and_until_when() -> None:
 
 # ---- every patch is needed ------------------------------------------------------------------------------------------
 
+GATING = "gating without Transformer Engine"
 TINY: dict[str, Case] = {
     "current device": Case(1),
     "factories": Case(1),
     "random state": Case(1),
-    "gating without Transformer Engine": Case(1),
+    GATING: Case(1),
     "streams": Case(1, settings=ALLTOALL),
     "Tensor.cuda": Case(2, cp=2),
     "synchronize": Case(2, pp=2),
@@ -150,7 +151,7 @@ TINY: dict[str, Case] = {
 }
 
 
-def fails_without(name: str, case: Case, path: str) -> str:
+def fails_without(name: str, case: Case, path: str, attached: bool = False) -> str:
     """What happens without one of the patches, on a rank of its own."""
     undo = ExitStack()
     for patch in PATCHES:
@@ -158,6 +159,10 @@ def fails_without(name: str, case: Case, path: str) -> str:
             patch.apply(undo)
     megatron_cpu.enable = lambda: None  # the patches are in place
     try:
+        if name == GATING and not attached:
+            start()
+            ids = torch.ones((1, 4), dtype=torch.long)
+            make_chunk(make_config())(ids, ids, None, labels=ids)
         partition = Partition(case, torch.load(path, weights_only=True))
         partition.run()
         partition.distance()
@@ -172,6 +177,12 @@ def test_megatron_fails_without(name: str) -> None:
     path, _ = reference(case.variant)
     for message in harness.run_ranks(case.size, fails_without, name, case, path):
         assert message
+
+
+def test_an_attached_model_routes_without_transformer_engine() -> None:
+    """As on a GPU, where nobody calls `megatron_cpu.enable`: `attach` sets the name that routers read."""
+    path, _ = reference()
+    assert harness.run_ranks(1, fails_without, GATING, TINY[GATING], path, True) == [""]
 
 
 def test_each_patch_is_shown_to_be_needed() -> None:

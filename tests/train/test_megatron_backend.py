@@ -78,3 +78,13 @@ def test_a_dispatcher_that_needs_equal_micro_batches_is_refused(folder: Path) ->
     with pytest.raises(LayoutError, match="allgather dispatcher needs as many tokens on every rank"):
         recipe(folder, expert_parallel=2, megatron={"moe_token_dispatcher_type": "allgather"})
     assert recipe(folder, megatron={"moe_token_dispatcher_type": "allgather"}).moe_token_dispatcher_type == "allgather"
+
+
+def test_an_attention_kernel_of_transformer_engine_has_no_effect_without_it(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for settings in ({}, {"attention_backend": "auto"}):
+        recipe(folder, megatron=settings)
+        assert "attention_backend" not in caplog.text
+    assert recipe(folder, megatron={"attention_backend": "flash"}).attention_backend.name == "flash"
+    assert "backend.megatron.attention_backend = 'flash' has no effect" in caplog.text

@@ -2,7 +2,8 @@
 
 From 0.16 on a router calls an object of its own, `router.router_replay`, to choose experts. A `MegatronHook` in its
 place is all that replay needs: nothing of Megatron is patched, and its process-wide list of replay objects is never
-used. Older versions have no such object; `megatron_legacy.py` serves them.
+used. Without Transformer Engine, a name that routers read and Megatron never sets is set (`megatron_gemm.py`). Versions
+before 0.16 have no replay object; `megatron_legacy.py` serves them.
 
 Nothing here imports Megatron: its classes are recognised by name, so that an attached model may be wrapped or
 subclassed.
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from moe_replay.errors import UnsupportedRouterError
+from moe_replay.replay.adapters.megatron_gemm import bind_missing_gemm
 from moe_replay.replay.adapters.megatron_legacy import legacy_hook
 from moe_replay.replay.adapters.megatron_settings import check_replay_enabled, check_settings, megatron_version
 from moe_replay.replay.choice import Choice
@@ -68,6 +70,7 @@ def find_chunks(
     inner = [language_model(model) for model in models]
     config = inner[0].config
     version = megatron_version()
+    bind_missing_gemm()
     check_settings(config)
     declared = topology or _declared(inner[0])
     chunks, native = [], []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_replay.distributed.ranks import raise_on_all_ranks
+from moe_replay.distributed.ranks import raise_on_all_ranks, rank
 from moe_replay.errors import LayoutError, MissingExtraError, MoeReplayError, ReplayStateError
 from moe_replay.megatron import cpu as megatron_cpu
 from moe_replay.megatron import mindspeed, weights
@@ -18,6 +19,8 @@ from moe_replay.train.backends.lora_targets import targets_of
 from moe_replay.train.config.sections import BackendConfig, OptimConfig
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.utils.messages import one_line
+
+logger = logging.getLogger(__name__)
 
 _HALF = {"bfloat16": {"bf16": True}, "float16": {"fp16": True}, "float32": {}}
 _RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -112,8 +115,21 @@ def recipe_for(config: TrainConfig, folder: str) -> weights.MegatronRecipe:
         _check(config, recipe)
         if config.model.lora_rank:
             targets_of(read_config(folder, trust_remote_code=config.model.trust_remote_code), config.model)
-            return replace(recipe, transformer_engine=False)  # adapters are of Megatron-Core's own layers
+            recipe = replace(recipe, transformer_engine=False)  # adapters are of Megatron-Core's own layers
+    if rank() == 0:
+        _warn_of_attention_backend(recipe)
     return recipe
+
+
+def _warn_of_attention_backend(recipe: weights.MegatronRecipe) -> None:
+    """Log that the choice of an attention kernel has no effect on layers that are not of Transformer Engine."""
+    chosen = recipe.config.attention_backend.name
+    if chosen != "auto" and not recipe.transformer_engine:
+        logger.warning(
+            "backend.megatron.attention_backend = %r has no effect: it chooses among kernels of Transformer Engine, "
+            "which is not installed or not used by this model. Attention is computed by torch's own kernels",
+            chosen,
+        )
 
 
 def _check(config: TrainConfig, recipe: weights.MegatronRecipe) -> None:
