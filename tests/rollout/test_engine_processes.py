@@ -50,6 +50,16 @@ def test_shares_that_are_not_even_are_refused(monkeypatch: pytest.MonkeyPatch, e
         device_shares(engines, {"tensor_parallel_size": size})
 
 
+def test_npus_are_shared_by_their_own_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_replay.rollout.server.engine_processes.accelerator", lambda: "npu")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9")
+    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
+    assert device_shares(2, {"tensor_parallel_size": 2}) == ["0,1", "2,3"]
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "3,2")
+    assert device_shares(2, {}) == ["3", "2"]
+
+
 def test_without_gpus_there_is_nothing_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_replay.rollout.server.engine_processes.accelerator", lambda: None)
     assert device_shares(2, {"tensor_parallel_size": 4}) == [None, None]

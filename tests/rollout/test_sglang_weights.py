@@ -234,3 +234,10 @@ def test_servers_that_cannot_take_weights_this_way(
     with pytest.raises(EngineError, match=text):
         WeightCalls(kind, settings, "http://a:1", lambda path, content: None, 60)
     WeightCalls("distributed", {"dp_size": 2, "enable_dp_attention": True}, "http://a:1", lambda *_: None, 60)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "distributed"])
+def test_an_npu_sends_its_weights_by_a_folder(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_weights, "accelerator", lambda: "npu")
+    with pytest.raises(EngineError, match=rf"cannot take weights by {kind}.*weights = folder"):
+        WeightCalls(kind, {}, "http://a:1", lambda path, content: None, 60)

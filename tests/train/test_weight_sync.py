@@ -56,6 +56,13 @@ def test_what_cannot_be_is_refused(wanted: str, targets: dict[str, Receivers] | 
         choose_kind(wanted, "cuda", TRAINER, targets)
 
 
+def test_other_accelerators_get_weights_in_requests() -> None:
+    targets = {"": Receivers("npu", ("npu 0",))}
+    assert choose_kind("auto", "npu", {"npu 0"}, targets).kind == "http"
+    with pytest.raises(EngineError, match="'ipc' needs CUDA GPUs, or CPUs: found npu"):
+        choose_kind("ipc", "npu", {"npu 0"}, targets)
+
+
 class Down:
     """Servers of which none answers, or none lacks the weights."""
 

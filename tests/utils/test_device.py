@@ -133,7 +133,6 @@ def test_cuda_is_named_only_where_nothing_else_will_do() -> None:
     source = Path(__file__).resolve().parents[2] / "src" / "moe_replay"
     named = {str(path.relative_to(source)) for path in source.rglob("*.py") if "torch.cuda." in path.read_text()}
     allowed = {
-        "megatron/weights/model.py",  # whether torch has its grouped GEMM for bfloat16
         "utils/host_memory.py",  # its runtime pins memory that is there already
         # weights reach engines by CUDA IPC and NCCL, where torch has CUDA and nothing else
         *(f"rollout/weights/{name}.py" for name in ("staging", "transfer", "receiver", "sender")),

@@ -8,10 +8,11 @@ from typing import NamedTuple
 from moe_replay.errors import LayoutError
 from moe_replay.rollout.engine import devices_per_engine
 from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.utils.device import VISIBLE_DEVICES
 
 ACCELERATORS = {"cuda": "GPU", "npu": "NPU"}
 """Ray's names of what the types of devices of torch are counted as."""
-VISIBLE = {"GPU": "CUDA_VISIBLE_DEVICES", "NPU": "ASCEND_RT_VISIBLE_DEVICES"}
+VISIBLE = {name: VISIBLE_DEVICES[kind] for kind, name in ACCELERATORS.items()}
 
 
 class Layout(NamedTuple):

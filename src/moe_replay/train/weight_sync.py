@@ -97,9 +97,13 @@ def choose_kind(wanted: str, trainer: str, devices: set[str], targets: Targets |
             raise EngineError(
                 f"weights.kind = {wanted!r} needs trainer and engine on one type of device", found=", ".join(types)
             )
+        if not types <= {"cuda", "cpu"}:
+            raise EngineError(
+                f"weights.kind = {wanted!r} needs CUDA GPUs, or CPUs", found=", ".join(types), remedy='Set it to "auto"'
+            )
         return Choice(wanted, "as configured")
     if types != {"cuda"}:
-        return Choice("http", "trainer or engine computes on CPUs")
+        return Choice("http", "trainer and engine are not both on CUDA GPUs")
     if shared:
         return Choice("ipc", "trainer and engine share their GPUs")
     if any(name in devices for one in targets.values() for name in one.ids):

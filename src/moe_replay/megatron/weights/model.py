@@ -135,7 +135,7 @@ def _has_transformer_engine() -> bool:
 
 def _can_group_experts(settings: dict[str, Any], engine: bool) -> bool:
     """Whether the experts of a layer are multiplied at once unless the caller says otherwise: on GPUs, in bfloat16."""
-    if settings["params_dtype"] != torch.bfloat16 or not torch.cuda.is_available():
+    if settings["params_dtype"] != torch.bfloat16 or accelerator() != "cuda":
         return False
     shards = settings.get("expert_tensor_parallel_size") or settings.get("tensor_model_parallel_size", 1)
     sizes = settings["hidden_size"], settings["moe_ffn_hidden_size"]

@@ -23,10 +23,9 @@ from moe_replay.rollout.engine import Engine, StartRequest, devices_per_engine
 from moe_replay.rollout.pool import EnginePool
 from moe_replay.rollout.registry import start_engine
 from moe_replay.rollout.server.client import VllmServer
-from moe_replay.utils.device import accelerator
+from moe_replay.utils.device import VISIBLE_DEVICES, accelerator
 from moe_replay.utils.processes import end_with_parent, leave_process_group
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 MAX_REQUESTS = 2**20  # the trainer is the only client
 TIMEOUT_S = 24 * 3600.0
 GRACE_S = 30.0
@@ -34,13 +33,14 @@ POLL_S = 0.1
 
 
 def device_shares(engines: int, options: Mapping[str, Any]) -> list[str | None]:
-    """Return the devices of each engine as CUDA_VISIBLE_DEVICES names them; None without GPUs.
+    """Return the devices of each engine as CUDA_VISIBLE_DEVICES, or its like, names them; None on CPUs.
 
     Every engine gets as many of those that this process sees, in order; they must be as many as the engine uses.
     """
-    if accelerator() != "cuda":
+    variable = VISIBLE_DEVICES.get(accelerator() or "cpu")
+    if variable is None:
         return [None] * engines
-    given = os.environ.get(VISIBLE)
+    given = os.environ.get(variable)
     devices = given.split(",") if given else [str(number) for number in range(torch.accelerator.device_count())]
     each = len(devices) // engines
     used = devices_per_engine(options)
@@ -83,7 +83,7 @@ class EngineProcesses:
             [sys.executable, "-m", "moe_replay.rollout.server.engine_processes"],
             stdin=subprocess.PIPE,
             pass_fds=[writer],
-            env=os.environ | ({} if devices is None else {VISIBLE: devices}),
+            env=os.environ | ({} if devices is None else {VISIBLE_DEVICES[accelerator() or "cpu"]: devices}),
         )
         os.close(writer)
         self._processes.append(process)

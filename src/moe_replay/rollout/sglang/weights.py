@@ -21,6 +21,7 @@ from torch import Tensor
 from moe_replay.errors import EngineError, EngineOptionError, MissingExtraError
 from moe_replay.rollout.plain_vllm.weights import own_address
 from moe_replay.rollout.weights.transfer import BroadcastGroup, TransferError, TransferStore
+from moe_replay.utils.device import accelerator
 
 SglangWeights = Literal["folder", "tensor", "distributed"]
 CHUNK_BYTES = 2**29
@@ -73,7 +74,7 @@ class WeightCalls:
         handles = [MultiprocessingSerializer.serialize(chunk, output_str=True) for _ in range(self._workers)]
         request = {"serialized_named_tensors": handles, "flush_cache": False, "weight_version": stamp}
         self._post("/update_weights_from_tensor", request)
-        if torch.cuda.is_available():
+        if _device().type == "cuda":
             torch.cuda.ipc_collect()
 
     def _by_broadcast(self, chunk: list[tuple[str, Tensor]], stamp: str, device: torch.device) -> None:
@@ -112,6 +113,8 @@ def _check(kind: str, settings: Mapping[str, Any], url: str) -> None:
         reasons.append(f"--quantization {settings['quantization']}")
     if kind == "tensor" and _device().type != "cuda":
         reasons.append("no GPU here, whose memory the server could open")
+    if kind == "distributed" and accelerator() not in (None, "cuda"):
+        reasons.append(f"broadcasts are over NCCL or gloo, and the trainer computes on {accelerator()}")
     if reasons:
         raise EngineError(
             f"SGLang at {url} cannot take weights by {kind}",
@@ -122,7 +125,7 @@ def _check(kind: str, settings: Mapping[str, Any], url: str) -> None:
 
 def _device() -> torch.device:
     """Return the device that weights are sent from."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if accelerator() == "cuda" else "cpu")
 
 
 def _chunks(weights: Iterable[tuple[str, Tensor]], device: torch.device) -> Iterator[list[tuple[str, Tensor]]]:
