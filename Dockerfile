@@ -1,5 +1,6 @@
 # Trainer and rollout server on NVIDIA GPUs. Build: docker build -t moe-replay .   Run: docker compose up
-FROM nvidia/cuda:12.9.1-devel-ubuntu24.04
+# CUDA as in the wheels of torch that vLLM 0.32 requires. devel: kernels of vLLM are compiled when they are first used.
+FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 
 ARG EXTRAS=train,serve,vllm,lora,report,tensorboard
 # The image has no tags to take it from: docker build --build-arg VERSION=0.2.0
