@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from moe_replay.utils.exit_status import ExitStatus
 from tests.faults.forked import fork_python
 from tests.faults.processes import LIMIT_S, wait_for_line
 
@@ -58,4 +59,4 @@ def test_a_rank_names_the_one_that_was_killed(rank_0: str, told: str, port: int)
         second.wait(LIMIT_S)
         told_by_first, _ = first.communicate(timeout=LIMIT_S)
     assert told in told_by_first
-    assert first.returncode == (1 if rank_0 == "hangs" else 0)
+    assert first.returncode == (ExitStatus.FAILED if rank_0 == "hangs" else 0)

@@ -139,7 +139,7 @@ class RankWatch:
         else:
             text = f"{_names(self.ended() or [failure.rank if failure else -1])} ended during the run"
         os.write(2, f"rank {self._rank}: {text}: ending\n".encode())
-        os._exit(1)
+        os._exit(ExitStatus.FAILED)
 
 
 def _ready(descriptors: Iterable[int], wait_s: float | None = None) -> list[int]:

@@ -15,6 +15,7 @@ from moe_replay.errors import MissingExtraError, MoeReplayError
 from moe_replay.train.backends.base import Backend
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.utils.device import collective_backends, device_module, device_type
+from moe_replay.utils.exit_status import ExitStatus
 from moe_replay.utils.messages import one_line
 from moe_replay.utils.processes import on_end_of_parent
 
@@ -51,7 +52,7 @@ def end_with_launcher() -> None:
 
 def _end() -> None:
     os.write(2, f"rank {os.environ.get('RANK')}: torchrun is gone: ending\n".encode())
-    os._exit(1)
+    os._exit(ExitStatus.FAILED)
 
 
 @contextmanager
