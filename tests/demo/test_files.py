@@ -159,11 +159,17 @@ def test_the_chance_of_a_right_answer_is_that_of_sampling(made):
 
 
 def test_the_warm_start_is_that_of_its_seed(made):
+    """Whatever the number of threads: it takes one, in which it is quickest, and gives the others back."""
     _, tokenizer = load(made)
     short = replace(QUICK, layers=2, batch_size=8, max_steps=2, mixed_steps=1, warmup_steps=1)
     trained = [build_model(short) for _ in range(2)]
-    for model in trained:
-        warm_start(model, tokenizer, short, lambda line: None)
+    before, during, after = torch.get_num_threads(), [], []
+    for model, threads in zip(trained, (1, 2), strict=True):
+        torch.set_num_threads(threads)
+        warm_start(model, tokenizer, short, lambda line: during.append(torch.get_num_threads()))
+        after.append(torch.get_num_threads())
+    torch.set_num_threads(before)
+    assert (set(during), after) == ({1}, [1, 2])
     first, second = (model.state_dict() for model in trained)
     assert all(torch.equal(first[name], second[name]) for name in first)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING
@@ -48,14 +49,26 @@ def warm_start(
         return chance
 
     model.train()
-    for step in range(1, settings.max_steps + 1):
-        loss = learn(step, worked=1.0)
-        if step % CHECK_EVERY == 0 and check(step, loss) >= settings.enough:
-            break
-    for _ in range(settings.mixed_steps):
-        loss = learn(step, worked=settings.worked)
-    model.eval()
-    return check(step + settings.mixed_steps, loss)
+    with one_thread():
+        for step in range(1, settings.max_steps + 1):
+            loss = learn(step, worked=1.0)
+            if step % CHECK_EVERY == 0 and check(step, loss) >= settings.enough:
+                break
+        for _ in range(settings.mixed_steps):
+            loss = learn(step, worked=settings.worked)
+        model.eval()
+        return check(step + settings.mixed_steps, loss)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute in this thread alone: operations this small take longer when threads have to wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def chance_of_right_answer(
