@@ -9,7 +9,9 @@ KILLS ?= 20
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 TRANSFORMERS4_TESTS ?= tests/replay/adapters tests/replay/test_silent_faults.py tests/replay/test_compile.py::test_a_compiled_model_recomputes_with_its_own_routes tests/routes/test_topology.py tests/rollout/test_transformers.py tests/rollout/test_session.py tests/faults/test_model_folders.py
 
-EXTRAS ?= cli transformers train lora serve report trl megatron tensorboard ray
+EXTRAS ?= ray train lora tensorboard wandb mlflow trl megatron transformers serve report cli vllm
+# Versions for `make test-extras`, as far as an extra needs these packages at all.
+PINS ?= requirements/test.txt
 MEGATRON_VERSIONS ?= 0.12.1 0.13.1 0.14.0 0.15.3 0.17.1 0.18.2 0.19.2
 
 # Tests of what is not installed are skipped, so nothing may be missing where everything is to be tested.
@@ -35,7 +37,7 @@ train: .venv/.ready ## GRPO with routing replay on a tiny MoE, rollouts by vLLM 
 docs: .venv/.ready ## Write docs/config.md and the schema of recipes from the code
 	.venv/bin/python -m moe_replay.train.config.reference > docs/config.md
 
-test: lint types site test-transformers4 test-transformers-between unit ## Everything that must pass: lint, types, the site, tests on transformers 4.57 and 5.x
+test: lint types site test-extras test-transformers4 test-transformers-between unit ## Everything that must pass: lint, types, the site, each extra alone, tests on transformers 4.57 and 5.x
 
 site: .venv/.ready .mkdocs/.ready ## Build the documentation as a site in build/site; a warning is an error
 	@echo "==> site"
@@ -100,19 +102,12 @@ test-megatron-versions: .venv/.ready ## Routers on every Megatron-Core from 0.12
 	    tests/replay/adapters/test_megatron_versions.py -m "thorough or not thorough"; \
 	done
 
-test-extras: .venv/.ready ## Each extra of the wheel alone, installed by pip in a new environment, does one real step; not part of `make test`
-	@rm -rf build/extras && mkdir -p build/extras/files
-	@.venv/bin/python -m pip -qq wheel --no-deps --no-build-isolation -w build/extras .
-	@for extra in $(EXTRAS); do \
-	  echo "==> moe-replay[$$extra]"; \
-	  $(PYTHON) -m venv --clear build/extras/env; \
-	  build/extras/env/bin/python -m pip --disable-pip-version-check -qq install -r requirements/torch.txt; \
-	  build/extras/env/bin/python -m pip --disable-pip-version-check -qq install -c requirements/torch.txt \
-	    "$$(ls build/extras/*.whl)[$$extra]"; \
-	  rm -rf build/extras/files/run; \
-	  env -u PYTHONPATH OMP_NUM_THREADS=1 build/extras/env/bin/python tests/wheel/extras.py $$extra build/extras/files; \
-	done
-	@rm -rf build/extras
+test-extras: .venv/.ready ## Each extra of the wheel alone, installed into a new environment, does one real step (PINS= for the newest versions)
+	@echo "==> extras, each alone"
+	@$(call GET_UV,.venv)
+	@OMP_NUM_THREADS=1 .venv/bin/python tests/wheel/matrix.py --uv .uv/bin/uv --folder build/extras \
+	  --jobs $(if $(filter 0,$(WORKERS)),1,$(WORKERS)) --constraints requirements/torch.txt $(PINS) \
+	  $(if $(PINS),--own-constraints requirements) --extras $(EXTRAS)
 
 test-gpu: ## vLLM, replay and routes on a GPU, with the `$(PYTHON)` of an environment that has vLLM and pytest; not part of `make test`
 	@echo "==> tests on a GPU"
@@ -130,16 +125,20 @@ bench: .venv/.ready ## Run every script in benchmarks/
 	@for script in benchmarks/*.py; do echo "==> $$script"; .venv/bin/python "$$script"; done
 
 clean: ## Remove environments, caches and build products
-	rm -rf .venv .venv-tf4 .venv-sglang .megatron .mkdocs .transformers build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-tf4 .venv-sglang .megatron .mkdocs .transformers .uv build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -exec rm -rf {} +
 
 # ---- environments ----------------------------------------------------------------------------------------------------
 # `.pinned` is written when an environment holds exactly its pins, so a changed pin file or an interrupted install means
 # a new environment. `.ready` adds the package itself, editable, and is redone when pyproject.toml changes.
 
-# On a terminal pip shows what it downloads; in a log it is silent.
+# On a terminal pip and uv show what they download; in a log they are silent.
 SILENT := $(shell test -t 2 || echo -qq)
 PIP = $(@D)/bin/python -m pip --disable-pip-version-check $(SILENT)
+# uv installs in a fraction of pip's time; its cache is the user's, so that the next clone has all packages already.
+GET_UV = test .uv/.ready -nt requirements/uv.txt || { rm -rf .uv; $(1)/bin/python -m pip --disable-pip-version-check \
+  -qq install --no-deps --no-compile --target .uv -r requirements/uv.txt; touch .uv/.ready; }
+UV = $(@D)/bin/python requirements/uv.py .uv/bin/uv $(SILENT:-qq=-q) --no-python-downloads pip install --python $(@D)/bin/python
 
 .venv/.pinned: requirements/test.txt requirements/torch.txt
 .venv/.pinned: PINS_FLAGS := --no-deps
@@ -150,10 +149,11 @@ PIP = $(@D)/bin/python -m pip --disable-pip-version-check $(SILENT)
 $(addsuffix /.pinned,.venv .venv-tf4 .venv-sglang):
 	@echo "==> $(@D): new environment ($$($(PYTHON) --version)): downloads up to 1 GB and takes some minutes, once"
 	@$(PYTHON) -m venv --clear $(@D)
+	@$(call GET_UV,$(@D))
 	@echo "==> $(@D): $$(grep -v '^#' requirements/torch.txt)"
-	@$(PIP) install -r requirements/torch.txt
+	@$(UV) -r requirements/torch.txt
 	@echo "==> $(@D): $<"
-	@$(PIP) install $(PINS_FLAGS) -c requirements/torch.txt -r $<
+	@$(UV) $(PINS_FLAGS) -c requirements/torch.txt -r $<
 	@touch $@
 
 $(addsuffix /.ready,.venv .venv-tf4 .venv-sglang): %/.ready: %/.pinned pyproject.toml

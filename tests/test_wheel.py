@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 import zipfile
 from collections.abc import Iterable, Iterator
@@ -20,14 +21,16 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from tests.wheel.matrix import RESOLVED
+
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = Path(__file__).parent / "wheel" / "outside.py"
 EXTRAS = OUTSIDE.with_name("extras.py")
 
 
-def load_build() -> Any:
-    """The module that computes version and README when the package is built."""
-    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+def load(file: str) -> Any:
+    """A module of the repository that is not in the package."""
+    spec = importlib.util.spec_from_file_location(Path(file).stem, ROOT / file)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     assert spec.loader is not None
@@ -35,7 +38,7 @@ def load_build() -> Any:
     return module
 
 
-BUILD = load_build()
+BUILD = load("hatch_build.py")  # computes version and README when the package is built
 
 
 @pytest.fixture(scope="module")
@@ -145,15 +148,32 @@ def test_the_wheel_works_with_numpy_and_torch_alone(wheel: Path, tmp_path: Path)
     assert run_outside(python, OUTSIDE, cwd=tmp_path) == "the wheel works\n"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("extra", ["cli", "train", "serve", "report"])
-def test_an_extra_alone_does_one_real_step(wheel: Path, tmp_path: Path, demo_files: Any, extra: str) -> None:
-    """Without whatever else is installed here; `make test-extras` installs each for real, and the others too."""
-    needs = needs_of_extra(wheel, extra)
-    python = make_environment(tmp_path / "outside", wheel, needs)
-    assert "tests" not in needed_by(*needs)
-    (tmp_path / "demo").symlink_to(demo_files.model.parent.parent)
-    assert run_outside(python, EXTRAS, extra, tmp_path, cwd=tmp_path).endswith(f"[{extra}] works\n")
+def test_each_extra_is_installed_alone_and_does_a_step() -> None:
+    """By `make test-extras`, which is part of `make test`; vLLM needs a GPU, so it is resolved only."""
+    makefile = (ROOT / "Makefile").read_text()
+    (tried,) = re.findall(r"^EXTRAS \?= (.*)$", makefile, re.MULTILINE)
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert sorted(tried.split()) == sorted(declared.keys() - {"dev"})
+    (steps,) = re.findall(r"^STEPS = \((.*)\)$", EXTRAS.read_text(), re.MULTILINE)
+    assert sorted([*steps.split(", "), *RESOLVED]) == sorted(tried.split())
+    assert "test-extras" in makefile.partition("\ntest: ")[2].partition("##")[0].split()
+
+
+def test_extras_come_from_the_indexes_of_pip() -> None:
+    listed = """:env:.find-links='/wheels'
+:env:.timeout='180'
+global.cert='/own.pem'
+global.extra-index-url='https://a.example/simple https://b.example/simple'
+global.index-url='https://c.example/simple'
+"""
+    uv = load("requirements/uv.py")
+    assert uv.certificates(listed) == {"SSL_CERT_FILE": "/own.pem"}
+    assert uv.index_options(listed) == [
+        "--find-links=/wheels",
+        "--index=https://a.example/simple",
+        "--index=https://b.example/simple",
+        "--default-index=https://c.example/simple",
+    ]
 
 
 def test_an_environment_has_only_what_an_extra_needs(wheel: Path) -> None:

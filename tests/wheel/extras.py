@@ -1,14 +1,19 @@
 """One real step with an extra, run by a Python that has the wheel with this extra and nothing else of ours.
 
-python extras.py EXTRA FOLDER      # FOLDER: for files; the tiny model of the `train` steps is made there once
+python extras.py EXTRA FOLDER
+
+FOLDER is for files; beside it lies the tiny model of all steps of training, which the first of them makes.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,17 +40,22 @@ def cli() -> None:
     assert "torch" in command("doctor")
 
 
-def transformers() -> None:
-    """Routes of a model are recorded and replayed."""
-    import torch
+def tiny_model(vocabulary: int) -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes = dict.fromkeys(("hidden_size", "moe_intermediate_size", "head_dim"), 16)
     config = Qwen3MoeConfig(
-        vocab_size=99, num_hidden_layers=2, num_attention_heads=1, num_key_value_heads=1, num_experts=4,
-        num_experts_per_tok=2, **sizes,
+        vocab_size=vocabulary, num_hidden_layers=2, num_attention_heads=1, num_key_value_heads=1, num_experts=4,
+        num_experts_per_tok=2, eos_token_id=1, pad_token_id=0, bos_token_id=None, **sizes,
     )  # fmt: skip
-    model = Qwen3MoeForCausalLM(config)
+    return Qwen3MoeForCausalLM(config)
+
+
+def transformers() -> None:
+    """Routes of a model are recorded and replayed."""
+    import torch
+
+    model = tiny_model(99)
     ids, layout = [[5, 6, 7]], mr.TokenLayout.padded([3])
     replay = mr.attach(model)
     with torch.no_grad(), replay.record() as recording:
@@ -57,14 +67,18 @@ def transformers() -> None:
 def train(*options: str) -> None:
     """A step of GRPO, with rollouts by Transformers."""
     from moe_replay import demo
+    from moe_replay.cli.main import main
 
-    files = demo.prepare(FOLDER / "demo", quick=True)
-    command(
-        "train", "--output", "run", "--steps", 1, "--model.path", files.model, "--data.path", files.train,
+    with (FOLDER.parent / "demo.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        files = demo.prepare(FOLDER.parent / "demo", quick=True)
+    words = (
+        "train", "--output", FOLDER / "run", "--steps", 1, "--model.path", files.model, "--data.path", files.train,
         "--model.dtype", "float32", "--rollout.engine", "transformers", "--rollout.prompts-per-step", 2,
         "--rollout.num-generations", 2, "--rollout.max-tokens", 8, "--data.max-prompt-tokens", 32, "--replay.mode",
         "r3", "--checkpoint.every", 0, *options,
     )  # fmt: skip
+    main([str(word) for word in words])  # here, since a new process would import everything again
     (line,) = (FOLDER / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["routing/agreement"] > 0.5
 
@@ -113,12 +127,28 @@ def megatron() -> None:
 
 
 def trl() -> None:
-    """The mixin stands before TRL's trainer."""
-    from trl import GRPOTrainer
+    """A step of TRL's own trainer, with the routes of its generation."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
 
+    from moe_replay.demo.tokenizer import build_tokenizer
     from moe_replay.integrations.trl import RouterReplayMixin
 
-    assert issubclass(type("Trainer", (RouterReplayMixin, GRPOTrainer), {}), GRPOTrainer)
+    tokenizer = build_tokenizer()
+    settings = GRPOConfig(
+        output_dir=str(FOLDER), use_cpu=True, bf16=False, report_to=[], save_strategy="no", logging_steps=1,
+        per_device_train_batch_size=4, num_generations=4, max_completion_length=8, max_steps=1,
+    )  # fmt: skip
+    trainer = type("Trainer", (RouterReplayMixin, GRPOTrainer), {})(
+        model=tiny_model(len(tokenizer)),
+        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+        args=settings,
+        train_dataset=Dataset.from_dict({"prompt": ["1+2="] * 4}),
+        processing_class=tokenizer,
+        replay="r3",
+    )
+    trainer.train()
+    assert trainer.state.log_history[0]["routing/replayed_fraction"] > 0.5
 
 
 def tensorboard() -> None:
@@ -127,12 +157,30 @@ def tensorboard() -> None:
     assert list((FOLDER / "run" / "tensorboard").iterdir())
 
 
+def wandb() -> None:
+    """Metrics of a step reach Weights & Biases, whose files stay here."""
+    os.environ["WANDB_MODE"] = "offline"
+    train("--log.wandb")
+    assert list((FOLDER / "run" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def mlflow() -> None:
+    """Metrics of a step reach MLflow."""
+    os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{FOLDER / 'mlflow.db'}"
+    train("--log.mlflow")
+    from mlflow.tracking import MlflowClient
+
+    run = MlflowClient().get_run((FOLDER / "run" / "mlflow-id.txt").read_text())
+    assert run.data.metrics["routing/agreement"] > 0.5
+    assert run.info.status == "FINISHED"
+
+
 def ray() -> None:
     """A step of GRPO as Ray actors: one rank, one engine."""
     train("--cluster.kind", "ray", "--cluster.engines", "1", "--backend.device", "cpu")
 
 
-STEPS = (cli, transformers, train, lora, serve, report, megatron, trl, tensorboard, ray)
+STEPS = (cli, transformers, train, lora, serve, report, megatron, trl, tensorboard, wandb, mlflow, ray)
 
 if __name__ == "__main__":
     {one.__name__: one for one in STEPS}[sys.argv[1]]()
