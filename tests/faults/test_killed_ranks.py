@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_replay.utils.exit_status import ExitStatus
+from moe_replay.errors import ExitStatus
 from tests.faults.forked import fork_python
 from tests.faults.processes import LIMIT_S, wait_for_line
 

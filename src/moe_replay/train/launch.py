@@ -11,11 +11,10 @@ import torch.distributed as dist
 
 from moe_replay.distributed.control import open_control_group
 from moe_replay.distributed.rank_watch import SILENCE_S, RankWatch
-from moe_replay.errors import MissingExtraError, MoeReplayError
+from moe_replay.errors import ExitStatus, MissingExtraError, MoeReplayError
 from moe_replay.train.backends.base import Backend
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.utils.device import collective_backends, device_module, device_type
-from moe_replay.utils.exit_status import ExitStatus
 from moe_replay.utils.messages import one_line
 from moe_replay.utils.processes import on_end_of_parent
 
