@@ -2,7 +2,7 @@
 
 Everything is a sum or a maximum over tokens in one of two flat float64 vectors, whose layout follows from the arguments
 of the accumulator alone. So ranks agree on it without exchanging names, also those that have seen no token, and one
-SUM and one MAX all-reduce combine them. A mean is taken once, at the end, over all tokens of all ranks.
+all-reduce combines them. A mean is taken once, at the end, over all tokens of all ranks.
 """
 
 from __future__ import annotations
@@ -177,8 +177,7 @@ class MetricAccumulator:
             maxima.zero_()
         maxima.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # a MAX all-reduce may lose NaN
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(sums)
-            dist.all_reduce(maxima, dist.ReduceOp.MAX)
+            sums, maxima = _reduced(sums, maxima)
         on_host = torch.cat([sums, maxima]).cpu()
         total, largest = self._view_sums(on_host[: len(sums)]), self._view_maxima(on_host[len(sums) :])
         values = {name: float(value) for name, value in largest.values.items()}
@@ -239,6 +238,16 @@ def _token_metrics(sums: _Sums, maxima: _Maxima) -> dict[str, float]:
         summary = Mismatch(values, maxima.pairs[pair]).summary()
         found |= {f"mismatch/{pair}/{key}": value for key, value in summary.items()}
     return found
+
+
+def _reduced(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sums (n,) and maxima (m,) over all ranks, by one all-reduce with a row for the maxima of each rank."""
+    rows = maxima.new_zeros(dist.get_world_size(), len(maxima))
+    rows[dist.get_rank()] = maxima
+    everything = torch.cat([sums, rows.flatten()])
+    dist.all_reduce(everything)
+    total, every = everything.split([len(sums), rows.numel()])
+    return total, every.view_as(rows).amax(0)
 
 
 def _routed_tokens(routes: RouteBatch, layout: TokenLayout) -> Tensor:
