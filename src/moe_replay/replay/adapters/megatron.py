@@ -206,7 +206,7 @@ def _is_a(module: nn.Module, name: str) -> bool:
 
 def language_model(model: nn.Module) -> Any:
     """Return the module whose forward is the forward of the chunk, inside DDP and Float16Module."""
-    found = [module for module in model.modules() if _is_a(module, LANGUAGE_MODEL)]
+    found = list(_outermost(model))
     if len(found) != 1:
         raise UnsupportedRouterError(
             "a Megatron-Core chunk must hold one language model",
@@ -215,6 +215,15 @@ def language_model(model: nn.Module) -> Any:
             remedy="Attach the language model itself rather than what is around it",
         )
     return found[0]
+
+
+def _outermost(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the language models inside a module; what is inside of them is not searched."""
+    if _is_a(module, LANGUAGE_MODEL):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child)
 
 
 def _row_order(config: Any) -> RowOrder:
@@ -240,7 +249,7 @@ def _declared(model: Any) -> MoeTopology:
 
 def _prediction_index(modules: Modules, site: RouterSite, num_layers: int) -> int:
     """Return the decoder index of a layer of multi-token prediction. They follow the decoder's layers, whatever
-    number their version gives them: 0.16 goes on counting, 0.19 begins anew."""
+    number their version gives them: 0.16 continues counting, 0.19 starts again."""
     outer = next(name for name in _outwards(site.name) if _is_a(modules[name], PREDICTION_LAYER))
     depth, inside = modules[outer].layer_number - 1, site.name[len(outer) + 1 :].split(".")
     position = next((i for i, part in enumerate(inside) if part.isdigit()), None)

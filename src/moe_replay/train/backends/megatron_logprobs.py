@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from moe_replay.replay.adapters.megatron import language_model
 from moe_replay.train.backends.base import Scores
 from moe_replay.train.backends.head_logprobs import Head, head_logprobs
 from moe_replay.train.micro_batch import MicroBatch
@@ -22,7 +23,7 @@ from moe_replay.train.micro_batch import MicroBatch
 @contextmanager
 def hidden_states_only(chunk: nn.Module) -> Iterator[None]:
     """Have the forward of this chunk end before its output layer, if it has one: hidden states (W, B, H)."""
-    model = _language_model(chunk)
+    model = language_model(chunk)
     has_head, model.post_process = model.post_process, False
     try:
         yield
@@ -43,7 +44,7 @@ def token_scores(
     """
     from megatron.core import parallel_state, tensor_parallel
 
-    model = _language_model(chunk)
+    model = language_model(chunk)
     if model.config.sequence_parallel:
         hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
     else:
@@ -65,13 +66,6 @@ def token_scores(
     if context_group.size() > 1:
         scores = [_SumOverRanks.apply(values, context_group) for values in scores]
     return Scores(*scores)
-
-
-def _language_model(chunk: nn.Module) -> Any:
-    """Return the model inside the wrappers of Megatron-Core."""
-    from megatron.core.utils import get_attr_wrapped_model
-
-    return get_attr_wrapped_model(chunk, "post_process", return_model_obj=True)
 
 
 def _output_weight(model: Any) -> Tensor:
