@@ -3,7 +3,7 @@
     python benchmarks/cluster.py             # two ranks and two Transformers engines on this machine, a tiny model
     python benchmarks/cluster.py --steps 60
 
-Both runs go on at the same time, so that whatever else the machine does slows both alike. A row is the median over the
+Both runs take place at the same time, so that other load on the machine slows both alike. A row is the median over the
 steps after the first ones; the start is the time from the command to the first step, servers included.
 """
 
@@ -44,7 +44,7 @@ def settings(files: demo.DemoFiles, output: Path, steps: int) -> list[str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
+    """Free ports."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:

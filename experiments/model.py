@@ -2,7 +2,7 @@
 
     python -m experiments.model --device cuda --minutes 8
 
-Pre-training stops at its time limit and goes on with the next call. What comes out is judged on held-out problems
+Pre-training stops at its time limit and continues with the next call. What comes out is judged on held-out problems
 (accuracy at temperature 1, by teacher forcing) and by its routers: load, entropy, and what they know of the token.
 """
 

@@ -103,7 +103,7 @@ KINDS = (arithmetic, program, story)
 
 
 def problems(random: Random, steps: tuple[int, int], *, held_out: bool) -> Iterator[Problem]:
-    """Yield problems for ever, of between `steps[0]` and `steps[1]` steps; held out ones only, or none of them."""
+    """Yield problems without end, of `steps[0]` to `steps[1]` steps; held-out ones only, or none of them."""
     while True:
         problem = random.choice(KINDS)(random, random.randint(*steps))
         if problem.is_held_out == held_out:

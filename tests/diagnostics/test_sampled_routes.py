@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_replay as mr
 from moe_replay.diagnostics.metrics import _found_at_once, _found_one_by_one
-from moe_replay.diagnostics.row_sample import NUM_PLACES, SHIFTS, RowSample
+from moe_replay.diagnostics.row_sample import NUM_ALTERNATIVES, SHIFTS, RowSample
 from moe_replay.diagnostics.row_scores import MIN_INFORMATION
 from moe_replay.diagnostics.sequential import (
     AFFECTED,
@@ -22,8 +22,8 @@ from moe_replay.diagnostics.sequential import (
     DISTINCT,
     SOME,
     STAKES,
+    AlternativeKind,
     EvidenceHistory,
-    Place,
     UnitEvidence,
     unit_evidence,
 )
@@ -149,15 +149,15 @@ def capital_by_hand(native: mr.RouteBatch, given: mr.RouteBatch, sample: RowSamp
         return set(batch.experts[layer, row].tolist())
 
     def votes(row: int, other: int, shifted: bool) -> dict[int, tuple[float, float, set[int]]]:
-        """Layer -> vote, weight, experts of the other place."""
+        """Layer -> vote, weight, experts of the other alternative."""
         if min(row, other) < 0:
             return {}
         both = given.valid[:, row] & native.valid[:, row] & native.valid[:, other]
-        places = {
+        alternatives = {
             layer: (experts(native, layer, row), experts(native, layer, other)) for layer in layers if both[layer]
         }
-        differing = {layer: TOP_K - len(own & there) for layer, (own, there) in places.items()}
-        weight = min(1.0, sum(differing.values()) / (DISTINCT * TOP_K * max(len(places), 1)))
+        differing = {layer: TOP_K - len(own & there) for layer, (own, there) in alternatives.items()}
+        weight = min(1.0, sum(differing.values()) / (DISTINCT * TOP_K * max(len(alternatives), 1)))
         weight = weight if shifted else float(weight >= 1)
         return {
             layer: (
@@ -165,17 +165,17 @@ def capital_by_hand(native: mr.RouteBatch, given: mr.RouteBatch, sample: RowSamp
                 weight,
                 there,
             )
-            for layer, (own, there) in places.items()
+            for layer, (own, there) in alternatives.items()
             if differing[layer] and weight
         }
 
-    result = np.empty((1 + 2 * len(SOME), len(STAKES), NUM_PLACES + 1, len(units)))
-    for unit, place in itertools.product(units, range(NUM_PLACES + 1)):
+    result = np.empty((1 + 2 * len(SOME), len(STAKES), NUM_ALTERNATIVES + 1, len(units)))
+    for unit, alternative in itertools.product(units, range(NUM_ALTERNATIVES + 1)):
         ahead, weights, questions = {}, {}, {}
         for column, row in enumerate(sample.rows[unit].tolist()):
             own = [tuple(sorted(experts(native, layer, row))) for layer in layers]
-            if place < NUM_PLACES:
-                found = votes(row, int(sample.places[place, unit, column]), place < len(SHIFTS))
+            if alternative < NUM_ALTERNATIVES:
+                found = votes(row, int(sample.alternatives[alternative, unit, column]), alternative < len(SHIFTS))
                 for layer, (vote, weight, there) in found.items():
                     cell = layer, column
                     ahead[cell], weights[cell] = vote - AHEAD, weight
@@ -192,10 +192,10 @@ def capital_by_hand(native: mr.RouteBatch, given: mr.RouteBatch, sample: RowSamp
         for number, stake in enumerate(STAKES):
             gain = np.zeros((len(layers), sample.rows.shape[1]))
             for cell in ahead:
-                bet = math.log1p(stake[place == NUM_PLACES] * ahead[cell])
+                bet = math.log1p(stake[alternative == NUM_ALTERNATIVES] * ahead[cell])
                 gain[cell] = bet * weights[cell] / asked[questions[cell]]
             parts = [[sum(mixed(one, share) for one in gain.sum(axis)) for share in SOME] for axis in (0, 1)]
-            result[:, number, place, unit] = [gain.sum(), *parts[0], *parts[1]]
+            result[:, number, alternative, unit] = [gain.sum(), *parts[0], *parts[1]]
     return result
 
 
@@ -212,14 +212,14 @@ def test_capital_is_what_betting_vote_by_vote_gives(name, holes):
 
 
 def test_capital_of_units_is_pooled_and_suspects_are_tallied():
-    capital = torch.from_numpy(np.random.default_rng(0).normal(-3, 2, (5, 2, NUM_PLACES + 1, 4)))
+    capital = torch.from_numpy(np.random.default_rng(0).normal(-3, 2, (5, 2, NUM_ALTERNATIVES + 1, 4)))
     capital[..., 0] = -900.0
     capital[2, 1, -1, 1], capital[0, 0, 2, 2] = 200.0, 25.0
     segments = torch.tensor([[1.0, 0, 0, 1], [0, 1, 1, 0], [0, 0, 0, 0]], dtype=torch.float64)
     found = UnitEvidence(capital, torch.tensor([True, True, True, False])).summed(segments)
     assert found.suspects.tolist() == [False, True, True, False]
     assert found.tally.tolist() == [[1, 0, 0, 0], [2, 1, 0, 1], [0, 0, 0, 0]]
-    assert (Place.SHIFTED, Place.FOREIGN) == (0, 2)
+    assert (AlternativeKind.SHIFTED, AlternativeKind.FOREIGN) == (0, 2)
     for segment, (number, share) in itertools.product(range(2), enumerate(AFFECTED)):
         units = capital[2, 1, -1][segments[segment] > 0].tolist()
         assert found.capital[segment, number, 2, 1, -1].item() == pytest.approx(sum(mixed(one, share) for one in units))

@@ -12,7 +12,7 @@ import torch
 
 import moe_replay as mr
 from moe_replay.diagnostics.compare import compare
-from moe_replay.diagnostics.row_sample import NUM_PLACES, PROMPT, SAMPLED, SHIFTS, UNKNOWN, RowSample
+from moe_replay.diagnostics.row_sample import NUM_ALTERNATIVES, PROMPT, SAMPLED, SHIFTS, UNKNOWN, RowSample
 from moe_replay.diagnostics.sequential import FALSE_ALARMS, SHAPE, TALLY, EvidenceHistory, unit_evidence
 from moe_replay.diagnostics.verdict import Cause, judge
 from moe_replay.diagnostics.watch import AlignmentWatch
@@ -317,16 +317,18 @@ def test_a_vote_is_on_the_experts_that_tell_two_places_apart():
     native = [mr.RouteTrace([1, 2, 3], [[[0, 1]], [[0, 2]], [[4, 5]]], [0], num_experts=8)]
     given = [mr.RouteTrace([1, 2, 3], [[[0, 1]], [[0, 1]], [[4, 5]]], [0], num_experts=8)]
     ours, theirs, _ = batches(native, given)
-    places = np.full((NUM_PLACES, 1, 1), -1)
-    places[0, 0, 0] = 0  # one token late
+    alternatives = np.full((NUM_ALTERNATIVES, 1, 1), -1)
+    alternatives[0, 0, 0] = 0  # one token late
     rows, nothing = np.array([[1]]), np.full((4, 1, 1), -1)
-    sample = RowSample(rows, np.array([0]), np.array([UNKNOWN]), places, nothing)
+    sample = RowSample(rows, np.array([0]), np.array([UNKNOWN]), alternatives, nothing)
     evidence = unit_evidence(ours, theirs, sample, 8)
     all_rows = evidence.capital[0, :, :, 0].exp()
     assert SHIFTS[0] == 1
     assert all_rows[:, 0].tolist() == pytest.approx([1 + 0.3 * 0.95, 1 + 0.9 * 0.95])  # a vote of 1, above 0.05
-    assert all_rows[:, 1:].flatten().tolist() == pytest.approx([1.0] * (2 * NUM_PLACES))
-    assert not unit_evidence(ours, theirs, replace(sample, places=np.full_like(places, -1)), 8).counted.any()
+    assert all_rows[:, 1:].flatten().tolist() == pytest.approx([1.0] * (2 * NUM_ALTERNATIVES))
+    assert not unit_evidence(
+        ours, theirs, replace(sample, alternatives=np.full_like(alternatives, -1)), 8
+    ).counted.any()
 
 
 def test_a_question_that_is_asked_many_times_counts_once():
@@ -345,7 +347,7 @@ def test_the_same_prompt_in_two_sequences_is_not_compared():
     sample = RowSample.draw(layout, np.random.default_rng(0), sequences=8, rows=128, sampled=sampled_tokens(layout))
     routes, prompts = ours.experts.view(8, 8, -1, 4), sample.segment == PROMPT
     assert not torch.equal(routes[:, 0, :PROMPT_TOKENS], routes[:, 1, :PROMPT_TOKENS])
-    capital = unit_evidence(ours, theirs, sample, 32).capital[:, :, len(SHIFTS) : NUM_PLACES]
+    capital = unit_evidence(ours, theirs, sample, 32).capital[:, :, len(SHIFTS) : NUM_ALTERNATIVES]
     assert not capital[..., prompts].any()
     assert capital[..., ~prompts].any()
 
@@ -369,14 +371,14 @@ def test_rows_are_compared_with_tokens_of_their_sequence_and_of_others():
     layout = mr.TokenLayout.packed([9, 7, 8], pad_each_to_multiple_of=4).sequence_major()
     sample = RowSample.draw(layout, np.random.default_rng(0), sequences=3, rows=30)
     found = set()
-    for (unit, column), place in itertools.product(np.argwhere(sample.present), range(NUM_PLACES)):
+    for (unit, column), alternative in itertools.product(np.argwhere(sample.present), range(NUM_ALTERNATIVES)):
         sequence, position = layout.locate(int(layout.rows[sample.rows[unit, column]]))
-        other = sample.places[place, unit, column]
+        other = sample.alternatives[alternative, unit, column]
         if other >= 0:
             origin = layout.locate(int(layout.rows[other]))
-            expected = position - SHIFTS[place] if place < len(SHIFTS) else position
+            expected = position - SHIFTS[alternative] if alternative < len(SHIFTS) else position
             assert origin[1] == expected
-            assert (origin[0] == sequence) == (place < len(SHIFTS))
+            assert (origin[0] == sequence) == (alternative < len(SHIFTS))
             found.add((sequence, origin[0]))
     assert found == set(itertools.product(range(3), range(3)))
 

@@ -353,7 +353,7 @@ def test_a_run_calls_tools_and_replays_the_routes_of_their_results(config: Confi
     ("rollout", "told"),
     [
         ({"environment": "tools"}, r"rollout\.tools: the environment has no tools"),
-        ({"tools": ["m:f"]}, r"rollout\.tools: nobody answers calls"),
+        ({"tools": ["m:f"]}, r"rollout\.tools: tool calls need an environment"),
         ({"environment": "tools", "tools": ["m:f"], "tool_format": "hermse"}, "did you mean 'hermes'"),
     ],
 )

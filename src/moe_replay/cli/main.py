@@ -117,7 +117,7 @@ def _parsed(name: str, words: list[str]) -> Callable[[], None]:
 class _Ending:
     """Turns what ends a command into one line on stderr and an exit status.
 
-    is_process   this process is the command; otherwise errors that nobody expects are passed on
+    is_process   this process is the command; otherwise unexpected errors are passed on
     """
 
     def __init__(self, is_process: bool) -> None:

@@ -115,7 +115,7 @@ class TrainCommand:
 
 
 def run_rank(config: TrainConfig, starter: EngineStarter | None = None) -> None:
-    """Train on this rank, whoever has started it; exits with the status of an interrupted run if it is one.
+    """Train on this rank, however it was started; exits with the status of an interrupted run if it is one.
 
     starter   starts the engines that `cluster.engines` asks for; on rank 0
     """

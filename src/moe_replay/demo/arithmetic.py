@@ -50,7 +50,7 @@ class Problem(NamedTuple):
 
 
 def problems(random: Random, terms: tuple[int, int], *, held_out: bool) -> Iterator[Problem]:
-    """Problems for ever, of between `terms[0]` and `terms[1]` digits; held out ones only, or none of them."""
+    """Yield problems without end, of `terms[0]` to `terms[1]` digits; held-out ones only, or none of them."""
     while True:
         problem = Problem(tuple(random.randint(1, 9) for _ in range(random.randint(*terms))))
         if problem.is_held_out == held_out:

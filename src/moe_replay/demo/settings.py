@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RECIPE = Path(__file__).with_name("recipe.toml")
-"""How the embedded default is trained, where nobody says otherwise."""
+"""Default settings of a training run of the embedded model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

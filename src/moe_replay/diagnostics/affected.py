@@ -18,13 +18,13 @@ FALSE_ALARMS = 1e-6  # a call, at most
 ROWS = 8192  # of all sequences together, but
 ROWS_OF_SEQUENCE = (16, 64)  # at least and at most so many of each
 LAYERS = 16
-CELLS = 1 << 21  # (layer, place, row, expert) compared at once
+CELLS = 1 << 21  # (layer, alternative, row, expert) compared at once
 BELOW = 0.5  # of the agreement above chance of the other rows or layers: affected
 LEAST = 0.05  # of the rows or layers: fewer that are below do not explain the evidence
 
 
 class Affected(NamedTuple):
-    """Rows (n,) and places of the layers (l,) whose routes are probably wrong."""
+    """Rows (n,) and indices of the layers (l,) whose routes are probably wrong."""
 
     rows: np.ndarray
     slots: np.ndarray
@@ -42,7 +42,7 @@ def affected_parts(evidence: Evidence, layout: TokenLayout) -> Affected | None:
     num_experts = max(native.num_experts or 0, int(native.experts.max()) + 1, int(given.experts.max()) + 1)
     history, suspects = EvidenceHistory(), []
     capital, tally = history.capital, history.tally
-    cells = ours.experts[:, 0].numel() * sample.rows.shape[1] * (1 + len(sample.places) + len(sample.controls))
+    cells = ours.experts[:, 0].numel() * sample.rows.shape[1] * (1 + len(sample.alternatives) + len(sample.controls))
     step = max(1, CELLS // cells)
     for first in range(0, len(sample.rows), step):
         part = sample.part(first, first + step)

@@ -21,7 +21,7 @@ class Evidence:
     native, given   of the same layers and rows
     starts          (sequences + 1,) where each sequence begins, and where the last ends
     chance          (L,) agreement of routes of the same layer that know nothing of each other
-    rows, slots     the rows and the places of the layers that are wrong
+    rows, slots     the rows and the indices of the layers that are wrong
     width           columns of the micro-batch, where sequences were padded to more than the longest
     """
 
@@ -76,13 +76,13 @@ class Evidence:
         best, score = np.empty(len(self.slots), np.int64), np.empty(len(self.slots))
         native = self.native.experts[:, rows]
         own_load = self._load(native, torch.ones(native.shape[:2], dtype=torch.bool))
-        for place, slot in enumerate(self.slots):
+        for index, slot in enumerate(self.slots):
             valid = self.given.valid[slot, rows]
             given = self.given.experts[slot, rows]
             shared = (shared_experts(given[None], native) * valid).sum(1).double() / valid.sum().clamp(min=1)
             chance = own_load @ self._load(given[None], valid[None])[0] * self.given.top_k
             above = (shared - chance) / (1 - chance).clamp(min=1e-6)
-            best[place], score[place] = int(above.argmax()), float(above.max())
+            best[index], score[index] = int(above.argmax()), float(above.max())
         return best, score
 
     def relabelled(self, rows: np.ndarray) -> float:

@@ -45,9 +45,9 @@ def context_orders(evidence: Evidence, rows: np.ndarray) -> Iterator[RowMap]:
     position = rows - evidence.starts[sample]
     for size in CONTEXT_SIZES:
         chunk = -(-evidence.lengths[sample] // (2 * size))
-        order = np.array([piece for rank in range(size) for piece in (rank, 2 * size - 1 - rank)])
-        for way, pieces in (("contiguous", np.argsort(order)), ("zigzag", order)):
-            source = pieces[np.minimum(position // np.maximum(chunk, 1), 2 * size - 1)] * chunk + position % chunk
+        order = np.array([part for rank in range(size) for part in (rank, 2 * size - 1 - rank)])
+        for way, parts in (("contiguous", np.argsort(order)), ("zigzag", order)):
+            source = parts[np.minimum(position // np.maximum(chunk, 1), 2 * size - 1)] * chunk + position % chunk
             yield (
                 Cause.CONTEXT_PARALLEL,
                 f"routes are cut {way} over {size} context parallel ranks, and tokens are not",

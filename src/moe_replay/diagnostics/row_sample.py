@@ -1,4 +1,4 @@
-"""`RowSample`: rows drawn at random from the sequences of a micro-batch, and the other places they are compared with.
+"""`RowSample`: rows drawn at random from the sequences of a micro-batch, and the alternatives they are compared with.
 
 Rows of one sequence that are tested together form a unit: its prompt, or its sampled tokens; its first and its second
 half where it is not known which tokens were sampled.
@@ -20,25 +20,25 @@ MAX_SHIFT = 12
 NEAR_SEQUENCES = (1, -1, 2, -2, 3, -3)
 OTHER_SEQUENCES = 6
 SHIFTS = (*NEAR_SHIFTS, *(sign * shift for shift in range(3, MAX_SHIFT + 1) for sign in (1, -1)))
-NUM_PLACES = len(SHIFTS) + len(NEAR_SEQUENCES) + OTHER_SEQUENCES
+NUM_ALTERNATIVES = len(SHIFTS) + len(NEAR_SEQUENCES) + OTHER_SEQUENCES
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RowSample:
-    """Rows of U units, up to M each, and for each row the places its routes may belong to instead.
+    """Rows of U units, up to M each, and for each row the alternatives: other rows that its routes may belong to.
 
-    rows       (U, M) int64: rows of the layout; -1 where a unit has fewer
-    sequence   (U,) int64: the sequence of each unit
-    segment    (U,) int64: PROMPT, SAMPLED or UNKNOWN
-    places     (P, U, M) int64: rows of the other places, -1 where this rank has none: first the token that many tokens
-               before, for each of `SHIFTS`; then the same position in other sequences, the nearest first
-    controls   (NUM_CONTROLS, U, M) int64: rows drawn at random
+    rows           (U, M) int64: rows of the layout; -1 where a unit has fewer
+    sequence       (U,) int64: the sequence of each unit
+    segment        (U,) int64: PROMPT, SAMPLED or UNKNOWN
+    alternatives   (P, U, M) int64: other rows, -1 where this rank has none: first the token that many tokens before,
+                   for each of `SHIFTS`; then the same position in other sequences, the nearest first
+    controls       (NUM_CONTROLS, U, M) int64: rows drawn at random
     """
 
     rows: np.ndarray
     sequence: np.ndarray
     segment: np.ndarray
-    places: np.ndarray
+    alternatives: np.ndarray
     controls: np.ndarray
 
     @classmethod
@@ -78,7 +78,7 @@ class RowSample:
             rows=picked,
             sequence=of_unit,
             segment=np.array(segments, np.int64),
-            places=_places(layout, picked, of_unit, row_of, chance),
+            alternatives=_alternatives(layout, picked, of_unit, row_of, chance),
             controls=_controls(picked, held, chance),
         )
 
@@ -89,8 +89,8 @@ class RowSample:
 
     @property
     def index(self) -> np.ndarray:
-        """(1 + P + NUM_CONTROLS, U, M) int64: `rows`, then `places`, then `controls`."""
-        return np.concatenate([self.rows[None], self.places, self.controls])
+        """(1 + P + NUM_CONTROLS, U, M) int64: `rows`, then `alternatives`, then `controls`."""
+        return np.concatenate([self.rows[None], self.alternatives, self.controls])
 
     @property
     def segments(self) -> np.ndarray:
@@ -104,7 +104,7 @@ class RowSample:
             rows=self.rows[units],
             sequence=self.sequence[units],
             segment=self.segment[units],
-            places=self.places[:, units],
+            alternatives=self.alternatives[:, units],
             controls=self.controls[:, units],
         )
 
@@ -133,7 +133,7 @@ def _split(
     ]
 
 
-def _places(
+def _alternatives(
     layout: TokenLayout, picked: np.ndarray, sequence: np.ndarray, row_of: np.ndarray, chance: np.random.Generator
 ) -> np.ndarray:
     lengths, starts = np.array(layout.lengths), layout.starts
@@ -148,7 +148,7 @@ def _places(
 
 
 def _others(sequence: np.ndarray, count: int, chance: np.random.Generator) -> np.ndarray:
-    """Return (places, U): the nearest sequences, then others at random; -1 where there are not so many."""
+    """Return (alternatives, U): the nearest sequences, then others at random; -1 where there are not so many."""
     near = [step for step in NEAR_SEQUENCES if 2 * abs(step) < count or 2 * step == count]
     far = [step for step in chance.permutation(count).tolist() if step and not {step, step - count} & set(near)]
     steps = [*near, *[None] * (len(NEAR_SEQUENCES) - len(near)), *far[:OTHER_SEQUENCES]]

@@ -1,8 +1,8 @@
 """`SampledRoutes`: the routes of a row sample, gathered on the device, and the sums of the shift test over its rows.
 
 On a GPU so few rows are compared in less time than it takes to start an operation: what counts is the number of
-operations. All indices are made on the host and go over in one transfer; all layers, places and shifts are compared at
-once.
+operations. All indices are made on the host and go over in one transfer; all layers, alternatives and shifts are
+compared at once.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _NEXT = _MOVED[HERE + 1]
 
 
 class SampledRoutes(NamedTuple):
-    """Routes of the rows of a sample (U units of M rows) and of other places, in l layers that were drawn.
+    """Routes of the rows of a sample (U units of M rows) and of their alternatives, in l layers that were drawn.
 
-    native         (l, 1 + P + C, U, M, K): of own rows, of the other places, of controls
+    native         (l, 1 + P + C, U, M, K): of own rows, of the alternatives, of controls
     exists         (1 + P + C, U, M) bool: where there is such a row
     known          (l or 1, 1 + P + C, U, M) bool: where it has a native route
     given          (l, S, S, U, M, K): given so many layers and tokens further
     given_known    (l, S, S, U, M) bool: where anything is given
     nearby         (s, U, M, K): given to own rows in each layer that is at most two from one of the l
     nearby_known   (s, U, M) bool
-    layers         (l,) int64: places of the l layers in the table
-    loads          (l + s,) int64: places in its loads of the l layers, natively, and of the s layers, given
+    layers         (l,) int64: indices of the l layers in the table
+    loads          (l + s,) int64: indices in its loads of the l layers, natively, and of the s layers, given
     same_layer     (l,) int64: of these l + s, what is given to the l layers
     segments       (segments, U) float64: 1 for the segment of each unit, else 0
     """
@@ -62,7 +62,7 @@ class SampledRoutes(NamedTuple):
         reach = np.unique(around[inside])
         of_table = np.searchsorted(native.source_layers, native.layers)
         index = sample.index
-        rows, drawn, there, near, places, loads, same_layer, segments = indices_to_device(
+        rows, drawn, there, near, indices, loads, same_layer, segments = indices_to_device(
             native.experts.device,
             np.concatenate([index, index[_MOVED]]),
             slots[:, None],
@@ -88,7 +88,7 @@ class SampledRoutes(NamedTuple):
             given_known=given.valid[there, moved].view(around_shape) & (moved_exist & (there >= 0)[..., None, None]),
             nearby=given.experts[near, own].view(-1, *shape, top_k),
             nearby_known=given.valid[near, own].view(-1, *shape) & exists[0],
-            layers=places,
+            layers=indices,
             loads=loads,
             same_layer=same_layer,
             segments=segments.double(),
@@ -100,7 +100,7 @@ class SampledRoutes(NamedTuple):
         return self.given_known[:, HERE, HERE]
 
     def counts(self, num_experts: int) -> PlaceCounts:
-        """Return what the places have in common with their rows."""
+        """Return what the alternatives have in common with their rows."""
         return count_places(self.native.long(), self.given[:, HERE, HERE].long()[:, None], num_experts)
 
     def shift_sums(self, counts: PlaceCounts, num_experts: int) -> ShiftSums:

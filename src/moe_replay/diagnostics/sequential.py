@@ -1,22 +1,22 @@
-"""The sequential test of alignment: paired comparisons of places, and evidence that accumulates over steps.
+"""The sequential test of alignment: paired comparisons with alternatives, and evidence that accumulates over steps.
 
-A row has given routes. Its own place and another one (a token before or after, the same position of another sequence, a
-row at random) have native routes. Only the experts that one of the two places has and the other has not tell them
-apart: the vote of a (row, layer) is the fraction of these that the given routes share with the other place, minus the
-fraction that they share with the own one: -1 where all speak for the own place, 1 where all speak for the other.
+A row has given routes. The row itself and an alternative (a token before or after, the same position of another
+sequence, a row at random) have native routes. Only the experts that one of the two has and the other has not tell them
+apart: the vote of a (row, layer) is the fraction of these that the given routes share with the alternative, minus the
+fraction that they share with the row itself: from -1, all of them evidence for the row, to 1, all for the alternative.
 
 The null hypothesis, whatever was seen before: the expected vote is at most
 
-- AHEAD for a given other place. It does not matter how well engine and trainer agree, since both places are compared
+- AHEAD for a given alternative. It does not matter how well engine and trainer agree, since both rows are compared
   with the same given routes;
 - -BEHIND for a random row: routes agree with native ones that much better than chance.
 
 Against each of these the test bets: capital grows by 1 + stake * (vote - bound), whose expectation is then at most 1.
-There is a bet on every hypothesis: which place the routes of a unit (`row_sample.py`) belong to instead; whether all of
-its rows, some of its rows or some of its layers are affected; whether few or many units are. Capital is multiplied over
+There is a bet on every hypothesis: which alternative the routes of a unit (`row_sample.py`) belong to; whether all of
+its rows, some of them or some of its layers are affected; whether few or many units are. Capital is multiplied over
 rows, layers, units, ranks and steps, and averaged over hypotheses.
 
-Equal questions (the same two sets of experts in the same layer of a unit, as in repeated text) count once. Places that
+Equal questions (the same two sets of experts in the same layer of a unit, as in repeated text) count once. Rows that
 are routed almost alike count less, in other sequences not at all: it may be the same prompt.
 """
 
@@ -32,12 +32,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_replay.diagnostics.row_sample import NEAR_SHIFTS, NUM_PLACES, SEGMENTS, SHIFTS, RowSample
+from moe_replay.diagnostics.row_sample import NEAR_SHIFTS, NUM_ALTERNATIVES, SEGMENTS, SHIFTS, RowSample
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.utils.device import to_device
 
 
-class Place(IntEnum):
+class AlternativeKind(IntEnum):
     """Where routes may belong to instead of their own row."""
 
     SHIFTED = 0
@@ -48,49 +48,49 @@ class Place(IntEnum):
 FALSE_ALARMS = 1e-10  # a step, at most: 1e-6 in a run of 10,000 steps
 AHEAD = 0.05
 BEHIND = 0.25
-STAKES = ((0.3, 0.4), (0.9, 1.2))  # on a place, on none; below 1 / (1 + AHEAD) and 1 / (1 - BEHIND)
-DISTINCT = 0.2  # fraction of their experts, over all layers, in which two places must differ to count fully
+STAKES = ((0.3, 0.4), (0.9, 1.2))  # on an alternative, on none; below 1 / (1 + AHEAD) and 1 / (1 - BEHIND)
+DISTINCT = 0.2  # fraction of their experts, over all layers, in which two rows must differ to count fully
 SOME = (0.1, 0.5)  # of the rows or layers of a unit
 AFFECTED = (0.05, 0.5)  # fraction of the units
 NUM_KINDS = 1 + 2 * len(SOME)
 SUSPECT = math.log(1000)  # capital of a unit that is counted as affected
-NUM_HYPOTHESES = NUM_PLACES + 1
+NUM_HYPOTHESES = NUM_ALTERNATIVES + 1
 SHAPE = (len(SEGMENTS), len(AFFECTED), NUM_KINDS, len(STAKES), 1 + NUM_HYPOTHESES)
-TALLY = (len(SEGMENTS), 1 + len(Place))
+TALLY = (len(SEGMENTS), 1 + len(AlternativeKind))
 _LARGE = 30.0
 _BITS = 12  # of a count of experts
 _MASK = (1 << _BITS) - 1
-_NEAR, _FAR = len(NEAR_SHIFTS), NUM_PLACES - len(NEAR_SHIFTS)
-# A third each for the near shifts, for all other places, and for no place at all.
+_NEAR, _FAR = len(NEAR_SHIFTS), NUM_ALTERNATIVES - len(NEAR_SHIFTS)
+# A third each for the near shifts, for all other alternatives, and for none of them.
 _LOG_PRIOR = -np.log(3.0 * np.array([_NEAR] * _NEAR + [_FAR] * _FAR + [1]))
-# One half for a place of its own in each unit, one half for one place in all.
+# One half for an alternative of its own in each unit, one half for one alternative in all.
 _BET_PRIOR = -math.log(2 * math.prod(SHAPE[:-1])) + np.append(0.0, _LOG_PRIOR)
 
 
 class _Constants(NamedTuple):
     """Constants on a device.
 
-    stakes    (stakes, 1, H, 1, 1) float32
-    some      (some, 1, 1, 1, 1) float32
-    affected  (affected, 1, 1, 1, 1) float64
-    prior     (H, 1) float64: log
-    place     (places, H) float64: 1 for the `Place` of each hypothesis
-    numbers   (places, 1) int64
+    stakes        (stakes, 1, H, 1, 1) float32
+    some          (some, 1, 1, 1, 1) float32
+    affected      (affected, 1, 1, 1, 1) float64
+    prior         (H, 1) float64: log
+    alternative   (3, H) float64: 1 for the `AlternativeKind` of each hypothesis
+    numbers       (3, 1) int64
     """
 
     stakes: Tensor
     some: Tensor
     affected: Tensor
     prior: Tensor
-    place: Tensor
+    alternative: Tensor
     numbers: Tensor
 
 
 class EvidenceSums(NamedTuple):
     """Evidence of all units of a row sample.
 
-    capital    (SHAPE) float64: log-capital, for any place in each unit and for one place in all
-    tally      (TALLY) float64: units with votes in each segment, and those of them that are suspect, by `Place`
+    capital    (SHAPE) float64: log-capital, for any alternative in each unit and for one alternative in all
+    tally      (TALLY) float64: units with votes in each segment, and the suspect ones of them by `AlternativeKind`
     suspects   (U,) bool: units that are probably affected
     """
 
@@ -102,7 +102,7 @@ class EvidenceSums(NamedTuple):
 class UnitEvidence(NamedTuple):
     """Evidence against the alignment of each unit of a row sample.
 
-    capital   (kinds, stakes, H, U) float64: log-capital for each of H hypotheses: the places, and none of them
+    capital   (kinds, stakes, H, U) float64: log-capital for each of H hypotheses: the alternatives, and none of them
     counted   (U,) bool: units with at least one vote
     """
 
@@ -119,21 +119,21 @@ class UnitEvidence(NamedTuple):
         any_place = weighted.logsumexp(2, keepdim=True)  # (kinds, stakes, 1, U)
         bets = _mixed(torch.cat([any_place, self.capital], 2), constants.affected)
         by_unit = any_place.logsumexp((0, 1), keepdim=True)  # (1, 1, 1, U)
-        by_place = constants.place @ (weighted - by_unit).exp().sum((0, 1))  # (3, U): how probable each is
+        by_alternative = constants.alternative @ (weighted - by_unit).exp().sum((0, 1))  # (3, U): how probable each is
         suspect = by_unit.flatten() > SUSPECT + math.log(NUM_KINDS * len(STAKES))
-        places = (by_place.argmax(0) == constants.numbers) & suspect
+        alternatives = (by_alternative.argmax(0) == constants.numbers) & suspect
         return EvidenceSums(
             capital=(bets @ segments.T).movedim(-1, 0),
-            tally=segments @ torch.cat([self.counted[None], places]).double().T,
+            tally=segments @ torch.cat([self.counted[None], alternatives]).double().T,
             suspects=suspect,
         )
 
 
 class PlaceCounts(NamedTuple):
-    """What native routes of a row's own place, of its P other places and of C controls have in common with it.
+    """What native routes of a row, of its P alternatives and of C controls have in common with it.
 
-    name       (L, 1 + P + C, U, M) int32: names the set of experts of a place
-    in_own     (L, 1 + P + C, U, M) int64: how many of them the own place has natively
+    name       (L, 1 + P + C, U, M) int32: names the set of experts
+    in_own     (L, 1 + P + C, U, M) int64: how many of them the row itself has natively
     in_given   (L, 1 + P + C, U, M) int64: how many of them are given to the row
     """
 
@@ -146,7 +146,7 @@ def count_places(native: Tensor, given: Tensor, num_experts: int) -> PlaceCounts
     """Return the counts of native routes (L, 1 + P + C, U, M, K) and given ones (L, 1, U, M, K), int64 both."""
     own = torch.cat([native[:, :1], given], 1)
     held = torch.zeros(*own.shape[:-1], num_experts, dtype=torch.int64, device=own.device).scatter_(-1, own, 1)
-    # What is known of each expert in one number: its name, whether the own place has it, whether the given routes do.
+    # What is known of each expert in one number: its name, whether the row itself has it, whether the given routes do.
     # Then one gather and one sum serve three counts.
     facts = _names(num_experts, own.device).add(held[:, :1], alpha=1 << _BITS).add_(held[:, 1:])
     sums = facts.expand(-1, native.shape[1], -1, -1, -1).gather(-1, native).sum(-1)
@@ -165,18 +165,19 @@ def evidence_of(counts: PlaceCounts, covered: Tensor, known: Tensor, top_k: int)
     """Return the evidence of these counts. Does not synchronize with the device.
 
     covered   (L, 1, U, M) bool: own rows that are given routes
-    known     (L or 1, 1 + P + C, U, M) bool: places with native routes
+    known     (L or 1, 1 + P + C, U, M) bool: rows with native routes
     """
     constants = _constants(covered.device)
     votes, weights = _votes(counts, covered & known[:, :1], known[:, 1:], top_k)
-    at_place, at_random, controls = votes[:, :NUM_PLACES], votes[:, NUM_PLACES:], weights[:, NUM_PLACES:]
+    at_alternative, at_random = votes[:, :NUM_ALTERNATIVES], votes[:, NUM_ALTERNATIVES:]
+    controls = weights[:, NUM_ALTERNATIVES:]
     used = controls.sum(1, keepdim=True)
     mean = (at_random * controls).sum(1, keepdim=True) / used.clamp(min=1)
-    ahead = torch.cat([at_place - AHEAD, mean + BEHIND], 1)  # (L, H, U, M)
-    weight = torch.cat([weights[:, :NUM_PLACES], used.clamp(max=1)], 1)
-    # Of a row that is compared with random ones, its own place is the question.
+    ahead = torch.cat([at_alternative - AHEAD, mean + BEHIND], 1)  # (L, H, U, M)
+    weight = torch.cat([weights[:, :NUM_ALTERNATIVES], used.clamp(max=1)], 1)
+    # Of a row that is compared with random ones, it is itself the question.
     own = counts.name[:, :1]
-    question = torch.cat([counts.name[:, 1 : 1 + NUM_PLACES], own], 1).add_(own, alpha=31)
+    question = torch.cat([counts.name[:, 1 : 1 + NUM_ALTERNATIVES], own], 1).add_(own, alpha=31)
     counted = weight > 0
     weight = weight / _times_asked(question, counted)
 
@@ -235,14 +236,15 @@ class EvidenceHistory:
         units, *suspects = self.tally[segment].astype(int).tolist()
         if column:
             number = int(column) - 1
-            place = Place(int(np.searchsorted([len(SHIFTS), NUM_PLACES], number, side="right")))
-        else:  # of each unit another place
-            number, place = NUM_PLACES, Place(int(np.argmax(suspects))) if any(suspects) else Place.FOREIGN
+            alternative = AlternativeKind(int(np.searchsorted([len(SHIFTS), NUM_ALTERNATIVES], number, side="right")))
+        else:  # of each unit another one
+            number = NUM_ALTERNATIVES
+            alternative = AlternativeKind(int(np.argmax(suspects))) if any(suspects) else AlternativeKind.FOREIGN
         return Finding(
             segment=int(segment),
             part=("", *[" in some rows"] * len(SOME), *[" in some layers"] * len(SOME))[kind],
-            place=place,
-            shift=SHIFTS[number] if place is Place.SHIFTED and column else None,
+            alternative=alternative,
+            shift=SHIFTS[number] if alternative is AlternativeKind.SHIFTED and column else None,
             units=units,
             suspects=sum(suspects),
         )
@@ -251,16 +253,16 @@ class EvidenceHistory:
 class Finding(NamedTuple):
     """What is most probably wrong.
 
-    segment    PROMPT, SAMPLED or UNKNOWN
-    part       in words, where not all rows and layers of a unit are affected
-    place      where the routes belong to instead
-    shift      by how many tokens they are late, where all by the same number
+    segment           PROMPT, SAMPLED or UNKNOWN
+    part              in words, where not all rows and layers of a unit are affected
+    alternative       where the routes belong to instead
+    shift             by how many tokens they are late, where all by the same number
     units, suspects   units looked at, and those that are probably affected
     """
 
     segment: int
     part: str
-    place: Place
+    alternative: AlternativeKind
     shift: int | None
     units: int
     suspects: int
@@ -274,15 +276,15 @@ def _names(num_experts: int, device: torch.device) -> Tensor:
 
 @functools.cache
 def _constants(device: torch.device) -> _Constants:
-    place = np.repeat(np.eye(len(Place)), [len(SHIFTS), NUM_PLACES - len(SHIFTS), 1], axis=1)
-    stakes = np.array([[at_place] * NUM_PLACES + [at_none] for at_place, at_none in STAKES], np.float32)
+    alternative = np.repeat(np.eye(len(AlternativeKind)), [len(SHIFTS), NUM_ALTERNATIVES - len(SHIFTS), 1], axis=1)
+    stakes = np.array([[on_one] * NUM_ALTERNATIVES + [on_none] for on_one, on_none in STAKES], np.float32)
     arrays = (
         stakes[:, None, :, None, None],
         np.array(SOME, np.float32)[:, None, None, None, None],
         np.array(AFFECTED)[:, None, None, None, None],
         _LOG_PRIOR[:, None],
-        place,
-        np.arange(len(Place))[:, None],
+        alternative,
+        np.arange(len(AlternativeKind))[:, None],
     )
     return _Constants(*(to_device(array, device) for array in arrays))
 

@@ -214,15 +214,15 @@ def shift_table(
     experts = experts_counted(native, given)
     table = ShiftTable.empty(native.source_layers, native.top_k, experts, device)
     wanted = np.array([native.layers.index(layer) for layer in (native.layers if layers is None else layers)])
-    place = np.searchsorted(table.layers, native.layers)  # of each slot in the table
+    index = np.searchsorted(table.layers, native.layers)  # of each slot in the table
     count = len(native.layers)
     around = wanted[:, None] + np.array(SHIFTS)  # (l, S)
     seen = np.unique(around[(around >= 0) & (around < count)])
     for part in chunks(seen, len(picked) * native.top_k):
-        slots, rank = (to_device(array, device) for array in (part, place[part]))
+        slots, rank = (to_device(array, device) for array in (part, index[part]))
         table.loads[rank, 1] = loads_of(given.experts[slots][:, here], given.valid[slots][:, here], experts)
     for part in chunks(np.arange(len(wanted)), len(picked) * (len(SHIFTS) * native.top_k) ** 2):
-        slots, rank = (to_device(array, device) for array in (wanted[part], place[wanted[part]]))
+        slots, rank = (to_device(array, device) for array in (wanted[part], index[wanted[part]]))
         chosen = native.experts[slots][:, here]  # (l, n, K)
         counted = given.valid[slots][:, here]  # (l, n)
         table.loads[rank, 0] = loads_of(chosen, counted, experts)

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from moe_replay.diagnostics.sequential import EvidenceHistory, Place
+from moe_replay.diagnostics.sequential import AlternativeKind, EvidenceHistory
 from moe_replay.diagnostics.shift import HERE, SHIFTS, ShiftTable
 from moe_replay.errors import AlignmentError
 
@@ -44,7 +44,7 @@ class Cause(StrEnum):
 class Verdict:
     """Whether routes belong to the tokens and layers they are given for.
 
-    status       aligned; misaligned; unclear: nothing speaks against it, and too little for it
+    status       aligned; misaligned; unclear: no evidence against it, and too little for it
     detail       what is wrong, in words: which layers, samples and tokens, and by how much
     layers       decoder layers that are wrong; all of them where a whole sample is
     samples      samples that are wrong, where they were told apart
@@ -73,7 +73,7 @@ class Verdict:
         return f"{self.status}: {self.detail}" if self.detail else self.status
 
     def raise_if_misaligned(self) -> None:
-        """Raise an `AlignmentError` that names the cause, unless nothing speaks against the routes."""
+        """Raise an `AlignmentError` that names the cause, if the routes are misaligned."""
         if self.status == "misaligned":
             raise AlignmentError(
                 self.detail,
@@ -115,26 +115,26 @@ def weighed(history: EvidenceHistory) -> Verdict:
     """Return the verdict on evidence that has reached an alarm."""
     found = history.strongest()
     rows = ("prompts", "sampled tokens", "parts of sequences")[found.segment]
-    routes = late(found.shift, "token") if found.shift else _PLACES[found.place]
+    routes = late(found.shift, "token") if found.shift else _ALTERNATIVES[found.alternative]
     seen = f"{found.suspects} of the {found.units} looked at are affected; " if found.suspects else ""
     span = "one step" if history.steps == 1 else f"{history.steps} steps"
     return Verdict(
         status="misaligned",
-        cause=_CAUSES[found.place],
+        cause=_CAUSES[found.alternative],
         detail=f"routes of {rows} are {routes}{found.part} ({seen}evidence 1e{history.log10:.0f} over {span})",
         token_shift=found.shift,
     )
 
 
-_PLACES = {
-    Place.SHIFTED: "those of tokens before or after",
-    Place.OTHER_SEQUENCE: "those of other sequences",
-    Place.FOREIGN: "those of other tokens",
+_ALTERNATIVES = {
+    AlternativeKind.SHIFTED: "those of tokens before or after",
+    AlternativeKind.OTHER_SEQUENCE: "those of other sequences",
+    AlternativeKind.FOREIGN: "those of other tokens",
 }
 _CAUSES = {
-    Place.SHIFTED: Cause.TOKEN_SHIFT,
-    Place.OTHER_SEQUENCE: Cause.OTHER_SAMPLE,
-    Place.FOREIGN: Cause.OTHER_TOKENS,
+    AlternativeKind.SHIFTED: Cause.TOKEN_SHIFT,
+    AlternativeKind.OTHER_SEQUENCE: Cause.OTHER_SAMPLE,
+    AlternativeKind.FOREIGN: Cause.OTHER_TOKENS,
 }
 
 
@@ -162,7 +162,7 @@ def _judge_step(table: ShiftTable) -> Verdict:
 
 
 def lost_slots(table: ShiftTable) -> list[int]:
-    """Return layers, as places in the table, whose routes agree no better than chance, for certain."""
+    """Return layers, as indices in the table, whose routes agree no better than chance, for certain."""
     level = np.nan_to_num(table.above_chance[:, HERE, HERE], nan=1.0)
     certain = level + CERTAIN * table.deviation < FLOOR
     return np.flatnonzero(certain & (table.effective_rows >= FEWEST_ROWS)).tolist()

@@ -81,8 +81,8 @@ class AlignmentWatch:
 
     def explain(self, native: RouteBatch, given: RouteBatch, layout: TokenLayout) -> VerifyReport:
         """Return the whole comparison of one micro-batch of this rank, to name what `judge` has found. Slow."""
-        places = [np.arange(length) for length in layout.lengths]  # positions stand in for token ids
-        traces = (batch.to_traces(places, layout, unverified=True) for batch in (native, _as_replayed(given, native)))
+        ids = [np.arange(length) for length in layout.lengths]  # positions stand in for token ids
+        traces = (batch.to_traces(ids, layout, unverified=True) for batch in (native, _as_replayed(given, native)))
         wide = layout.fed.shape[0] > 1 and layout.context_shard is None
         return compare(*traces, width=layout.fed.shape[1] if wide else None)
 

@@ -203,7 +203,7 @@ def _token_positions(lengths: list[int], rank: int, size: int) -> Tensor:
     found = []
     for sequence, length in enumerate(lengths):
         positions = torch.arange(length)
-        pieces = positions.view(2 * size, -1)
-        positions = torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
+        chunks = positions.view(2 * size, -1)
+        positions = torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
         found.append(torch.stack([torch.full_like(positions, sequence), positions], dim=1))
     return torch.cat(found)

@@ -366,7 +366,7 @@ class EnginePool(AsyncSampler):
             one.follow_update(version, weights_id)
 
     def follow_servers(self, states: Mapping[str, ServerState]) -> None:
-        """Use the servers that the pool which has sent the update uses, and let requests go on."""
+        """Use the servers that the pool which has sent the update uses, and release waiting requests."""
         self._update_members()
         for member in self._members:
             member.follow(states.get(member.engine.url), self._cooldown_s)

@@ -16,7 +16,7 @@ from moe_replay.rollout.types import Probe
 from moe_replay.rollout.weights.chunks import ChunkStream, WeightChunk, chunks_of
 from moe_replay.rollout.weights.types import Tensors
 
-if TYPE_CHECKING:  # it needs pydantic, which whoever only samples can do without
+if TYPE_CHECKING:  # it needs pydantic, which sampling alone does not
     from moe_replay.rollout.weights.delta import SentWeights
 
 

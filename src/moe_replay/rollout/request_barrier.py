@@ -51,7 +51,7 @@ class RequestBarrier:
                         await self._request_ended.wait()
 
     def shut(self) -> None:
-        """Hold new requests back; those that run go on. May be called from any thread."""
+        """Hold new requests back; running ones continue. May be called from any thread."""
         self._loop.call_soon_threadsafe(self._is_open.clear)
 
     def open(self) -> None:

@@ -1,4 +1,4 @@
-"""What one client of a rollout server may ask for, in size and in time; whoever asks for more gets an error."""
+"""Limits on the requests of one client of a rollout server, in size and in time; larger ones get an error."""
 
 from __future__ import annotations
 

@@ -169,13 +169,13 @@ class _Record(BlobSource):
         return self._size
 
     def take(self, start: int, stop: int) -> memoryview:
-        pieces: list[bytes] = []
+        chunks: list[bytes] = []
         while start < stop:  # one read gives 2 GiB at most
-            pieces.append(os.pread(self._file.fileno(), stop - start, self.start + start))
-            if not pieces[-1]:
+            chunks.append(os.pread(self._file.fileno(), stop - start, self.start + start))
+            if not chunks[-1]:
                 raise self.error("file", start, "it has become shorter", f"{stop - start} more bytes", "its end")
-            start += len(pieces[-1])
-        return memoryview(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+            start += len(chunks[-1])
+        return memoryview(chunks[0] if len(chunks) == 1 else b"".join(chunks))
 
 
 def _whole_file(file: FileIO) -> _Record:

@@ -64,7 +64,7 @@ class Rows(list[dict[str, Any]]):
         self.source = source
         self.lines = lines
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """Return the file and the line or row number of a row."""
         return f"{self.source}, {f'row {row}' if self.lines is None else f'line {self.lines[row]}'}"
 
@@ -131,21 +131,21 @@ def load_prompts(
     """
     prompts = []
     for number, row in enumerate(rows):
-        place = rows.place(number) if isinstance(rows, Rows) else f"row {number}"
+        location = rows.location(number) if isinstance(rows, Rows) else f"row {number}"
         key = "prompt" if "prompt" in row else "messages"
         if key not in row:
             raise DataError(
                 "a row has no prompt",
-                sample=place,
+                sample=location,
                 expected="a column 'prompt' or 'messages'",
                 found=f"columns {sorted(row)}",
             )
         content = row[key]
-        ids = _tokenize(content, tokenizer, place, tools)
+        ids = _tokenize(content, tokenizer, location, tools)
         if vocab_size is not None and ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             raise DataError(
                 "a prompt has a token that the model does not have",
-                sample=place,
+                sample=location,
                 expected=f"token ids below {vocab_size}, the model's vocabulary",
                 found=max(ids) if min(ids) >= 0 else min(ids),
                 remedy="The tokenizer in the model's folder is that of another model",
@@ -207,25 +207,25 @@ def _json_rows(source: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield number, _json_row(content, f"{source}, line {number}")
 
 
-def _json_row(content: bytes, place: str) -> dict[str, Any]:
+def _json_row(content: bytes, location: str) -> dict[str, Any]:
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise DataError(f"{place} is UTF-16", expected="UTF-8", remedy="Convert the file, e.g. with iconv -t UTF-8")
+        raise DataError(f"{location} is UTF-16", expected="UTF-8", remedy="Convert the file, e.g. with iconv -t UTF-8")
     try:
         row = json.loads(content.decode())
         if b"\\ud" in content.lower():  # an escaped surrogate, which may lack the other half
             json.dumps(row, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
-        raise DataError(f"{place} is not UTF-8: {error}", remedy="Convert the file to UTF-8") from error
+        raise DataError(f"{location} is not UTF-8: {error}", remedy="Convert the file to UTF-8") from error
     except UnicodeEncodeError as error:
-        raise DataError(f"{place} has half of a surrogate pair, which is no character: {error}") from error
+        raise DataError(f"{location} has half of a surrogate pair, which is no character: {error}") from error
     except json.JSONDecodeError as error:
-        raise DataError(f"{place} is not valid JSON: {error}", remedy="Write one JSON object per line") from error
+        raise DataError(f"{location} is not valid JSON: {error}", remedy="Write one JSON object per line") from error
     except RecursionError as error:
-        raise DataError(f"{place} is nested too deeply to be read") from error
+        raise DataError(f"{location} is nested too deeply to be read") from error
     except ValueError as error:  # an integer of thousands of digits
-        raise DataError(f"{place} cannot be read: {error}", remedy="Write such numbers as text") from error
+        raise DataError(f"{location} cannot be read: {error}", remedy="Write such numbers as text") from error
     if not isinstance(row, dict):
-        raise DataError(f"{place} is not a JSON object", expected="{...}", found=type(row).__name__)
+        raise DataError(f"{location} is not a JSON object", expected="{...}", found=type(row).__name__)
     return row
 
 
@@ -273,20 +273,20 @@ def _dataset_rows(source: Path, split: str) -> list[dict[str, Any]]:
 
 
 def _tokenize(
-    content: str | Messages, tokenizer: Tokenizer, place: str, tools: list[dict[str, Any]] | None
+    content: str | Messages, tokenizer: Tokenizer, location: str, tools: list[dict[str, Any]] | None
 ) -> tuple[int, ...]:
     if isinstance(content, str):
-        with _prompt_errors("the prompt cannot be tokenized", place):
+        with _prompt_errors("the prompt cannot be tokenized", location):
             return tuple(tokenizer(content, add_special_tokens=True)["input_ids"])
-    _check_messages(content, place)
-    with _prompt_errors("the chat template does not take these messages", place):
+    _check_messages(content, location)
+    with _prompt_errors("the chat template does not take these messages", location):
         text = _render(content, tokenizer, tools)
         describes_tools = not tools or text != _render(content, tokenizer, None)
         ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not describes_tools:
         raise DataError(
             "the chat template does not describe tools to the model",
-            sample=place,
+            sample=location,
             remedy="Use a model whose template does, or describe them in the prompts and write an environment",
         )
     return ids
@@ -298,12 +298,12 @@ def _render(content: Messages, tokenizer: Tokenizer, tools: list[dict[str, Any]]
 
 
 @contextmanager
-def _prompt_errors(problem: str, place: str) -> Iterator[None]:
+def _prompt_errors(problem: str, location: str) -> Iterator[None]:
     """Name the row in what a tokenizer or the template of a chat raises."""
     try:
         yield
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, *_template_errors()) as error:
-        raise DataError(f"{problem}: {type(error).__name__}: {one_line(error)}", sample=place) from error
+        raise DataError(f"{problem}: {type(error).__name__}: {one_line(error)}", sample=location) from error
 
 
 def _template_errors() -> tuple[type[Exception], ...]:
@@ -315,23 +315,23 @@ def _template_errors() -> tuple[type[Exception], ...]:
     return (TemplateError,)
 
 
-def _check_messages(content: Any, place: str) -> None:
+def _check_messages(content: Any, location: str) -> None:
     is_list = isinstance(content, list)
     if not is_list or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in content):
         raise DataError(
             "a prompt is neither text nor messages",
-            sample=place,
+            sample=location,
             expected='a string or [{"role": ..., "content": ...}, ...]',
             found=type(content).__name__ if not is_list else "a message without a role",
         )
     if not content:
-        raise DataError("a prompt has no messages", sample=place, expected="at least one", found="an empty list")
+        raise DataError("a prompt has no messages", sample=location, expected="at least one", found="an empty list")
     for number, message in enumerate(content):
         text = message.get("content")
         if not isinstance(text, str) and not (text is None and message.get("tool_calls")):
             raise DataError(
                 f"message {number} of a prompt has no text as its content",
-                sample=place,
+                sample=location,
                 expected="a string",
                 found=type(text).__name__ if "content" in message else "no content",
                 remedy="Join the text of its parts; images and other parts are not supported"
@@ -341,7 +341,7 @@ def _check_messages(content: Any, place: str) -> None:
     if content[-1]["role"] == "assistant":
         raise DataError(
             "the messages end with the answer, which the model would see",
-            sample=place,
+            sample=location,
             expected="messages that end with a user turn",
             found="an assistant message at the end",
             remedy="Move the answer from the messages into a column of its own",

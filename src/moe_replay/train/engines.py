@@ -81,7 +81,7 @@ def engines_of_all_nodes(
 ) -> Iterator[StartedEngines]:
     """Start `rollout.engines_per_node` engines on each machine; they end with this context. All ranks call it.
 
-    starter   on rank 0, starts them instead; whoever made it ends them
+    starter   on rank 0, starts them instead; its owner ends them
     """
     count, started = config.rollout.engines_per_node, StartedEngines()
     if config.cluster.starts_engines:

@@ -150,7 +150,7 @@ def check_reward_columns(rewards: Sequence[Reward], rows: Rows) -> None:
         if "prompt" not in row and "messages" not in row:
             raise DataError(
                 "a row has no prompt",
-                sample=rows.place(number),
+                sample=rows.location(number),
                 expected="a column 'prompt' or 'messages'",
                 found=f"columns {sorted(row)}",
             )
@@ -160,7 +160,7 @@ def check_reward_columns(rewards: Sequence[Reward], rows: Rows) -> None:
             if missing := sorted(needed - row.keys()):
                 raise DataError(
                     f"reward {reward.name!r} needs a column that a row does not have",
-                    sample=rows.place(number),
+                    sample=rows.location(number),
                     expected=f"a column {', '.join(map(repr, missing))}",
                     found=f"columns {sorted(row)}",
                     remedy="Add it to the data, give the parameter a default, or set reward.functions",

@@ -44,7 +44,7 @@ def choose_device(config: TrainConfig) -> torch.device:
 
 
 def end_with_launcher() -> None:
-    """End this rank when the agent of torchrun that started it is gone: nobody else would."""
+    """End this rank when the agent of torchrun that started it is gone, since nothing else would."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         on_end_of_parent(_end)
 
@@ -74,7 +74,7 @@ def process_group(device: torch.device, silence_s: float = SILENCE_S) -> Iterato
     """Open the process group of all ranks: an existing one, the launcher's (torchrun), or this process alone.
 
     Control messages have a group of their own. Ranks tell each other of failures; the processes of a launcher's are
-    watched too, those of an existing group are left to whoever opened it.
+    watched too, those of an existing group are left to its owner.
 
     silence_s   seconds without a sign of life after which another rank counts as lost
     """

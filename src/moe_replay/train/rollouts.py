@@ -125,7 +125,7 @@ class Rollouts:
     def next_unless(
         self, give_up: Callable[[], bool] | None, version: int, progress: ProgressCallback | None = None
     ) -> RolloutBatch | None:
-        """Return the same, or None as soon as `give_up` says so; the next call goes on with the same groups."""
+        """Return the same, or None as soon as `give_up` says so; the next call continues with the same groups."""
         if self._collected is None:
             before = self.state
             ahead = 1 + self._config.rollout.max_staleness
@@ -276,7 +276,7 @@ class Rollouts:
         try:
             by_prompt = [self._groups.result(one.group).scores for one in running]
         finally:
-            for one in running:  # if one of them failed, the others need not go on
+            for one in running:  # if one of them failed, the others need not finish
                 one.group.cancel()
         scores = {name: np.concatenate([one[name] for one in by_prompt]) for name in by_prompt[0]}
         metrics = {"eval/reward": float(np.nanmean(total(self._rewards, scores)))}

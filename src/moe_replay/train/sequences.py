@@ -1,7 +1,7 @@
 """`SequenceSampler`: whole sequences from an engine, with the turns that an environment adds to them.
 
-Each sequence goes on by itself: where the engine runs calls concurrently, its second turn begins when its own first one
-ends, whatever the others do.
+Sequences are independent: where the engine runs calls concurrently, the second turn of one begins when its own first
+turn ends.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Followers(Protocol):
         ...
 
     def follow_servers(self, states: Mapping[str, ServerState]) -> None:
-        """Go on after an update, with the servers that have taken it."""
+        """Resume after an update, with the servers that have taken it."""
         ...
 
 
@@ -119,7 +119,7 @@ class SyncedEngine:
         self._pool.follow_update(version, weights_id)
 
     def follow_servers(self, states: Mapping[str, ServerState]) -> None:
-        """Go on after such an update."""
+        """Resume after such an update."""
         self._pool.follow_servers(states)
 
     @property

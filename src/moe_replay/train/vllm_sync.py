@@ -109,7 +109,7 @@ class _Update:
             self._call.add_done_callback(self._ended)
 
     def _ended(self, call: Future[None]) -> None:
-        """Wake whoever waits for servers that will not come."""
+        """Release the thread that waits for the servers."""
         assert self._transfer is not None
         error = call.exception()
         self._transfer.end("the servers' update has ended" if error is None else one_line(error))

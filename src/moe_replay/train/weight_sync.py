@@ -142,7 +142,7 @@ class EngineSync:
                 kind, reason = attempt.choice
                 return SyncReport(kind, self._fallback or reason, time.monotonic() - began, nbytes)
             failed |= attempt.failed
-            if attempt.goes_on == "http":
+            if attempt.next_try == "http":
                 self._fallback = f"{attempt.choice.kind} has failed: {attempt.cause}"
                 self._config = self._config.model_copy(update={"kind": "http"})
 
@@ -152,7 +152,7 @@ class _Attempt:
 
     without   servers that have failed before
     failed    servers that have failed in this one, after `run`
-    goes_on   after one that failed: "others" without the failed servers, or "http"; `cause` says why
+    next_try  after one that failed: "others" without the failed servers, or "http"; `cause` says why
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class _Attempt:
         self._hosts: dict[str, str] = {}
         self._is_first = not without
         self.failed: set[str] = set()
-        self.goes_on = self.cause = ""
+        self.next_try = self.cause = ""
         told = json.loads(from_rank_0(lambda: self._prepare(without), "preparing an update of the engine's weights"))
         self.choice = Choice(told.pop("kind"), told.pop("reason"))
         self._told: dict[str, Any] = told
@@ -218,14 +218,14 @@ class _Attempt:
                 self._transfer(groups, ranks, probe)
             except EngineError as failure:
                 if self._engine is not None:
-                    again = self._way_on()
+                    again = self._find_next_try()
                 if not again and not (self._engine is None and isinstance(failure, TransferError)):
                     raise  # of a transfer that broke off, rank 0 says why
                 again = again and f"{again} {one_line(failure)}"
-        self.goes_on, _, self.cause = all_gather_text(again)[0].partition(" ")
-        return None if self.goes_on else groups.nbytes
+        self.next_try, _, self.cause = all_gather_text(again)[0].partition(" ")
+        return None if self.next_try else groups.nbytes
 
-    def _way_on(self) -> str:
+    def _find_next_try(self) -> str:
         """Return what can be tried after a transfer that failed."""
         if self._others_left():
             return "others"

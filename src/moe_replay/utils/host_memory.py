@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 _ALIGNMENT = 256
 
 
-class _Place(NamedTuple):
+class _Block(NamedTuple):
     """A storage and the bytes of host memory that hold its content."""
 
     storage: UntypedStorage
@@ -32,64 +32,64 @@ class HostMemory:
 
     def __init__(self, device: torch.device, *, discard: bool = False) -> None:
         self._device, self._discard = device, discard
-        self._places: dict[int, _Place] = {}
+        self._blocks: dict[int, _Block] = {}
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     @property
     def num_bytes(self) -> int:
         """Bytes that are away from the device now."""
-        return sum(place.size for place in self._places.values())
+        return sum(block.size for block in self._blocks.values())
 
     def take(self, tensors: Iterable[Tensor]) -> None:
         """Move the memory of these tensors away from the device; memory that several share is moved once."""
-        taken, end = dict(self._places), self._end
+        taken, end = dict(self._blocks), self._end
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if tensor.device.type == self._device.type and storage.nbytes() and storage._cdata not in taken:
-                taken[storage._cdata] = _Place(storage, end, storage.nbytes())
+                taken[storage._cdata] = _Block(storage, end, storage.nbytes())
                 end += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
-        new = [place for key, place in taken.items() if key not in self._places]
+        new = [block for key, block in taken.items() if key not in self._blocks]
         if not new:
             return
         if not self._discard:
             self._reserve(end)
-            for place in new:
-                self._content(place).copy_(_bytes_of(place.storage), non_blocking=True)
+            for block in new:
+                self._content(block).copy_(_bytes_of(block.storage), non_blocking=True)
         self._synchronize()
-        self._places = taken
-        for place in new:
-            place.storage.resize_(0)
+        self._blocks = taken
+        for block in new:
+            block.storage.resize_(0)
         self._release_cached_memory()
 
     def give_back(self) -> None:
         """Move everything back to the device."""
-        for place in self._places.values():
-            place.storage.resize_(place.size)
-            content = _bytes_of(place.storage)
+        for block in self._blocks.values():
+            block.storage.resize_(block.size)
+            content = _bytes_of(block.storage)
             if self._discard:
                 content.zero_()
             else:
-                content.copy_(self._content(place), non_blocking=True)
-        if self._places:
+                content.copy_(self._content(block), non_blocking=True)
+        if self._blocks:
             self._synchronize()
-        self._places = {}
+        self._blocks = {}
 
     def content_of(self, tensor: Tensor) -> Tensor | None:
         """Return the values of a tensor that is away, as a tensor on the host; None if it is not away."""
-        place = self._places.get(tensor.untyped_storage()._cdata)
-        if place is None or self._discard:
+        block = self._blocks.get(tensor.untyped_storage()._cdata)
+        if block is None or self._discard:
             return None
-        values = self._content(place).view(tensor.dtype)
+        values = self._content(block).view(tensor.dtype)
         return values.as_strided(tensor.shape, tensor.stride(), values.storage_offset() + tensor.storage_offset())
 
     # ---- host memory --------------------------------------------------------------------------------------------
 
     @property
     def _end(self) -> int:
-        return max((place.start + place.size for place in self._places.values()), default=0)
+        return max((block.start + block.size for block in self._blocks.values()), default=0)
 
-    def _content(self, place: _Place) -> Tensor:
-        return self._memory[place.start : place.start + place.size]
+    def _content(self, block: _Block) -> Tensor:
+        return self._memory[block.start : block.start + block.size]
 
     def _reserve(self, size: int) -> None:
         if size <= len(self._memory):

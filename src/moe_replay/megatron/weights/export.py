@@ -138,7 +138,7 @@ class _InTurn(Turns):
         super().__init__([[number] for number in range(world_size())])
 
     def advance(self) -> None:
-        """Go on to the next group, of the next rank."""
+        """Advance to the next group, of the next rank."""
         self._number = (self._number + 1) % len(self._holders)
 
 

@@ -64,9 +64,9 @@ def _of_parameter(
     for rank, up in enumerate(ups):
         shard: ParameterShard = local.shard(of_up, expert_rank, rank)
         for part in plan.parts(shard):
-            for piece in part.slices:
-                whole = assembled.setdefault(part.name, up.new_empty(piece.tensor_shape, dtype=torch.float32))
-                whole[piece.source] = up[piece.target].float()
+            for each in part.slices:
+                whole = assembled.setdefault(part.name, up.new_empty(each.tensor_shape, dtype=torch.float32))
+                whole[each.source] = up[each.target].float()
     for part in plan.parts(local.shard(of_up, expert_rank, 0)):
         first = part.group * plan.rank
         name_down, name_up = module_names(part.name)

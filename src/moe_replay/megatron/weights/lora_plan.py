@@ -58,13 +58,13 @@ class LoraPlan:
         is_router = bool(_ROUTER.search(shard.key))
         if not is_router and not _LINEAR.search(shard.key):
             return ()
-        names = dict.fromkeys(piece.name for piece in self.weight_map.slices(shard.unsharded()))
+        names = dict.fromkeys(each.name for each in self.weight_map.slices(shard.unsharded()))
         wanted = [name for name in names if self._wants(name, is_router=is_router)]
         here = self.weight_map.slices(shard)
         parts = []
         for group, name in enumerate(wanted):
-            pieces = tuple(piece for piece in here if piece.name == name)
-            parts.append(Part(name, _rows(pieces), 0 if shard.expert is not None else group, pieces))
+            slices = tuple(each for each in here if each.name == name)
+            parts.append(Part(name, _rows(slices), 0 if shard.expert is not None else group, slices))
         return tuple(parts)
 
     def _wants(self, name: str, *, is_router: bool) -> bool:
@@ -79,9 +79,9 @@ class LoraPlan:
             is_router = bool(_ROUTER.search(shard.key))
             has_router |= is_router
             if is_router or _LINEAR.search(shard.key):
-                pieces = self.weight_map.slices(shard)
-                names |= {_leaf(piece.name) for piece in pieces}
-                self._check_matrices(shard, [piece for piece in pieces if self._wants(piece.name, is_router=is_router)])
+                slices = self.weight_map.slices(shard)
+                names |= {_leaf(each.name) for each in slices}
+                self._check_matrices(shard, [each for each in slices if self._wants(each.name, is_router=is_router)])
         known = {*names, ALL_LINEAR, *([ROUTER] if has_router else [])}
         for target in self.targets:
             if target not in known:
@@ -92,20 +92,20 @@ class LoraPlan:
                 )
 
     @staticmethod
-    def _check_matrices(shard: ParameterShard, pieces: Sequence[TensorSlice]) -> None:
-        for piece in pieces:
-            if len(piece.tensor_shape) != 2 or piece.transposed:
+    def _check_matrices(shard: ParameterShard, slices: Sequence[TensorSlice]) -> None:
+        for each in slices:
+            if len(each.tensor_shape) != 2 or each.transposed:
                 raise WeightMapError(
                     "model.lora_targets: checkpoints of this family have no matrix of their own for this layer",
                     layer=shard.layer,
                     expected="a tensor (out, in), one for each expert",
-                    found=f"{piece.name} of shape {piece.tensor_shape}",
+                    found=f"{each.name} of shape {each.tensor_shape}",
                     remedy="Leave experts out of model.lora_targets, or set backend.kind = fsdp",
                 )
 
 
-def _rows(pieces: Sequence[TensorSlice]) -> Tensor:
-    ranges = [torch.arange(piece.target[0].start, piece.target[0].stop) for piece in pieces]
+def _rows(slices: Sequence[TensorSlice]) -> Tensor:
+    ranges = [torch.arange(each.target[0].start, each.target[0].stop) for each in slices]
     return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.long)
 
 

@@ -112,24 +112,24 @@ class _Rows(NamedTuple):
     length: int
 
 
-def _cut_rows(shard: ParameterShard, pieces: list[_Rows]) -> list[TensorSlice]:
-    """Return the part of a parameter, which consists of these pieces one after another, that belongs to a shard."""
+def _cut_rows(shard: ParameterShard, blocks: list[_Rows]) -> list[TensorSlice]:
+    """Return the part of a parameter, which consists of these blocks one after another, that belongs to a shard."""
     rows, *rest = shard.shape
-    _check_rows(shard, sum(piece.length for piece in pieces))
+    _check_rows(shard, sum(block.length for block in blocks))
     begin, end, offset, found = shard.rank * rows, (shard.rank + 1) * rows, 0, []
-    for piece in pieces:
-        first, last = max(offset, begin), min(offset + piece.length, end)
+    for block in blocks:
+        first, last = max(offset, begin), min(offset + block.length, end)
         if first < last:
-            inside = piece.start - offset
+            inside = block.start - offset
             found.append(
                 TensorSlice(
-                    shard.tensor_name(piece.name),
-                    (piece.total, *rest),
+                    shard.tensor_name(block.name),
+                    (block.total, *rest),
                     (slice(first + inside, last + inside), *_all(rest)),
                     (slice(first - begin, last - begin), *_all(rest)),
                 )
             )
-        offset += piece.length
+        offset += block.length
     return found
 
 
@@ -149,10 +149,10 @@ class GroupedQkv:
             (self.key, width),
             (self.value, width),
         ]
-        pieces = [
+        blocks = [
             _Rows(name, groups * length, group * length, length) for group in range(groups) for name, length in parts
         ]
-        return _cut_rows(shard, pieces)
+        return _cut_rows(shard, blocks)
 
 
 @dataclass(frozen=True)
@@ -169,13 +169,13 @@ class GatedQkv:
     def slices(self, shard: ParameterShard) -> list[TensorSlice]:
         config = shard.config
         heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
-        pieces = []
+        blocks = []
         for group in range(groups):
             of_group = range(group * heads // groups, (group + 1) * heads // groups)
             for gate in (0, 1):
-                pieces += [_Rows(self.query, 2 * heads * width, (2 * head + gate) * width, width) for head in of_group]
-            pieces += [_Rows(name, groups * width, group * width, width) for name in (self.key, self.value)]
-        return _cut_rows(shard, pieces)
+                blocks += [_Rows(self.query, 2 * heads * width, (2 * head + gate) * width, width) for head in of_group]
+            blocks += [_Rows(name, groups * width, group * width, width) for name in (self.key, self.value)]
+        return _cut_rows(shard, blocks)
 
 
 @dataclass(frozen=True)

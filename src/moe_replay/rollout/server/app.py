@@ -245,7 +245,7 @@ class _BodyReader:
         self._ends_at = anyio.current_time() + limits.update_s
 
     def read(self, size: int) -> bytes:
-        """Return exactly `size` bytes; raise if the body ends before, or does not go on."""
+        """Return exactly `size` bytes; raise if the body ends before, or stalls."""
         return anyio.from_thread.run(self._read, size)
 
     async def _read(self, size: int) -> bytes:

@@ -240,7 +240,7 @@ class VllmEngine(AsyncSampler):
         await self._answered(self._llm.abort(list(self._barrier.active)))
 
     async def _answered(self, call: Awaitable[T]) -> T:
-        """Return the result of a call to vLLM's processes; raise if they are dead: nobody would answer it."""
+        """Return the result of a call to vLLM's processes; raise if they are dead and the call would never return."""
         return await while_alive(call, self._death)
 
     def _death(self) -> EngineUnavailableError | None:

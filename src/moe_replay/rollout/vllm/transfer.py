@@ -87,7 +87,7 @@ class TransferLoader:
         return self._recorder or nullcontext()
 
     def fail(self, text: str) -> None:
-        """Tell the sender that this worker cannot go on."""
+        """Report to the sender that this worker has failed."""
         if self._receiver is not None:
             self._receiver.fail(text, lost=text.startswith(TransferError.__name__))
         self._receiver = self._recorder = None

@@ -112,7 +112,7 @@ class EngineTransfer(Transfer):
             return dict(sorted(self._joined.items()))
 
     def end(self, error: str | None = None) -> None:
-        """Let all servers go on, or fail; the first call counts."""
+        """Release all servers, or fail their updates; the first call counts."""
         with self._changed:
             if not self._has_ended:
                 self._has_ended, self._error = True, error

@@ -64,7 +64,7 @@ class WeightUpdates:
         return self._replay_loader().device_id()
 
     def replay_join(self, settings: str) -> str:
-        """Start an update by a transfer, and wait for everybody who takes part in it."""
+        """Start an update by a transfer, and wait until all participants have joined."""
         return _error_text(lambda: self._replay_join(settings))
 
     def replay_receive(self, message: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-if TYPE_CHECKING:  # it needs pydantic, which whoever only samples can do without
+if TYPE_CHECKING:  # it needs pydantic, which sampling alone does not
     from moe_replay.rollout.weights.delta import Changes
 
 CHUNK_BYTES = 64 * 2**20

@@ -83,7 +83,7 @@ class Changes:
 
 
 def apply_changes(content: bytes, base: dict[str, Tensor]) -> Iterator[str]:
-    """Change tensors in place, put whole ones in their stead, and yield the name of each when it has been verified."""
+    """Apply changes in place, replace tensors that were sent whole, and yield the name of each once it is verified."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 

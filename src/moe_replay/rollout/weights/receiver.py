@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class WeightReceiver:
-    """Takes part in one transfer. Constructing it returns when everybody has joined.
+    """Takes part in one transfer. Constructing it returns when the sender and all workers have joined.
 
     index    number of this worker in its engine
     device   that the tensors arrive on
@@ -89,7 +89,7 @@ class WeightReceiver:
         self._received += 1
 
     def fail(self, text: str, *, lost: bool = False) -> None:
-        """Tell everybody that this worker cannot go on, and leave.
+        """Fail the transfer for the sender and all workers, and leave it.
 
         lost   the cause is elsewhere: the transfer has broken off
         """

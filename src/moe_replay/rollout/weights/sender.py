@@ -184,7 +184,7 @@ class WeightSender:
         return set()
 
     def fail(self, text: str) -> None:
-        """Tell everybody that the transfer is over, and leave."""
+        """Fail the transfer for all workers, and leave it."""
         with suppress(TransferError):  # rank 0 is gone
             self._store.fail(text)
         self.close()

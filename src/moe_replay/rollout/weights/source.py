@@ -62,7 +62,7 @@ class Turns(Collection[int]):
         self._number = 0
 
     def advance(self) -> None:
-        """Go on to the next group."""
+        """Advance to the next group."""
         self._number = min(self._number + 1, len(self._holders) - 1)
 
     def __contains__(self, rank: object) -> bool:

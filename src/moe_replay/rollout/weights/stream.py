@@ -25,7 +25,7 @@ from moe_replay.rollout.weights.transfer_messages import TransferSettings
 from moe_replay.rollout.weights.types import Tensors, Weights
 
 MAX_FRAME_BYTES = 8 * 2**30
-_PIECE_BYTES = 2**19
+_SLICE_BYTES = 2**19
 _LENGTH = struct.Struct("<Q")
 
 Read = Callable[[int], bytes]  # returns exactly that many bytes of the body, or raises
@@ -163,10 +163,10 @@ def read_frames(read: Read) -> Iterator[bytes]:
 
 
 def _frame(content: bytes) -> Iterator[bytes]:
-    """Yield a frame in small pieces: the HTTP client copies what is left of a piece after every write to its socket."""
+    """Yield a frame in small slices: the HTTP client copies what is left of a slice after every write to its socket."""
     yield _LENGTH.pack(len(content))
-    for start in range(0, len(content), _PIECE_BYTES):
-        yield content[start : start + _PIECE_BYTES]
+    for start in range(0, len(content), _SLICE_BYTES):
+        yield content[start : start + _SLICE_BYTES]
 
 
 def _read_frame(read: Read, limit: int) -> bytes:

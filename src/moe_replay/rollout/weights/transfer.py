@@ -49,7 +49,7 @@ class Transfer:
 
     settings   for each engine that takes part, by its URL; an engine of this process is ""
     messages   one a chunk, and the end; on the sender's side the chunk is sent when the next message is requested
-    ended      set by whoever reads the messages: returns the engines whose update has ended, and why
+    ended      set by the reader of the messages: returns the engines whose update has ended, and why
     failure    of the sender, where others than it raise
     """
 
@@ -107,7 +107,7 @@ def end_message(chunks: int) -> str:
 
 
 class TransferStore:
-    """Counters and the first failure of a transfer, held by its sender and reached by all who take part.
+    """Counters and the first failure of a transfer, kept by its sender and shared by all participants.
 
     Every wait also ends when the transfer has failed, or the sender is gone.
     """

@@ -1,4 +1,4 @@
-"""Messages of a transfer of weights, as JSON. They need pydantic, which whoever only samples can do without."""
+"""Messages of a transfer of weights, as JSON. They need pydantic, which sampling alone does not."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class ConversionError(MoeReplayError):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value and the option that it comes from; `is_default`: the other trainer's default, which nobody wrote."""
+    """A value and the option that it comes from; `is_default`: the other trainer's default, not in the script."""
 
     value: Any
     source: str

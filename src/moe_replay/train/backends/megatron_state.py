@@ -14,9 +14,9 @@ from moe_replay.megatron.weights.checkpoint import Checkpoint
 from moe_replay.megatron.weights.family import Family
 from moe_replay.megatron.weights.local_shards import LocalModel, ParameterSpec
 from moe_replay.megatron.weights.transfer import WeightMap
-from moe_replay.train.backends.megatron_places import Memory, runs_of_parameters, stepped_parameters
+from moe_replay.train.backends.megatron_regions import MemoryMap, runs_of_parameters, stepped_parameters
 from moe_replay.train.backends.rank_state import STEP, Optimized, RankState, SavedStateError
-from moe_replay.train.backends.regions import Place
+from moe_replay.train.backends.regions import RegionMap
 
 _MOMENTS = 2  # of Adam, in float32
 
@@ -51,7 +51,7 @@ class MegatronState(RankState):
         self._stepped = stepped_parameters(optimizer)
         self.divide()
 
-    def weights(self) -> Iterator[tuple[Tensor, Place]]:
+    def weights(self) -> Iterator[tuple[Tensor, RegionMap]]:
         """Yield trained parameters and buffers, and the float32 copies of parameters in half precision.
 
         Frozen parameters come from `model.path`.
@@ -60,10 +60,10 @@ class MegatronState(RankState):
         for _, tensor in self._model_tensors():
             storages.add(tensor.untyped_storage().data_ptr())
             if id(tensor) in self._runs:
-                yield tensor, Memory("model.", self._runs[id(tensor)])
+                yield tensor, MemoryMap("model.", self._runs[id(tensor)])
         for parameter in self._optimizer_tensors():
             if parameter.untyped_storage().data_ptr() not in storages:  # else the optimizer steps the weight itself
-                yield parameter, self._place("copy.", parameter)
+                yield parameter, self._map("copy.", parameter)
 
     def local(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers that no checkpoint of the model has: counts of tokens, tables of rotary embeddings."""
@@ -82,22 +82,22 @@ class MegatronState(RankState):
         for inner in self._inner:
             for group in inner.param_groups:
                 for parameter in group["params"]:
-                    yield Optimized(parameter, inner.state[parameter], self._place("optimizer.", parameter))
+                    yield Optimized(parameter, inner.state[parameter], self._map("optimizer.", parameter))
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
         return (parameter for inner in self._inner for group in inner.param_groups for parameter in group["params"])
 
-    def _place(self, prefix: str, parameter: Tensor) -> Memory:
+    def _map(self, prefix: str, parameter: Tensor) -> MemoryMap:
         model, first = self._stepped[id(parameter)]
-        return Memory(prefix, self._runs[id(model)], first)
+        return MemoryMap(prefix, self._runs[id(model)], first)
 
     def bytes_of_all_ranks(self) -> int:
         """Return how much `save` writes once there are moments. All ranks call it."""
         device = next(self._models[0].parameters()).device
         kept = _MOMENTS if self.saves_moments else 0
-        stepped = [(parameter, place) for parameter, _, place in self.optimized()]
-        moments = sum(kept * 4 * parameter.numel() for parameter, place in stepped if self.writes(parameter, place))
-        weights = [tensor for tensor, place in self.weights() if self.writes(tensor, place)]
+        stepped = [(parameter, mapping) for parameter, _, mapping in self.optimized()]
+        moments = sum(kept * 4 * parameter.numel() for parameter, mapping in stepped if self.writes(parameter, mapping))
+        weights = [tensor for tensor, mapping in self.weights() if self.writes(tensor, mapping)]
         kept_tensors = [*weights, *(tensor for _, tensor in self.local())]
         local = moments + sum(tensor.nbytes for tensor in kept_tensors)
         total = torch.tensor([local], dtype=torch.int64, device=device)
@@ -107,9 +107,9 @@ class MegatronState(RankState):
     def numbers(self) -> dict[str, int | float]:
         """Return the step counts of parameter groups that have one, and the loss scales."""
         steps = {
-            f"{STEP}{number}.{place}": int(group["step"])
+            f"{STEP}{number}.{index}": int(group["step"])
             for number, inner in enumerate(self._inner)
-            for place, group in enumerate(inner.param_groups)
+            for index, group in enumerate(inner.param_groups)
             if "step" in group
         }
         scalers = {
@@ -122,9 +122,9 @@ class MegatronState(RankState):
     def restore_numbers(self, numbers: Mapping[str, Any]) -> None:
         """Set step counts and loss scales; those of another layout are alike in all groups and optimizers."""
         for number, inner in enumerate(self._inner):
-            for place, group in enumerate(inner.param_groups):
+            for index, group in enumerate(inner.param_groups):
                 group.pop("step", None)
-                step = _number(numbers, STEP, f"{number}.{place}")
+                step = _number(numbers, STEP, f"{number}.{index}")
                 if step is not None:
                     group["step"] = int(step)
         for number, scaler in enumerate(self._scalers):

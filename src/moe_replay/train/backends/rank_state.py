@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moe_replay.train.backends import regions
-from moe_replay.train.backends.regions import Place
+from moe_replay.train.backends.regions import RegionMap
 from moe_replay.train.backends.replicas import signature, writers
 from moe_replay.train.backends.saved_files import Reading, SavedFiles, SavedStateError
 from moe_replay.utils.files import Write, apply_umask
@@ -44,7 +44,7 @@ class Optimized(NamedTuple):
 
     parameter: Tensor
     state: dict[str, Any]
-    place: Place
+    mapping: RegionMap
 
 
 class RankState(ABC):
@@ -62,7 +62,7 @@ class RankState(ABC):
     # ---- what a backend provides --------------------------------------------------------------------------------
 
     @abstractmethod
-    def weights(self) -> Iterator[tuple[Tensor, Place]]:
+    def weights(self) -> Iterator[tuple[Tensor, RegionMap]]:
         """Yield every tensor that is saved and later restored in place, float32 copies of weights included."""
 
     @abstractmethod
@@ -86,12 +86,12 @@ class RankState(ABC):
 
     def divide(self) -> None:
         """Have each part that several ranks hold written by one of them. All ranks call it; without it, all write."""
-        held = [*self.weights(), *((one.parameter, one.place) for one in self.optimized())]
-        self._writers = writers([_signature(_local(tensor), place) for tensor, place in held])
+        parts = [*self.weights(), *((one.parameter, one.mapping) for one in self.optimized())]
+        self._writers = writers([_signature(_local(tensor), mapping) for tensor, mapping in parts])
 
-    def writes(self, values: Tensor, place: Place) -> bool:
+    def writes(self, values: Tensor, mapping: RegionMap) -> bool:
         """Return whether the file of this rank has a tensor, or the optimizer's state for it; `values` on this rank."""
-        return not self._writers or self._writers[_signature(values, place)] == dist.get_rank()
+        return not self._writers or self._writers[_signature(values, mapping)] == dist.get_rank()
 
     def stage(self, content_of: Callable[[Tensor], Tensor] | None = None) -> Write:
         """Copy everything to host memory and return what writes the file of this rank.
@@ -101,25 +101,25 @@ class RankState(ABC):
         read = content_of or _local
         copies: dict[str, Tensor] = {}
 
-        def add(tensor: Tensor, place: Place, suffix: str = "") -> None:
-            for piece in place.pieces(read(tensor).detach()):
-                stored = regions.key(piece.name + suffix, piece.shape, piece.region)
-                copies[stored] = _copied(piece.values)
+        def add(tensor: Tensor, mapping: RegionMap, suffix: str = "") -> None:
+            for part in mapping.regions(read(tensor).detach()):
+                stored = regions.key(part.name + suffix, part.shape, part.region)
+                copies[stored] = _copied(part.values)
 
-        for tensor, place in self.weights():
-            if self.writes(read(tensor), place):
-                add(tensor, place)
+        for tensor, mapping in self.weights():
+            if self.writes(read(tensor), mapping):
+                add(tensor, mapping)
         for name, tensor in self.local():
             copies[_LOCAL + name] = _copied(read(tensor))
         numbers = self.numbers()
         if self.saves_moments:
-            for parameter, state, place in self.optimized():
-                for kind, value in state.items() if self.writes(read(parameter), place) else ():
+            for parameter, state, mapping in self.optimized():
+                for kind, value in state.items() if self.writes(read(parameter), mapping) else ():
                     if _is_scalar(value, parameter):
-                        names = {piece.name for piece in place.pieces(read(parameter).detach())}
+                        names = {part.name for part in mapping.regions(read(parameter).detach())}
                         copies |= {f"{name}.{kind}": _copied(read(value)) for name in names}
                     else:
-                        add(value, place, f".{kind}")
+                        add(value, mapping, f".{kind}")
         else:  # moments that start anew are corrected as those of the first step
             numbers = {name: value for name, value in numbers.items() if not name.startswith(STEP)}
         layout = {**self._layout, "moments": self.saves_moments}
@@ -136,12 +136,12 @@ class RankState(ABC):
         """
         saved = self._checked_layout(folder)
         reading = Reading()
-        for tensor, place in self.weights():
-            for piece in place.pieces(_local(tensor)):
-                reading.want(piece)
+        for tensor, mapping in self.weights():
+            for part in mapping.regions(_local(tensor)):
+                reading.want(part)
         optimized = list(self.optimized()) if saved["moments"] else []
-        for parameter, _, place in optimized:
-            reading.want_state(place, _local(parameter))
+        for parameter, _, mapping in optimized:
+            reading.want_state(mapping, _local(parameter))
         is_same = {name: value for name, value in saved.items() if name != "moments"} == self._layout
         with SavedFiles(folder, first=dist.get_rank(), then=sorted(set(self._writers.values()))) as files:
             reading.plan(files)
@@ -152,8 +152,8 @@ class RankState(ABC):
                     files.restore(_LOCAL + name, tensor)
         for _, state, _ in self.optimized():
             state.clear()
-        for parameter, state, place in optimized:
-            for kind, value in reading.state_of(place).items():
+        for parameter, state, mapping in optimized:
+            for kind, value in reading.state_of(mapping).items():
                 state[kind] = value if _is_scalar(value, parameter) else _sharded_like(parameter, value)
         self.restore_numbers(numbers)
 
@@ -198,8 +198,8 @@ def _copied(values: Tensor) -> Tensor:
     return values.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _signature(tensor: Tensor, place: Place) -> int:
-    return signature(regions.key(piece.name, piece.shape, piece.region) for piece in place.pieces(tensor.detach()))
+def _signature(tensor: Tensor, mapping: RegionMap) -> int:
+    return signature(regions.key(part.name, part.shape, part.region) for part in mapping.regions(tensor.detach()))
 
 
 def _local(tensor: Tensor) -> Tensor:

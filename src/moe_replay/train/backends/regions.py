@@ -20,7 +20,7 @@ _KEY = re.compile(r"(.+)\[([0-9:/,]+)\]")
 _RANGE = re.compile(r"(\d+):(\d+)(?::(\d+))?/(\d+)")
 
 
-class Piece(NamedTuple):
+class TensorRegion(NamedTuple):
     """A part of a tensor of the whole model.
 
     name     of the whole tensor, alike in every layout
@@ -35,26 +35,26 @@ class Piece(NamedTuple):
     values: Tensor
 
 
-class Place(Protocol):
-    """Where the memory of one tensor on this rank belongs in the whole model."""
+class RegionMap(Protocol):
+    """Maps the memory of one tensor on this rank to regions of tensors of the whole model."""
 
-    def pieces(self, values: Tensor) -> Iterator[Piece]:
+    def regions(self, values: Tensor) -> Iterator[TensorRegion]:
         """Yield what the values on this rank are in the whole model."""
         ...
 
 
 class Rows(NamedTuple):
-    """Consecutive rows of one tensor, or all of it: a `Place`."""
+    """Consecutive rows of one tensor, or all of it: a `RegionMap`."""
 
     name: str
     shape: Shape
     first: int = 0
 
-    def pieces(self, values: Tensor) -> Iterator[Piece]:
+    def regions(self, values: Tensor) -> Iterator[TensorRegion]:
         """Yield the rows."""
         _, *rest = values.shape if values.dim() else (0,)
         rows = [range(self.first, self.first + len(values))] if values.dim() else []
-        yield Piece(self.name, self.shape, (*rows, *map(range, rest)), values)
+        yield TensorRegion(self.name, self.shape, (*rows, *map(range, rest)), values)
 
 
 def key(name: str, shape: Shape, region: Region) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_replay.errors import MoeReplayError
 from moe_replay.train.backends import regions
-from moe_replay.train.backends.regions import Piece, Place, Region, Shape
+from moe_replay.train.backends.regions import Region, RegionMap, Shape, TensorRegion
 
 
 class SavedStateError(MoeReplayError):
@@ -77,11 +77,11 @@ class SavedFiles:
 
 
 class _Wanted:
-    """A piece of this rank, and what of it has been found so far."""
+    """A region that this rank needs, and what of it has been found so far."""
 
-    def __init__(self, piece: Piece) -> None:
-        self.piece = piece
-        self.missing: list[Region] = [piece.region] if regions.numel(piece.region) else []
+    def __init__(self, part: TensorRegion) -> None:
+        self.part = part
+        self.missing: list[Region] = [part.region] if regions.numel(part.region) else []
 
 
 class _Copy(NamedTuple):
@@ -96,8 +96,8 @@ class _Copy(NamedTuple):
 class _State:
     """The optimizer's state for one tensor of this rank: what kinds there are is known from the files."""
 
-    def __init__(self, place: Place, like: Tensor) -> None:
-        self.place, self.like = place, like
+    def __init__(self, mapping: RegionMap, like: Tensor) -> None:
+        self.mapping, self.like = mapping, like
         self.tensors: dict[str, Tensor] = {}
         self.wanted: list[_Wanted] = []
 
@@ -115,19 +115,19 @@ class Reading:
         self._owners: dict[str, list[_State]] = {}
         self._copies: list[_Copy] = []
 
-    def want(self, piece: Piece) -> None:
-        """Fill the values of a piece."""
-        self._wanted.setdefault(piece.name, []).append(_Wanted(piece))
+    def want(self, part: TensorRegion) -> None:
+        """Fill the values of a region."""
+        self._wanted.setdefault(part.name, []).append(_Wanted(part))
 
-    def want_state(self, place: Place, like: Tensor) -> None:
+    def want_state(self, mapping: RegionMap, like: Tensor) -> None:
         """Find the optimizer's state for a tensor of this rank, whatever that consists of."""
-        state = self._states[id(place)] = _State(place, like)
-        for name in {piece.name for piece in place.pieces(like)}:
+        state = self._states[id(mapping)] = _State(mapping, like)
+        for name in {part.name for part in mapping.regions(like)}:
             self._owners.setdefault(name, []).append(state)
 
-    def state_of(self, place: Place) -> dict[str, Tensor]:
+    def state_of(self, mapping: RegionMap) -> dict[str, Tensor]:
         """Return the state that was found for a tensor, by kind."""
-        return self._states[id(place)].tensors
+        return self._states[id(mapping)].tensors
 
     def plan(self, files: SavedFiles) -> None:
         """Look for everything, file after file; raise if something is not there or does not fit."""
@@ -141,7 +141,7 @@ class Reading:
             if one.missing:
                 raise SavedStateError(
                     "the saved state is of another model",
-                    expected=regions.key(one.piece.name, one.piece.shape, one.missing[0]),
+                    expected=regions.key(one.part.name, one.part.shape, one.missing[0]),
                     found="no file that has it",
                 )
 
@@ -168,29 +168,29 @@ class Reading:
                 dtype = file.get_slice(stored)[tuple(slice(0, 0) for _ in shape)].dtype if shape else torch.float32
                 state.tensors[kind] = torch.zeros_like(state.like, dtype=dtype, requires_grad=False)
                 state.wanted += [
-                    _Wanted(piece._replace(name=f"{piece.name}.{kind}"))
-                    for piece in state.place.pieces(state.tensors[kind])
+                    _Wanted(part._replace(name=f"{part.name}.{kind}"))
+                    for part in state.mapping.regions(state.tensors[kind])
                 ]
             for one in state.wanted:
-                if one.piece.name == name:
+                if one.part.name == name:
                     self._take(file, stored, one, shape, region)
 
     def _take(self, file: Any, stored: str, one: _Wanted, shape: Shape, region: Region) -> None:
-        """Note what of a wanted piece a stored region has that was not found before."""
-        piece, left = one.piece, list[Region]()
+        """Note what of a wanted region a stored one has that was not found before."""
+        part, left = one.part, list[Region]()
         for missing in one.missing:
-            if shape != piece.shape:
-                raise SavedStateError(f"the saved {piece.name} does not fit", expected=piece.shape, found=shape)
+            if shape != part.shape:
+                raise SavedStateError(f"the saved {part.name} does not fit", expected=part.shape, found=shape)
             common = regions.overlap(missing, region)
             if common is None:
                 left.append(missing)
                 continue
             source = regions.inside(common, region)
             values = file.get_slice(stored)[tuple(slice(0, 0) for _ in source)] if source else file.get_tensor(stored)
-            if values.dtype != piece.values.dtype:
+            if values.dtype != part.values.dtype:
                 raise SavedStateError(
-                    f"the saved {piece.name} does not fit", expected=piece.values.dtype, found=values.dtype
+                    f"the saved {part.name} does not fit", expected=part.values.dtype, found=values.dtype
                 )
-            self._copies.append(_Copy(file, stored, source, piece.values[regions.inside(common, piece.region)]))
+            self._copies.append(_Copy(file, stored, source, part.values[regions.inside(common, part.region)]))
             left += regions.without(missing, common)
         one.missing = left

@@ -216,7 +216,7 @@ def _rollout(rollout: RolloutConfig) -> Iterator[str]:
     if rollout.environment == "tools" and not rollout.tools:
         yield "rollout.tools: the environment has no tools; name functions, e.g. my_tools:search"
     if rollout.tools and rollout.environment is None:
-        yield "rollout.tools: nobody answers calls of tools; set rollout.environment = tools, or your own"
+        yield "rollout.tools: tool calls need an environment to run them; set rollout.environment = tools, or your own"
     if rollout.sleep and rollout.max_staleness:
         yield (
             "rollout.sleep: an engine that samples while the trainer works cannot sleep; "

@@ -13,7 +13,7 @@ class ClusterConfig(Section):
     """Who starts trainer and engines, and on which machines."""
 
     kind: Literal["torchrun", "ray"] = "torchrun"
-    """torchrun: whoever starts this command starts its ranks; ray: this command starts all ranks and engines as Ray
+    """torchrun: the launcher of this command starts its ranks; ray: this command starts all ranks and engines as Ray
     actors (docs/cluster.md), and the other keys of this section say how many."""
     address: str | None = None
     """Ray cluster to join, e.g. 10.0.0.1:6379 or auto; left out: $RAY_ADDRESS, or a new cluster of this machine."""
@@ -35,8 +35,8 @@ class ClusterConfig(Section):
     """Times that all ranks are started again from the newest checkpoint after one of them, or its machine, was lost;
     and times that each engine is."""
     node_timeout_s: float = Field(300.0, gt=0)
-    """Seconds to wait for free machines: at the start, before the run fails; after one was lost, before it goes on with
-    those that are left."""
+    """Seconds to wait for free machines: at the start, before the run fails; after one was lost, before it continues
+    with those that are left."""
 
     @property
     def ranks(self) -> int:

@@ -37,7 +37,7 @@ class Channel:
         self._lock = threading.Lock()
 
     def send(self, content: Mapping[str, Any], file: int = -1) -> None:
-        """Send a message, and with it a descriptor that the receiver gets a copy of; OSError if nobody receives."""
+        """Send a message, and with it a descriptor that the receiver gets a copy of; OSError if it has closed."""
         frame = memoryview(to_frame(content))
         with self._lock:
             if file >= 0:

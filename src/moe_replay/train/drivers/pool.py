@@ -211,7 +211,7 @@ class DriverPool:
             raise self._failure or self._loss()
 
     def follow_servers(self, states: Mapping[str, ServerState]) -> None:
-        """Let all drivers go on, with the servers that have taken the update."""
+        """Release all drivers, with the servers that have taken the update."""
         for driver in self._drivers:
             self._send(driver, {"follow_servers": states})
 

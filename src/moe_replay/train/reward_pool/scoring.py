@@ -148,7 +148,7 @@ class RewardPool:
         tasks = [asyncio.ensure_future(self._score(reward, samples)) for reward in self._rewards]
         try:
             found = await asyncio.gather(*tasks)
-        finally:  # if one of them failed, the others need not go on
+        finally:  # if one of them failed, the others need not finish
             for task in tasks:
                 task.cancel()
         return {reward.name: values for reward, values in zip(self._rewards, found, strict=True)}

@@ -203,7 +203,7 @@ def _check_resumable(folder: Path, resume: bool) -> None:
 
 
 class _LogFile(logging.FileHandler):
-    """A log file without which a run goes on: that it cannot be written is said once, in a line."""
+    """A log file that a run can do without: if it cannot be written, that is logged once."""
 
     _is_failing = False
 

@@ -127,7 +127,7 @@ class InProcessStore:
         self._trajectories = ()
 
 
-class _Place(NamedTuple):
+class _RankLocation(NamedTuple):
     """Where a rank is, and which trajectories it asks for; ranks of one machine that ask for the same share a copy."""
 
     pid: int
@@ -143,15 +143,15 @@ class RankStore:
     """
 
     def __init__(self, data_rank: int, layers: Layers, timeout_s: float, machine: str | None = None) -> None:
-        self._own = _Place(os.getpid(), machine_id() if machine is None else machine, data_rank, layers)
+        self._own = _RankLocation(os.getpid(), machine_id() if machine is None else machine, data_rank, layers)
         gathered = map(json.loads, all_gather_text(json.dumps(self._own)))
-        self._places = [_Place(pid, where, share, tuple(some)) for pid, where, share, some in gathered]
-        self._sets = sorted({place.layers for place in self._places})
+        self._locations = [_RankLocation(pid, where, share, tuple(some)) for pid, where, share, some in gathered]
+        self._sets = sorted({location.layers for location in self._locations})
         self._timeout_s = timeout_s
         self._file = -1
         self._number = 0
         self.received_bytes = 0
-        server = open_rank_server([place.machine for place in self._places], "serving trajectories")
+        server = open_rank_server([location.machine for location in self._locations], "serving trajectories")
         self._host, self._port, self._token = server.host, server.port, server.token
         self._server = SectionServer(server.listener, server.token, timeout_s) if server.listener else None
 
@@ -195,7 +195,7 @@ class RankStore:
     def get(self, ref: BatchRef, numbers: Sequence[int], layers: Sequence[int]) -> list[Trajectory]:
         """Return some trajectories with the routes of this rank's layers. All ranks call it."""
         assert tuple(layers) == self._own.layers, "a rank has the layers that it opened the store with"
-        chosen, first = self._sets.index(self._own.layers), self._places[0]
+        chosen, first = self._sets.index(self._own.layers), self._locations[0]
         if rank() == 0:
             return self._counted(self._file, ref.sections[chosen], numbers)
         if self._own.machine and self._own.machine == first.machine:
@@ -205,14 +205,14 @@ class RankStore:
 
     def _fetch_together(self, ref: BatchRef, chosen: int, numbers: Sequence[int]) -> list[Trajectory]:
         """Fetch trajectories once for all ranks of this machine that ask for the same."""
-        sharing = [number for number, place in enumerate(self._places) if place[1:] == self._own[1:]]
+        sharing = [number for number, location in enumerate(self._locations) if location[1:] == self._own[1:]]
         if not self._own.machine:
             sharing = [rank()]
         told = torch.zeros(2, dtype=torch.int64)
         if rank() != sharing[0]:
             dist.recv(told, sharing[0], group=control_group())
             file, size = told.tolist()
-            mapped = self._map(self._places[sharing[0]].pid, file, (0, size), range(len(numbers)))
+            mapped = self._map(self._locations[sharing[0]].pid, file, (0, size), range(len(numbers)))
             return self._fetch_alone(ref, chosen, numbers) if mapped is None else mapped
         found = self._fetch_alone(ref, chosen, numbers)
         told[0], told[1] = self._file, os.fstat(self._file).st_size

@@ -16,7 +16,7 @@ from moe_replay.megatron.lora import LoraAdapter
 from moe_replay.megatron.weights.local_shards import LocalModel, ParameterSpec
 from moe_replay.megatron.weights.tensor_slices import Slices, TensorSlice
 from moe_replay.megatron.weights.transfer import WeightMap
-from moe_replay.train.backends.regions import Piece, Region, Shape, boxes, inside, overlap
+from moe_replay.train.backends.regions import Region, Shape, TensorRegion, boxes, inside, overlap
 
 
 class Part(NamedTuple):
@@ -40,8 +40,8 @@ class Run(NamedTuple):
     parts: tuple[Part, ...]
 
 
-class Memory(NamedTuple):
-    """A `Place` of a parameter, or of the elements of it from `first` on.
+class MemoryMap(NamedTuple):
+    """The `RegionMap` of a parameter, or of its elements from `first` on.
 
     prefix   of the names, so that weights, float32 copies and moments differ in it
     """
@@ -50,7 +50,7 @@ class Memory(NamedTuple):
     runs: tuple[Run, ...]
     first: int = 0
 
-    def pieces(self, values: Tensor) -> Iterator[Piece]:
+    def regions(self, values: Tensor) -> Iterator[TensorRegion]:
         """Yield the regions of checkpoint tensors that the values are."""
         flat = values.reshape(-1) if values.is_contiguous() else values.view(-1)
         for run in self.runs:
@@ -60,17 +60,17 @@ class Memory(NamedTuple):
                 block = flat[at : at + math.prod(map(len, box))].view([len(one) for one in box])
                 for part in run.parts:
                     if (common := overlap(part.target, box)) is not None:
-                        yield self._piece(part, common, block[inside(common, box)])
+                        yield self._tensor_region(part, common, block[inside(common, box)])
 
-    def _piece(self, part: Part, common: Region, values: Tensor) -> Piece:
-        places = list(inside(common, part.target))
+    def _tensor_region(self, part: Part, common: Region, values: Tensor) -> TensorRegion:
+        offsets = list(inside(common, part.target))
         if part.swapped:
             values = values.transpose(-2, -1)
-            places[-2:] = places[:-3:-1]
-        lead = len(part.region) - len(places)  # the expert, which the parameter of one expert has no dimension for
-        cut = (one[place] for one, place in zip(part.region[lead:], places, strict=True))
+            offsets[-2:] = offsets[:-3:-1]
+        lead = len(part.region) - len(offsets)  # the expert, which the parameter of one expert has no dimension for
+        cut = (one[offset] for one, offset in zip(part.region[lead:], offsets, strict=True))
         values = values[(None,) * lead]
-        return Piece(f"{self.prefix}{part.name}", part.shape, (*part.region[:lead], *cut), values)
+        return TensorRegion(f"{self.prefix}{part.name}", part.shape, (*part.region[:lead], *cut), values)
 
 
 def runs_of_parameters(
@@ -124,12 +124,12 @@ def _adapter_runs(adapter: LoraAdapter, first_column: int, width: int) -> dict[i
     ups = [
         Part(
             f"{part.name}.lora.up",
-            (piece.tensor_shape[0], rank),
-            (*_region(piece.source[:1]), range(rank)),
-            (*_region(piece.target[:1]), range(rank)),
+            (each.tensor_shape[0], rank),
+            (*_region(each.source[:1]), range(rank)),
+            (*_region(each.target[:1]), range(rank)),
         )
         for part in adapter.parts
-        for piece in part.slices
+        for each in part.slices
     ]
     names = {part.group: part.name for part in reversed(adapter.parts)}  # the first of a group names it
     columns = range(first_column, first_column + down.shape[1])
