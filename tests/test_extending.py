@@ -114,6 +114,12 @@ def test_an_engine(run: Run, demo_files: Any) -> None:
     assert engine.weight_version == 3
 
 
+def test_a_weight_sync(run: Run) -> None:
+    lines = run(weights={"kind": "my_sync:FolderSync"})
+    assert all(line["routing/agreement"] > 0.99 for line in lines)  # the weights of every step have arrived
+    assert all(line["weights/gb"] > 0 for line in lines)
+
+
 def test_a_policy_loss(run: Run) -> None:
     lines = run(algorithm={"policy_loss": "my_loss:cispo", "updates_per_rollout": 2})
     assert all("loss/capped" in line and line["loss/ratio"] > 0 for line in lines)

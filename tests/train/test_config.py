@@ -273,7 +273,7 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"cluster": RAY | COLOCATED | {"engines": 3}}, "3 engines cannot be spread evenly over 2 machines"),
         ({"cluster": {"kind": "ray"} | COLOCATED}, "no engines to place"),
         ({"cluster": RAY | COLOCATED, "rollout": {"max_staleness": 1}}, "set rollout.max_staleness = 0"),
-        ({"weights": {"kind": "sharded_rdt"}}, "sharded_rdt is an engine of `vllm serve`, not of"),
+        ({"weights": {"kind": "sharded_rdt"}}, "sharded_rdt is for plain_vllm_server, not for"),
         ({"weights": {"kind": "nccl_m2n"}}, "rollout.engine = plain_vllm_server"),
         ({"reward": {"functions": ["format", "format"]}}, "'format' is listed twice"),
         (

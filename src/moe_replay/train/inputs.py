@@ -24,6 +24,7 @@ from moe_replay.utils.plugins import import_path, is_path
 from moe_replay.utils.progress import StatusCallback
 
 _FUNCTIONS = (
+    "weights.kind",
     "rollout.environment",
     "rollout.tools",
     "rollout.tool_format",

@@ -3,7 +3,7 @@
 http   tensors in the request itself, by way of rank 0's host memory
 ipc    memory of the trainer's ranks that the engine's workers open, on the same devices
 nccl   one broadcast from rank 0 to all workers of all engines; over gloo where they are on CPUs
-sharded_rdt, nccl_m2n   vLLM's own engines (`VllmSync`)
+any other kind   a `WeightSync` of its own (`weight_kinds.py`): those of vLLM (`VllmSync`), or a class of the user's
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from moe_replay.rollout.weights.source import Group, WeightSource
 from moe_replay.rollout.weights.staging import device_id
 from moe_replay.rollout.weights.transfer import Receivers, TransferError, TransferStore
 from moe_replay.rollout.weights.transfer_messages import TRANSFER_KINDS, TransferKind
-from moe_replay.train.config.weights_section import VLLM_ENGINES, WeightsConfig
+from moe_replay.train.config.weights_section import WeightsConfig
 from moe_replay.train.synced_engine import SyncedEngine
-from moe_replay.train.vllm_sync import VllmSync
+from moe_replay.train.weight_kinds import WEIGHT_KINDS, WeightSync, load_sync
 from moe_replay.utils.messages import one_line
+from moe_replay.utils.plugins import user_code
 
 LOOPBACK, ANY = "127.0.0.1", "0.0.0.0"
 Targets = Mapping[str, Receivers]
@@ -121,7 +122,7 @@ class EngineSync:
         self._config, self._device, self._copies = config, device, copies
         self._devices: list[str] | None = None  # of all ranks
         self._fallback = ""
-        self._by_vllm = VllmSync(config) if config.kind in VLLM_ENGINES else None
+        self._own = load_sync(config.kind, config)
 
     def send(self, source: WeightSource, engine: SyncedEngine | None, version: int, probe: Probe | None) -> SyncReport:
         """Send all weights; if some servers fail in a transfer, once more to the others.
@@ -129,8 +130,8 @@ class EngineSync:
         A transfer that `auto` has chosen and that fails is followed by `http`, for the rest of the run.
         """
         began = time.monotonic()
-        if self._by_vllm is not None:
-            nbytes = self._by_vllm.send(source, engine, version, probe)
+        if self._own is not None:
+            nbytes = self._send_by(self._own, source, engine, version, probe)
             return SyncReport(self._config.kind, "as configured", time.monotonic() - began, nbytes)
         if self._devices is None:
             self._devices = all_gather_text(device_id(self._device))
@@ -145,6 +146,15 @@ class EngineSync:
             if attempt.next_try == "http":
                 self._fallback = f"{attempt.choice.kind} has failed: {attempt.cause}"
                 self._config = self._config.model_copy(update={"kind": "http"})
+
+    def _send_by(
+        self, sync: WeightSync, source: WeightSource, engine: SyncedEngine | None, version: int, probe: Probe | None
+    ) -> int:
+        if self._config.kind in WEIGHT_KINDS:
+            return sync.send(source, engine, version, probe)
+        name = f"kind of weight updates {self._config.kind!r}"
+        with raise_on_all_ranks("updating the weights of the engine"), user_code(name, EngineError):
+            return sync.send(source, engine, version, probe)
 
 
 class _Attempt:

@@ -21,7 +21,7 @@ from moe_replay.train.config.sections import (
     Section,
     Sections,
 )
-from moe_replay.train.config.weights_section import VLLM_ENGINES
+from moe_replay.train.weight_kinds import WEIGHT_KINDS
 from moe_replay.utils.plugins import PluginError, is_path
 from moe_replay.utils.secrets import is_masked, mask_passwords
 
@@ -248,10 +248,11 @@ def _adapters(config: Sections) -> Iterator[str]:
 
 
 def _weights(config: Sections) -> Iterator[str]:
-    if config.weights.kind in VLLM_ENGINES and config.rollout.engine != "plain_vllm_server":
+    known = WEIGHT_KINDS.get(config.weights.kind)
+    if known is not None and known.engine not in (None, config.rollout.engine):
         yield (
-            f"weights.kind: {config.weights.kind} is an engine of `vllm serve`, not of {config.rollout.engine}; set "
-            "rollout.engine = plain_vllm_server, or weights.kind = auto"
+            f"weights.kind: {config.weights.kind} is for {known.engine}, not for {config.rollout.engine}; set "
+            f"rollout.engine = {known.engine}, or weights.kind = auto"
         )
     if not config.weights.delta:
         return

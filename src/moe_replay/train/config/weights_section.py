@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated
 
 from pydantic import Field
 
+from moe_replay.train.config.plugin_names import PluginName
 from moe_replay.train.config.section import Section
+from moe_replay.train.weight_kinds import WEIGHT_KINDS
 
-VLLM_ENGINES = ("sharded_rdt", "nccl_m2n")
-WeightKind = Literal["auto", "http", "ipc", "nccl", "sharded_rdt", "nccl_m2n"]
+WeightKindChoice = Annotated[str, PluginName(lambda: WEIGHT_KINDS, "kind of weight updates")]
 
 
 class WeightsConfig(Section):
     """How the policy's weights reach the engine after every update (docs/weights-sync.md)."""
 
-    kind: WeightKind = "auto"
-    """auto: ipc if trainer and engine share their GPUs, nccl between GPUs of different cards or machines, else http.
-    sharded_rdt and nccl_m2n are engines of vLLM's own, for servers of `vllm serve` that were started with them."""
+    kind: WeightKindChoice = "auto"
+    """How weights travel. auto: ipc if trainer and engine share their GPUs, nccl between GPUs of different cards or
+    machines, else http. sharded_rdt and nccl_m2n are for servers of `vllm serve` that were started with them."""
     chunk_mib: int = Field(512, ge=1)
     """Size of the buffer that weights go through with ipc and nccl, in MiB; a larger tensor gets a larger one."""
     timeout_s: float = Field(600.0, gt=0)
