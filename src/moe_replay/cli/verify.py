@@ -209,7 +209,7 @@ class VerifyCommand:
         return [list(prompt.token_ids) for prompt in loaded]
 
     def _sampled(self, folder: str, prompts: list[list[int]], *, ends: bool) -> tuple[list[Sample], str]:
-        """So many samples as were asked for, and the engine's name; the engine is gone when the trainer loads."""
+        """Return the samples and the engine's name; the engine is closed before the trainer loads its model."""
         from moe_replay.rollout.types import SamplingParams
         from moe_replay.train.engines import within_model
 

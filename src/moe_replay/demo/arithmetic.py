@@ -19,7 +19,7 @@ class Problem(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """What the model is asked."""
+        """The prompt."""
         return "+".join(map(str, self.terms)) + "="
 
     @property
@@ -45,7 +45,7 @@ class Problem(NamedTuple):
         return sum(place * term for place, term in enumerate(self.terms, 1)) % HELD_OUT_EVERY == 0
 
     def row(self) -> dict[str, str]:
-        """As a row of a data set."""
+        """Return the problem as a row of a data set."""
         return {"prompt": self.prompt, "solution": self.solution}
 
 
@@ -58,7 +58,7 @@ def problems(random: Random, terms: tuple[int, int], *, held_out: bool) -> Itera
 
 
 def rows(count: int, seed: int, terms: tuple[int, int], *, held_out: bool) -> list[dict[str, str]]:
-    """That many different problems as rows of a data set, the same ones for the same seed."""
+    """Return `count` different problems as rows of a data set, the same ones for the same seed."""
     different: dict[Problem, None] = {}
     for problem in problems(Random(seed), terms, held_out=held_out):
         different[problem] = None

@@ -32,7 +32,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def character_tokenizer(
     tokens: Sequence[str], *, pad: str, end: str, unknown: str, special: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer of one token for each character, and of special tokens; the id of a token is its place."""
+    """Return a tokenizer of one token for each character, and special tokens; the id of a token is its index."""
     try:
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast

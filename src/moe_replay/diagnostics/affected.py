@@ -37,7 +37,7 @@ def affected_parts(evidence: Evidence, layout: TokenLayout) -> Affected | None:
     layers = sorted(chance.choice(native.layers, min(LAYERS, len(native.layers)), replace=False).tolist())
     count = len(evidence.lengths)
     each = int(np.clip(ROWS // count, *ROWS_OF_SEQUENCE))
-    sample = RowSample.draw(layout, chance, sequences=count, rows=each * count, held=evidence.rows)
+    sample = RowSample.draw(layout, chance, sequences=count, rows=each * count, allowed=evidence.rows)
     ours, theirs = native.select_layers(layers), given.select_layers(layers)
     num_experts = max(native.num_experts or 0, int(native.experts.max()) + 1, int(given.experts.max()) + 1)
     history, suspects = EvidenceHistory(), []

@@ -71,6 +71,6 @@ def moves_of_sample(evidence: Evidence, sample: int, rows: np.ndarray) -> tuple[
 def _row(evidence: Evidence, sample: np.ndarray, position: np.ndarray) -> np.ndarray:
     """Return the row of each token; -1 where there is no such token."""
     known = (sample >= 0) & (sample < len(evidence.lengths))
-    held = np.where(known, sample, 0)
-    inside = known & (position >= 0) & (position < evidence.lengths[held])
-    return np.where(inside, evidence.starts[held] + position, -1)
+    owner = np.where(known, sample, 0)
+    inside = known & (position >= 0) & (position < evidence.lengths[owner])
+    return np.where(inside, evidence.starts[owner] + position, -1)

@@ -50,17 +50,17 @@ class RowSample:
         sequences: int,
         rows: int,
         sampled: np.ndarray | None = None,
-        held: np.ndarray | None = None,
+        allowed: np.ndarray | None = None,
     ) -> RowSample:
         """Draw `rows` rows altogether, from at most so many sequences, uniformly within each unit.
 
         sampled   (num_tokens,) bool: which of the concatenated tokens were sampled
-        held      rows to draw from; all that hold a token where None
+        allowed      rows to draw from; all that hold a token where None
         """
-        held = np.flatnonzero(layout.rows != PADDING) if held is None else held
+        allowed = np.flatnonzero(layout.rows != PADDING) if allowed is None else allowed
         row_of = np.full(layout.num_tokens + 1, PADDING)
-        row_of[layout.rows[held]] = held
-        before = np.concatenate([[0], np.cumsum(row_of[:-1] != PADDING)])[layout.starts]  # held tokens before each
+        row_of[layout.rows[allowed]] = allowed
+        before = np.concatenate([[0], np.cumsum(row_of[:-1] != PADDING)])[layout.starts]  # tokens before each
         chosen = chance.permutation(np.flatnonzero(np.diff(before)))[:sequences]
         each = max(rows // max(len(chosen), 1), 2)
         units, segments = [], []
@@ -79,7 +79,7 @@ class RowSample:
             sequence=of_unit,
             segment=np.array(segments, np.int64),
             alternatives=_alternatives(layout, picked, of_unit, row_of, chance),
-            controls=_controls(picked, held, chance),
+            controls=_controls(picked, allowed, chance),
         )
 
     @property
@@ -114,14 +114,14 @@ def _split(
 ) -> list[tuple[int, np.ndarray]]:
     """Return two units of one sequence, `each` rows together: prompt and sampled tokens, or two halves.
 
-    own       (T,) rows of its tokens, PADDING for those that are not held
+    own       (T,) rows of its tokens, PADDING for those that are not drawn from
     sampled   (T,) bool, or None where not known
     """
     here = own != PADDING
     if sampled is None:
-        held = own[here]
-        half = len(held) // 2
-        parts, wanted = (held[:half], held[half:]), each // 2
+        allowed = own[here]
+        half = len(allowed) // 2
+        parts, wanted = (allowed[:half], allowed[half:]), each // 2
         segments = (UNKNOWN, UNKNOWN)
     else:
         parts, wanted = (own[here & ~sampled], own[here & sampled]), round(SAMPLED_SHARE * each)
@@ -156,8 +156,8 @@ def _others(sequence: np.ndarray, count: int, chance: np.random.Generator) -> np
     return np.stack([np.full_like(sequence, PADDING) if step is None else (sequence + step) % count for step in steps])
 
 
-def _controls(picked: np.ndarray, held: np.ndarray, chance: np.random.Generator) -> np.ndarray:
-    if not len(held):
+def _controls(picked: np.ndarray, allowed: np.ndarray, chance: np.random.Generator) -> np.ndarray:
+    if not len(allowed):
         return np.full((NUM_CONTROLS, *picked.shape), PADDING)
-    drawn = held[chance.integers(0, len(held), (NUM_CONTROLS, *picked.shape))]
+    drawn = allowed[chance.integers(0, len(allowed), (NUM_CONTROLS, *picked.shape))]
     return np.where((drawn == picked) | (picked == PADDING), PADDING, drawn)

@@ -145,10 +145,10 @@ class PlaceCounts(NamedTuple):
 def count_places(native: Tensor, given: Tensor, num_experts: int) -> PlaceCounts:
     """Return the counts of native routes (L, 1 + P + C, U, M, K) and given ones (L, 1, U, M, K), int64 both."""
     own = torch.cat([native[:, :1], given], 1)
-    held = torch.zeros(*own.shape[:-1], num_experts, dtype=torch.int64, device=own.device).scatter_(-1, own, 1)
+    member = torch.zeros(*own.shape[:-1], num_experts, dtype=torch.int64, device=own.device).scatter_(-1, own, 1)
     # What is known of each expert in one number: its name, whether the row itself has it, whether the given routes do.
     # Then one gather and one sum serve three counts.
-    facts = _names(num_experts, own.device).add(held[:, :1], alpha=1 << _BITS).add_(held[:, 1:])
+    facts = _names(num_experts, own.device).add(member[:, :1], alpha=1 << _BITS).add_(member[:, 1:])
     sums = facts.expand(-1, native.shape[1], -1, -1, -1).gather(-1, native).sum(-1)
     return PlaceCounts((sums >> (2 * _BITS)).int(), (sums >> _BITS) & _MASK, sums & _MASK)
 

@@ -289,8 +289,8 @@ def check_comparable(native: RouteBatch, given: RouteBatch, layout: TokenLayout)
 def neighbours(layout: TokenLayout, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (S, n): the row of the token so many tokens further in its sequence, and whether this rank has it."""
     row_of = np.full(layout.num_tokens, PADDING)
-    held = np.flatnonzero(layout.rows != PADDING)
-    row_of[layout.rows[held]] = held
+    filled = np.flatnonzero(layout.rows != PADDING)
+    row_of[layout.rows[filled]] = filled
     token = layout.rows[rows]
     sequence = np.searchsorted(layout.starts, token, side="right") - 1
     moved = token + np.array(SHIFTS)[:, None]

@@ -11,7 +11,7 @@ from moe_replay.megatron.cpu.patches import TRANSFORMER_ENGINE_PATCHES
 
 @functools.cache
 def enable() -> None:
-    """Mend what Megatron-Core reads from Transformer Engine although it is missing; nothing if it is installed."""
+    """Patch what Megatron-Core reads from Transformer Engine where it is missing; do nothing if it is installed."""
     if find_spec("transformer_engine") is None:
         for patch in TRANSFORMER_ENGINE_PATCHES:
             patch.apply(ExitStack())

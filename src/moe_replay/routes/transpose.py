@@ -20,9 +20,9 @@ def runs_of(layout: TokenLayout) -> list[Run]:
     A few for each sequence, whatever the layout, in row order, so that memory is written in order.
     """
     step = layout.fed.shape[0] if layout.order == "sequence" else 1
-    held = np.flatnonzero(layout.rows != PADDING)
+    filled = np.flatnonzero(layout.rows != PADDING)
     row_of = np.full(layout.num_tokens, PADDING)
-    row_of[layout.rows[held]] = held
+    row_of[layout.rows[filled]] = filled
     block = row_of // (TOKENS_PER_RUN * step)  # -1 for tokens of other ranks
     begins = np.ones(layout.num_tokens, bool)
     begins[1:] = (np.diff(row_of) != step) | (np.diff(block) != 0)

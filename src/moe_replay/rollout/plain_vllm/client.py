@@ -1,7 +1,6 @@
-"""Client of a plain `vllm serve --enable-return-routed-experts`, which can only sample.
+"""Client that only samples from a plain `vllm serve --enable-return-routed-experts`.
 
-It takes no weights: use it for evaluation, for weights that something else updates, and for a first try. The server
-for training is `moe-replay rollout`.
+For evaluation, and for weights that something else updates. The engine that also updates them is in `engine.py`.
 """
 
 from __future__ import annotations
