@@ -55,7 +55,7 @@ class RowSample:
         """Draw `rows` rows altogether, from at most so many sequences, uniformly within each unit.
 
         sampled   (num_tokens,) bool: which of the concatenated tokens were sampled
-        allowed      rows to draw from; all that hold a token where None
+        allowed   rows to draw from; all that hold a token where None
         """
         allowed = np.flatnonzero(layout.rows != PADDING) if allowed is None else allowed
         row_of = np.full(layout.num_tokens + 1, PADDING)
