@@ -83,7 +83,7 @@ class Sample:
     logprobs         (C,) float32 of the sampled tokens, at the sampling temperature
     trace            routes of all P + C tokens; tokens that were not routed (the last one) are uncovered
     weight_version   of the weights that sampled the last token; the trace has one for every token
-    weights_id       of the update that those weights come from (weights_id.py); empty: of none
+    weights_id       of the update that those weights come from (`weights/identity.py`); empty: of none
     sampling_mask    of the C tokens, where it was asked for
     """
 
