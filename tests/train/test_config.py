@@ -30,6 +30,7 @@ from moe_replay.train.rewards import REWARDS
 from moe_replay.train.sinks.registry import SINKS
 from moe_replay.train.tool_calls import TOOL_FORMATS
 from moe_replay.train.tools import TOOLS
+from moe_replay.train.weight_kinds import WEIGHT_KINDS, WeightKind
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -394,6 +395,7 @@ PLUGGED: dict[str, tuple[Mapping[str, Any], Any]] = {
     "rollout.environment": (ENVIRONMENTS, lambda episode: None),
     "rollout.tools": (TOOLS, lambda: None),
     "rollout.tool_format": (TOOL_FORMATS, lambda text: []),
+    "weights.kind": (WEIGHT_KINDS, WeightKind("A kind of the test.")),
     "algorithm.baseline": (ADVANTAGES, lambda rewards: rewards),
     "algorithm.policy_loss": (LOSSES, lambda inputs, settings: None),
     "reward.functions": (REWARDS, lambda **columns: []),
