@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import moe_replay as mr
-from moe_replay.errors import EngineError
+from moe_replay.errors import EngineError, EngineUnavailableError
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams
 from moe_replay.rollout.weights.checkpoint import checkpoint_tensors, read_tensors
@@ -229,6 +229,29 @@ def test_an_aborted_sample_is_whole_as_far_as_it_went() -> None:
         assert sample.finish_reason is FinishReason.ABORT
         assert len(sample.completion_ids) == 5
         assert_sampled_from(engine.model, sample)
+
+
+def test_a_call_that_runs_when_the_engine_is_closed_raises() -> None:
+    """Its routers have their hooks until it has ended."""
+    engine = TransformersEngine(tiny_model("olmoe"))
+    paused, errors = Pause(engine.model, forwards=3), []
+
+    def ask() -> None:
+        try:
+            engine.generate([[1, 2]], SamplingParams(max_tokens=50))
+        except EngineError as error:
+            errors.append(error)
+
+    asking, closing = threading.Thread(target=ask), threading.Thread(target=engine.close)
+    asking.start()
+    with paused:
+        closing.start()
+        closing.join(0.2)
+    asking.join()
+    closing.join()
+    assert [type(error) for error in errors] == [EngineUnavailableError]
+    with pytest.raises(EngineUnavailableError, match="is closed"):
+        engine.generate([[1, 2]], SamplingParams(max_tokens=2))
 
 
 def test_prompts_one_by_one_from_a_running_loop() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_replay.errors import EngineAnswerError, EngineError, MoeReplayError
-from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
+from moe_replay.rollout.types import FinishReason, Sample, SamplingParams, is_unrouted
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.utils.messages import one_line
 
@@ -79,6 +79,8 @@ def _problem(
         return "a sample without its sampling mask", "the support of each token", "no mask"
     if mask is not None and vocab_size is not None and mask.vocab_size != vocab_size:
         return "a sampling mask of another vocabulary", f"{vocab_size} tokens", f"{mask.vocab_size} tokens"
+    if not params.routes and is_unrouted(trace):
+        return None
     if (trace.layers, trace.top_k) != (topology.layers, topology.top_k) or (
         trace.num_experts is not None and trace.num_experts > topology.num_experts
     ):

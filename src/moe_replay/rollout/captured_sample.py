@@ -9,7 +9,7 @@ import numpy as np
 from moe_replay.errors import EngineError, EngineName
 from moe_replay.interop.capture import trace_from_capture
 from moe_replay.rollout.sampling_mask import SamplingMask
-from moe_replay.rollout.types import FinishReason, Sample
+from moe_replay.rollout.types import FinishReason, Sample, unrouted_trace
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
 
@@ -28,6 +28,7 @@ def captured_sample(
     first_token: int = 0,
     weights_id: str = "",
     sampling_mask: Callable[[], SamplingMask] | None = None,
+    with_routes: bool = True,
 ) -> Sample:
     """Return the sample of a prompt (P,), a completion (C,) and the routes that an engine captured.
 
@@ -36,9 +37,12 @@ def captured_sample(
     first_token   rows before this token were not requested
     sample        index in its request, for errors
     sampling_mask   returns that of the completion; None: the engine was not asked for it
+    with_routes   routes were asked for; otherwise `captured` is not read
     """
     tokens = np.concatenate([prompt, completion])
-    if captured is None:
+    if not with_routes:
+        trace = unrouted_trace(tokens, topology, weight_version)
+    elif captured is None:
         trace = RouteTrace.uncovered(
             tokens, topology.layers, topology.top_k, weight_version, num_experts=topology.num_experts
         )

@@ -23,10 +23,10 @@ class RequestBarrier:
         self._numbers = itertools.count()
 
     @asynccontextmanager
-    async def request(self) -> AsyncIterator[str]:
-        """Wait until the barrier is open, then run a request; yields its id."""
+    async def request(self, kind: str = "request") -> AsyncIterator[str]:
+        """Wait until the barrier is open, then run a request; yields its id, which begins with its kind."""
         await self._wait_until_open()
-        request_id = self.new_request_id()
+        request_id = self.new_request_id(kind)
         self.active.add(request_id)
         try:
             yield request_id
@@ -35,9 +35,9 @@ class RequestBarrier:
             async with self._request_ended:
                 self._request_ended.notify_all()
 
-    def new_request_id(self) -> str:
+    def new_request_id(self, kind: str = "request") -> str:
         """Return an unused request id."""
-        return f"request {next(self._numbers)}"
+        return f"{kind} {next(self._numbers)}"
 
     async def close(self, abort: Callable[[], Awaitable[None]]) -> None:
         """Hold new requests back and abort the running ones; return when none is running."""

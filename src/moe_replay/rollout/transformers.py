@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -18,15 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moe_replay.errors import EngineName, EngineOptionError
+from moe_replay.errors import EngineName, EngineOptionError, EngineUnavailableError
 from moe_replay.replay.controller import RouterReplay, attach
 from moe_replay.rollout.engine import Engine, StartRequest, check_prompts, end_tokens
+from moe_replay.rollout.loop import CLOSE_TIMEOUT_S
 from moe_replay.rollout.model_folder import ModelError, check_finite, load_model
 from moe_replay.rollout.request_limits import check_token_ids
 from moe_replay.rollout.sampling import Supports, draw, sampled_logprobs, uniforms
 from moe_replay.rollout.sampling_mask import SamplingMask
 from moe_replay.rollout.state import EngineState
-from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams
+from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, unrouted_trace
 from moe_replay.rollout.weights.checkpoint import load_into, read_tensors
 from moe_replay.rollout.weights.receiver import received_tensors
 from moe_replay.rollout.weights.staging import device_id
@@ -100,6 +101,7 @@ class TransformersEngine:
         self._state = EngineState(str(self.name), weight_version)
         self._lock = threading.Lock()
         self._abort = threading.Event()
+        self._is_closed = False
 
     @classmethod
     def from_pretrained(
@@ -161,10 +163,12 @@ class TransformersEngine:
         at_once = max(1, self.batch_size // params.n)
         groups: list[list[Sample]] = []
         with self._lock:
+            self._require_open()
             self._state.require_ready()
             self._abort.clear()
             for first in range(0, len(prompts), at_once):
                 samples = self._sample(prompts[first : first + at_once], params)
+                self._require_open()
                 groups += [samples[start:stop] for start, stop in pairwise(range(0, len(samples) + 1, params.n))]
         return groups
 
@@ -190,39 +194,43 @@ class TransformersEngine:
         with (
             torch.inference_mode(),
             evaluating(self.model),
-            self._replay.record(every_pass=True) as recording,
+            self._replay.record(every_pass=True) if params.routes else nullcontext() as recording,
         ):
             drawn = self._draw_all(_Batch.left_padded(prompts, self.model.device), prompts, params)
-        routes = _routes_by_sample(recording.passes(), len(prompts), params.n, self.topology.num_experts)
+        routes = None
+        if recording is not None:
+            routes = _routes_by_sample(recording.passes(), len(prompts), params.n, self.topology.num_experts)
         width = max(map(len, prompts))
         samples = []
         for row, (completion, logprobs, reason, mask) in enumerate(drawn):
             prompt = np.asarray(prompts[row // params.n], np.int32)
             tokens = np.concatenate([prompt, completion])
-            covered = np.arange(len(tokens)) < len(tokens) - 1  # the last token has been sampled, but never fed
-            experts = np.zeros((len(tokens), *routes.shape[2:]), routes.dtype)
-            experts[covered] = routes[row, width - len(prompt) :][: len(tokens) - 1]
-            trace = RouteTrace(
-                tokens,
-                experts,
-                self.topology.layers,
-                covered,
-                self.weight_version,
-                num_experts=self.topology.num_experts,
-            )
+            own = None if routes is None else routes[row, width - len(prompt) :]
             samples.append(
                 Sample(
                     prompt_ids=prompt,
                     completion_ids=completion,
                     logprobs=logprobs,
                     finish_reason=reason,
-                    trace=trace,
+                    trace=self._trace(tokens, own),
                     weight_version=self.weight_version,
                     weights_id=self.weights_id,
                     sampling_mask=mask,
                 )
             )
         return samples
+
+    def _trace(self, tokens: np.ndarray, routes: np.ndarray | None) -> RouteTrace:
+        """Return the trace of tokens (T,) with routes (at least T - 1, L, K); None: they were not asked for."""
+        topology = self.topology
+        if routes is None:
+            return unrouted_trace(tokens, topology, self.weight_version)
+        covered = np.arange(len(tokens)) < len(tokens) - 1  # the last token has been sampled, but never fed
+        experts = np.zeros((len(tokens), *routes.shape[1:]), routes.dtype)
+        experts[covered] = routes[: len(tokens) - 1]
+        return RouteTrace(
+            tokens, experts, topology.layers, covered, self.weight_version, num_experts=topology.num_experts
+        )
 
     def _draw_all(
         self, batch: _Batch, prompts: Sequence[Sequence[int]], params: SamplingParams
@@ -311,9 +319,18 @@ class TransformersEngine:
         self._abort.set()
 
     def close(self) -> None:
-        """Detach the controller from the model, if this engine attached it."""
+        """Detach the controller from the model, if this engine attached it; calls that are running raise."""
+        self._is_closed = True
+        self.abort()
+        ended = self._lock.acquire(timeout=CLOSE_TIMEOUT_S)  # else the routers of a forward would lose their hooks
         if self._attached_here:
             self._replay.detach()
+        if ended:
+            self._lock.release()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise EngineUnavailableError(f"{self.name}: the engine is closed")
 
 
 class _Batch(NamedTuple):

@@ -15,6 +15,7 @@ import numpy as np
 
 from moe_replay.errors import EngineError
 from moe_replay.rollout.sampling_mask import SamplingMask
+from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
 
 
@@ -38,6 +39,7 @@ class SamplingParams:
     ignore_eos       do not stop at the model's own end-of-sequence token
     seed             None: not reproducible
     sampling_mask    return the support that each token was sampled from; engines that cannot refuse
+    routes           return routes; without them, traces cover no token (`unrouted_trace`)
     """
 
     n: int = 1
@@ -49,6 +51,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     sampling_mask: bool = False
+    routes: bool = True
 
     @property
     def is_truncated(self) -> bool:
@@ -110,6 +113,16 @@ class Sample:
                 expected=f"{prompt} + {completion} tokens",
                 found=self.trace,
             )
+
+
+def unrouted_trace(tokens: np.ndarray, topology: MoeTopology, weight_version: int) -> RouteTrace:
+    """Return the trace of tokens whose routes were not asked for: none is covered, and one layer stands for all."""
+    return RouteTrace.uncovered(tokens, topology.layers[:1], 1, weight_version)
+
+
+def is_unrouted(trace: RouteTrace) -> bool:
+    """Return whether a trace has nothing but its tokens."""
+    return len(trace.layers) == 1 and not trace.covered_fraction
 
 
 NOT_SAMPLED = -1

@@ -26,7 +26,7 @@ from moe_replay.train.data import read_rows
 from moe_replay.train.engines import check_length
 from moe_replay.train.hub_data import is_hub_name
 from moe_replay.train.inputs import check_names, epochs_in_words
-from moe_replay.train.replay_mode import plan_replay
+from moe_replay.train.replay_mode import asks_for_routes, plan_replay
 from moe_replay.utils.device import accelerator
 from moe_replay.utils.secrets import mask_passwords
 
@@ -56,7 +56,13 @@ def dry_run(config: TrainConfig, ranks: int | None = None) -> str:
         return "\n".join([*lines, "", f"The layout is not checked: {unsupported}"])
     if config.model.lora_rank:
         targets_of(model, config.model)
-    plan = plan_layout(topology, parallel, work_of(config, parallel), dimensions=Dimensions.from_config(model))
+    plan = plan_layout(
+        topology,
+        parallel,
+        work_of(config, parallel),
+        dimensions=Dimensions.from_config(model),
+        routes_travel=asks_for_routes(config),
+    )
     return "\n".join([*lines, "", "If every sequence has its maximum length:", plan_text(plan)])
 
 

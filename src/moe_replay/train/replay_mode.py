@@ -26,6 +26,11 @@ class ReplayPlan:
     observe: bool = True
 
     @property
+    def needs_rollout_routes(self) -> bool:
+        """Whether the routes of the rollout are replayed or compared."""
+        return self.mode == "r3" or self.observe
+
+    @property
     def scoring(self) -> Routing:
         """Routing of the old-log-prob pass."""
         if self.mode == "r3":
@@ -38,6 +43,11 @@ class ReplayPlan:
         if self.mode == "off":
             return Routing("native")
         return Routing("replay", "recorded" if self.mode == "r2" else "rollout")
+
+
+def asks_for_routes(config: TrainConfig) -> bool:
+    """Return whether samples come with routes: something replays them, compares them or writes them to a file."""
+    return plan_replay(config).needs_rollout_routes or bool(config.log.traces)
 
 
 def plan_replay(config: TrainConfig) -> ReplayPlan:

@@ -19,6 +19,7 @@ from moe_replay.train.advantages import has_signal, load_advantages
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt, PromptStream
 from moe_replay.train.groups import GroupSampler, GroupTask, LocalGroups, RunningGroup
+from moe_replay.train.replay_mode import asks_for_routes
 from moe_replay.train.rewards import Reward, total
 from moe_replay.train.run.completions import Completion
 from moe_replay.train.synced_engine import SyncedEngine
@@ -76,7 +77,7 @@ class Rollouts:
         self._collected: _Collected | None = None
         self._next_group = 0
         self._timeouts_before = 0
-        self._params = sampling_params(config.rollout)
+        self._params = replace(sampling_params(config.rollout), routes=asks_for_routes(config))
 
     @property
     def probe_tokens(self) -> tuple[int, ...]:
@@ -116,6 +117,31 @@ class Rollouts:
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Begin to sample the batch of the next step, if that has not begun; `next` returns it."""
+        self._begun()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a batch is being sampled that `next` has not returned."""
+        return self._collected is not None
+
+    def withdraw(self) -> None:
+        """Cancel the batch that is being sampled, if there is one; `next` samples the same prompts again."""
+        if self._collected is not None:
+            before = self._collected.state_before
+            self._cancel_pending()
+            self.restore(before)
+
+    def _begun(self) -> _Collected:
+        if self._collected is None:
+            before = self.state
+            ahead = 1 + self._config.rollout.max_staleness
+            self._submit(self._config.rollout.prompts_per_step * ahead - len(self._pending))
+            refills = self._config.algorithm.max_refills if self._config.algorithm.dynamic_sampling else 0
+            self._collected = _Collected(before, refills)
+        return self._collected
+
     def next(self, version: int, progress: ProgressCallback | None = None) -> RolloutBatch:
         """Return the rollout batch of the next step; `version` is that of the weights that will be trained on it."""
         batch = self.next_unless(None, version, progress)
@@ -126,19 +152,12 @@ class Rollouts:
         self, give_up: Callable[[], bool] | None, version: int, progress: ProgressCallback | None = None
     ) -> RolloutBatch | None:
         """Return the same, or None as soon as `give_up` says so; the next call continues with the same groups."""
-        if self._collected is None:
-            before = self.state
-            ahead = 1 + self._config.rollout.max_staleness
-            self._submit(self._config.rollout.prompts_per_step * ahead - len(self._pending))
-            refills = self._config.algorithm.max_refills if self._config.algorithm.dynamic_sampling else 0
-            self._collected = _Collected(before, refills)
-        collected = self._collected
+        collected = self._begun()
         try:
             if not self._collect(collected, give_up, progress):
                 return None
         except EngineUnavailableError:  # all of it can be sampled again, by an engine that is available again
-            self._cancel_pending()
-            self.restore(collected.state_before)
+            self.withdraw()
             raise
         self._collected = None
         missing = self._config.rollout.prompts_per_step - len(collected.kept)
@@ -270,7 +289,7 @@ class Rollouts:
         The engine routes natively: nothing is replayed.
         """
         seed = self._config.seed if self._config.rollout.reproducible else None
-        params = replace(self._params, n=1, temperature=temperature, seed=seed, sampling_mask=False)
+        params = replace(self._params, n=1, temperature=temperature, seed=seed, sampling_mask=False, routes=False)
         tasks = [GroupTask(prompt=prompt, number=-1, params=params, is_kept=False) for prompt in prompts]
         running = self._groups.submit(tasks, together=True)
         try:

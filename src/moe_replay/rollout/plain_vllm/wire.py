@@ -172,18 +172,18 @@ class ChoiceReader:
         """Return the sample of one choice."""
         index = choice["index"]
         reason = parse_finish_reason(choice["finish_reason"], self.engine, index)
-        encoded = choice.get("routed_experts")
-        if encoded is None and reason is not FinishReason.ABORT:
+        encoded, wanted = choice.get("routed_experts"), params.routes  # which vLLM returns all the same
+        if encoded is None and wanted and reason is not FinishReason.ABORT:
             raise no_routes(self.engine, choice, "routed_experts")
         # Without routes, an aborted request starts again from its prompt when it is resumed.
-        completion = np.asarray([] if encoded is None else choice["token_ids"], np.int32)
+        completion = np.asarray(choice["token_ids"] if encoded is not None or not wanted else [], np.int32)
         tokens = len(prompt) + len(completion)
         answered = SimpleNamespace(sampling_mask=_token_lists(choice.get("sampling_mask")))
         return captured_sample(
             prompt,
             completion,
             lambda: _logprobs(choice, len(completion), self.engine),
-            None if encoded is None else npy_routes(encoded, tokens, self.topology, index),
+            npy_routes(encoded, tokens, self.topology, index) if encoded is not None and wanted else None,
             finish_reason=reason,
             topology=self.topology,
             engine=self.engine,
@@ -193,6 +193,7 @@ class ChoiceReader:
             sampling_mask=partial(self.masks.mask, answered, completion, params, index)
             if params.sampling_mask
             else None,
+            with_routes=wanted,
         )
 
 

@@ -111,8 +111,9 @@ class VllmServer(HttpClient):
         )
 
     async def _sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
-        unknown = () if params.sampling_mask else ("sampling_mask",)  # to servers of older releases
-        asked = {name: value for name, value in dataclasses.asdict(params).items() if name not in unknown}
+        # Servers of older releases do not know these.
+        usual = {"sampling_mask": False, "routes": True}
+        asked = {name: value for name, value in dataclasses.asdict(params).items() if usual.get(name) is not value}
         request = {"prompt_ids": [int(token) for token in prompt], "params": asked}
         samples = decode_samples((await self._post("/generate", request)).content)
         self._ledger.check(samples, self.identifies_weights)

@@ -78,6 +78,8 @@ class SglangServer(HttpClient):
         engine = SglangServer("http://127.0.0.1:30000")
     """
 
+    drains = True  # a request that waits in the server would be sampled by weights that are not verified yet
+
     def __init__(
         self,
         url: str,
@@ -180,7 +182,9 @@ class SglangServer(HttpClient):
         responses = await self._responses(generate_request(prompt, params, first_token), prompt, params)
         ids = np.asarray(prompt, np.int32)
         samples = [
-            GenerateResponse(content, self.name, index).to_sample(ids, self.topology, self._parse_version, first_token)
+            GenerateResponse(content, self.name, index).to_sample(
+                ids, self.topology, self._parse_version, first_token, with_routes=params.routes
+            )
             for index, content in enumerate(responses)
         ]
         self._ledger.check(samples)

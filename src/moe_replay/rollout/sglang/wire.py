@@ -56,8 +56,7 @@ def generate_request(prompt: Sequence[int], params: SamplingParams, first_token:
         },
         "return_logprob": True,
         "return_sampling_mask": truncated,
-        "return_routed_experts": True,
-        "routed_experts_start_len": first_token,
+        **({"return_routed_experts": True, "routed_experts_start_len": first_token} if params.routes else {}),
     }
 
 
@@ -98,24 +97,28 @@ class GenerateResponse:
         topology: MoeTopology,
         parse_version: Callable[[str], CurrentWeights],
         first_token: int = 0,
+        *,
+        with_routes: bool = True,
     ) -> Sample:
         """Return the sample, with routes from `first_token` on.
 
         parse_version   reads a weight version, which is text in SGLang
+        with_routes     routes were asked for
         """
         if self.meta.get("prompt_tokens", len(prompt)) != len(prompt):
             raise self._error("continued another prompt", expected=len(prompt), found=self.meta["prompt_tokens"])
         reason = parse_finish_reason(self.meta["finish_reason"]["type"], self.engine, self.index)
         # A request that is aborted while queued, also when queued again after preemption, has no routes of what it had
         # sampled by then: it starts from its prompt when it is resumed.
-        queued = reason is FinishReason.ABORT and (self.meta.get("routed_experts") is None or self.was_retracted)
+        lacks_routes = with_routes and (self.meta.get("routed_experts") is None or self.was_retracted)
+        queued = reason is FinishReason.ABORT and lacks_routes
         completion = np.asarray([] if queued else self.output_ids, np.int32)
         weights = parse_version(self._version())
         return captured_sample(
             prompt,
             completion,
             (lambda: np.zeros(0, np.float32)) if queued else self._logprobs,
-            None if queued else self._routes(len(prompt) + len(completion), topology),
+            None if queued or not with_routes else self._routes(len(prompt) + len(completion), topology),
             finish_reason=reason,
             topology=topology,
             engine=self.engine,
@@ -123,6 +126,7 @@ class GenerateResponse:
             weights_id=weights.weights_id or "",
             sample=self.index,
             first_token=first_token,
+            with_routes=with_routes,
         )
 
     def _error(self, problem: str, **facts: Any) -> EngineError:

@@ -12,7 +12,7 @@ import torch
 
 from moe_replay.rollout.vllm.console import ToldStart, leave_out_what_means_nothing
 from moe_replay.rollout.vllm.cpu_parallel import ParallelExperts
-from moe_replay.rollout.vllm.route_channel import RouteSender
+from moe_replay.rollout.vllm.route_channel import RouteSender, wants_routes
 from moe_replay.rollout.vllm.slot_routes import SlotRoutes, capture_routes
 from moe_replay.rollout.vllm.step_timers import TimedSteps
 
@@ -41,12 +41,13 @@ class RouteCapture(TimedSteps):
         routes, sender = self.replay_routes, self.replay_sender
         if routes is None or sender is None:
             return super().execute_model(scheduler_output)
-        final, preempted = scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ()
+        final = sorted(filter(wants_routes, scheduler_output.finished_req_ids))
+        preempted = sorted(filter(wants_routes, scheduler_output.preempted_req_ids or ()))
         copies = getattr(scheduler_output, "kv_cache_block_copies", None)
         if final or preempted or copies:
             with self.replay_timed("read"), torch.inference_mode():
                 if final or preempted:
-                    sender.send(*routes.read(sorted(final), sorted(preempted)))
+                    sender.send(*routes.read(final, preempted))
                 if copies:
                     routes.copy_blocks(copies)
         output = super().execute_model(scheduler_output)

@@ -35,6 +35,7 @@ from moe_replay.rollout.vllm.memory import memory_share, not_started
 from moe_replay.rollout.vllm.outputs import OutputReader
 from moe_replay.rollout.vllm.release import WORKING_VERSIONS, VllmRelease, returns_routes
 from moe_replay.rollout.vllm.replicas import Replicas
+from moe_replay.rollout.vllm.route_channel import UNROUTED
 from moe_replay.rollout.weights.checkpoint import as_files, safetensors_files
 from moe_replay.rollout.weights.chunks import packed
 from moe_replay.rollout.weights.identity import CurrentWeights
@@ -176,7 +177,7 @@ class VllmEngine(AsyncSampler):
             "ignore_eos": True,  # the model's end tokens are among the stop tokens, unless ignored
             "logprobs": 0,
         }
-        async with self._barrier.request() as request_id:
+        async with self._barrier.request("request" if params.routes else UNROUTED) as request_id:
             self._state.require_ready()
             weights = CurrentWeights(self.weight_version, self.weights_id)  # cannot change while a request is running
             async with self._routes.request(request_id, params.draws) as captured:
@@ -184,7 +185,7 @@ class VllmEngine(AsyncSampler):
                 completions = sorted(output.outputs, key=lambda completion: completion.index)
                 if [completion.index for completion in completions] != list(range(params.draws)):
                     raise EngineError(f"{self.name} lost samples", expected=params.draws, found=len(completions))
-                routes = [await captured(one, len(prompt)) for one in completions]
+                routes = [await captured(one, len(prompt)) if params.routes else None for one in completions]
         # In a thread: the loop must stay free for the outputs of other requests.
         build = partial(self._outputs.samples, prompt, completions, routes, weights, params)
         samples = await asyncio.get_running_loop().run_in_executor(self._trace_thread, build)
@@ -204,7 +205,7 @@ class VllmEngine(AsyncSampler):
         return self._loop.run(self._prompt_logprobs(token_ids))
 
     async def _prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
-        async with self._barrier.request() as request_id:
+        async with self._barrier.request(UNROUTED) as request_id:
             self._state.require_ready()
             return await self._prompt_logprobs_now(token_ids, request_id)
 
@@ -323,7 +324,7 @@ class VllmEngine(AsyncSampler):
         """Raise unless every replica computes with the trainer's weights."""
         for replica in range(self._replicas.count):
             chosen = replica if self._replicas.count > 1 else None
-            found = await self._prompt_logprobs_now(probe.token_ids, self._barrier.new_request_id(), chosen)
+            found = await self._prompt_logprobs_now(probe.token_ids, self._barrier.new_request_id(UNROUTED), chosen)
             probe.check(found, str(self.name) if chosen is None else f"{self.name}, replica {replica}")
 
     def _submit(self, method: str, argument: str) -> Future[None]:

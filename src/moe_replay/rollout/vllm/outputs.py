@@ -54,7 +54,7 @@ class OutputReader:
         completion = np.asarray(output.token_ids, np.int32)
         reason = parse_finish_reason(output.finish_reason, self.engine, index)
         aborted_before_prefill = reason is FinishReason.ABORT and not len(completion)
-        if captured is None and not aborted_before_prefill:
+        if captured is None and params.routes and not aborted_before_prefill:
             raise EngineError(f"{self.engine} returned no routes", sample=index, expected=f"vLLM {WORKING_VERSIONS}")
         return captured_sample(
             prompt,
@@ -68,4 +68,5 @@ class OutputReader:
             weights_id=weights.weights_id or "",
             sample=index,
             sampling_mask=partial(self.masks.mask, output, completion, params, index) if params.sampling_mask else None,
+            with_routes=params.routes,
         )

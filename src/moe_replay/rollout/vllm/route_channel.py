@@ -25,9 +25,16 @@ from moe_replay.errors import EngineUnavailableError
 from moe_replay.rollout.vllm.slot_routes import EndedRequest
 from moe_replay.utils.device import device_module
 
+UNROUTED = "unrouted"
+"""In the id of a request whose routes nobody asks for."""
 _REQUESTS_A_MESSAGE = 256
 _MESSAGE_BYTES = 2**17
 _INTERNAL_ID = re.compile(r"(?:(?P<index>\d+)_)?(?P<request_id>.*?)(?:-[0-9a-f]{8})?")
+
+
+def wants_routes(request_id: str) -> bool:
+    """Return whether the routes of a request are sent to the engine."""
+    return UNROUTED not in request_id
 
 
 class RouteSender:

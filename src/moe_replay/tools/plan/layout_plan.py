@@ -65,6 +65,7 @@ class Plan:
     rows         rows that every rank's routers see in a micro-batch, padding included
     token_rows   (cp, sequence shards), rows that hold a token
     fed_bytes    token ids of a micro-batch on each rank, for the token check
+    routes_travel   from the rollout to the ranks
     """
 
     topology: MoeTopology
@@ -75,6 +76,7 @@ class Plan:
     rows: int
     token_rows: np.ndarray
     fed_bytes: int
+    routes_travel: bool = True
 
     # ---- ranks --------------------------------------------------------------------------------------------------
 
@@ -110,7 +112,7 @@ class Plan:
     @cached_property
     def share_bytes(self) -> np.ndarray:
         """(stages,) int64: bytes of trajectories that a rank of each stage gets from the store of rank 0 in a step."""
-        sizes = RouteBytes(self.topology)
+        sizes = RouteBytes(self.topology, self.routes_travel)
         counts = [sum(map(len, stage.routing_layers)) for stage in self.stages]
         one = [sum(sizes.record(length, layers) for length in self.work.lengths) for layers in counts]
         alone = self.parallel.world == 1  # it has them already
@@ -128,7 +130,7 @@ class Plan:
         fullest_node   into the busiest of them
         step_as_base64_int32   `step` as most projects encode it
         """
-        sizes, parallel = RouteBytes(self.topology), self.parallel
+        sizes, parallel = RouteBytes(self.topology, self.routes_travel), self.parallel
         sequences = len(self.work.lengths) * self.work.micro_batches
         stages = self.table["pp"]
         nodes = np.arange(parallel.world) // self.cluster.ranks_per_node
@@ -207,10 +209,12 @@ def plan_layout(
     *,
     dimensions: Dimensions | None = None,
     cluster: Cluster | None = None,
+    routes_travel: bool = True,
 ) -> Plan:
     """Plan a layout, or raise an `ImpossibleLayoutError` with every reason.
 
-    dimensions   of the model, to check heads, vocabulary and experts too
+    dimensions      of the model, to check heads, vocabulary and experts too
+    routes_travel   from the rollout to the ranks; False: nothing replays or compares them
     """
     problems = find_problems(topology, parallel, work, dimensions)
     if problems:
@@ -227,6 +231,7 @@ def plan_layout(
         rows=rows,
         token_rows=work.token_rows(parallel),
         fed_bytes=4 * batch * width // parallel.cp,
+        routes_travel=routes_travel,
     )
 
 

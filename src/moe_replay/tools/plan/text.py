@@ -31,7 +31,9 @@ def plan_text(plan: Plan) -> str:
         "",
         f"token ids of a micro-batch, for the token check: {size(plan.fed_bytes)} on each rank",
         f"routes of a step: {size(wire['step'])} from the engines to rank 0 "
-        f"(as base64 int32 {size(wire['step_as_base64_int32'])})",
+        f"(as base64 int32 {size(wire['step_as_base64_int32'])})"
+        if plan.routes_travel
+        else f"routes of a step: not asked for; tokens alone are {size(wire['step'])} from the engines to rank 0",
         f"trajectories of a step: {size(wire['store'])} in the memory of rank 0, as much again while they are encoded; "
         f"{size(wire['rank'])} for a rank at most, {size(wire['heads'])} of heads for each",
         f"into other nodes than that of rank 0: {size(wire['fullest_node'])} into the busiest, "

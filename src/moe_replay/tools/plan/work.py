@@ -83,9 +83,13 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class RouteBytes:
-    """Sizes of routes of a model in memory and on the wire."""
+    """Sizes of routes of a model in memory and on the wire.
+
+    travel   the rollout returns them; False: traces have tokens alone (`replay.mode = "off"`, `observe = false`)
+    """
 
     topology: MoeTopology
+    travel: bool = True
 
     def batch(self, layers: int, rows: int) -> int:
         """Return the bytes of a `RouteBatch`: ids, and one flag per row; 0 without routing layers."""
@@ -98,6 +102,8 @@ class RouteBytes:
 
         layers   number of layers that it has; None: all
         """
+        if not self.travel:
+            return Shape(tokens, 1, 1, 0, 1, int(tokens > 0), 1).blob_bytes
         experts = self.topology.num_experts
         id_bits = smallest_id_bits(experts)
         layers = len(self.topology.layers) if layers is None else layers

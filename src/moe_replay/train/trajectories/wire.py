@@ -17,7 +17,7 @@ import numpy as np
 
 from moe_replay.rollout.sampling_mask import SamplingMask
 from moe_replay.rollout.sampling_mask_wire import mask_from_bytes, mask_to_bytes
-from moe_replay.rollout.types import FinishReason
+from moe_replay.rollout.types import FinishReason, is_unrouted
 from moe_replay.routes.trace_parts import spans_of
 from moe_replay.routes.wire import decode_trace, encode_parts
 from moe_replay.train.types import Trajectory
@@ -50,7 +50,7 @@ def read_table(section: memoryview) -> np.ndarray:
 def record_parts(trajectory: Trajectory, layers: Sequence[int] | None) -> Buffers:
     """Return the record of one trajectory as buffers; where all layers are kept, routes are views and not copied."""
     trace = trajectory.trace
-    if layers is not None and tuple(layers) != trace.layers:
+    if layers is not None and tuple(layers) != trace.layers and not is_unrouted(trace):
         trace = trace.select_layers(layers or trace.layers[:1])  # a stage without routers still needs the tokens
     routes = encode_parts(trace)
     length = len(trajectory)
