@@ -30,6 +30,7 @@ from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
 from moe_replay.train.job import Job
 from moe_replay.train.loop import train
 from moe_replay.train.rollouts import Rollouts
+from tests.combinations import with_thorough
 from tests.rollout.serving import serving
 from tests.rollout.tiny import assert_sampled_from, tiny_model
 from tests.train.runs import tiny_config
@@ -96,21 +97,28 @@ def newer() -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["between sync and rollout", "in the middle of a rollout"])
+@pytest.mark.parametrize(
+    "when",
+    with_thorough(
+        ["between sync and rollout", "in the middle of a rollout", "while the step before is logged"],
+        ["between sync and rollout"],
+    ),
+)
 def test_a_server_that_restarts_changes_nothing(
     when: str, demo_files: Any, tmp_path: Path, served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It gets the weights again before it samples: the metrics are those of a run without a restart."""
     engine, url = served(lambda: TransformersEngine.from_pretrained(demo_files.model))
-    disturb = engine.restart if when.startswith("between") else engine.restart_at_the_next_request
-    logged = Job.log
+    disturb = engine.restart_at_the_next_request if when.startswith("in the middle") else engine.restart
+    name, before = ("log", 3) if when.endswith("logged") else ("begin_rollout", 4)
+    part = getattr(Job, name)
 
-    def log(job: Job, step: int, metrics: dict[str, float]) -> None:
-        logged(job, step, metrics)
-        if job.config.name == "disturbed" and step < 3:
+    def disturbed_part(job: Job, step: int, *given: Any) -> None:
+        if job.config.name == "disturbed" and step < before:
             disturb()
+        part(job, step, *given)
 
-    monkeypatch.setattr(Job, "log", log)
+    monkeypatch.setattr(Job, name, disturbed_part)
     rollout = {"engine": "vllm_server", "urls": [url], "token": TOKEN}
 
     def run(name: str) -> list[dict[str, Any]]:

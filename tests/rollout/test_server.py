@@ -197,6 +197,34 @@ def test_an_abort_brings_back_what_there_is(client: VllmServer, engine: Transfor
         assert_sampled_from(tiny_model("qwen3_moe"), sample)
 
 
+@pytest.mark.parametrize("seed", [None, 7])
+def test_a_server_that_ends_returns_no_part_of_a_sample_with_a_seed(
+    engine: TransformersEngine, seed: int | None
+) -> None:
+    """Another server samples it anew, with the same random numbers; other samples go on where they ended."""
+    pytest.importorskip("starlette")
+    from moe_replay.rollout.server.app import build_app
+
+    app, found = build_app(engine, TOKEN), []
+    params = SamplingParams(max_tokens=230, seed=seed)
+    paused = Pause(engine.model, forwards=4)
+
+    def ask() -> None:
+        try:
+            found.append(client.generate([[1, 2]], params)[0][0].finish_reason)
+        except EngineUnavailableError as error:
+            found.append(error)
+
+    with serving(app) as address, VllmServer(address, token=TOKEN) as client:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        with paused:
+            app.state.is_ending = True
+            engine.abort()
+        thread.join()
+    assert found == [FinishReason.ABORT] if seed is None else "the server is ending" in str(found[0])
+
+
 def test_a_request_takes_no_longer_than_its_time(url: str, engine: TransformersEngine) -> None:
     with (
         VllmServer(url, token=TOKEN, timeout=0.3) as client,

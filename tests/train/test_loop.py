@@ -328,8 +328,9 @@ def test_the_export_is_what_was_trained(config: Config, demo_files: Any) -> None
 
 def test_ctrl_c_saves_and_ends(config: Config, metrics_of: Metrics) -> None:
     folder = train(config(steps=50, reward={"functions": ["tests.train.test_loop:interrupting"]}))
-    assert [line["step"] for line in metrics_of(folder)] == [1, 2]
-    assert (folder / "checkpoints/step-00000002").is_dir()
+    steps = [line["step"] for line in metrics_of(folder)]
+    assert steps in ([1], [1, 2])  # step 2 is sampled while step 1 is logged
+    assert (folder / f"checkpoints/step-{steps[-1]:08d}").is_dir()
 
 
 def test_gradients_that_are_not_finite_change_nothing_and_then_stop(

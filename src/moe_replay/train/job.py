@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +74,6 @@ class Job:
         self.backend = backend
         self.learner = Learner(config, backend)
         self.completed_steps = 0
-        self.sync_metrics: dict[str, float] = {}
         self._weights_kind = ""
         self._run = run
         self._base = Path(base)
@@ -189,7 +189,7 @@ class Job:
             if self._rollouts is not None:
                 self._rollouts.restore(state.data)
             self._progress.resume(self.completed_steps)
-            self._progress.message(f"resuming after step {self.completed_steps}{_lost(state)}")
+            self._progress.message(f"resuming after step {self.completed_steps}{state.lost}")
         self._run.begin(after=self.completed_steps)
         self.sync_weights(version=self.completed_steps)  # shows at once whether the engine accepts them
 
@@ -222,30 +222,39 @@ class Job:
             self._store,
             self._devices,
             self.completed_steps,
-            refit=self._refit,
-            progress=self._report_samples,
+            refit=partial(self._refit, self.completed_steps),
+            progress=partial(self._progress.phase, "rollout"),
         )
         self.backend.reload()
         return batch
 
-    def _refit(self) -> None:
+    def begin_rollout(self, step: int) -> None:
+        """Begin to sample a step whose weights are in, while the step before is evaluated, logged and saved.
+
+        Where trainer and engine take turns on the devices, a checkpoint needs them: then `rollout` begins with it.
+        """
+        if step > self.config.steps or (self._devices.take_turns and self.should_save(step - 1)):
+            return
+        self._refit(version=step - 1)  # servers that have joined get their share of the requests
+        with raise_on_all_ranks("beginning to sample"):
+            if self._rollouts is not None:
+                self._rollouts.begin()
+
+    def _refit(self, version: int) -> None:
         """Send the weights again if a server has lost them; all ranks take part."""
         lost = False
         with raise_on_all_ranks("asking the servers for their weights"):
             lost = self._rollouts is not None and self._rollouts.engine.lacks_weights()
         if any_rank(lost):
             self._progress.message("a rollout server has restarted: it is sent the weights again")
-            self.sync_weights(version=self.completed_steps)
-
-    def _report_samples(self, done: int, total: int) -> None:
-        self._progress.phase("rollout", done, total)
+            self.sync_weights(version)
 
     def report_updates(self, done: int, total: int) -> None:
         """Show how many updates of this step are done."""
         self._progress.phase("train", done, total)
 
-    def sync_weights(self, version: int) -> None:
-        """Give the engine the policy's weights, and check on the probe that it computes with them."""
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """Give the engine the policy's weights, and check on the probe that it computes with them; return metrics."""
         self.backend.reload()
         probe = self._probe.score(self.backend, self.config.rollout) if self._probe is not None else None
         with raise_on_all_ranks("scoring the probe"):
@@ -263,7 +272,7 @@ class Job:
         if synced.kind != self._weights_kind:
             self._weights_kind = synced.kind
             self._progress.message(f"weights reach the engine by {synced.kind} ({synced.reason})")
-        self.sync_metrics = synced.metrics()
+        return synced.metrics()
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return mean rewards on the evaluation prompts if this step evaluates, else nothing."""
@@ -336,7 +345,9 @@ class Job:
         return bool(every) and step % every == 0
 
     def save(self, step: int) -> None:
-        """Write a checkpoint of this step unless there is one already."""
+        """Write a checkpoint of this step unless there is one already; groups in flight are not part of it."""
+        if self._devices.take_turns and self._rollouts is not None:
+            self._rollouts.withdraw()  # the engine sleeps meanwhile
         state = TrainerState(
             step=step,
             version=step,
@@ -368,16 +379,6 @@ class Job:
     @property
     def _export_like(self) -> Path | None:
         return self._base if self.config.checkpoint.export else None
-
-
-def _lost(state: TrainerState) -> str:
-    """Say what a checkpoint does not hold; empty if it holds everything."""
-    if state.counters.get("optimizer", 1.0):
-        return ""
-    return (
-        " without the optimizer's state, which the checkpoint does not have (checkpoint.optimizer = false): "
-        "the moments of AdamW start at zero, so this is not the same run as one that was never stopped"
-    )
 
 
 def _with_steps(config: TrainConfig, inputs: Inputs | None, run: Run, progress: ConsoleProgress) -> TrainConfig:

@@ -39,7 +39,7 @@ def train(
 
 
 def _take_step(job: Job, step: int) -> None:
-    """Take one step; nothing of its samples is left in memory while the next ones are sampled."""
+    """Take one step; the next one is sampled from the moment that the engine has its weights."""
     metrics, clock = job.learner.new_metrics(), Clock(job.backend.device)
 
     with clock("rollout"):
@@ -51,11 +51,12 @@ def _take_step(job: Job, step: int) -> None:
         learned = job.learner.update(updates, metrics, step, job.report_updates)
         measured = job.learner.summarize(metrics, updates)
     with clock("sync"):
-        job.sync_weights(version=step)
+        synced = job.sync_weights(version=step)
+    job.begin_rollout(step + 1)
     with clock("eval"):
         evaluated = job.evaluate(step)
 
     timed = clock.metrics(batch.num_tokens)
-    job.log(step, {**batch.metrics, **scored, **learned, **measured, **job.sync_metrics, **evaluated, **timed})
+    job.log(step, {**batch.metrics, **scored, **learned, **measured, **synced, **evaluated, **timed})
     job.save_traces(step, batch)
     job.save_completions(step, batch.completions)

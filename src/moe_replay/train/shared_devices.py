@@ -32,6 +32,11 @@ class SharedDevices:
         self._adapter_alone = config.rollout.lora
         self._sync = EngineSync(config.weights, backend.device, copies=config.backend.offload)
 
+    @property
+    def take_turns(self) -> bool:
+        """Whether the engine sleeps while the trainer has its weights on the devices."""
+        return self._offload
+
     def start_with(self, engine: SyncedEngine) -> None:
         """Take the engine of the run, which has its memory, and have it free that for the trainer."""
         self.engine = engine

@@ -45,6 +45,7 @@ def roll_out(
     refit      sends the weights again if a server has lost them, before sampling or while others sample
     """
     for tries_left in reversed(range(MAX_REFITS + 1)):
+        had_begun = rollouts is not None and rollouts.has_begun
         refit()
         made: SharedBatch | None = None
         with raise_on_all_ranks("sampling"):
@@ -54,7 +55,8 @@ def roll_out(
                     batch = rollouts.next_unless(give_up, version, progress)
                     made = None if batch is None else SharedBatch.put(batch, store)
                 except EngineUnavailableError:
-                    if not tries_left or not rollouts.engine.lacks_weights():
+                    # What had begun may have failed for want of the weights that were just sent again.
+                    if not tries_left or not (had_begun or rollouts.engine.lacks_weights()):
                         raise
                 if made is not None:
                     devices.put_engine_to_sleep()

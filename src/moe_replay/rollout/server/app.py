@@ -34,7 +34,7 @@ from moe_replay.rollout.answers import DIGEST_HEADER, content_digest
 from moe_replay.rollout.engine import Engine, LoraSpec, put_to_sleep, receivers_of, wake_for_update
 from moe_replay.rollout.request_limits import RequestLimits
 from moe_replay.rollout.server.sample_wire import MEDIA_TYPE, encode_samples
-from moe_replay.rollout.types import SamplingParams
+from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
 from moe_replay.rollout.weights.delta import KeptWeights
 from moe_replay.rollout.weights.identity import takes_weights_id
 from moe_replay.rollout.weights.stream import UpdateHeader, read_frames, read_header, read_tensors, read_transfer
@@ -57,7 +57,10 @@ class _TokenIds(BaseModel):
 
 
 def build_app(engine: Engine, token: str, max_requests: int = 256, limits: RequestLimits | None = None) -> Starlette:
-    """Return the application. At most `max_requests` prompts are sampled at once; further requests get a 503."""
+    """Return the application. At most `max_requests` prompts are sampled at once; further requests get a 503.
+
+    Once its `state.is_ending` is set, an aborted request gets one too if it has a seed: another server samples it anew.
+    """
 
     service = _Service(engine, token, max_requests, limits or RequestLimits())
     posts = {
@@ -71,7 +74,9 @@ def build_app(engine: Engine, token: str, max_requests: int = 256, limits: Reque
     routes = [Route(path, service.guarded(work), methods=["POST"]) for path, work in posts.items()]
     routes.append(Route("/info", service.guarded(service.info), methods=["GET"]))
     routes.append(Route("/health", service.health, methods=["GET"]))
-    return Starlette(routes=routes)
+    app = Starlette(routes=routes)
+    app.state.is_ending = False
+    return app
 
 
 class _ResponseError(Exception):
@@ -153,6 +158,8 @@ class _Service:
             samples = await _while_connected(request, self.engine.generate_one(asked.prompt_ids, asked.params))
         finally:
             self._active -= 1
+        if asked.params.seed is not None and request.app.state.is_ending and any(map(_is_aborted, samples)):
+            raise _ResponseError(503, "the server is ending")  # the rest of it would have other random numbers
         body = await anyio.to_thread.run_sync(encode_samples, samples)
         return Response(body, media_type=MEDIA_TYPE, headers={DIGEST_HEADER: content_digest(body)})
 
@@ -279,6 +286,10 @@ async def _while_connected(request: Request, work: Awaitable[T]) -> T:
         for future in (task, disconnect):
             future.cancel()
         await asyncio.gather(task, disconnect, return_exceptions=True)
+
+
+def _is_aborted(sample: Sample) -> bool:
+    return sample.finish_reason is FinishReason.ABORT
 
 
 async def _disconnected(request: Request) -> None:

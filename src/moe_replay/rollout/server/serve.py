@@ -76,6 +76,7 @@ class Server:
                     raise EngineUnavailableError(f"{engine.name} has died", remedy="Its log names the cause")
             if not self._asked.is_set():
                 raise EngineError("the HTTP server ended by itself", remedy="Its log names the cause")
+            app.state.is_ending = True
             engine.abort()
         finally:
             server.should_exit = True

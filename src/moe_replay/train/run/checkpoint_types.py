@@ -66,6 +66,16 @@ class TrainerState:
     counters: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
 
+    @property
+    def lost(self) -> str:
+        """What the checkpoint does not hold, for a message; empty if it holds everything."""
+        if self.counters.get("optimizer", 1.0):
+            return ""
+        return (
+            " without the optimizer's state, which the checkpoint does not have (checkpoint.optimizer = false): "
+            "the moments of AdamW start at zero, so this is not the same run as one that was never stopped"
+        )
+
 
 def damage_of(folder: Path) -> str:
     """Return what is damaged in a checkpoint, "" if nothing is. All ranks call it."""
