@@ -83,12 +83,14 @@ def test_a_run_on_ray_has_the_numbers_of_torchrun(
     by_torchrun: list[dict[str, Any]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Two ranks on a node and two engines; their output is in the run's folder, that of rank 0 shown as well."""
-    cluster = {"ranks_per_node": 2, "engines": 2}
-    config = tiny_config(demo_files.model, demo_files.train, tmp_path / "run", **RUN, cluster=cluster)
+    """Two ranks on a node, two engines and two drivers; what ranks and engines print is in the run's folder, that of
+    rank 0 is shown as well."""
+    settings = {"cluster": {"ranks_per_node": 2, "engines": 2}, "rollout": {"drivers": 2}}
+    config = tiny_config(demo_files.model, demo_files.train, tmp_path / "run", **RUN, **settings)
     assert train_on(nodes, config) == 0
     assert numbers(tmp_path / "run") == by_torchrun
     shown = capsys.readouterr().out
+    assert "2 rollout drivers: processes" in shown
     assert "ray: placing 2 ranks on 1 machine, each with 2 CPU; 2 engines with 1 CPU each" in shown
     assert f"step {STEPS}/{STEPS}" in shown
     logs = {path.name for path in (tmp_path / "run/logs").iterdir()}

@@ -18,7 +18,9 @@ pytest.importorskip("transformers")
 from moe_replay.rollout.server.app import build_app
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.train.loop import train
+from tests.distributed import harness
 from tests.rollout.serving import serving
+from tests.train.runs import train_on_rank
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 TOKEN = "secret"
@@ -91,6 +93,18 @@ def test_two_drivers_sample_what_one_does_ahead_of_training(
     assert files_of(two) == files_of(one)
     assert len(started) == 2
     assert not alive(started)
+
+
+def test_two_ranks_train_on_what_two_drivers_sample(demo_files: Any, tmp_path: Path, url: str) -> None:
+    runs = []
+    for drivers in (1, 2):
+        run = tmp_path / str(drivers)
+        arguments = (str(demo_files.model), str(demo_files.train), str(run), served(url, drivers=drivers))
+        lines, same = harness.run_ranks(2, train_on_rank, *arguments)
+        assert lines == same
+        runs.append(([{k: v for k, v in line.items() if not k.startswith("time")} for line in lines], files_of(run)))
+    assert len(runs[0][1]) == 4
+    assert runs[0] == runs[1]
 
 
 def test_the_groups_of_a_driver_that_is_killed_are_sampled_by_the_other(
