@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import make_dataclass
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 import moe_replay as mr
 from moe_replay.errors import EngineError, EngineUnavailableError
 from moe_replay.rollout.server.client import VllmServer
-from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams
+from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, is_unrouted
 from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
 from moe_replay.tools.attribution.measure import attribute
 from moe_replay.tools.attribution.result import NATIVE, R3
@@ -81,6 +81,24 @@ def test_samples_are_those_of_the_model(engine: Any, family: str, temperature: f
             assert len(sample.completion_ids) == 12
             assert sample.finish_reason is FinishReason.LENGTH
             assert_sampled_from(tiny_model(family), sample, temperature or 1.0)
+
+
+def test_routes_that_are_not_asked_for_are_not_sent(engine: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    receiver = engine._routes._receiver
+    if receiver is not None:
+        arrive = receiver._arrive_all
+        monkeypatch.setattr(
+            receiver, "_arrive_all", lambda ended: (sent.extend(one[0] for one in ended), arrive(ended))
+        )
+    params = SamplingParams(n=1, max_tokens=6, temperature=0.0)
+    ((without,),) = engine.generate([[1, 2, 3]], replace(params, routes=False))
+    engine.prompt_logprobs([1, 2, 3])
+    ((sample,),) = engine.generate([[1, 2, 3]], params)
+    assert is_unrouted(without.trace)
+    assert without.trace.token_ids.tolist() == sample.trace.token_ids.tolist()
+    assert_sampled_from(tiny_model(family), sample)
+    assert len(sent) == (0 if receiver is None else 1)
 
 
 def test_log_probs_of_a_truncated_distribution(engine: Any, family: str) -> None:
