@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from moe_replay.train.backends.lora_targets import LoraError
+from tests.combinations import with_thorough
 from tests.distributed import harness, megatron_lora, megatron_training
 from tests.distributed.megatron_models import PRELOADED
 from tests.megatron.weights.models import DENSE_LAST, saved_tensors
@@ -67,7 +68,7 @@ def close(found: Any, wanted: Any) -> bool:
     return torch.allclose(torch.as_tensor(found), torch.as_tensor(wanted), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", with_thorough(LAYOUTS, {"1", "pp2-vpp2-recomputed"}))
 def test_updates_as_fsdp_and_peft_make_them(name: str) -> None:
     variant, size, targets, settings = LAYOUTS[name]
     begin, one = adapter(variant, *targets), expected(variant, *targets)

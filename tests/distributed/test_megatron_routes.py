@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import moe_replay as mr
 from moe_replay.distributed.traces import collect_traces, merge_traces
+from tests.combinations import with_thorough
 from tests.distributed import harness
 from tests.distributed.megatron_models import (
     FULL,
@@ -113,7 +114,7 @@ def move_routers_everywhere(partition: Partition) -> None:
         move_routers(chunk, seed=900)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_thorough(CASES, {"dp2", "tp2"}))
 def test_kept_and_gathered_routes_replay_alike(name: str) -> None:
     case = CASES[name]
     path, _ = reference()

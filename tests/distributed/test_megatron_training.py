@@ -53,6 +53,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2-vpp2": (2, VPP | FULL),
     "tp2-pp2-ep2-packed": (4, TP | PP | EP | {"expert_tensor_parallel": 1} | PACKED | SHARDED),
 }
+THOROUGH = {"1-packed", "dp2", "dp2-sharded-packed", "ep2", "cp2", "tp2-packed"}  # the others have their parts
 PIPELINES = [name for name, (_, settings) in LAYOUTS.items() if "pipeline_parallel" in settings]
 TOLERANCE = 1e-5
 
@@ -84,9 +85,7 @@ def close(found: Any, wanted: Any, tolerance: float = TOLERANCE) -> bool:
     return torch.allclose(torch.as_tensor(found), torch.as_tensor(wanted), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(
-    "name", with_thorough([name for name in LAYOUTS if name not in PIPELINES], {"dp2", "ep2", "cp2"})
-)
+@pytest.mark.parametrize("name", with_thorough([name for name in LAYOUTS if name not in PIPELINES], THOROUGH))
 def test_updates_as_one_process_makes_them(name: str) -> None:
     assert_updates_as_one_process(*LAYOUTS[name])
 
@@ -127,8 +126,12 @@ def assert_updates_as_one_process(
     check_weights(ranks[0]["weights"], one["weights"], saved_tensors(policy(variant)[0]), tolerance)
 
 
-@pytest.mark.parametrize(("size", "settings"), [(1, {}), (2, TP | PACKED), (2, CP)], ids=["1", "tp2-packed", "cp2"])
-def test_sampling_masks_are_replayed_as_one_process_replays_them(size: int, settings: dict[str, Any]) -> None:
+MASKED = {"1": (1, {}), "tp2-packed": (2, TP | PACKED), "cp2": (2, CP)}
+
+
+@pytest.mark.parametrize("name", with_thorough(MASKED, {"1"}))
+def test_sampling_masks_are_replayed_as_one_process_replays_them(name: str) -> None:
+    size, settings = MASKED[name]
     ranks = harness.run_ranks(
         size, megatron_training.two_updates, policy(DENSE_FIRST)[0], masked_data(), "megatron", settings
     )
@@ -176,7 +179,9 @@ def test_the_updates_would_be_others_natively() -> None:
     assert one["micro_batches"][0] > 1
 
 
-@pytest.mark.parametrize("settings", [TP | PACKED, VPP | BF16 | FULL, CP | EP | GROUPED], ids=str)
+@pytest.mark.parametrize(
+    "settings", with_thorough([TP | PACKED, VPP | BF16 | FULL, CP | EP | GROUPED], [TP | PACKED]), ids=str
+)
 def test_a_recorded_pass_is_replayed_bit_for_bit(settings: dict[str, Any]) -> None:
     ranks = on_ranks(2, megatron_training.first_ratios, settings)
     assert any(rank["reports_metrics"] for rank in ranks)
@@ -189,7 +194,8 @@ def test_a_recorded_pass_is_replayed_bit_for_bit(settings: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     "settings",
     with_thorough(
-        [TP | BF16, EP | SHARDED | BF16, VPP, EP | SHARDED, {"dtype": "float16"}, FSDP | BF16], [EP | SHARDED]
+        [TP | BF16, EP | SHARDED | BF16, VPP, EP | SHARDED, {"dtype": "float16"}, FSDP | BF16],
+        [EP | SHARDED, {"dtype": "float16"}],
     ),
     ids=str,
 )
@@ -225,7 +231,7 @@ RESHARDED = {
 }
 
 
-@pytest.mark.parametrize("name", with_thorough(RESHARDED, {"fsdp2-fsdp4", "tp2-pp2"}))
+@pytest.mark.parametrize("name", with_thorough(RESHARDED, {"fsdp2-fsdp4", "fsdp4-fsdp2", "tp2-pp2", "ep2-ep1"}))
 def test_a_run_goes_on_with_other_ranks_as_if_it_had_not_stopped(tmp_path: Path, name: str) -> None:
     """Weights, float32 copies and moments are those that were saved, bit for bit, and so is what is saved again."""
     before, saving, after, loading = RESHARDED[name]
@@ -255,7 +261,9 @@ def check_same_state(wanted: dict[str, torch.Tensor], found: dict[str, torch.Ten
     assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
 
 
-@pytest.mark.parametrize("settings", [PP | PACKED, EP | SHARDED | BF16, {"dtype": "float16"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", with_thorough([PP | PACKED, EP | SHARDED | BF16, {"dtype": "float16"}], [PP | PACKED]), ids=str
+)
 def test_a_bad_gradient_changes_nothing_on_any_rank(settings: dict[str, Any]) -> None:
     for rank in on_ranks(2, megatron_training.bad_update, settings):
         assert not rank["applied"]

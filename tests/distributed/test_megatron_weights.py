@@ -67,6 +67,7 @@ PARTITIONED = [
 THOROUGH = {  # what is cut in them is cut in the layouts with more at once
     *(("qwen3_moe", layout) for layout in ("tp2", "ep2", "tp2-ep2-etp2", "grouped", "grouped-tp2-pp2-ep2")),
     *(("deepseek_v3", layout) for layout in ("tp2", "pp2-vpp2")),
+    *((variant, "tp2-pp2-ep2") for variant in ("qwen3_moe", "olmoe", "qwen2_moe")),
 }
 TOLERANCE = 1e-5
 TOLERANCES = {"qwen3_next": 1e-4}  # the norm after a delta net amplifies rounding errors where its output is small

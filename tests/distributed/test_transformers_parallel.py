@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import moe_replay as mr
+from tests.combinations import with_thorough
 from tests.distributed.harness import run_ranks
 from tests.distributed.rank import Share, record_and_replay
 from tests.distributed.reference import (
@@ -29,6 +30,8 @@ from tests.distributed.reference import (
     to_wire,
 )
 from tests.replay.adapters.families import tiny_model
+
+FEWER = {"mixtral", "glm4_moe"}  # as the others; left to `make test-long`
 
 
 def masked(family: str) -> dict[str, str]:
@@ -78,18 +81,18 @@ def check_plan(family: str, plan: Plan, folder: Path) -> None:
         check_other(share.native, expected)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", with_thorough(["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3"], FEWER))
 def test_tensor_parallel(family, tmp_path):
     check_plan(family, Plan(tensor=2), tmp_path)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", with_thorough(["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"], FEWER))
 def test_experts_masked_on_other_ranks(family, tmp_path):
     """The router's output is cut down to local ids after its choice was made."""
     check_plan(family, Plan(tensor=2, expert=2, overruled=masked(family)), tmp_path)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", with_thorough(["qwen3_moe", "deepseek_v3", "gpt_oss"], {"deepseek_v3"}))
 def test_tokens_dispatched_to_experts(family, tmp_path):
     check_plan(family, Plan(tensor=2, expert=2), tmp_path)
 

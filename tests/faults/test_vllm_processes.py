@@ -83,6 +83,7 @@ def wait_until_healthy(server: subprocess.Popen[str] | Forked, port: int) -> Non
     raise AssertionError(f"the server did not start: {server.stdout.read() if server.stdout else ''}")
 
 
+@pytest.mark.thorough  # test_signals.py has both with the other engine
 def test_ctrl_c_and_a_second_signal(demo_files: Any, tmp_path: Path) -> None:
     """Ctrl-C reaches the whole process group and the step is saved; then an engine that hangs, and two signals."""
     made = vllm_recipe(demo_files, tmp_path, steps=40, checkpoint={"every": 0})

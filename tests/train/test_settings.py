@@ -130,7 +130,9 @@ def test_conversations_are_rendered_and_scored_as_messages(config: Config, tmp_p
     rows = [{column: [{"role": "user", "content": f"{i}+{i}="}], "solution": str(2 * i)} for i in range(1, 9)]
     parquet.write_table(pyarrow.Table.from_pylist(rows), data)
     made = config(steps=1, data={"path": str(data)}, reward={"functions": ["tests.train.test_settings:of_messages"]})
-    assert (train(made, write_report=write_run_report) / "report.html").is_file()
+    with_report = column == "messages"  # of the other it would be the same
+    run = train(made, write_report=write_run_report) if with_report else train(made)
+    assert (run / "report.html").is_file() == with_report
 
 
 def of_messages(prompts: list, completions: list, solution: list[str], **_: Any) -> list[float]:
