@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_replay.rollout.vllm.cpu_parallel import LocalExperts, all_gather_sizes, reduce_scatter_sizes
+from moe_replay.rollout.vllm.cpu_parallel import LocalExperts, all_gather_any, all_gather_sizes, reduce_scatter_sizes
 from moe_replay.rollout.vllm.replicas import Replicas
 from moe_replay.utils.processes import KilledWithThis
 
@@ -23,7 +23,6 @@ class Client:
 
     def __init__(self, answers: dict[str, dict[str, Any]]) -> None:
         self.core_engines = list(answers)
-        self.resources = SimpleNamespace(coordinator=None)
         self.asked: list[tuple[Any, ...]] = []
         self._answers = answers
 
@@ -34,7 +33,7 @@ class Client:
 
 def test_every_worker_of_every_replica_answers() -> None:
     client = Client({"first": {"collective_rpc": ["", ""]}, "second": {"collective_rpc": ["", "missing"]}})
-    replicas = Replicas(SimpleNamespace(engine_core=client))
+    replicas = Replicas(SimpleNamespace(engine_core=client), lambda: None)
     assert replicas.count == 2
     assert asyncio.run(replicas.call_workers("replay_load", "file")) == ["", "", "", "missing"]
     call = "collective_rpc", "replay_load", None, ("file",), None
@@ -43,21 +42,21 @@ def test_every_worker_of_every_replica_answers() -> None:
 
 def test_a_prefix_cache_that_one_replica_has_kept_is_not_dropped() -> None:
     client = Client({"first": {"reset_prefix_cache": True}, "second": {"reset_prefix_cache": False}})
-    assert asyncio.run(Replicas(SimpleNamespace(engine_core=client)).reset_prefix_cache()) is False
+    assert asyncio.run(Replicas(SimpleNamespace(engine_core=client), lambda: None).reset_prefix_cache()) is False
 
 
-def test_what_is_guarded_ends_when_asked_and_with_the_process_that_guards_it() -> None:
+def test_what_carries_the_mark_ends_with_the_process_that_guards_it() -> None:
     sleeper = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
-    with subprocess.Popen(sleeper) as asked:
-        KilledWithThis(asked.pid).close()
-        assert asked.wait(60) == -signal.SIGKILL
-    with subprocess.Popen(sleeper) as guarded:
-        guard = (
-            f"import os; from moe_replay.utils.processes import KilledWithThis; kept = KilledWithThis({guarded.pid}); "
-        )
-        code = guard + "os.kill(os.getpid(), 9)"
-        assert subprocess.run([sys.executable, "-c", code], check=False, env=os.environ).returncode == -signal.SIGKILL
+    marked, mark = os.environ | {"MARK_OF_THIS_TEST": "7"}, "MARK_OF_THIS_TEST=7"
+    with subprocess.Popen(sleeper, env=marked) as guarded, subprocess.Popen(sleeper) as other:
+        KilledWithThis(mark).close()
+        assert guarded.poll() is None, "its guard has let it be"
+        code = "import os; from moe_replay.utils.processes import KilledWithThis; "
+        code += f"kept = KilledWithThis({mark!r}); os.kill(os.getpid(), 9)"
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
         assert guarded.wait(60) == -signal.SIGKILL
+        assert other.poll() is None
+        other.kill()
 
 
 class _Experts:
@@ -90,5 +89,7 @@ def test_tokens_of_one_rank_are_gathered_and_given_back(tmp_path: Any) -> None:
         assert torch.equal(gathered[0], tokens)
         assert torch.equal(gathered[1], ids)
         assert torch.equal(reduce_scatter_sizes(None, tokens, 0, [3]), tokens)
+        assert torch.equal(all_gather_any(lambda *_: tokens, None, ids, 0), ids)
+        assert all_gather_any(lambda *_: tokens, None, tokens + 1, 0) is tokens
     finally:
         dist.destroy_process_group()

@@ -53,19 +53,35 @@ def _wait_for_parent(parent: int, then: Callable[[], None]) -> None:
     then()
 
 
-class KilledWithThis:
-    """Has another process killed when this one ends, however it ends, or when `close` is called."""
+_GUARD = """
+import os, sys
+if not sys.stdin.buffer.readline():
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as variables:
+                if sys.argv[1].encode() in variables.read().split(bytes(1)):
+                    os.kill(int(pid), 9)
+        except OSError:
+            pass
+"""
 
-    def __init__(self, pid: int) -> None:
-        command = ["sh", "-c", 'read end; kill -9 "$0"', str(pid)]
+
+class KilledWithThis:
+    """Kills processes when this one ends, however it ends: those that were started with a variable, `mark`.
+
+    For processes of other programs, which cannot be told of their parent.
+    """
+
+    def __init__(self, mark: str) -> None:
+        command = [sys.executable, "-S", "-c", _GUARD, mark]
         quiet = subprocess.DEVNULL
         self._guard = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True
         )
 
     def close(self) -> None:
-        """Kill it now."""
-        self._guard.communicate()  # closes the pipe that it reads
+        """Let them be."""
+        self._guard.communicate(b"done\n")  # a line: processes that were forked meanwhile keep the pipe open
 
 
 def leave_process_group() -> None:

@@ -1,11 +1,13 @@
-"""Expert and data parallelism in vLLM on CPUs, which lacks two things that its other platforms have.
+"""Expert and data parallelism in vLLM on CPUs, which lacks three things that its other platforms have.
 
 Its kernels take expert ids for those of the rank's own experts, and read beyond them where they are not; its
-communication has no all-gather of different sizes, by which replicas exchange tokens.
+communication has no all-gather of different sizes, by which replicas exchange tokens, and none of whole numbers over a
+tensor-parallel group, by which its capture of routes joins the parts of a sequence.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -21,7 +23,7 @@ class ParallelExperts:
 
     def init_device(self) -> None:
         """Join the process groups, and let replicas gather tokens."""
-        from vllm.distributed.parallel_state import get_dp_group, get_ep_group
+        from vllm.distributed.parallel_state import get_dp_group, get_ep_group, get_tp_group
 
         super().init_device()  # type: ignore[misc]
         for group in (get_dp_group(), get_ep_group()):
@@ -29,6 +31,9 @@ class ParallelExperts:
             if communicator is not None:
                 communicator.all_gatherv = partial(all_gather_sizes, communicator.device_group)
                 communicator.reduce_scatterv = partial(reduce_scatter_sizes, communicator.device_group)
+        tensor = get_tp_group().device_communicator
+        if tensor is not None:
+            tensor.all_gather = partial(all_gather_any, tensor.all_gather, tensor.device_group)
 
     def load_model(self, **options: Any) -> None:
         """Load the model, and have each layer compute with the experts of this rank alone."""
@@ -77,6 +82,15 @@ def all_gather_sizes(group: Any, tensors: Any, dim: int = 0, sizes: list[int] | 
     parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded, group=group)
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def all_gather_any(of_floats: Callable[[Tensor, int], Tensor], group: Any, tensor: Tensor, dim: int = -1) -> Tensor:
+    """Return the tensors of all ranks, joined along a dimension; whole numbers too, which `of_floats` cannot gather."""
+    if tensor.is_floating_point():
+        return of_floats(tensor, dim)
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.cat(parts, dim)
 
 
 def reduce_scatter_sizes(group: Any, tensor: Tensor, dim: int = 0, sizes: list[int] | None = None) -> Tensor:

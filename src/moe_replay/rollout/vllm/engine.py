@@ -148,16 +148,17 @@ class VllmEngine(AsyncSampler):
 
         notes = failure_file(folder)
         try:
-            llm = start_llm(arguments)
+            llm, close = start_llm(arguments)
         except (
             *(ValueError, TypeError, LookupError, AttributeError),
             *(ImportError, NotImplementedError, AssertionError, RuntimeError),
         ) as failure:
             raise not_started(str(self.name), noted_failure(notes) or one_line(failure)) from failure
         if self._routes.capture != "ours" and not returns_routes(llm.vllm_config):
+            close()
             llm.shutdown()
             raise EngineError(f"{self.name} disabled the return of routes", expected=f"vLLM {WORKING_VERSIONS}")
-        replicas = Replicas(llm)
+        replicas = Replicas(llm, close)
         await self._routes.connect(replicas, folder)
         return llm, replicas
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import secrets
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -19,7 +20,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from moe_replay.rollout.vllm.console import leave_out_what_means_nothing, note_failures
-from moe_replay.utils.processes import end_with_parent, leave_process_group
+from moe_replay.utils.processes import KilledWithThis, end_with_parent, leave_process_group
 from moe_replay.utils.signals import SIGNALS
 
 
@@ -42,14 +43,18 @@ class OwnGroupMultiprocExecutor(MultiprocExecutor):
 
 
 _PARENT = "MOE_REPLAY_ENGINE_PARENT"
+_MARK = "MOE_REPLAY_ENGINE_MARK"
 _VARIANTS: dict[Any, Any] = {
     UniProcExecutor: OwnGroupUniProcExecutor,
     MultiprocExecutor: OwnGroupMultiprocExecutor,
 }
 
 
-def start_llm(arguments: Any) -> Any:
-    """Start vLLM from its engine arguments. Executors other than the two above (Ray) are used as they are."""
+def start_llm(arguments: Any) -> tuple[Any, Callable[[], None]]:
+    """Start vLLM from its engine arguments. Executors other than the two above (Ray) are used as they are.
+
+    Also return what is called before it is closed.
+    """
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.executor.abstract import Executor
@@ -57,14 +62,34 @@ def start_llm(arguments: Any) -> Any:
     leave_out_what_means_nothing()
     config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     executor = Executor.get_class(config)
-    with _prepared():
-        return AsyncLLM(
-            vllm_config=config,
-            executor_class=_VARIANTS.get(executor, executor),
-            log_requests=arguments.enable_log_requests,
-            log_stats=not arguments.disable_log_stats,
-            usage_context=UsageContext.ENGINE_CONTEXT,
-        )
+    with ExitStack() as undo:
+        if config.parallel_config.data_parallel_size > 1:
+            undo.enter_context(_guarded())
+        with _prepared():
+            llm: Any = AsyncLLM(
+                vllm_config=config,
+                executor_class=_VARIANTS.get(executor, executor),
+                log_requests=arguments.enable_log_requests,
+                log_stats=not arguments.disable_log_stats,
+                usage_context=UsageContext.ENGINE_CONTEXT,
+            )
+        coordinator = getattr(llm.engine_core.resources, "coordinator", None)
+        if coordinator is not None:
+            undo.callback(coordinator.proc.kill)  # it began with signals blocked, and would let vLLM wait for its end
+        return llm, undo.pop_all().close
+
+
+@contextmanager
+def _guarded() -> Iterator[None]:
+    """Have vLLM's process between replicas end with this one: it runs nothing of ours that could see to it."""
+    mark = secrets.token_hex(8)
+    guard = KilledWithThis(f"{_MARK}={mark}")
+    os.environ[_MARK] = mark
+    try:
+        yield
+    finally:
+        os.environ.pop(_MARK, None)
+        guard.close()
 
 
 @contextmanager

@@ -7,24 +7,22 @@ for a good one. Here every replica is asked, and every worker of each.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
-
-from moe_replay.utils.processes import KilledWithThis
 
 
 class Replicas:
     """All engine cores of a started vLLM.
 
     count   1 without data parallelism
+    close   ends what is between replicas; to be called before vLLM is ended
     """
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, close: Callable[[], None]) -> None:
         self._llm, self._client = llm, llm.engine_core
         self._cores: list[Any] = list(getattr(self._client, "core_engines", ()))
         self.count = len(self._cores) or 1
-        # vLLM's process between replicas is told of no end but an orderly one.
-        coordinator = getattr(self._client.resources, "coordinator", None)
-        self._guard = None if coordinator is None else KilledWithThis(coordinator.proc.pid)
+        self.close = close
 
     async def call_workers(self, method: str, *arguments: str) -> list[Any]:
         """Return what each worker answers, in the order of replicas and of the ranks in each."""
@@ -48,12 +46,6 @@ class Replicas:
         """Undo `pause`."""
         if self.count > 1:
             await self._llm.resume_generation()
-
-    def close(self) -> None:
-        """End the process between replicas."""
-        if self._guard is not None:
-            self._guard.close()
-            self._guard = None
 
     async def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
         calls = [self._client._call_utility_async(method, *arguments, engine=core) for core in self._cores]
