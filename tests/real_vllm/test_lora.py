@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from moe_replay.errors import EngineError, EngineOptionError
-from moe_replay.rollout.adapter import Adapter
+from moe_replay.rollout.adapter import PREFIX, Adapter, module_names, write_adapter
 from moe_replay.rollout.engine import LoraSpec, StartRequest
 from moe_replay.rollout.server.app import build_app
 from moe_replay.rollout.server.client import start as connect_to_servers
@@ -150,6 +150,31 @@ def test_training_with_r3_and_gspo_sends_the_adapter_alone(engine: Any, demo_fil
     policy = PeftModel.from_pretrained(base_model(demo_files), str(folder / "checkpoints/step-00000002/adapter"))
     assert engine.weight_version == 2
     assert_samples_are_of(policy, engine, 2, engine.weights_id)
+
+
+def test_vllms_own_loader_reads_an_adapter_of_experts(demo_files: Any, tmp_path: Path) -> None:
+    """Its kernels for them need a GPU; names, ranks and how it packs the experts of a layer do not."""
+    pytest.importorskip("vllm", reason=NEEDS_VLLM)
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.lora_weights import PackedLoRALayerWeights
+    from vllm.lora.peft_helper import PEFTHelper
+
+    policy = adapted(demo_files, 3, ("all-linear",))
+    write_adapter(adapter_of(policy), tmp_path)
+    tensors = dict(adapter_of(policy).tensors)
+    projections = ("gate_proj", "down_proj", "up_proj")
+    layer = next(name for name in tensors if ".experts.0." in name).removeprefix(PREFIX).partition(".experts.")[0]
+    numbers = {int(name.split(".experts.")[1].partition(".")[0]) for name in tensors if ".experts." in name}
+    parts = [f"experts.{number}.{name}" for number in sorted(numbers) for name in projections]
+    known = {*parts, *projections, "q_proj", "k_proj", "v_proj", "o_proj"}
+    helper = PEFTHelper.from_local_dir(str(tmp_path), 256)
+    read = LoRAModel.from_local_checkpoint(str(tmp_path), known, helper, device="cpu")
+    packed = PackedLoRALayerWeights.pack_moe([read.loras[f"{layer}.{part}"] for part in parts], layer).optimize()
+    for index, projection in enumerate(projections):
+        for number in numbers:
+            down, up = (tensors[name] for name in module_names(f"{layer}.experts.{number}.{projection}"))
+            found = packed.lora_b[index][number] @ packed.lora_a[index][number]
+            torch.testing.assert_close(found, 2.0 * up @ down)  # alpha 8, rank 4
 
 
 def test_experts_on_cpu_are_refused_before_anything_starts() -> None:

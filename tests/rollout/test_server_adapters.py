@@ -26,6 +26,7 @@ from moe_replay.rollout.server.client import VllmServer, start
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.rollout.types import Probe, SamplingParams
 from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
+from moe_replay.train.config.keys import ConfigError
 from moe_replay.train.config.sections import ModelConfig, RolloutConfig
 from moe_replay.train.engines import start_request
 from moe_replay.train.synced_engine import SyncedEngine
@@ -149,8 +150,11 @@ def test_the_command_has_lora_with_vllm_alone() -> None:
 def test_the_trainer_knows_what_room_its_servers_need(tmp_path: Path) -> None:
     """Also where vLLM is not installed, and experts that it could not adapt on this machine."""
     tiny_model("qwen3_moe").config.save_pretrained(tmp_path)
-    model = ModelConfig(lora_rank=4, lora_targets=("q_proj", "gate_proj", "up_proj", "router"))
+    some = ModelConfig(lora_rank=4, lora_targets=("q_proj", "gate_proj", "up_proj", "router"))
     rollout = RolloutConfig(engine="vllm_server", urls=("http://127.0.0.1:1",), lora=True)
+    with pytest.raises(ConfigError, match="all projections of an expert, or of none"):
+        start_request(rollout, some, str(tmp_path), 16)
+    model = some.model_copy(update={"lora_targets": (*some.lora_targets, "down_proj")})
     spec = start_request(rollout, model, str(tmp_path), 16).lora
     assert spec is not None
     assert (spec.rank, {"experts", "gate", "q_proj"} <= {*spec.modules}) == (4, True)

@@ -14,7 +14,7 @@ from moe_replay.distributed.ranks import all_gather_text, from_rank_0, raise_on_
 from moe_replay.rollout.engine import Engine, LoraSpec, StartRequest
 from moe_replay.rollout.model_folder import read_config
 from moe_replay.rollout.registry import start_engine
-from moe_replay.train.backends.lora_targets import targets_of
+from moe_replay.train.backends.lora_targets import Targets, targets_of
 from moe_replay.train.config.keys import ConfigError
 from moe_replay.train.config.sections import ModelConfig, RolloutConfig
 from moe_replay.train.config.train_config import TrainConfig
@@ -141,12 +141,23 @@ def _sending_changes(engine: Engine, weights: WeightsConfig) -> Engine:
     return engine
 
 
+def check_experts(targets: Targets) -> None:
+    """Raise for adapters of some projections of the experts: vLLM keeps those of an expert together."""
+    if not targets.has_whole_experts:
+        raise ConfigError(
+            "rollout.lora: vLLM takes adapters of all projections of an expert, or of none",
+            remedy="Add gate_proj, up_proj and down_proj (Mixtral: w1, w2, w3) to model.lora_targets, or set "
+            "rollout.lora = false: the engine then gets merged weights",
+        )
+
+
 def lora_spec(model: ModelConfig, folder: str, *, is_server: bool = False) -> LoraSpec:
     """Return what an engine must know of the policy's adapter before it starts; raise for what vLLM cannot take.
 
     is_server   the engine runs elsewhere: its own start has shown what it can take
     """
     targets = targets_of(read_config(folder, trust_remote_code=model.trust_remote_code), model)
+    check_experts(targets)
     spec = LoraSpec(model.lora_rank, targets.engine_modules)
     if not is_server:
         from moe_replay.rollout.vllm.adapter import adapter_options

@@ -25,6 +25,12 @@ _FUSED = {
     "w3": "gate_up_proj",
     "w2": "down_proj",
 }
+_WHOLE: tuple[set[str], ...] = (
+    {"gate_up_proj", "down_proj"},
+    {"gate_proj", "up_proj", "down_proj"},
+    {"w1", "w2", "w3"},
+)
+"""All projections of an expert, by the names of one model or another."""
 _HALVES = (("gate_proj", "up_proj"), ("w1", "w3"))
 _INSIDE_EXPERTS = re.compile(r"\.experts\.\d+\.")
 _INSIDE_ROUTERS = ("gate", "router", "classifier")
@@ -39,6 +45,13 @@ class Targets(NamedTuple):
 
     modules: tuple[str, ...]
     parameters: tuple[str, ...]
+
+    @property
+    def has_whole_experts(self) -> bool:
+        """Whether all projections of the experts are adapted, or none."""
+        found = {_leaf(name) for name in self.modules if _INSIDE_EXPERTS.search(name)}
+        found |= {_leaf(name) for name in self.parameters if _leaf(name.rpartition(".")[0]) == "experts"}
+        return not found or any(whole <= found for whole in _WHOLE)
 
     @property
     def engine_modules(self) -> tuple[str, ...]:
