@@ -78,7 +78,7 @@ def test_all_workers_have_the_routes_and_the_weights(engine: Any) -> None:
     engine.update_weights(checkpoint_tensors(model), 1, probe(model), "one")
     thread = threading.Thread(target=lambda: running.append(engine.generate(prompts(4), long)))
     thread.start()
-    while not engine._barrier.active:
+    while thread.is_alive() and not engine._barrier.active:
         time.sleep(0.01)
     engine.update_weights(checkpoint_tensors(other), 2, probe(other), "two")
     thread.join()
