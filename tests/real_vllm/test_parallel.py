@@ -27,7 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"data_parallel_size": 2},
     "tp2-dp2-ep": {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True},
 }
-RARE = ("tp2", "dp2", "tp2-dp2-ep")
+RARE = ("tp2-ep", "tp2", "dp2", "tp2-dp2-ep")
 PROBE = list(range(1, 60))
 
 
