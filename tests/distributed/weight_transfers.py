@@ -14,7 +14,7 @@ import torch.distributed as dist
 from moe_replay.rollout.pool import EnginePool
 from moe_replay.rollout.server.client import VllmServer
 from moe_replay.rollout.vllm.layer_shares import LayerShares, partition
-from moe_replay.rollout.weights.sender import Meeting
+from moe_replay.rollout.weights.sender import Rendezvous
 from moe_replay.rollout.weights.source import WeightSource
 from moe_replay.train.config.weights_section import WeightsConfig
 from moe_replay.train.synced_engine import SyncedEngine
@@ -26,9 +26,9 @@ CPU = torch.device("cpu")
 LIMIT = timedelta(seconds=240)
 
 
-def small_chunks(*settings: Any) -> Meeting:
-    """A meeting with another size of the chunks."""
-    return Meeting(*settings)._replace(chunk_bytes=CHUNK_BYTES)
+def small_chunks(*settings: Any) -> Rendezvous:
+    """A rendezvous with another size of the chunks."""
+    return Rendezvous(*settings)._replace(chunk_bytes=CHUNK_BYTES)
 
 
 def send(
@@ -41,7 +41,7 @@ def send(
     with ExitStack() as stack:
         for module in ("train.weight_sync", "rollout.weights.sender"):
             stack.enter_context(mock.patch(f"moe_replay.{module}.device_id", return_value=f"gpu {rank}"))
-        stack.enter_context(mock.patch("moe_replay.train.weight_sync.Meeting", small_chunks))
+        stack.enter_context(mock.patch("moe_replay.train.weight_sync.Rendezvous", small_chunks))
         for version, (kind, urls) in enumerate(updates, start=1):
             config = WeightsConfig(kind=kind, timeout_s=240)  # type: ignore[arg-type]
             engine = None

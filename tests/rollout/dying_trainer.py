@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_replay.rollout.pool import EnginePool
 from moe_replay.rollout.server.client import VllmServer
 from moe_replay.rollout.weights import chunks as weight_chunks
-from moe_replay.rollout.weights.sender import Meeting
+from moe_replay.rollout.weights.sender import Rendezvous
 from moe_replay.rollout.weights.source import IteratorSource
 from moe_replay.train import weight_sync
 from moe_replay.train.config.weights_section import WeightsConfig
@@ -25,9 +25,9 @@ CHUNK_BYTES = 2**14
 TOKEN = "open sesame"
 
 
-def small_chunks(*settings: Any) -> Meeting:
-    """A meeting with another size of the chunks."""
-    return Meeting(*settings)._replace(chunk_bytes=CHUNK_BYTES)
+def small_chunks(*settings: Any) -> Rendezvous:
+    """A rendezvous with another size of the chunks."""
+    return Rendezvous(*settings)._replace(chunk_bytes=CHUNK_BYTES)
 
 
 def main(file: str, kind: str, *urls: str) -> None:
@@ -41,7 +41,7 @@ def main(file: str, kind: str, *urls: str) -> None:
             yield item
 
     weight_chunks.chunks_of.__defaults__ = (CHUNK_BYTES,)  # so that servers have loaded some chunks by then
-    weight_sync.Meeting = small_chunks  # type: ignore[assignment,misc]
+    weight_sync.Rendezvous = small_chunks  # type: ignore[assignment,misc]
     pool = EnginePool([VllmServer(url, token=TOKEN) for url in urls], any_version=True)
     config = WeightsConfig(kind=kind, timeout_s=120)  # type: ignore[arg-type]
     EngineSync(config, torch.device("cpu")).send(IteratorSource(half), SyncedEngine(pool), 5, None)

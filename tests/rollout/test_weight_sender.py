@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_replay.errors import MoeReplayError
 from moe_replay.rollout.weights.receiver import WeightReceiver
-from moe_replay.rollout.weights.sender import Meeting, WeightSender
+from moe_replay.rollout.weights.sender import Rendezvous, WeightSender
 from moe_replay.rollout.weights.source import Group
 from moe_replay.rollout.weights.transfer import Receivers, TransferError, TransferStore
 
@@ -55,7 +55,7 @@ class Scene:
         self.devices = devices
         self.store = TransferStore.listen("127.0.0.1", 60)
         ranks = (0, 1) if kind == "ipc" else (0,)
-        self.meeting = Meeting(kind, "127.0.0.1", self.store.port, ranks, 2, chunk, 60)  # type: ignore[arg-type]
+        self.rendezvous = Rendezvous(kind, "127.0.0.1", self.store.port, ranks, 2, chunk, 60)  # type: ignore[arg-type]
         self.engines = {"one": Receivers("cpu", ("gpu 0",)), "two": Receivers("cpu", ("gpu 1",))}
         self.messages: list[list[str]] = [[], []]
         self.ready = [threading.Semaphore(0), threading.Semaphore(0)]
@@ -63,7 +63,7 @@ class Scene:
     def first_rank(self) -> int:
         """Send the messages to both workers, as engines do."""
         self.devices.name = "gpu 0"
-        sender = WeightSender(self.meeting, 0, CPU, groups(0), self.store)
+        sender = WeightSender(self.rendezvous, 0, CPU, groups(0), self.store)
         self.sender = weakref.ref(sender)
         transfer = sender.transfer(self.engines)
         self.settings = [transfer.for_engine(url) for url in self.engines]
@@ -82,7 +82,7 @@ class Scene:
 
     def second_rank(self, fails: bool) -> int:
         self.devices.name = "gpu 1"
-        sender = WeightSender(self.meeting, 1, CPU, groups(1, fails))
+        sender = WeightSender(self.rendezvous, 1, CPU, groups(1, fails))
         try:
             sender.assist()
         except MoeReplayError as failure:
@@ -106,7 +106,7 @@ class Scene:
         self.started = threading.Event()
         with ThreadPoolExecutor(4) as threads:
             first = threads.submit(self.first_rank)
-            second = threads.submit(self.second_rank, fails) if self.meeting.kind == "ipc" else None
+            second = threads.submit(self.second_rank, fails) if self.rendezvous.kind == "ipc" else None
             workers = [threads.submit(self.worker, number) for number in range(2)]
         return first, second, workers
 

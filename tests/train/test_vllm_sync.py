@@ -18,7 +18,7 @@ from moe_replay.rollout.pool import EnginePool
 from moe_replay.rollout.types import SamplingParams
 from moe_replay.rollout.vllm import transfer_engines as vllm_transfer_engines
 from moe_replay.rollout.vllm.transfer_engines import Server as Waiting
-from moe_replay.rollout.vllm.transfer_engines import meeting_place, require_engine
+from moe_replay.rollout.vllm.transfer_engines import find_rendezvous, require_engine
 from moe_replay.rollout.weights.source import IteratorSource
 from moe_replay.train import vllm_sync
 from moe_replay.train.config.weights_section import WeightsConfig
@@ -63,8 +63,8 @@ class Side:
 
     made: ClassVar[list[Side]] = []
 
-    def __init__(self, kind: str, shares: Any, client: Any, place: dict[str, Any], rank: int, ranks: int) -> None:
-        self.shares, self.client, self.place = shares, client, place
+    def __init__(self, kind: str, shares: Any, client: Any, rendezvous: dict[str, Any], rank: int, ranks: int) -> None:
+        self.shares, self.client, self.rendezvous = shares, client, rendezvous
         self.sent: dict[str, Tensor] = {}
         self.is_open = True
         self.made.append(self)
@@ -121,7 +121,7 @@ def test_all_servers_are_updated_by_one_send_of_the_ranks(
     assert (report.kind, report.nbytes) == ("sharded_rdt", sum(tensor.nbytes for tensor in WEIGHTS.values()))
     (side,) = sides
     assert side.sent.keys() == WEIGHTS.keys()
-    assert (side.place["workers"], side.place["servers"]) == (4, 2)
+    assert (side.rendezvous["workers"], side.rendezvous["servers"]) == (4, 2)
     inits = [server.told[0][1]["init_info"] for server in servers]
     assert sorted(one["replica_rank"] for one in inits) == [0, 1]
     assert all(one["num_replicas"] == 2 and one["names"] == list(WEIGHTS) for one in inits)
@@ -181,10 +181,10 @@ def test_a_server_that_was_not_started_for_it_is_refused() -> None:
 def test_servers_that_an_engine_cannot_serve() -> None:
     two = {"http://a": Waiting(print, 2), "http://b": Waiting(print, 4)}
     with pytest.raises(EngineError, match="servers of one size"):
-        meeting_place("sharded_rdt", two, lambda url: ("127.0.0.1", 1))
+        find_rendezvous("sharded_rdt", two, lambda url: ("127.0.0.1", 1))
     same = dict.fromkeys(two, Waiting(print, 2))
     with pytest.raises(EngineError, match=r"one server.*2 servers"):
-        meeting_place("nccl_m2n", same, lambda url: ("127.0.0.1", 1))
+        find_rendezvous("nccl_m2n", same, lambda url: ("127.0.0.1", 1))
 
 
 @pytest.mark.parametrize(
@@ -273,9 +273,9 @@ def test_vllm_s_own_trainer_side_takes_the_shares(monkeypatch: pytest.MonkeyPatc
     told: list[str] = []
     servers = {"http://a": Waiting(lambda path, body: told.append(path), 2)}
     client = vllm_transfer_engines.FleetClient("sharded_rdt", servers)
-    place = meeting_place("sharded_rdt", servers, lambda url: ("127.0.0.1", 1)) | {"timeout_s": 60.0}
+    rendezvous = find_rendezvous("sharded_rdt", servers, lambda url: ("127.0.0.1", 1)) | {"timeout_s": 60.0}
     shares = LayerShares(IteratorSource(WEIGHTS.items))
-    side = vllm_transfer_engines.trainer_side("sharded_rdt", shares, client, place, 0, 1)
+    side = vllm_transfer_engines.trainer_side("sharded_rdt", shares, client, rendezvous, 0, 1)
     for number in range(2):
         packed.clear()
         shares.use(IteratorSource({name: tensor + number for name, tensor in WEIGHTS.items()}.items))
@@ -301,7 +301,7 @@ def test_vllm_s_own_trainer_side_of_nccl_m2n_takes_the_weights(monkeypatch: pyte
         reshard=lambda shard, *_, **__: sent.append(shard),
     )
     monkeypatch.setattr(theirs, "import_m2n", lambda: library)
-    monkeypatch.setattr(theirs, "trainer_init", lambda place, rank: "group")
+    monkeypatch.setattr(theirs, "trainer_init", lambda rendezvous, rank: "group")
     monkeypatch.setattr(theirs, "publish_destination_placements", lambda group, root, own, count: [None] * count)
     for name in ("comm_ptr", "to_mesh", "to_placements"):
         monkeypatch.setattr(theirs, name, lambda *_: None)
@@ -311,9 +311,9 @@ def test_vllm_s_own_trainer_side_of_nccl_m2n_takes_the_weights(monkeypatch: pyte
     told: list[tuple[str, Any]] = []
     servers = {"http://a": Waiting(lambda path, body: told.append((path, body)), workers=4, tensor=2)}
     client = vllm_transfer_engines.FleetClient("nccl_m2n", servers)
-    place = meeting_place("nccl_m2n", servers, lambda url: ("127.0.0.1", 1)) | {"timeout_s": 60.0}
+    rendezvous = find_rendezvous("nccl_m2n", servers, lambda url: ("127.0.0.1", 1)) | {"timeout_s": 60.0}
     shares = LayerShares(IteratorSource(WEIGHTS.items), replicated=True)
-    side = vllm_transfer_engines.trainer_side("nccl_m2n", shares, client, place, 0, 1)
+    side = vllm_transfer_engines.trainer_side("nccl_m2n", shares, client, rendezvous, 0, 1)
     side.send_weights()
     shares.finish()
     assert all(torch.equal(one, tensor) for one, tensor in zip(sent, WEIGHTS.values(), strict=True))

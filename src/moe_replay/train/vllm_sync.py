@@ -16,7 +16,7 @@ from moe_replay.rollout.vllm.layer_shares import LayerShares
 from moe_replay.rollout.vllm.transfer_engines import (
     EngineTransfer,
     FleetClient,
-    meeting_place,
+    find_rendezvous,
     require_engine,
     trainer_side,
 )
@@ -51,31 +51,33 @@ class VllmSync:
         shares.use(source)
         with ThreadPoolExecutor(1) as thread:
             update = _Update(self._config.kind, thread, engine, version, probe)
-            place = json.loads(from_rank_0(lambda: self._meet(update), "preparing an update of the engine's weights"))
+            rendezvous = json.loads(
+                from_rank_0(lambda: self._rendezvous(update), "preparing an update of the engine's weights")
+            )
             with raise_on_all_ranks(DOING):
                 with ExitStack() as undo:
                     undo.push(partial(self._broke_off, update, shares))
-                    self._send(shares, place)
+                    self._send(shares, rendezvous)
                     shares.finish()
                     undo.pop_all()
                 update.end()
                 update.result()
         return sum(info.nbytes for info in shares.metadata())
 
-    def _meet(self, update: _Update) -> str:
+    def _rendezvous(self, update: _Update) -> str:
         """Pause all servers; on rank 0."""
         servers = update.wait_for_servers()
-        place = meeting_place(self._config.kind, servers, own_address)
+        rendezvous = find_rendezvous(self._config.kind, servers, own_address)
         if self._client is None:
             self._client = FleetClient(self._config.kind, servers)
         self._client.renew(servers)
-        return json.dumps(place | {"timeout_s": self._config.timeout_s})
+        return json.dumps(rendezvous | {"timeout_s": self._config.timeout_s})
 
-    def _send(self, shares: LayerShares, place: dict[str, Any]) -> None:
-        if place["is_new"]:
+    def _send(self, shares: LayerShares, rendezvous: dict[str, Any]) -> None:
+        if rendezvous["is_new"]:
             self._drop()
         if self._side is None:
-            self._side = trainer_side(self._config.kind, shares, self._client, place, rank(), world_size())
+            self._side = trainer_side(self._config.kind, shares, self._client, rendezvous, rank(), world_size())
         self._side.send_weights()
 
     def _broke_off(

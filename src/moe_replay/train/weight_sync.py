@@ -22,7 +22,7 @@ import torch
 from moe_replay.distributed.ranks import all_gather_text, from_rank_0, raise_on_all_ranks, rank
 from moe_replay.errors import EngineError, EngineUnavailableError
 from moe_replay.rollout.types import Probe
-from moe_replay.rollout.weights.sender import Meeting, WeightSender
+from moe_replay.rollout.weights.sender import Rendezvous, WeightSender
 from moe_replay.rollout.weights.source import Group, WeightSource
 from moe_replay.rollout.weights.staging import device_id
 from moe_replay.rollout.weights.transfer import Receivers, TransferError, TransferStore
@@ -266,10 +266,10 @@ class _Attempt:
             return
         kind: TransferKind = "ipc" if self.choice.kind == "ipc" else "nccl"
         config, told = self._config, self._told
-        meeting = Meeting(
+        rendezvous = Rendezvous(
             kind, told["host"], told["port"], ranks, told["workers"], config.chunk_mib * 2**20, config.timeout_s
         )
-        sender = WeightSender(meeting, rank(), self._device, groups, self._store)
+        sender = WeightSender(rendezvous, rank(), self._device, groups, self._store)
         with ExitStack() as undo:
             undo.push(partial(self._broke_off, sender, groups))
             if self._engine is None:

@@ -177,7 +177,7 @@ class _NcclTransfer:
         import torch
 
         if self._group is None:
-            self._group = self._meet()
+            self._group = self._open_group()
         tensors = ((name, tensor.detach().cuda().contiguous()) for name, tensor in read_tensors(weights))
         with _weight_update(self._post), ThreadPoolExecutor(1) as thread:
             while chunk := list(itertools.islice(tensors, 64)):
@@ -192,17 +192,17 @@ class _NcclTransfer:
                 torch.cuda.current_stream().synchronize()
                 received.result()
 
-    def _meet(self) -> Any:
+    def _open_group(self) -> Any:
         from vllm.distributed.weight_transfer.nccl_common import open_trainer_endpoint
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
         address, port = own_address(self._url)
         size = 1 + int(self._post("/get_world_size", None)["world_size"])
-        place = {"master_address": address, "master_port": port, "world_size": size}
-        told = place | {"rank_offset": 1, "packed": False}
+        rendezvous = {"master_address": address, "master_port": port, "world_size": size}
+        told = rendezvous | {"rank_offset": 1, "packed": False}
         with ThreadPoolExecutor(1) as thread:  # the workers answer when they have met this process
             answered = thread.submit(self._client.init_weight_transfer_engine, told)
-            group = open_trainer_endpoint(NCCLTrainerInitInfo(rank=0, packed=False, **place))
+            group = open_trainer_endpoint(NCCLTrainerInitInfo(rank=0, packed=False, **rendezvous))
             answered.result()
         return group
 

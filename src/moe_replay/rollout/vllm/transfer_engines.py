@@ -172,16 +172,16 @@ class FleetClient:
 
 
 def trainer_side(
-    kind: str, shares: LayerShares, client: FleetClient | None, place: Mapping[str, Any], rank: int, ranks: int
+    kind: str, shares: LayerShares, client: FleetClient | None, rendezvous: Mapping[str, Any], rank: int, ranks: int
 ) -> Any:
     """Return vLLM's trainer side of an engine, which has met the servers. Called by all ranks.
 
     client   on rank 0
-    place    what `meeting_place` returned there
+    rendezvous   what `find_rendezvous` returned there
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-    workers, servers = place["workers"], place["servers"]
+    workers, servers = rendezvous["workers"], rendezvous["servers"]
     info: Any
     source: Any = shares
     if kind == "sharded_rdt":
@@ -193,7 +193,7 @@ def trainer_side(
             num_consumers=workers,
             workers_per_replica=workers // servers,
             trainer_actor_namespace=RAY_NAMESPACE,
-            stall_timeout_s=place["timeout_s"],
+            stall_timeout_s=rendezvous["timeout_s"],
         )
     else:
         from vllm.distributed.weight_transfer.m2n_trainer import M2NTrainerInitInfo  # type: ignore[import-not-found]
@@ -201,16 +201,16 @@ def trainer_side(
         source = _replicated_source(shares, ranks)
         info = M2NTrainerInitInfo(
             rank=rank,
-            master_address=place["host"],
-            master_port=place["port"],
+            master_address=rendezvous["host"],
+            master_port=rendezvous["port"],
             world_size=ranks + workers,
             num_trainer_ranks=ranks,
-            dst_mesh_dims=(workers // place["tensor"], place["tensor"]),
+            dst_mesh_dims=(workers // rendezvous["tensor"], rendezvous["tensor"]),
         )
     return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)  # type: ignore[arg-type]
 
 
-def meeting_place(
+def find_rendezvous(
     kind: str, servers: Mapping[str, Server], address: Callable[[str], tuple[str, int]]
 ) -> dict[str, Any]:
     """Return what all ranks must know of the servers; raise if the engine cannot serve them.

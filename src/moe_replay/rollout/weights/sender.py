@@ -26,7 +26,7 @@ from moe_replay.rollout.weights.transfer_messages import BufferHandle, ChunkMess
 from moe_replay.utils.messages import one_line
 
 
-class Meeting(NamedTuple):
+class Rendezvous(NamedTuple):
     """Where the ranks of the trainer and the engines' workers meet for one transfer.
 
     ranks   of the trainer that have the weights: with `ipc`, one for each device of the workers
@@ -44,22 +44,22 @@ class Meeting(NamedTuple):
 class WeightSender:
     """One rank's part in one transfer.
 
-    groups   the weights on this rank, as `WeightSource.groups` yields them for the ranks of the meeting
-    store    of the meeting, on rank 0, which holds it; other ranks connect
+    groups   the weights on this rank, as `WeightSource.groups` yields them for the ranks of the rendezvous
+    store    of the rendezvous, on rank 0, which holds it; other ranks connect
     """
 
     def __init__(
         self,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         rank: int,
         device: torch.device,
         groups: Iterator[Group],
         store: TransferStore | None = None,
     ) -> None:
-        self.meeting = meeting
+        self.rendezvous = rendezvous
         self.bytes_sent = 0
         self._rank, self._device, self._groups = rank, device, groups
-        self._store = store or TransferStore.connect(meeting.host, meeting.port, meeting.timeout_s)
+        self._store = store or TransferStore.connect(rendezvous.host, rendezvous.port, rendezvous.timeout_s)
         self._buffer: StagingBuffer | None = None
         self._buffers = self._told = 0  # so far, and of which the engines know
         self._group: BroadcastGroup | None = None
@@ -72,18 +72,18 @@ class WeightSender:
     def transfer(self, engines: Mapping[str, Receivers], hosts: Mapping[str, str] | None = None) -> Transfer:
         """Return what the engines' `update_weights` takes; its messages must be read in this thread. On rank 0.
 
-        hosts   address of this machine as each engine sees it, where that is not the meeting's
+        hosts   address of this machine as each engine sees it, where that is not the rendezvous's
         """
         settings, first = {}, 0
-        meeting = self.meeting
+        rendezvous = self.rendezvous
         for url, receivers in engines.items():
             settings[url] = TransferSettings(
-                kind=meeting.kind,
-                host=(hosts or {}).get(url, meeting.host),
-                port=meeting.port,
+                kind=rendezvous.kind,
+                host=(hosts or {}).get(url, rendezvous.host),
+                port=rendezvous.port,
                 first=first,
-                workers=meeting.workers,
-                timeout_s=meeting.timeout_s,
+                workers=rendezvous.workers,
+                timeout_s=rendezvous.timeout_s,
             )
             self._urls += [url] * len(receivers.ids)
             first += len(receivers.ids)
@@ -101,12 +101,12 @@ class WeightSender:
             raise
 
     def _chunks(self) -> Iterator[str]:
-        meeting, number = self.meeting, -1
-        self._wait("ready", meeting.workers, "engines joined the transfer")
+        rendezvous, number = self.rendezvous, -1
+        self._wait("ready", rendezvous.workers, "engines joined the transfer")
         self._store.put("go", "go")
-        if meeting.kind == "nccl":
-            self._group = BroadcastGroup(self._store, 0, meeting.workers + 1, self._device.type)
-        for number, infos in enumerate(fill(self._groups, self._room, meeting.chunk_bytes)):
+        if rendezvous.kind == "nccl":
+            self._group = BroadcastGroup(self._store, 0, rendezvous.workers + 1, self._device.type)
+        for number, infos in enumerate(fill(self._groups, self._room, rendezvous.chunk_bytes)):
             handles = self._packed(number)
             buffer = self._current()
             nbytes = sum(aligned(info.nbytes) for info in infos)
@@ -128,7 +128,7 @@ class WeightSender:
 
     def assist(self) -> None:
         """Hand over this rank's copy of each chunk while rank 0 sends the messages."""
-        for number, infos in enumerate(fill(self._groups, self._room, self.meeting.chunk_bytes)):
+        for number, infos in enumerate(fill(self._groups, self._room, self.rendezvous.chunk_bytes)):
             self._packed(number)
             self._read_by_all(number)
             self.bytes_sent += sum(info.nbytes for info in infos)
@@ -140,8 +140,8 @@ class WeightSender:
         if self._buffer is None or self._buffer.nbytes < nbytes:
             if self._buffer is not None:
                 self._buffer.close()
-            self._buffer = StagingBuffer(self._device, nbytes, shared=self.meeting.kind == "ipc")
-            if self.meeting.kind == "ipc":
+            self._buffer = StagingBuffer(self._device, nbytes, shared=self.rendezvous.kind == "ipc")
+            if self.rendezvous.kind == "ipc":
                 handle = self._buffer.handle().model_dump_json()
                 self._store.put(f"handle/{self._buffers}/{self._rank}", f"{device_id(self._device)}\n{handle}")
             self._buffers += 1
@@ -155,22 +155,22 @@ class WeightSender:
         """Wait until every rank has filled its buffer; return the handles on rank 0 if they are new."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        if self.meeting.kind != "ipc":
+        if self.rendezvous.kind != "ipc":
             return {}
         self._store.add(f"packed/{number}")
         if self._rank != 0:
             return {}
-        self._wait(f"packed/{number}", len(self.meeting.ranks), "other ranks filled their buffers")
+        self._wait(f"packed/{number}", len(self.rendezvous.ranks), "other ranks filled their buffers")
         if self._told == self._buffers:
             return {}
         self._told = self._buffers
-        found = [self._store.get(f"handle/{self._buffers - 1}/{rank}") for rank in self.meeting.ranks]
+        found = [self._store.get(f"handle/{self._buffers - 1}/{rank}") for rank in self.rendezvous.ranks]
         parts = [text.partition("\n") for text in found if text is not None]
         return {device: BufferHandle.model_validate_json(handle) for device, _, handle in parts}
 
     def _read_by_all(self, number: int) -> None:
         """Wait until every worker has loaded a chunk: the buffer is overwritten next."""
-        self._wait(f"done/{number}", self.meeting.workers, "engines loaded weights")
+        self._wait(f"done/{number}", self.rendezvous.workers, "engines loaded weights")
 
     def _wait(self, key: str, count: int, doing: str) -> None:
         self._store.wait(lambda: self._store.add(key, 0) >= count, doing, self._check)
