@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-26s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-train: .venv/.ready ## GRPO with routing replay on a tiny MoE, rollouts by vLLM on the CPU: about 4 minutes, and 3 to install the first time
+train: .venv/.ready ## GRPO with routing replay on a tiny MoE, rollouts by vLLM on the CPU: about 4 minutes on two idle cores, and 1 to install the first time
 	@VLLM_LOGGING_LEVEL=ERROR VLLM_CPU_OMP_THREADS_BIND=nobind TRANSFORMERS_VERBOSITY=error TQDM_DISABLE=1 \
 	  TORCH_LOGS=-torch._library.triton TORCH_CPP_LOG_LEVEL=ERROR PYTHONWARNINGS=ignore:resource_tracker:UserWarning \
 	  .venv/bin/moe-replay train $(ARGS)
@@ -136,8 +136,8 @@ clean: ## Remove environments, caches and build products
 SILENT := $(shell test -t 2 || echo -qq)
 PIP = $(@D)/bin/python -m pip --disable-pip-version-check $(SILENT)
 # uv installs in a fraction of pip's time; its cache is the user's, so that the next clone has all packages already.
-GET_UV = test .uv/.ready -nt requirements/uv.txt || { rm -rf .uv; $(1)/bin/python -m pip --disable-pip-version-check \
-  -qq install --no-deps --no-compile --target .uv -r requirements/uv.txt; touch .uv/.ready; }
+GET_UV = test .uv/.ready -nt requirements/uv.txt || { rm -rf .uv && $(1)/bin/python -m pip --disable-pip-version-check \
+  -qq install --no-deps --no-compile --target .uv -r requirements/uv.txt && touch .uv/.ready; }
 UV = $(@D)/bin/python requirements/uv.py .uv/bin/uv $(SILENT:-qq=-q) --no-python-downloads pip install --python $(@D)/bin/python
 
 .venv/.pinned: requirements/test.txt requirements/torch.txt
@@ -147,13 +147,13 @@ UV = $(@D)/bin/python requirements/uv.py .uv/bin/uv $(SILENT:-qq=-q) --no-python
 .venv-sglang/.pinned: PINS_FLAGS := --no-deps
 
 $(addsuffix /.pinned,.venv .venv-tf4 .venv-sglang):
-	@echo "==> $(@D): new environment ($$($(PYTHON) --version)): downloads up to 1 GB and takes some minutes, once"
+	@echo "==> $(@D): new environment ($$($(PYTHON) --version)): downloads up to 1 GB, once"
 	@$(PYTHON) -m venv --clear $(@D)
-	@$(call GET_UV,$(@D))
+	@$(call GET_UV,$(@D)) || echo "==> $(@D): no uv, so pip installs, which takes minutes more"
 	@echo "==> $(@D): $$(grep -v '^#' requirements/torch.txt)"
-	@$(UV) -r requirements/torch.txt
+	@$(UV) -r requirements/torch.txt || $(PIP) install -r requirements/torch.txt
 	@echo "==> $(@D): $<"
-	@$(UV) $(PINS_FLAGS) -c requirements/torch.txt -r $<
+	@$(UV) $(PINS_FLAGS) -c requirements/torch.txt -r $< || $(PIP) install $(PINS_FLAGS) -c requirements/torch.txt -r $<
 	@touch $@
 
 $(addsuffix /.ready,.venv .venv-tf4 .venv-sglang): %/.ready: %/.pinned pyproject.toml

@@ -1,7 +1,7 @@
 """What `replay.compare_every` costs: steps that also score their batch natively against steps that do not.
 
     python benchmarks/compare_every.py                           # the embedded recipe, with rollouts by vLLM on the CPU
-    python benchmarks/compare_every.py --engine transformers     # without vLLM
+    python benchmarks/compare_every.py --engine transformers --max-tokens 4      # the trainer's share at its largest
 
 One run with R3 in which every second step compares. Each such step is divided by the one before it, so that other work
 of the machine falls on both. Steps differ in their samples, hence medians. With the default, every tenth step, a run
@@ -45,9 +45,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
     parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--max-tokens", type=int, default=24, help="of a completion")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder = train(load_config(demo.RECIPE, settings(arguments.engine, arguments.pairs, Path(name, "run"))))
+        recipe = Path(name, "recipe.toml")
+        lines = demo.RECIPE.read_text(encoding="utf-8").splitlines(keepends=True)
+        is_vllm = arguments.engine == "vllm"
+        recipe.write_text("".join(line for line in lines if is_vllm or not line.startswith("options = ")))
+        folder = train(load_config(recipe, settings(arguments, Path(name, "run"))))
         steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         ends = [float(line) for line in (folder / "cpu.txt").read_text().split()]
     for step, begin, end in zip(steps[1:], ends, ends[1:], strict=False):
@@ -65,20 +70,26 @@ def main() -> None:
         print(f"| {title} | {ratio:.3f} | {(ratio - 1) / 10:.1%} |")
 
 
-def settings(engine: str, pairs: int, output: Path) -> list[str]:
+def settings(arguments: argparse.Namespace, output: Path) -> list[str]:
     """Return the settings that differ from the embedded recipe, as on a command line."""
     values: dict[str, Any] = {
         "output": output,
-        "steps": 2 * pairs + 2,
-        "rollout.engine": engine,
-        "rollout.dtype": "bfloat16" if cpu_has_bfloat16() else "float16",
+        "steps": 2 * arguments.pairs + 2,
+        "rollout.engine": arguments.engine,
+        "rollout.dtype": engine_dtype(arguments.engine),
+        "rollout.max_tokens": arguments.max_tokens,
         "replay.compare_every": 2,
         "checkpoint.every": 0,
         "log.sinks": "__main__:CpuTime",
     }
-    if engine != "vllm":
-        values["rollout.options"] = "{}"
     return [str(word) for key, value in values.items() for word in (f"--{key}", value)]
+
+
+def engine_dtype(engine: str) -> str:
+    """Return the type that an engine samples in quickly on this CPU."""
+    if engine == "transformers":
+        return "float32"
+    return "bfloat16" if cpu_has_bfloat16() else "float16"
 
 
 def total(step: Mapping[str, float], parts: tuple[str, ...]) -> float:

@@ -227,8 +227,8 @@ class ReplayConfig(Section):
     mode: ReplayMode = "auto"
     """off: their own; r2: those of the old-log-prob pass; r3: those of the rollout; auto: by updates per rollout."""
     compare_every: int = Field(10, ge=0)
-    """Every so many steps score the batch without replay as well, to see what replay does; 0: never. In the embedded
-    recipe, every tenth step took 2.8 % of the trainer's CPU time and 0.5 % of a run (benchmarks/compare_every.py)."""
+    """Every so many steps score the batch without replay as well, to see what replay does; 0: never. Every tenth step
+    adds about 2.5 % to scoring and updates, and less to a run (docs/training.md)."""
     observe: bool = True
     """Compare the rollout's routes with the trainer's own choice: routing/agreement, and a shift test each step."""
     first_ratio_tolerance: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
