@@ -6,6 +6,7 @@ import json
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ pytest.importorskip("safetensors")
 from moe_replay.tools.dry_run import dry_run
 from moe_replay.train.config.file import load_config
 from moe_replay.train.config.keys import ConfigError
+from moe_replay.train.config.sections import ReplayConfig
 from moe_replay.train.loop import train
 from moe_replay.train.replay_mode import plan_replay
 
@@ -64,6 +66,27 @@ def test_passes_over_mini_batches_come_one_after_the_other(config: Config) -> No
     assert backend.seen == [first, second, first, second]
     assert reported == [(1, 4), (2, 4), (3, 4), (4, 4)]
     assert found["loss/grad_norm"] == 2.0
+
+
+@pytest.mark.parametrize(("mode", "scored"), [("off", 1), ("r2", 1), ("r3", 2)])
+def test_a_comparison_without_replay_takes_one_more_pass_at_most(config: Config, mode: str, scored: int) -> None:
+    """None where old log-probs are native already. A step has the work of four passes: scoring, forward, backward."""
+    from moe_replay.train.learner import Learner
+
+    class Counting:
+        """A backend that counts passes over the batch, as a stage without log-probs."""
+
+        passes = 0
+
+        def score(self, batches: Any, routing: Any) -> list[None]:
+            self.passes += 1
+            return [None] * len(batches)
+
+    backend = Counting()
+    learner = Learner(config(replay={"mode": mode, "observe": False}), backend)  # type: ignore[arg-type]
+    learner.score([[SimpleNamespace(old_logprobs=None)]], None, 1, compare=True)  # type: ignore[arg-type, list-item]
+    assert backend.passes == scored
+    assert (scored - 1) / 4 / ReplayConfig().compare_every < 0.05
 
 
 def test_the_choice_of_replay_counts_passes(config: Config) -> None:
