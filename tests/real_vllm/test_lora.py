@@ -21,6 +21,7 @@ from moe_replay.rollout.types import Probe, SamplingParams
 from moe_replay.train.backends import lora
 from moe_replay.train.config.sections import ModelConfig
 from moe_replay.train.loop import train
+from tests.combinations import with_thorough
 from tests.real_vllm.conftest import NEEDS_VLLM, SHARED
 from tests.rollout.serving import serving
 from tests.rollout.tiny import assert_sampled_from, reference
@@ -130,18 +131,24 @@ def test_what_is_not_the_policy_is_never_sampled_from(engine: Any, demo_files: A
     assert_samples_are_of(first, engine, 3, "three")
 
 
-def test_training_with_r3_and_gspo_sends_the_adapter_alone(engine: Any, demo_files: Any, tmp_path: Path) -> None:
-    made = tiny_config(
-        demo_files.model,
-        demo_files.train,
-        tmp_path / "run",
-        model={"lora_rank": 4, "lora_alpha": 8, "lora_targets": TARGETS, "lora_merge": False},
-        algorithm={"level": "sequence", "updates_per_rollout": 2},
-        rollout={"engine": "vllm", "lora": True, "probe_tolerance": 1e-3},
-        checkpoint={"export": True},
-        steps=2,
-    )
-    folder = train(made, engine)
+@pytest.mark.parametrize("served", with_thorough([False, True], [True]), ids=["in this process", "by a server"])
+def test_training_with_r3_and_gspo_sends_the_adapter_alone(
+    engine: Any, demo_files: Any, tmp_path: Path, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_REPLAY_TOKEN", "open sesame")
+    with serving(build_app(engine, "open sesame")) as url:
+        where = {"engine": "vllm_server", "urls": [url]} if served else {"engine": "vllm"}
+        made = tiny_config(
+            demo_files.model,
+            demo_files.train,
+            tmp_path / "run",
+            model={"lora_rank": 4, "lora_alpha": 8, "lora_targets": TARGETS, "lora_merge": False},
+            algorithm={"level": "sequence", "updates_per_rollout": 2},
+            rollout={**where, "lora": True, "probe_tolerance": 1e-3},
+            checkpoint={"export": True},
+            steps=2,
+        )
+        folder = train(made) if served else train(made, engine)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(line["routing/aligned"] != 0 and line["loss/grad_norm"] > 0 for line in lines)
     assert all(line["mismatch/rollout_vs_old/logprob_abs_diff/mean"] < 1e-4 for line in lines)
