@@ -85,7 +85,7 @@ def test_a_run_on_ray_has_the_numbers_of_torchrun(
 ) -> None:
     """Two ranks on a node, two engines and two drivers; what ranks and engines print is in the run's folder, that of
     rank 0 is shown as well."""
-    settings = {"cluster": {"ranks_per_node": 2, "engines": 2}, "rollout": {"drivers": 2}}
+    settings = {"cluster": {"kind": "ray", "ranks_per_node": 2, "engines": 2}, "rollout": {"drivers": 2}}
     config = tiny_config(demo_files.model, demo_files.train, tmp_path / "run", **RUN, **settings)
     assert train_on(nodes, config) == 0
     assert numbers(tmp_path / "run") == by_torchrun
