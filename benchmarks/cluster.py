@@ -1,16 +1,19 @@
-"""What a Ray cluster costs: steps and start of one recipe on Ray, beside the same under torchrun with two servers.
+"""What a Ray cluster costs: steps of one recipe on Ray and under torchrun with two servers, in turns, and their start.
 
     python benchmarks/cluster.py             # two ranks and two Transformers engines on this machine, a tiny model
-    python benchmarks/cluster.py --steps 60
+    python benchmarks/cluster.py --pairs 60
 
-Both runs take place at the same time, so that other load on the machine slows both alike. A row is the median over the
-steps after the first ones; the start is the time from the command to the first step, servers included.
+Both runs are there all the time, and one of them takes a step while the reward function of the other one waits, so that
+whatever else the machine does slows both alike; in every second pair the other one begins. A step lasts from the last
+reward of one to that of the next: scoring, updates, weights to the engines, sampling. CPU time is that of all processes
+of a run, those of Ray itself included; the last row is what they use while the run waits. The start is the time from
+the first command to the rewards of the first step, while the other run waits or is not there yet.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import os
 import secrets
 import socket
@@ -20,30 +23,171 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 from moe_replay import demo
 
+ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "moe_replay.cli.main"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-WARM_UP = 3
-PHASES = ("step", "rollout", "score", "train", "sync")
+PROMPTS, GENERATIONS = 8, 4
+WARM_UP = 2
+LIMIT_S = 900.0
+IDLE_S, END_S = 5.0, 120.0
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def settings(files: demo.DemoFiles, output: Path, steps: int) -> list[str]:
+# ---- in rank 0 of a run ----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _benchmark() -> socket.socket:
+    """The connection to the benchmark."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(os.environ["MOE_REPLAY_BENCHMARK"])
+    return connection
+
+
+def gate(completions: list[str], **columns: Any) -> list[float]:
+    """The reward of both runs; the last call of a step waits for its turn."""
+    with _LOCK:
+        _SCORED.append(len(completions))
+        is_last = sum(_SCORED) % (PROMPTS * GENERATIONS) == 0
+    if is_last:
+        _benchmark().sendall(b".")
+        _benchmark().recv(1)  # nothing, when the benchmark has ended
+    return [float(len(set(text))) for text in completions]
+
+
+_SCORED: list[int] = []
+_LOCK = threading.Lock()
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+
+
+class Cost(NamedTuple):
+    """Seconds of wall time, and of CPU time of all processes."""
+
+    wall: float
+    cpu: float
+
+
+Start = Callable[[IO[bytes]], Sequence[subprocess.Popen[bytes]]]
+
+
+class Run:
+    """A run that takes a step when it is told to.
+
+    start   starts its processes with a file for their output, and returns them
+    """
+
+    def __init__(self, name: str, folder: Path, start: Start) -> None:
+        self._log = folder / f"{name}.log"
+        path = str(folder / f"{name}.socket")
+        with socket.socket(socket.AF_UNIX) as listener, self._log.open("wb") as log:
+            listener.bind(path)
+            listener.listen()
+            listener.settimeout(1.0)
+            os.environ["MOE_REPLAY_BENCHMARK"] = path
+            began = time.monotonic()
+            self._processes = start(log)
+            self._connection = self._accept(listener, began + LIMIT_S)
+            self._wait()
+            self.start_s = time.monotonic() - began
+
+    def _accept(self, listener: socket.socket, end: float) -> socket.socket:
+        while time.monotonic() < end and all(process.poll() is None for process in self._processes):
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                continue
+            connection.settimeout(LIMIT_S)
+            return connection
+        raise SystemExit(self._log.read_text())
+
+    def _wait(self) -> None:
+        if not self._connection.recv(1):
+            raise SystemExit(self._log.read_text())
+
+    def step(self) -> Cost:
+        """Take a step."""
+        began, before = time.monotonic(), self.cpu()
+        self._connection.sendall(b".")
+        self._wait()
+        return Cost(time.monotonic() - began, self.cpu() - before)
+
+    def cpu(self) -> float:
+        """Return the CPU time of all processes so far, those that have ended included."""
+        own = {process.pid for process in self._processes}
+        stats = [one for one in map(_stat, Path("/proc").glob("[0-9]*")) if one is not None]
+        parents = {pid: parent for pid, parent, _ in stats}
+
+        def is_own(pid: int) -> bool:
+            while pid not in own and pid in parents:
+                pid = parents[pid]
+            return pid in own
+
+        return sum(ticks for pid, _, ticks in stats if is_own(pid)) / TICKS
+
+    def close(self) -> None:
+        """End all processes, the servers last."""
+        for process in reversed(self._processes):
+            process.terminate()
+            self._connection.close()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _stat(folder: Path) -> tuple[int, int, int] | None:
+    """Return process, parent, and ticks of CPU of the process and of its children that have ended."""
+    try:
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended
+        return None
+    return int(folder.name), int(fields[1]), sum(map(int, fields[11:15]))
+
+
+def settings(files: demo.DemoFiles, output: Path, tokens: int) -> list[str]:
     """The options that both runs have."""
     options = {
-        "output": output, "steps": steps, "model.path": files.model, "model.dtype": "float32", "data.path": files.train,
-        "data.max_prompt_tokens": 32, "rollout.prompts_per_step": 8, "rollout.num_generations": 4,
-        "rollout.max_tokens": 16, "replay.mode": "r3", "replay.compare_every": 0, "backend.device": "cpu",
-        "checkpoint.every": 0,
+        "output": output, "steps": 10**6, "model.path": files.model, "model.dtype": "float32", "data.path": files.train,
+        "data.max_prompt_tokens": 32, "rollout.prompts_per_step": PROMPTS, "rollout.num_generations": GENERATIONS,
+        "rollout.max_tokens": tokens, "replay.mode": "r3", "replay.compare_every": 0, "backend.device": "cpu",
+        "checkpoint.every": 0, "reward.functions": "benchmarks.cluster:gate", "reward.workers": 0,
     }  # fmt: skip
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
-def free_ports(count: int) -> list[int]:
+def with_torchrun(words: Sequence[str], files: demo.DemoFiles, log: IO[bytes]) -> list[subprocess.Popen[bytes]]:
+    """Start two servers and two ranks by hand."""
+    token, ports = {"MOE_REPLAY_TOKEN": secrets.token_urlsafe(16)}, _free_ports(2)
+    server = [*COMMAND, "rollout", "--model", str(files.model), "--engine", "transformers", "--dtype", "float32"]
+    started = [_start([*server, "--port", str(port)], log, token) for port in ports]
+    for port, process in zip(ports, started, strict=True):
+        while socket.socket().connect_ex(("127.0.0.1", port)) and process.poll() is None:
+            time.sleep(0.1)
+    rollout = ["--rollout.engine", "vllm_server", "--rollout.urls", *(f"http://127.0.0.1:{port}" for port in ports)]
+    return [*started, _start([*TORCHRUN, *COMMAND[1:], "train", *words, *rollout], log, token)]
+
+
+def with_ray(words: Sequence[str], log: IO[bytes]) -> list[subprocess.Popen[bytes]]:
+    """Start all of that by one command."""
+    cluster = ["--cluster.kind", "ray", "--cluster.ranks_per_node", "2", "--cluster.engines", "2"]
+    words = [*COMMAND, "train", *words, *cluster, "--rollout.engine", "transformers"]
+    return [_start(words, log, {"RAY_ADDRESS": ""})]
+
+
+def _start(words: Sequence[str], log: IO[bytes], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(words, stdout=log, stderr=log, cwd=ROOT, env=os.environ | environment)
+
+
+def _free_ports(count: int) -> list[int]:
     """Free ports."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
@@ -52,80 +196,63 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def run(words: Sequence[str], environment: dict[str, str]) -> float:
-    """Run a command to its end; returns the seconds until it has completed a step."""
-    began, first = time.monotonic(), float("nan")
-    with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | environment
-    ) as process:
-        assert process.stdout is not None
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if line.split()[:1] == ["step"] and first != first:
-                first = time.monotonic() - began
-    if process.returncode:
-        raise SystemExit("".join(lines))
-    return first
+# ---- both in turns ---------------------------------------------------------------------------------------------------
 
 
-def with_torchrun(words: Sequence[str], files: demo.DemoFiles) -> float:
-    """Start two servers and two ranks by hand; returns the seconds until the first step is complete."""
-    token, ports = {"MOE_REPLAY_TOKEN": secrets.token_urlsafe(16)}, free_ports(2)
-    began = time.monotonic()
-    server = [*COMMAND, "rollout", "--model", str(files.model), "--engine", "transformers", "--dtype", "float32"]
-    servers = [subprocess.Popen([*server, "--port", str(port)], env=os.environ | token) for port in ports]
-    try:
-        for port in ports:
-            while socket.socket().connect_ex(("127.0.0.1", port)):
-                time.sleep(0.1)
-        urls = [f"http://127.0.0.1:{port}" for port in ports]
-        ready = time.monotonic() - began
-        rollout = ["--rollout.engine", "vllm_server", "--rollout.urls", *urls]
-        return ready + run([*TORCHRUN, *COMMAND[1:], "train", *words, *rollout], token)
-    finally:
-        for process in servers:
-            process.terminate()
-        for process in servers:
-            process.wait()
+def in_turns(torchrun: Run, ray: Run, pairs: int) -> list[tuple[Cost, Cost]]:
+    """Take steps of both in turns; the costs of each pair."""
+    found = []
+    for number in range(WARM_UP + pairs):
+        if number % 2:
+            second, first = ray.step(), torchrun.step()
+        else:
+            first, second = torchrun.step(), ray.step()
+        found.append((first, second))
+    return found[WARM_UP:]
 
 
-def with_ray(words: Sequence[str]) -> float:
-    """Start all of that by one command; returns the seconds until the first step is complete."""
-    cluster = ["--cluster.kind", "ray", "--cluster.ranks_per_node", "2", "--cluster.engines", "2"]
-    return run([*COMMAND, "train", *words, *cluster, "--rollout.engine", "transformers"], {"RAY_ADDRESS": ""})
+def row(name: str, torchrun: Sequence[float], ray: Sequence[float]) -> str:
+    """Medians of both, and of their ratio in each pair, with its quartiles."""
+    ratios = [b / a for a, b in zip(torchrun, ray, strict=True)]
+    low, _, high = statistics.quantiles(ratios, n=4)
+    middle = [statistics.median(values) for values in (torchrun, ray, ratios)]
+    return f"| {name} | {middle[0]:.3f} s | {middle[1]:.3f} s | {middle[2]:.3f} | {low:.3f} to {high:.3f} |"
 
 
-def medians(output: Path) -> dict[str, float]:
-    """Seconds of each phase, in the median over the steps after the first ones."""
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
-    return {phase: statistics.median(line[f"time/{phase}"] for line in lines) for phase in PHASES}
+@contextmanager
+def both(folder: Path, tokens: int) -> Iterator[list[Run]]:
+    """Both runs, which wait at the end of their first step."""
+    files = demo.prepare(folder / "demo", quick=True)
+    with ExitStack() as stack:
+        runs: list[Run] = []
+        for name in ("torchrun", "ray"):
+            words = settings(files, folder / name, tokens)
+            start = {
+                "torchrun": functools.partial(with_torchrun, words, files),
+                "ray": functools.partial(with_ray, words),
+            }
+            runs.append(Run(name, folder, start[name]))
+            stack.callback(runs[-1].close)
+        yield runs
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--tokens", type=int, default=16, help="of a completion")
     arguments = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as folder:
-        files = demo.prepare(Path(folder, "demo"), quick=True)
-        starts: dict[str, float] = {}
-        outputs = {name: Path(folder, name) for name in ("torchrun", "ray")}
-        words = {name: settings(files, output, arguments.steps) for name, output in outputs.items()}
-
-        def torchrun() -> None:
-            starts["torchrun"] = with_torchrun(words["torchrun"], files)
-
-        beside = threading.Thread(target=torchrun)
-        beside.start()
-        starts["ray"] = with_ray(words["ray"])
-        beside.join()
-        found = {name: medians(output) for name, output in outputs.items()}
-    print(f"| {'':8} | torchrun | Ray | ratio |\n|---|---|---|---|")
-    rows = {"start": starts} | {phase: {name: one[phase] for name, one in found.items()} for phase in PHASES}
-    for name, row in rows.items():
-        print(f"| {name:8} | {row['torchrun']:.3f} s | {row['ray']:.3f} s | {row['ray'] / row['torchrun']:.3f} |")
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    with tempfile.TemporaryDirectory() as folder, both(Path(folder), arguments.tokens) as (torchrun, ray):
+        found = in_turns(torchrun, ray, arguments.pairs)
+        before = [run.cpu() for run in (torchrun, ray)]
+        time.sleep(IDLE_S)
+        idle = [(run.cpu() - cpu) / IDLE_S for run, cpu in zip((torchrun, ray), before, strict=True)]
+    print("|  | torchrun | Ray | ratio in a pair | half of all pairs |\n|---|---|---|---|---|")
+    for place, name in enumerate(("step, wall time", "step, CPU time")):
+        print(row(name, [pair[0][place] for pair in found], [pair[1][place] for pair in found]))
+    print(f"| start | {torchrun.start_s:.1f} s | {ray.start_s:.1f} s | {ray.start_s / torchrun.start_s:.2f} | |")
+    print(f"| CPU time a second, waiting | {idle[0]:.3f} s | {idle[1]:.3f} s | | |")
 
 
 if __name__ == "__main__":

@@ -102,10 +102,11 @@ def kill(pid: int) -> None:
 
 
 def node_of(cluster: Any, pid: int) -> Any:
-    """The node of a cluster on which a worker of Ray runs: the one whose raylet has started it."""
-    parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    (found,) = [node for node in _nodes(cluster) if node.all_processes["raylet"][0].process.pid == parent]
-    return found
+    """The node of a cluster on which a process runs: the one whose raylet has started it, or one above it."""
+    raylets = {node.all_processes["raylet"][0].process.pid: node for node in _nodes(cluster)}
+    while pid not in raylets:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return raylets[pid]
 
 
 def _nodes(cluster: Any) -> list[Any]:
@@ -113,7 +114,10 @@ def _nodes(cluster: Any) -> list[Any]:
 
 
 class Gates:
-    """Steps of a run that wait until they are let through: "0-2" is the second step of the first start."""
+    """Steps of a run that wait until they are let through: "1-3" is the third step, after the first restart.
+
+    folder   beside that of the run, which is called run
+    """
 
     def __init__(self, folder: Path, *held: str) -> None:
         self.folder = folder
@@ -126,17 +130,15 @@ class Gates:
 
 
 def gated(completions: list[str], **columns: Any) -> list[float | None]:
-    """The reward of tiny runs, of 16 samples a step; it waits at gates in the folder that $MOE_REPLAY_GATES names."""
+    """The reward of tiny runs; it waits at gates in the folder that $MOE_REPLAY_GATES names."""
     from tests.train.runs import closeness
 
     if "MOE_REPLAY_GATES" in os.environ:
-        _SCORED.append(len(completions))
-        step = -(-sum(_SCORED) // 16)
-        gate = Path(os.environ["MOE_REPLAY_GATES"], f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{step}")
+        gates = Path(os.environ["MOE_REPLAY_GATES"])
+        metrics = gates.parent / "run" / "metrics.jsonl"
+        step = 1 + (len(metrics.read_text().splitlines()) if metrics.exists() else 0)
+        gate = gates / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{step}"
         end = time.monotonic() + LIMIT_S
         while gate.exists() and time.monotonic() < end:
             time.sleep(0.05)
     return closeness(completions=completions, **columns)
-
-
-_SCORED: list[int] = []

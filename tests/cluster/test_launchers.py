@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -160,9 +161,8 @@ def wait_until(done: Callable[[], bool]) -> None:
 
 
 def recipe_of(demo_files: Any, folder: Path, **overrides: Any) -> str:
-    config = tiny_config(
-        demo_files.model, demo_files.train, folder / "run", steps=1, backend={"device": "cpu"}, **overrides
-    )
+    settings = {"steps": 1, "backend": {"device": "cpu"}, "checkpoint": {"every": 0}} | overrides
+    config = tiny_config(demo_files.model, demo_files.train, folder / "run", **settings)
     (folder / "recipe.toml").write_text(to_toml(config))
     return str(folder / "recipe.toml")
 
@@ -180,15 +180,40 @@ def processes_with(text: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.engine
-def test_ray_under_slurm(demo_files: Any, tmp_path: Path, port: int) -> None:
-    """A rank on one Ray node and an engine on the other, which have a CPU each."""
-    recipe = recipe_of(demo_files, tmp_path, cluster={"kind": "ray", "engines": 1})
+def test_ray_under_slurm_with_the_real_vllm(
+    demo_files: Any, tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank on one Ray node and vLLM on the other; the rank replays its routes, and the probe compares its weights."""
+    pytest.importorskip("vllm")
+    # The last one saves a third of the CPU time of a start.
+    for name, value in {
+        "LOGGING_LEVEL": "WARNING",
+        "CPU_OMP_THREADS_BIND": "nobind",
+        "ENABLE_V1_MULTIPROCESSING": "0",
+    }.items():
+        monkeypatch.setenv(f"VLLM_{name}", value)
+    recipe = recipe_of(
+        demo_files,
+        tmp_path,
+        steps=2,
+        rollout={
+            "engine": "vllm",
+            "dtype": "float32",
+            "options": {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2**26},
+            "probe_tolerance": 1e-3,
+        },
+        cluster={"kind": "ray", "engines": 1},
+    )
     options = "--object-store-memory 80000000"
     status, told = run_script("slurm-ray.sbatch", tmp_path, recipe, RAY_PORT=str(port), RAY_OPTIONS=options)
     assert status == 0, told
     assert f":{port} (2 machines, 2 CPUs)" in told
-    assert "step 1/1" in told
+    assert "step 2/2" in told
     assert not (tmp_path / "requeued").exists()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["routing/replayed_fraction"] > 0.5 for line in lines)
+    assert all(line["mismatch/rollout_vs_old/k3_kl"] < 1e-6 for line in lines)
     wait_until(lambda: not processes_with(f":{port}"))
 
 

@@ -1,4 +1,4 @@
-"""What a run asks of a cluster, the environment of its ranks, and the run's board; without a cluster."""
+"""What a run asks of a cluster, the environment of its ranks, its board and its engines; without a cluster."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from moe_replay.cluster.board import EngineList, EngineOrder, RunBoard
+from moe_replay.cluster.engine_group import EngineGroup, Spot
 from moe_replay.cluster.layout import Place, engine_devices, is_possible, plan_resources, rank_environments
 from moe_replay.errors import LayoutError
 from moe_replay.train.config.train_config import TrainConfig
@@ -109,3 +110,44 @@ def test_the_board_passes_on_what_each_has_to_know() -> None:
     assert board.tell(b"") == 1
     board.set_engines(EngineList(("http://a",), 1))
     assert board.engines().urls == ("http://a",)
+
+
+# ---- engines ---------------------------------------------------------------------------------------------------------
+
+
+def engine_group(**cluster: Any) -> tuple[EngineGroup, list[str]]:
+    """Engines that are ready, none of which is started; and what is said of them."""
+    layout, told = plan_resources(config(**cluster), GPUS), []
+    group = EngineGroup(
+        layout, 1, ("token", "folder", {}), "{}.log".format, lambda number: Spot(None, 0, {}), told.append
+    )
+    group.reserve(layout.engines)
+    for slot in group._slots:
+        slot.url = f"http://engine-{slot.number}"
+    group._was_ready = True
+    return group, told
+
+
+def test_engines_are_started_again_until_they_are_given_up() -> None:
+    group, told = engine_group(engines=2)
+    first, second = group._slots
+    for slot in (first, second, first, second):
+        group._ended(slot, "ended with status -9")
+    assert told[:2] == [f"engine {n} ended with status -9: it is started again (1 of 1)" for n in (0, 1)]
+    assert told[2] == "engine 0 ended with status -9: it is given up after 1 restarts; log: 0.log"
+    assert group.error == "no engine is left; engine 1 ended with status -9; log: 1.log"
+    assert not group.lost
+
+
+def test_engines_on_the_trainers_devices_are_not_started_beside_it() -> None:
+    """What is left of the memory belongs to the trainer: all of it starts again."""
+    group, told = engine_group(trainer_nodes=2, ranks_per_node=4, engines=2, placement="colocated")
+    group._ended(group._slots[1], "ended with status -9")
+    assert group.lost == "engine 1 on the trainer's devices ended with status -9"
+    group.tend(EngineOrder("vllm", {}), 2)
+    assert [slot.actor for slot in group._slots] == [None, None]
+    assert not told
+    assert not group.error
+    group.reset()
+    assert not group.lost
+    assert group.engines == EngineList()

@@ -1,4 +1,4 @@
-"""Runs on real Ray clusters of several nodes: the numbers of torchrun, also when engines, ranks or nodes are lost."""
+"""Runs on a real Ray cluster of three nodes: the numbers of torchrun, whatever is lost, joins or leaves."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ import pytest
 
 pytest.importorskip("ray")
 
+from moe_replay.cli.main import main
+from moe_replay.cluster.capacity import CapacityError
+from moe_replay.cluster.control import NoRunError, RunControl
 from moe_replay.rollout.server.client import VllmServer
 from moe_replay.train.config.file import to_toml
 from tests.cluster.local_cluster import Events, Gates, kill, node_of, ray_cluster, train_on
@@ -72,58 +75,73 @@ def by_torchrun(demo_files: Any, tmp_path_factory: pytest.TempPathFactory) -> li
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Any]:
-    with ray_cluster(2) as cluster:
+    with ray_cluster(3) as cluster:
         yield cluster
 
 
-def test_a_run_on_ray_has_the_numbers_of_torchrun(
-    demo_files: Any,
-    tmp_path: Path,
-    nodes: Any,
-    by_torchrun: list[dict[str, Any]],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Two ranks on a node, two engines and two drivers; what ranks and engines print is in the run's folder, that of
-    rank 0 is shown as well."""
-    settings = {"cluster": {"kind": "ray", "ranks_per_node": 2, "engines": 2}, "rollout": {"drivers": 2}}
-    config = tiny_config(demo_files.model, demo_files.train, tmp_path / "run", **RUN, **settings)
-    assert train_on(nodes, config) == 0
-    assert numbers(tmp_path / "run") == by_torchrun
-    shown = capsys.readouterr().out
-    assert "2 rollout drivers: processes" in shown
-    assert "ray: placing 2 ranks on 1 machine, each with 2 CPU; 2 engines with 1 CPU each" in shown
-    assert f"step {STEPS}/{STEPS}" in shown
-    logs = {path.name for path in (tmp_path / "run/logs").iterdir()}
-    assert logs == {"cluster.log", "rank-0.log", "rank-1.log", "engine-0.log", "engine-1.log"}
-    assert shown.count(f"step {STEPS}/{STEPS}") == 1
-
-
-def test_engines_ranks_and_nodes_that_are_lost_change_no_number(
+def test_engines_on_the_trainers_machines_have_the_numbers_of_torchrun(
     demo_files: Any,
     tmp_path: Path,
     nodes: Any,
     by_torchrun: list[dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A third node takes the place of the one that is lost."""
-    nodes.add_node(num_cpus=2, object_store_memory=80 * 2**20)
-    gates = Gates(tmp_path / "gates", "0-2", "0-3", "1-2")
+    """On each of two of three machines a rank and an engine in turns; all output is in the run's folder."""
+    gates = Gates(tmp_path / "gates", "0-2")
+    monkeypatch.setenv("MOE_REPLAY_GATES", str(gates.folder))
+
+    def look(events: Events) -> None:
+        ranks, engines = (
+            [node_of(nodes, pid) for pid in found] for found in (events.ranks(), map(events.engine, (0, 1)))
+        )
+        assert ranks[0] is not ranks[1]
+        assert engines == ranks
+        with pytest.raises(NoRunError, match="the number of engines of run cannot change"):
+            RunControl().scale(3)
+        gates.open("0-2")
+
+    cluster = {"trainer_nodes": 2, "engines": 2, "placement": "colocated"}
+    turns = {"rollout": {"sleep": True}, "backend": {"device": "cpu", "offload": True}}
+    config = tiny_config(demo_files.model, demo_files.train, tmp_path / "run", **RUN | turns, cluster=cluster)
+    assert train_on(nodes, config, look) == 0
+    assert numbers(tmp_path / "run") == by_torchrun
+    shown = capsys.readouterr().out
+    assert "ray: placing 2 ranks on 2 machines, each with 2 CPU; 2 engines on the same machines" in shown
+    assert shown.count(f"step {STEPS}/{STEPS}") == 1
+    logs = {path.name for path in (tmp_path / "run/logs").iterdir()}
+    assert logs == {"cluster.log", "rank-0.log", "rank-1.log", "engine-0.log", "engine-1.log"}
+
+
+def test_what_is_lost_and_what_joins_or_leaves_changes_no_number(
+    demo_files: Any,
+    tmp_path: Path,
+    nodes: Any,
+    by_torchrun: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All engines at once, a rank, and a machine, whose place a third one takes; a third engine for a while."""
+    gates = Gates(tmp_path / "gates", "0-2", "0-3", "1-4")
     monkeypatch.setenv("MOE_REPLAY_GATES", str(gates.folder))
 
     def disturb(events: Events) -> None:
         events.wait_for_step(1)
-        kill(events.engine(1))
-        events.engine(1, count=2)
-        events.wait_for("a rollout server has restarted: it is sent the weights again", log="rank-0.log")
+        lose_all_engines(events)
+        refuse_other_numbers_of_engines()
+        scale(3)
+        events.wait_for("a rollout server has joined", count=3, log="../log.txt")
+        main(["cluster", "status"])
         gates.open("0-2")
         events.wait_for_checkpoint(2)
+        scale(2)
         kill(events.ranks()[1])
         gates.open("0-3")
         events.ranks(count=2)
         events.wait_for_checkpoint(3)
         (lost, *_) = [node for node in map(of_nodes, events.ranks(count=2)) if node is not nodes.head_node]
         nodes.remove_node(lost, allow_graceful=False)
-        gates.open("1-2")
+        gates.open("1-4")
 
     def of_nodes(pid: int) -> Any:
         return node_of(nodes, pid)
@@ -133,9 +151,62 @@ def test_engines_ranks_and_nodes_that_are_lost_change_no_number(
     assert train_on(nodes, config, disturb) == 0
     assert numbers(tmp_path / "run") == by_torchrun
     told = (tmp_path / "run/logs/cluster.log").read_text()
-    assert "engine 1 ended with status -9: it is started again (1 of 3)" in told
+    for number in (0, 1):
+        assert f"engine {number} ended with status -9: it is started again (1 of 3)" in told
+    assert "engine 2 joins: 3 of 3 engines" in told
+    assert "engine 2 leaves" in told
     assert re.search(r"rank 1 was lost .*: all ranks start again from the newest checkpoint \(1 of 3\)", told)
     assert re.search(r"lost .*: all ranks start again from the newest checkpoint \(2 of 3\)", told)
+    shown = capsys.readouterr().out
+    assert "run: 2 -> 3 engines, between steps" in shown
+    assert shown.count("run: 3 of 3 engines ready, 0 starting\n  http://") == 2
+    assert "run: 3 -> 2 engines, between steps\n" in shown
+    assert "run: 2 of 2 engines ready, 0 starting\n" in shown
+
+
+def lose_all_engines(events: Events) -> None:
+    """Kill both engines of a run at once, and wait until others have taken their place."""
+    for pid in [events.engine(0), events.engine(1)]:
+        kill(pid)
+    for number in (0, 1):
+        events.engine(number, count=2)
+    events.wait_for("a rollout server has restarted: it is sent the weights again", log="rank-0.log")
+
+
+def scale(engines: int) -> None:
+    main(["cluster", "scale", "--engines", str(engines), "--run", "run", "--wait", str(LIMIT_S)])
+
+
+def refuse_other_numbers_of_engines() -> None:
+    with pytest.raises(CapacityError, match="cannot hold 7 more engines"):
+        RunControl().scale(9)
+    with pytest.raises(NoRunError, match="at least one engine"):
+        RunControl().scale(0)
+    with pytest.raises(NoRunError, match="expected --run and one of run, found other"):
+        RunControl("other")
+
+
+@pytest.mark.thorough
+def test_a_lost_engine_on_the_trainers_machines_changes_no_number(
+    demo_files: Any, tmp_path: Path, nodes: Any, by_torchrun: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks and engines, which share devices, all start again."""
+    gates = Gates(tmp_path / "gates", "0-2")
+    monkeypatch.setenv("MOE_REPLAY_GATES", str(gates.folder))
+
+    def disturb(events: Events) -> None:
+        events.wait_for_checkpoint(1)
+        kill(events.engine(1))
+        events.ranks(count=2)
+        gates.open("0-2")
+
+    cluster = {"trainer_nodes": 2, "engines": 2, "placement": "colocated"}
+    config = tiny_config(demo_files.model, demo_files.train, tmp_path / "run", **RUN, cluster=cluster)
+    assert train_on(nodes, config, disturb) == 0
+    assert numbers(tmp_path / "run") == by_torchrun
+    told = (tmp_path / "run/logs/cluster.log").read_text()
+    why = "engine 1 on the trainer's devices ended with status -9"
+    assert f"{why}: all ranks start again from the newest checkpoint (1 of 3)" in told
 
 
 @pytest.mark.thorough

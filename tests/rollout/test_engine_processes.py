@@ -27,7 +27,7 @@ TOKEN = "open sesame"
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, count: int, visible: str | None = None) -> None:
-    monkeypatch.setattr("moe_replay.rollout.server.engine_processes.accelerator", lambda: "cuda")
+    monkeypatch.setattr("moe_replay.utils.device.accelerator", lambda: "cuda")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
@@ -51,7 +51,7 @@ def test_shares_that_are_not_even_are_refused(monkeypatch: pytest.MonkeyPatch, e
 
 
 def test_npus_are_shared_by_their_own_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_replay.rollout.server.engine_processes.accelerator", lambda: "npu")
+    monkeypatch.setattr("moe_replay.utils.device.accelerator", lambda: "npu")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9")
     monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
@@ -61,7 +61,7 @@ def test_npus_are_shared_by_their_own_variable(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_gpus_there_is_nothing_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_replay.rollout.server.engine_processes.accelerator", lambda: None)
+    monkeypatch.setattr("moe_replay.utils.device.accelerator", lambda: None)
     assert device_shares(2, {"tensor_parallel_size": 4}) == [None, None]
 
 

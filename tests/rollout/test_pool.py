@@ -218,3 +218,19 @@ def test_servers_join_and_leave(engines, urls) -> None:
         listed.clear()
         assert not pool.lacks_weights()
         assert pool.servers == 1
+
+
+def test_servers_that_are_all_lost_are_waited_for(engines, urls, monkeypatch) -> None:
+    """The one that takes their place is sent the next update; where nobody replaces them, nothing is waited for."""
+    listed = iter([urls[:1]] * 3 + [urls[1:]] * 9)
+    with pool_of(urls[0]) as pool:
+        pool._members[0].engine.healthy = lambda: False
+        assert not pool.wait_for_servers()
+        pool.follow(lambda: next(listed), lambda url: VllmServer(url, token=TOKEN))
+        assert pool.wait_for_servers()
+        pool.update_weights(checkpoint_tensors(tiny_model("olmoe", seed=3)), 7, weights_id="run-7")
+        assert [engine.weight_version for engine in engines] == [0, 7]
+        assert pool.generate([[1]], SamplingParams(max_tokens=1))[0][0].weight_version == 7
+        monkeypatch.setattr("moe_replay.rollout.pool.LISTED_S", 0.3)
+        pool._members[0].engine.healthy = lambda: False
+        assert not pool.wait_for_servers()  # it is listed, and nothing changes

@@ -131,7 +131,9 @@ def test_samples_that_failed_before_their_server_had_the_weights_again_are_drawn
         """Requests of a server that restarted have failed before the trainer came to ask for them."""
 
         has_begun = True
-        engine = SimpleNamespace(lacks_weights=lambda: False)  # it has them again
+        engine = SimpleNamespace(  # it has them again
+            lacks_weights=lambda: False, wait_for_servers=lambda: False, servers=lambda: 1
+        )
 
         def next_unless(self, *_: Any) -> RolloutBatch:
             if self.has_begun:

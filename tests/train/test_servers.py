@@ -1,11 +1,12 @@
-"""Runs whose samples come from servers: one that dies in mid-run changes nothing."""
+"""Runs whose samples come from servers: one that dies in mid-run changes nothing, nor do all where others follow."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,16 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 pytest.importorskip("transformers")
 
+from tenacity import wait_none
+
+from moe_replay.errors import EngineUnavailableError
 from moe_replay.rollout.server.app import build_app
 from moe_replay.rollout.transformers import TransformersEngine
+from moe_replay.train.engines import StartedEngines
+from moe_replay.train.job import Job
+from moe_replay.train.learner import Learner
 from moe_replay.train.loop import train
+from moe_replay.train.step_rollout import roll_out
 from tests.rollout.forked_engines import forked_engines
 from tests.rollout.serving import serving
 
@@ -78,6 +86,98 @@ def test_a_server_that_dies_in_mid_run_loses_and_doubles_nothing(
     assert [[line[name] for name in names] for line in disturbed] == [
         [line[name] for name in names] for line in undisturbed
     ]
+
+
+class Cluster:
+    """An `EngineStarter` that replaces lost servers, and notices only after it was asked for the list a few times."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stacks: list[ExitStack] = []
+        self._listed: list[str] = []
+        self._unnoticed: int | None = None
+        self.started = 0
+
+    def start(self, engine: str, request: Any) -> StartedEngines:
+        self._listed = [self._server() for _ in range(2)]
+        return StartedEngines(tuple(self._listed), TOKEN, self.urls)
+
+    def _server(self) -> str:
+        self._stacks.append(ExitStack())
+        self.started += 1
+        return Servers._start(self._folder, self._stacks[-1])
+
+    def lose_all(self) -> None:
+        self.close()
+        self._unnoticed = 2
+
+    def urls(self) -> list[str]:
+        if self._unnoticed is not None:
+            self._unnoticed -= 1
+            if self._unnoticed < 0:
+                self._listed, self._unnoticed = [self._server()], None
+        return self._listed
+
+    def close(self) -> None:
+        for stack in self._stacks:
+            stack.close()
+        self._stacks = []
+
+
+def test_all_servers_lost_at_once_while_sampling_and_while_training(
+    config: Callable[..., Any],
+    metrics_of: Callable[[Path], list[dict]],
+    demo_files: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others take their place, are sent the weights, and the numbers are those of an undisturbed run."""
+    monkeypatch.setattr("moe_replay.rollout.pool.wait_random_exponential", lambda **_: wait_none())
+    plain = {"steps": 4, "checkpoint": {"every": 0}, "cluster": {"kind": "ray", "engines": 2}}
+    found = {}
+    for name in ("calm", "storm"):
+        with closing(Cluster(demo_files.model)) as cluster:
+            with monkeypatch.context() as changed:
+                if name == "storm":
+                    lose_before(changed, cluster, Job, "rollout", call=2)
+                    lose_before(changed, cluster, Learner, "update", call=3)
+                found[name] = metrics_of(train(config(name, **plain), starter=cluster))
+            assert cluster.started == (2 if name == "calm" else 4)
+    assert samples_of(found["storm"]) == samples_of(found["calm"])
+
+
+def lose_before(changed: pytest.MonkeyPatch, cluster: Cluster, owner: Any, name: str, call: int) -> None:
+    method, calls = getattr(owner, name), count(1)
+
+    def losing(*arguments: Any, **named: Any) -> Any:
+        if next(calls) == call:
+            cluster.lose_all()
+        return method(*arguments, **named)
+
+    changed.setattr(owner, name, losing)
+
+
+def samples_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the metrics say of the samples; last bits of log-probs depend on the batches of the servers."""
+    kept = ("step", "reward/", "completion/", "data/")
+    return [{name: value for name, value in line.items() if name.startswith(kept)} for line in lines]
+
+
+@pytest.mark.parametrize(("lacks", "begun", "tries"), [(True, False, 4), (False, True, 2), (False, False, 1)])
+def test_groups_that_failed_without_servers_are_begun_again(lacks: bool, begun: bool, tries: int) -> None:
+    """As long as servers have to be sent the weights; those of before an update once."""
+    made = []
+
+    def fail(*_: Any) -> None:
+        made.append(rollouts.has_begun)
+        rollouts.has_begun = False
+        raise EngineUnavailableError("no engine of the pool is available")
+
+    engine = SimpleNamespace(lacks_weights=lambda: lacks, wait_for_servers=lambda: False, servers=lambda: 1)
+    rollouts: Any = SimpleNamespace(engine=engine, next_unless=fail, has_begun=begun)
+    unused: Any = None
+    with pytest.raises(EngineUnavailableError):
+        roll_out(rollouts, unused, unused, 0, refit=lambda: None)
+    assert made == [begun, *[False] * (tries - 1)]
 
 
 @pytest.mark.engine

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_replay.cluster.board import NAMESPACE, DriverView, EngineList, RunBoard, board_name
-from moe_replay.cluster.engine_group import EngineGroup, Spot
+from moe_replay.cluster.engine_group import LOST_S, EngineGroup, Spot
 from moe_replay.cluster.layout import Layout, Place, engine_devices, is_possible, plan_resources
 from moe_replay.cluster.rank_actor import Outcome
 from moe_replay.cluster.room import wait_for_room
@@ -75,6 +75,7 @@ class RayRun:
         self._places: list[Place] = []
         self._engines = self._engine_group(token)
         self._published = EngineList()
+        self._given_up = ""  # why the ranks were ended, if the driver did
         self._interrupts = self._passed_on = 0
         self._tell(f"{session.describe()}")
 
@@ -99,7 +100,7 @@ class RayRun:
         try:
             for restarts in range(most + 1):
                 ended = self._train_once(restarts)
-                lost = None if self._engines.error else _lost(ended)
+                lost = None if self._engines.error else self._given_up or _lost(ended)
                 if lost is None:
                     return _status(ended)
                 if restarts == most or self._interrupts:
@@ -145,14 +146,21 @@ class RayRun:
         self._tell(f"{where}; processes {', '.join(map(str, pids))}; logs: {self._logs}")
 
     def _supervise(self, trainer: TrainerGroup) -> dict[int, Outcome | Lost]:
-        """Look after everything until all ranks have ended, or one has failed and the others had time to end."""
+        """Look after everything until all ranks have ended, or one has failed and the others had time to end.
+
+        Ranks whose devices an engine has left without notice are given up, unless they have failed.
+        """
         ended: dict[int, Outcome | Lost] = {}
-        deadline = float("inf")
+        deadline, self._given_up = float("inf"), ""
         while trainer.is_running and time.monotonic() < deadline:
             ended |= trainer.ended(POLL_S)
             if deadline == float("inf") and any(_has_failed(one) for one in ended.values()):
                 deadline = time.monotonic() + SETTLE_S
             self._look()
+            if self._engines.lost:
+                deadline = min(deadline, time.monotonic() + LOST_S)
+        if trainer.is_running and not any(_has_failed(one) for one in ended.values()):
+            self._given_up = self._engines.lost
         return ended
 
     def _look(self) -> None:
@@ -167,6 +175,12 @@ class RayRun:
             self._passed_on = self._interrupts
             self._board.interrupt.remote()
         self._engines.tend(view.order, view.wanted)
+        self._publish()
+
+    def _publish(self) -> None:
+        """Tell rank 0 which engines there are."""
+        import ray
+
         if self._engines.engines != self._published:
             self._published = self._engines.engines
             ray.get(self._board.set_engines.remote(self._published))
@@ -225,6 +239,7 @@ class RayRun:
 
         if self._layout.colocated:
             self._engines.reset()
+            self._publish()
         remove_placement_group(self._group)
 
     def _engine_group(self, token: str) -> EngineGroup:

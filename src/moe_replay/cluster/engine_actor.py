@@ -48,7 +48,9 @@ class EngineActor:
 
         address = ray.util.get_node_ip_address()
         try:
-            self._processes = EngineProcesses(engine, StartRequest.from_fields(request), 1, token=token, host=address)
+            self._processes = EngineProcesses(
+                engine, StartRequest.from_fields(request), 1, token=token, host=address, shares=[None]
+            )
         except MoeReplayError as error:
             return StartedEngine(error=f"{error}{_last_line(Path(log), start)}")
         (port,), (pid,) = self._processes.ports, self._processes.pids

@@ -49,6 +49,10 @@ class EngineGroup:
     log         returns the log file of an engine by its number
     spot        returns where an engine by its number runs
     tell        called with each line of what happens
+
+    error       why there will be no more engines; empty: there will
+    lost        what has happened to an engine that cannot be started again beside the trainer, since its memory is that
+                of the trainer's devices: all of it starts again
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class EngineGroup:
         self._was_ready = False
         self._next = 0
         self._leaving: dict[Any, tuple[_Slot, float]] = {}
-        self.error = ""
+        self.error = self.lost = ""
 
     @property
     def engines(self) -> EngineList:
@@ -83,7 +87,7 @@ class EngineGroup:
 
     def tend(self, order: EngineOrder | None, wanted: int) -> None:
         """Look after the engines; called again and again. Nothing is started before there is an order."""
-        if order is None or self.error:
+        if order is None or self.error or self.lost:
             return
         self._order = order
         wanted = self.layout.engines if self.layout.colocated else wanted  # as many as the trainer's machines hold
@@ -106,7 +110,7 @@ class EngineGroup:
         """End all engines and forget them: their machines belong to a trainer that is placed anew."""
         for slot in self._slots:
             self._kill(slot)
-        self._slots, self._was_ready, self._next = [], False, 0
+        self._slots, self._was_ready, self._next, self.lost = [], False, 0, ""
 
     def close(self) -> None:
         """End all engines in order."""
@@ -181,6 +185,8 @@ class EngineGroup:
         slot.actor, slot.url, slot.restarts = None, "", slot.restarts + 1
         if starting and not self._was_ready:  # what the first start cannot do, another one cannot either
             self.error = f"engine {slot.number} {why}{log}"
+        elif self.layout.colocated and self._was_ready:
+            self.lost = f"engine {slot.number} on the trainer's devices {why}"
         elif slot.restarts <= self._max_restarts:
             self._tell(f"engine {slot.number} {why}: it is started again ({slot.restarts} of {self._max_restarts})")
         else:

@@ -25,7 +25,7 @@ from moe_replay.rollout.adapter import Adapter
 from moe_replay.rollout.answers import vocabulary_size
 from moe_replay.rollout.engine import StartRequest, put_to_sleep, receivers_of, wake_for_update
 from moe_replay.rollout.loop import AsyncSampler
-from moe_replay.rollout.pool_member import Member, ServedEngine, ServerState, following
+from moe_replay.rollout.pool_member import LISTED_S, Member, ServedEngine, ServerList, ServerState, following
 from moe_replay.rollout.pool_transfer import update_by_transfer, update_together
 from moe_replay.rollout.pool_update import update_side_by_side
 from moe_replay.rollout.request_barrier import RequestBarrier
@@ -80,8 +80,7 @@ class EnginePool(AsyncSampler):
         self.bytes_sent: int | None = None  # by it to an engine, the most to any; None: not known
         self._sent: SentWeights | None = None
         self._barrier = RequestBarrier(self._loop.loop)  # closed while another process updates the servers
-        self._followed: tuple[Callable[[], Sequence[str]], Callable[[str], ServedEngine]] | None = None
-        self._left: list[ServedEngine] = []
+        self._listed: ServerList | None = None
         with ExitStack() as undo:
             undo.callback(super().close)
             self._version = self._reach(min_servers or len(engines), any_version)
@@ -225,35 +224,37 @@ class EnginePool(AsyncSampler):
     # ---- joining and leaving ------------------------------------------------------------------------------------
 
     def follow(self, urls: Callable[[], Sequence[str]], client: Callable[[str], ServedEngine]) -> None:
-        """Let servers join and leave while the pool is used, by a list of those that there are.
+        """Let servers join and leave while the pool is used, by a list of those that there are (`ServerList`).
 
-        The list is read when `lacks_weights` is asked, before each step samples and every few seconds meanwhile. A
-        server that has joined is used once it has the weights of the last update. One that has left gets no new
-        requests, and those that it fails go to others; an empty list changes nothing.
-
-        urls     returns the addresses of all servers now; it may wait for the first one
-        client   connects to one that has joined
+        The list is read by `lacks_weights`, before each step samples and every few seconds meanwhile, and by
+        `wait_for_servers`. A server that has joined is used once it has the weights of the last update. One that has
+        left gets no new requests, and those that it fails go to others; an empty list changes nothing.
         """
-        self._followed = urls, client
+        self._listed = ServerList(urls, client)
 
-    def _update_members(self) -> None:
-        if self._followed is None:
-            return
-        listed, client = self._followed
-        urls = list(dict.fromkeys(listed()))
-        known = {member.engine.url: member for member in self._members}
-        if not urls or set(urls) == known.keys():
-            return
-        members = [known.pop(url) if url in known else self._joined(client(url)) for url in urls]
-        self._left += [member.engine for member in known.values()]
+    def _update_members(self) -> bool:
+        """Return whether servers have joined or left."""
+        before, listed = self._members, self._listed
+        if listed is None or (members := listed.members(before)) is before:
+            return False
         self._members = members  # other threads see the whole list, old or new
         vars(self).pop("name", None)  # it counts them
+        return True
 
-    def _joined(self, engine: ServedEngine) -> Member:
-        logger.warning("a rollout server has joined: %s", engine.url)
-        member = Member(engine)
-        member.take_out(EngineUnavailableError("it has joined, and has no weights yet"), 0.0)
-        return member
+    def wait_for_servers(self) -> bool:
+        """Use the servers that are listed now; wait for others while none can be reached. Return whether one can be.
+
+        Given up when the list has not changed for `LISTED_S` seconds, and at once if there is none.
+        """
+        self._update_members()
+        end = time.monotonic() + LISTED_S
+        while self._listed is not None and time.monotonic() < end:
+            if self.healthy():
+                return True
+            time.sleep(0.2)
+            if self._update_members():
+                end = time.monotonic() + LISTED_S
+        return False
 
     # ---- on all engines -----------------------------------------------------------------------------------------
 
@@ -395,5 +396,5 @@ class EnginePool(AsyncSampler):
     def close(self) -> None:
         """Close the connections; the servers keep running."""
         super().close()
-        for engine in [*self._left, *(member.engine for member in self._members)]:
+        for engine in [*(self._listed.left if self._listed else ()), *(member.engine for member in self._members)]:
             engine.close()

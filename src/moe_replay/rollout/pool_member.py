@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -15,6 +15,8 @@ from moe_replay.rollout.weights.identity import CurrentWeights, identifies_weigh
 from moe_replay.utils.messages import one_line
 
 logger = logging.getLogger(__name__)
+LISTED_S = 120.0
+"""Seconds after which a server that was lost is no longer listed: more than a cluster takes to notice."""
 
 
 class ServedEngine(Engine, Protocol):
@@ -130,3 +132,32 @@ class Member:
             raise
         finally:
             self.active_requests -= 1
+
+
+class ServerList:
+    """A list of servers that changes, and the members of a pool by it.
+
+    urls     returns the addresses of all servers now; it may wait for the first one
+    client   connects to one that has joined
+    """
+
+    def __init__(self, urls: Callable[[], Sequence[str]], client: Callable[[str], ServedEngine]) -> None:
+        self._urls, self._client = urls, client
+        self.left: list[ServedEngine] = []
+
+    def members(self, known: list[Member]) -> list[Member]:
+        """Return the members that are listed now, or `known` itself if they are the same."""
+        urls = list(dict.fromkeys(self._urls()))
+        by_url = {member.engine.url: member for member in known}
+        if not urls or set(urls) == by_url.keys():
+            return known
+        members = [by_url.pop(url) if url in by_url else _joined(self._client(url)) for url in urls]
+        self.left += [member.engine for member in by_url.values()]
+        return members
+
+
+def _joined(engine: ServedEngine) -> Member:
+    logger.warning("a rollout server has joined: %s", engine.url)
+    member = Member(engine)
+    member.take_out(EngineUnavailableError("it has joined, and has no weights yet"), 0.0)
+    return member

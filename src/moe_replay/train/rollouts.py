@@ -123,8 +123,8 @@ class Rollouts:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a batch is being sampled that `next` has not returned."""
-        return self._collected is not None
+        """Whether groups are being sampled, or have been, that `next` has not returned."""
+        return self._collected is not None or bool(self._pending)
 
     def withdraw(self) -> None:
         """Cancel the batch that is being sampled, if there is one; `next` samples the same prompts again."""

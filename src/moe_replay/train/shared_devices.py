@@ -56,8 +56,10 @@ class SharedDevices:
         adapter = self._backend.adapter() if self._adapter_alone else None
         if adapter is None:
             with raise_on_all_ranks("waking the engine"):
-                if self._sleep and self.engine is not None:
-                    self.engine.wake_for_update()
+                if self.engine is not None:
+                    self.engine.wait_for_servers()
+                    if self._sleep:
+                        self.engine.wake_for_update()
             return self._sync.send(_ThenOffload(self._backend, self._free_trainer_memory), self.engine, version, probe)
         began, weights = time.monotonic(), _Counted(self._then_offload(adapter.tensors))
         with raise_on_all_ranks("updating the weights of the engine"):

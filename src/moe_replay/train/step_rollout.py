@@ -16,8 +16,10 @@ from moe_replay.train.trajectories.shared_batch import SharedBatch
 from moe_replay.train.trajectories.store import InProcessStore, RankStore, TrajectoryStore
 from moe_replay.utils.progress import ProgressCallback
 
+MAX_FAILURES = 3
+"""Times that the sampling of a step is begun again because no server was left."""
 MAX_REFITS = 3
-"""Times that the sampling of a step is begun again because servers restarted."""
+"""Times that it waits for servers that restarted to be sent the weights, or as many as there are servers."""
 
 
 def open_store(backend: Backend, timeout_s: float) -> TrajectoryStore:
@@ -44,19 +46,25 @@ def roll_out(
     version    of the weights that are trained on it
     refit      sends the weights again if a server has lost them, before sampling or while others sample
     """
-    for tries_left in reversed(range(MAX_REFITS + 1)):
+    failures = refits = 0
+    while True:
         had_begun = rollouts is not None and rollouts.has_begun
         refit()
         made: SharedBatch | None = None
         with raise_on_all_ranks("sampling"):
             if rollouts is not None:
+                engine = rollouts.engine
                 try:
-                    give_up = rollouts.engine.lacks_weights if tries_left else None
+                    give_up = engine.lacks_weights if refits < max(MAX_REFITS, engine.servers()) else None
                     batch = rollouts.next_unless(give_up, version, progress)
                     made = None if batch is None else SharedBatch.put(batch, store)
+                    refits += batch is None
                 except EngineUnavailableError:
-                    # What had begun may have failed for want of the weights that were just sent again.
-                    if not tries_left or not (had_begun or rollouts.engine.lacks_weights()):
+                    failures += 1
+                    # What had begun may have failed for want of a server, or of the weights that were just sent again.
+                    if failures > MAX_FAILURES:
+                        raise
+                    if not (engine.wait_for_servers() or had_begun or engine.lacks_weights()):
                         raise
                 if made is not None:
                     devices.put_engine_to_sleep()
@@ -68,4 +76,3 @@ def roll_out(
         sent = broadcast_bytes(content if rollouts is not None else None)
         if sent:
             return SharedBatch.from_bytes(sent, store) if made is None else made
-    raise AssertionError("the last try returns a batch or raises")

@@ -170,6 +170,11 @@ class SyncedEngine:
         lacks = getattr(self.engine, "lacks_weights", None)
         return lacks is not None and lacks()
 
+    def wait_for_servers(self) -> bool:
+        """Where lost servers are replaced, wait while none can be reached; return whether one can be then."""
+        wait = getattr(self.engine, "wait_for_servers", None)
+        return wait is not None and wait()
+
     def sleep(self, level: int = 1) -> None:
         """Free the engine's memory; with level 2 it need not keep its weights, where it can drop them."""
         put_to_sleep(self.engine, level)

@@ -1,7 +1,8 @@
 """Engines in processes of their own on this machine, each on its share of the devices, reached over HTTP.
 
 A trainer starts them, and they end with it, however it ends. The first line of a process's standard input says what to
-serve, token included; when its engine is ready it writes its port to the pipe that it was given.
+serve, token included; when its engine is ready it writes its port to the pipe that it was given. Nothing here imports
+torch before it is needed: a process that only starts engines and watches them does without.
 """
 
 from __future__ import annotations
@@ -16,14 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import torch
-
 from moe_replay.errors import EngineError, EngineOptionError, EngineUnavailableError
 from moe_replay.rollout.engine import Engine, StartRequest, devices_per_engine
-from moe_replay.rollout.pool import EnginePool
-from moe_replay.rollout.registry import start_engine
-from moe_replay.rollout.server.client import VllmServer
-from moe_replay.utils.device import VISIBLE_DEVICES, accelerator
 from moe_replay.utils.processes import end_with_parent, leave_process_group
 
 MAX_REQUESTS = 2**20  # the trainer is the only client
@@ -37,7 +32,11 @@ def device_shares(engines: int, options: Mapping[str, Any]) -> list[str | None]:
 
     Every engine gets as many of those that this process sees, in order; they must be as many as the engine uses.
     """
-    variable = VISIBLE_DEVICES.get(accelerator() or "cpu")
+    import torch
+
+    from moe_replay.utils import device
+
+    variable = device.VISIBLE_DEVICES.get(device.accelerator() or "cpu")
     if variable is None:
         return [None] * engines
     given = os.environ.get(variable)
@@ -57,18 +56,38 @@ def device_shares(engines: int, options: Mapping[str, Any]) -> list[str | None]:
     return [",".join(devices[start : start + each]) for start in range(0, len(devices), each)]
 
 
+def _visible(devices: str | None) -> dict[str, str]:
+    """Return the variable that shows a process these devices alone; nothing for None."""
+    if devices is None:
+        return {}
+    from moe_replay.utils import device
+
+    return {device.VISIBLE_DEVICES[device.accelerator() or "cpu"]: devices}
+
+
 class EngineProcesses:
     """Engines that this process has started, by their ports; `close` ends them.
 
     engine    name of the engine, of those that run in a process ("vllm", "transformers", "module:name")
     request   what each is started with
     host      address that they listen on
+    shares    devices of each, as CUDA_VISIBLE_DEVICES names them, None: all that this process sees; left out: this
+              machine's are divided among them
     """
 
-    def __init__(self, engine: str, request: StartRequest, count: int, *, token: str, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        engine: str,
+        request: StartRequest,
+        count: int,
+        *,
+        token: str,
+        host: str = "127.0.0.1",
+        shares: Sequence[str | None] | None = None,
+    ) -> None:
         self.ports: list[int] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        shares = device_shares(count, request.options)
+        shares = device_shares(count, request.options) if shares is None else shares
         with ExitStack() as undo:
             undo.callback(self.close)
             pipes = [self._start(engine, request, token, host, devices) for devices in shares]
@@ -83,7 +102,7 @@ class EngineProcesses:
             [sys.executable, "-m", "moe_replay.rollout.server.engine_processes"],
             stdin=subprocess.PIPE,
             pass_fds=[writer],
-            env=os.environ | ({} if devices is None else {VISIBLE_DEVICES[accelerator() or "cpu"]: devices}),
+            env=os.environ | _visible(devices),
         )
         os.close(writer)
         self._processes.append(process)
@@ -137,6 +156,8 @@ def connect_local(
 
     follow   returns their addresses from now on, where engines may join and leave (`EnginePool.follow`)
     """
+    from moe_replay.rollout.pool import EnginePool
+    from moe_replay.rollout.server.client import VllmServer
 
     def client(url: str) -> VllmServer:
         return VllmServer(url, token=token, vocab_size=vocab_size, timeout=TIMEOUT_S, max_concurrent=MAX_REQUESTS)
@@ -150,6 +171,7 @@ def connect_local(
 
 def _serve() -> None:
     """Serve the engine that the first line of standard input describes, until a signal."""
+    from moe_replay.rollout.registry import start_engine
     from moe_replay.rollout.request_limits import RequestLimits
     from moe_replay.rollout.server.app import build_app
     from moe_replay.rollout.server.serve import Server, listening
