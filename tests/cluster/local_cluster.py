@@ -114,10 +114,7 @@ def _nodes(cluster: Any) -> list[Any]:
 
 
 class Gates:
-    """Steps of a run that wait until they are let through: "1-3" is the third step, after the first restart.
-
-    folder   beside that of the run, which is called run
-    """
+    """Steps of a run that wait until they are let through: "1-2" is the second step after the first restart."""
 
     def __init__(self, folder: Path, *held: str) -> None:
         self.folder = folder
@@ -129,16 +126,21 @@ class Gates:
         (self.folder / name).unlink()
 
 
-def gated(completions: list[str], **columns: Any) -> list[float | None]:
-    """The reward of tiny runs; it waits at gates in the folder that $MOE_REPLAY_GATES names."""
+def gated(prompts: list[Any], completions: list[str], **columns: Any) -> list[float | None]:
+    """The reward of tiny runs, of four prompts a step; it waits at gates in the folder that $MOE_REPLAY_GATES names.
+
+    Samples of prompts that are drawn again, because their engine was lost, belong to the same step.
+    """
     from tests.train.runs import closeness
 
     if "MOE_REPLAY_GATES" in os.environ:
-        gates = Path(os.environ["MOE_REPLAY_GATES"])
-        metrics = gates.parent / "run" / "metrics.jsonl"
-        step = 1 + (len(metrics.read_text().splitlines()) if metrics.exists() else 0)
-        gate = gates / f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{step}"
+        _PROMPTS.add(repr((prompts[0], sorted(columns.items()))))
+        step = -(-len(_PROMPTS) // 4)
+        gate = Path(os.environ["MOE_REPLAY_GATES"], f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{step}")
         end = time.monotonic() + LIMIT_S
         while gate.exists() and time.monotonic() < end:
             time.sleep(0.05)
-    return closeness(completions=completions, **columns)
+    return closeness(prompts=prompts, completions=completions, **columns)
+
+
+_PROMPTS: set[str] = set()

@@ -75,7 +75,7 @@ def by_torchrun(demo_files: Any, tmp_path_factory: pytest.TempPathFactory) -> li
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Any]:
-    with ray_cluster(3) as cluster:
+    with ray_cluster(3, cpus=3) as cluster:  # two of them hold ranks and engines, wherever those are
         yield cluster
 
 
@@ -87,8 +87,8 @@ def test_engines_on_the_trainers_machines_have_the_numbers_of_torchrun(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """On each of two of three machines a rank and an engine in turns; all output is in the run's folder."""
-    gates = Gates(tmp_path / "gates", "0-2")
+    """On each of two of three machines a rank and an engine in turns; two drivers; all output is in the run's folder."""
+    gates = Gates(tmp_path / "gates", "0-1")
     monkeypatch.setenv("MOE_REPLAY_GATES", str(gates.folder))
 
     def look(events: Events) -> None:
@@ -99,14 +99,15 @@ def test_engines_on_the_trainers_machines_have_the_numbers_of_torchrun(
         assert engines == ranks
         with pytest.raises(NoRunError, match="the number of engines of run cannot change"):
             RunControl().scale(3)
-        gates.open("0-2")
+        gates.open("0-1")
 
     cluster = {"trainer_nodes": 2, "engines": 2, "placement": "colocated"}
-    turns = {"rollout": {"sleep": True}, "backend": {"device": "cpu", "offload": True}}
+    turns = {"rollout": {"sleep": True, "drivers": 2}, "backend": {"device": "cpu", "offload": True}}
     config = tiny_config(demo_files.model, demo_files.train, tmp_path / "run", **RUN | turns, cluster=cluster)
     assert train_on(nodes, config, look) == 0
     assert numbers(tmp_path / "run") == by_torchrun
     shown = capsys.readouterr().out
+    assert "2 rollout drivers: processes" in shown
     assert "ray: placing 2 ranks on 2 machines, each with 2 CPU; 2 engines on the same machines" in shown
     assert shown.count(f"step {STEPS}/{STEPS}") == 1
     logs = {path.name for path in (tmp_path / "run/logs").iterdir()}
@@ -122,7 +123,7 @@ def test_what_is_lost_and_what_joins_or_leaves_changes_no_number(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """All engines at once, a rank, and a machine, whose place a third one takes; a third engine for a while."""
-    gates = Gates(tmp_path / "gates", "0-2", "0-3", "1-4")
+    gates = Gates(tmp_path / "gates", "0-2", "0-3", "1-2")
     monkeypatch.setenv("MOE_REPLAY_GATES", str(gates.folder))
 
     def disturb(events: Events) -> None:
@@ -141,7 +142,7 @@ def test_what_is_lost_and_what_joins_or_leaves_changes_no_number(
         events.wait_for_checkpoint(3)
         (lost, *_) = [node for node in map(of_nodes, events.ranks(count=2)) if node is not nodes.head_node]
         nodes.remove_node(lost, allow_graceful=False)
-        gates.open("1-4")
+        gates.open("1-2")
 
     def of_nodes(pid: int) -> Any:
         return node_of(nodes, pid)
