@@ -87,7 +87,7 @@ def test_engines_on_the_trainers_machines_have_the_numbers_of_torchrun(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """On each of two of three machines a rank and an engine in turns; two drivers; all output is in the run's folder."""
+    """A rank and an engine in turns on each of two of three machines; two drivers; all output in the run's folder."""
     gates = Gates(tmp_path / "gates", "0-1")
     monkeypatch.setenv("MOE_REPLAY_GATES", str(gates.folder))
 
@@ -101,7 +101,7 @@ def test_engines_on_the_trainers_machines_have_the_numbers_of_torchrun(
             RunControl().scale(3)
         gates.open("0-1")
 
-    cluster = {"trainer_nodes": 2, "engines": 2, "placement": "colocated"}
+    cluster = {"kind": "ray", "trainer_nodes": 2, "engines": 2, "placement": "colocated"}
     turns = {"rollout": {"sleep": True, "drivers": 2}, "backend": {"device": "cpu", "offload": True}}
     config = tiny_config(demo_files.model, demo_files.train, tmp_path / "run", **RUN | turns, cluster=cluster)
     assert train_on(nodes, config, look) == 0
