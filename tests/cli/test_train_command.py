@@ -468,7 +468,7 @@ def test_memory_of_gpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 def test_engines_that_do_not_share_the_gpus_of_a_machine_evenly(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_replay.rollout.server.engine_processes.accelerator", lambda: "cuda")
+    monkeypatch.setattr("moe_replay.utils.device.accelerator", lambda: "cuda")
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 8)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     words = ["--rollout.engine", "vllm", "--rollout.options", "tensor_parallel_size", "4"]
