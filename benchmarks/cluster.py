@@ -1,7 +1,7 @@
 """What a Ray cluster costs: steps of one recipe on Ray and under torchrun with two servers, in turns, and their start.
 
     python benchmarks/cluster.py             # two ranks and two Transformers engines on this machine, a tiny model
-    python benchmarks/cluster.py --pairs 60
+    python benchmarks/cluster.py --prompts 64 --pairs 10
 
 Both runs are there all the time, and one of them takes a step while the reward function of the other one waits, so that
 whatever else the machine does slows both alike; in every second pair the other one begins. A step lasts from the last
@@ -33,7 +33,7 @@ from moe_replay import demo
 ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "moe_replay.cli.main"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-PROMPTS, GENERATIONS = 8, 4
+GENERATIONS = 4
 WARM_UP = 2
 LIMIT_S = 900.0
 IDLE_S, END_S = 5.0, 120.0
@@ -55,7 +55,7 @@ def gate(completions: list[str], **columns: Any) -> list[float]:
     """The reward of both runs; the last call of a step waits for its turn."""
     with _LOCK:
         _SCORED.append(len(completions))
-        is_last = sum(_SCORED) % (PROMPTS * GENERATIONS) == 0
+        is_last = sum(_SCORED) % int(os.environ["MOE_REPLAY_BENCHMARK_SAMPLES"]) == 0
     if is_last:
         _benchmark().sendall(b".")
         _benchmark().recv(1)  # nothing, when the benchmark has ended
@@ -153,12 +153,12 @@ def _stat(folder: Path) -> tuple[int, int, int] | None:
     return int(folder.name), int(fields[1]), sum(map(int, fields[11:15]))
 
 
-def settings(files: demo.DemoFiles, output: Path, tokens: int) -> list[str]:
+def settings(files: demo.DemoFiles, output: Path, prompts: int) -> list[str]:
     """The options that both runs have."""
     options = {
         "output": output, "steps": 10**6, "model.path": files.model, "model.dtype": "float32", "data.path": files.train,
-        "data.max_prompt_tokens": 32, "rollout.prompts_per_step": PROMPTS, "rollout.num_generations": GENERATIONS,
-        "rollout.max_tokens": tokens, "replay.mode": "r3", "replay.compare_every": 0, "backend.device": "cpu",
+        "data.max_prompt_tokens": 32, "rollout.prompts_per_step": prompts, "rollout.num_generations": GENERATIONS,
+        "rollout.max_tokens": 16, "replay.mode": "r3", "replay.compare_every": 0, "backend.device": "cpu",
         "checkpoint.every": 0, "reward.functions": "benchmarks.cluster:gate", "reward.workers": 0,
     }  # fmt: skip
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
@@ -220,13 +220,13 @@ def row(name: str, torchrun: Sequence[float], ray: Sequence[float]) -> str:
 
 
 @contextmanager
-def both(folder: Path, tokens: int) -> Iterator[list[Run]]:
+def both(folder: Path, prompts: int) -> Iterator[list[Run]]:
     """Both runs, which wait at the end of their first step."""
     files = demo.prepare(folder / "demo", quick=True)
     with ExitStack() as stack:
         runs: list[Run] = []
         for name in ("torchrun", "ray"):
-            words = settings(files, folder / name, tokens)
+            words = settings(files, folder / name, prompts)
             start = {
                 "torchrun": functools.partial(with_torchrun, words, files),
                 "ray": functools.partial(with_ray, words),
@@ -240,10 +240,11 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--tokens", type=int, default=16, help="of a completion")
+    parser.add_argument("--prompts", type=int, default=8, help="of a step")
     arguments = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    with tempfile.TemporaryDirectory() as folder, both(Path(folder), arguments.tokens) as (torchrun, ray):
+    os.environ["MOE_REPLAY_BENCHMARK_SAMPLES"] = str(arguments.prompts * GENERATIONS)
+    with tempfile.TemporaryDirectory() as folder, both(Path(folder), arguments.prompts) as (torchrun, ray):
         found = in_turns(torchrun, ray, arguments.pairs)
         before = [run.cpu() for run in (torchrun, ray)]
         time.sleep(IDLE_S)
