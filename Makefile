@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-26s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-train: .venv/.ready ## GRPO with routing replay on a tiny MoE, rollouts by vLLM on the CPU: about 4 minutes on two idle cores, and 1 to install the first time
+train: .venv/.ready ## GRPO with routing replay on a tiny MoE, rollouts by vLLM on the CPU: about 8 minutes on two idle cores, installation included
 	@VLLM_LOGGING_LEVEL=ERROR VLLM_CPU_OMP_THREADS_BIND=nobind TRANSFORMERS_VERBOSITY=error TQDM_DISABLE=1 \
 	  TORCH_LOGS=-torch._library.triton TORCH_CPP_LOG_LEVEL=ERROR PYTHONWARNINGS=ignore:resource_tracker:UserWarning \
 	  .venv/bin/moe-replay train $(ARGS)
