@@ -51,8 +51,8 @@ def prepare(cache: Path | None = None, quick: bool = False, status: StatusCallba
         return DemoFiles.inside(folder)
     parent.mkdir(parents=True, exist_ok=True)
     status(
-        f"embedded default: pre-training a tiny MoE on sums until {settings.enough:.0%} of its answers are right; "
-        "once, two to three minutes on one core"
+        f"embedded default: pre-training a tiny MoE on sums until {settings.enough:.0%} of its answers are right, "
+        "then estimates too; once, two to three minutes on one core"
     )
     with TemporaryDirectory(dir=parent, prefix="unfinished-", ignore_cleanup_errors=True) as unfinished:
         _make(DemoFiles.inside(Path(unfinished, "demo")), settings, status)

@@ -43,9 +43,10 @@ def warm_start(
             group["lr"] = _learning_rate(step, settings)
         return _learn(model, optimizer, *_batch(tokenizer, answered))
 
-    def check(step: int, loss: float) -> float:
+    def check(step: int, loss: float, after: str = "") -> float:
         chance, seconds = chance_of_right_answer(model, tokenizer, checked), time.monotonic() - began
-        status(f"pre-training: step {step} of at most {last}, loss {loss:.3f}, {chance:.0%} right, {seconds:.0f} s")
+        told = f"step {step} of at most {last}, loss {loss:.3f}, {chance:.0%} right{after}, {seconds:.0f} s"
+        status(f"pre-training: {told}")
         return chance
 
     model.train()
@@ -57,7 +58,7 @@ def warm_start(
         for _ in range(settings.mixed_steps):
             loss = learn(step, worked=settings.worked)
         model.eval()
-        return check(step + settings.mixed_steps, loss)
+        return check(step + settings.mixed_steps, loss, after=" after estimates were taught too")
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def roll_out(
                     refits += batch is None
                 except EngineUnavailableError:
                     failures += 1
-                    # What had begun may have failed for want of a server, or of the weights that were just sent again.
+                    # What had begun may have failed because no server was left, or none with the weights just sent.
                     if failures > MAX_FAILURES:
                         raise
                     if not (engine.wait_for_servers() or had_begun or engine.lacks_weights()):

@@ -80,7 +80,7 @@ class KilledWithThis:
         )
 
     def close(self) -> None:
-        """Let them be."""
+        """End the guard; the processes run on."""
         self._guard.communicate(b"done\n")  # a line: processes that were forked meanwhile keep the pipe open
 
 
