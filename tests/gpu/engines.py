@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import moe_replay as mr
-from moe_replay.rollout.types import Probe, Sample
+from moe_replay.rollout.types import Probe, Sample, SamplingParams
 from moe_replay.routes.trace import RouteTrace
 from tests.gpu.models import VOCABULARY, random_model
 
@@ -67,8 +67,9 @@ class Found(NamedTuple):
 class Case:
     """One engine and the model whose weights it has.
 
-    model   its weights in Transformers
-    sleeps  the engine was started with sleep mode
+    model     its weights in Transformers
+    sleeps    the engine was started with sleep mode
+    preempts  it has so few slots in its KV cache that sequences are preempted
     """
 
     def __init__(self, family: str, dtype: str, folder: Path, **options: Any) -> None:
@@ -76,6 +77,7 @@ class Case:
 
         self.family, self.dtype = family, "float32" if ON_CPU else dtype
         self.tolerance = TOLERANCES[self.dtype]
+        self.preempts = "num_gpu_blocks_override" in options
         self.sleeps = bool(options.get("enable_sleep_mode"))
         self.model = self.load(seed=0)
         self.model.save_pretrained(folder)
@@ -85,6 +87,14 @@ class Case:
     def load(self, seed: int) -> Any:
         """A model of this case on the device."""
         return random_model(self.family, getattr(torch, self.dtype), seed).to(DEVICE)
+
+    def sampled(self, prompts: list[list[int]], params: SamplingParams) -> list[Sample]:
+        """All samples of all prompts."""
+        return [sample for group in self.engine.generate(prompts, params) for sample in group]
+
+    def profile(self, *, on: bool) -> dict[str, float]:
+        """Start or stop the timers of the worker, which count preemptions too."""
+        return self.engine._loop.run(self.engine._llm.collective_rpc("replay_profile", args=(on,)))[0]
 
     def compare(self, samples: list[Sample], model: Any) -> Found:
         """Hold samples against a model that scores the same tokens."""

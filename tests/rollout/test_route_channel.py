@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from moe_replay.errors import EngineError, EngineUnavailableError
-from moe_replay.rollout.vllm.capture import capture_arguments, chosen_capture
+from moe_replay.rollout.vllm.capture import RouteSource, capture_arguments, chosen_capture
 from moe_replay.rollout.vllm.route_channel import RouteReceiver, RouteSender
 from moe_replay.rollout.vllm.slot_routes import EndedRequest
 
@@ -173,3 +174,15 @@ def test_each_capture_turns_on_what_it_needs() -> None:
     both = capture_arguments("checked", on_cpu=True)
     assert both["enable_return_routed_experts"]
     assert both["worker_cls"].endswith(".CpuWorker")
+
+
+def test_a_token_that_the_two_captures_route_apart_is_named() -> None:
+    source = RouteSource("checked", {}, "vLLM")
+    ours = np.arange(8 * 3 * 2, dtype=np.uint8).reshape(8, *SHAPE)
+    theirs = np.concatenate([ours, ours[:1]])  # vLLM has a row for the last token too
+    assert source._checked(ours, SimpleNamespace(index=0, routed_experts=theirs)) is ours
+    theirs[[2, 5], 1, 0] += 1
+    with pytest.raises(EngineError, match=r"differ \[sample 1\].*2 of 8 tokens, the first at 2, the last at 5.*twice"):
+        source._checked(ours, SimpleNamespace(index=1, routed_experts=theirs))
+    with pytest.raises(EngineError, match="its own has no routes"):
+        source._checked(ours, SimpleNamespace(index=1, routed_experts=None))

@@ -107,8 +107,18 @@ class RouteSource:
 
     def _checked(self, ours: np.ndarray | None, output: Any) -> np.ndarray:
         theirs = output.routed_experts
-        if ours is None or theirs is None or not np.array_equal(ours, theirs[: len(ours)]):
-            raise EngineError(f"{self._engine}: its own route capture and ours differ", sample=output.index)
+        if ours is None or theirs is None:
+            missing = "ours" if ours is None else "its own"
+            raise EngineError(f"{self._engine}: {missing} has no routes of a sample", sample=output.index)
+        apart = np.flatnonzero((ours != theirs[: len(ours)]).any((1, 2)))
+        if apart.size:
+            raise EngineError(
+                f"{self._engine}: its own route capture and ours differ",
+                sample=output.index,
+                found=f"{apart.size} of {len(ours)} tokens, the first at {apart[0]}, the last at {apart[-1]}",
+                remedy="A token that is computed twice (after a preemption, or by two requests with the same prefix) "
+                "need not be routed alike, unless VLLM_BATCH_INVARIANT=1 is set",
+            )
         return ours
 
 
