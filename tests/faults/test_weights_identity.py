@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ pytest.importorskip("transformers")
 from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
+from tenacity import wait_none
 
 from moe_replay.errors import AlignmentError, EngineAnswerError, EngineError, EngineUnavailableError
 from moe_replay.rollout.pool import EnginePool
@@ -27,44 +28,18 @@ from moe_replay.rollout.server.client import VllmServer
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.rollout.types import SamplingParams
 from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
+from moe_replay.train.groups import LocalGroups
 from moe_replay.train.job import Job
 from moe_replay.train.loop import train
-from moe_replay.train.rollouts import Rollouts
 from tests.combinations import with_thorough
+from tests.distributed import harness
+from tests.faults.restartable import GoingDownInEvaluations, Hanging, Restartable, Waiting
 from tests.rollout.serving import serving
 from tests.rollout.tiny import assert_sampled_from, tiny_model
-from tests.train.runs import tiny_config
+from tests.train.runs import tiny_config, train_on_rank
 
 TOKEN = "secret"
 SHORT = SamplingParams(max_tokens=3)
-
-
-class Restartable:
-    """What is behind the address of a server: an engine, and after `restart` another one with its start weights."""
-
-    def __init__(self, start: Callable[[], TransformersEngine]) -> None:
-        self._start = start
-        self._engine = start()
-        self._fails = 0
-        self.restarts = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def restart(self) -> None:
-        self._engine.close()
-        self._engine = self._start()
-        self.restarts += 1
-
-    def restart_at_the_next_request(self) -> None:
-        self._fails = 1
-
-    async def generate_one(self, prompt: Any, params: SamplingParams) -> Any:
-        if self._fails:
-            self._fails = 0
-            self.restart()
-            raise EngineUnavailableError("it is going down")
-        return await self._engine.generate_one(prompt, params)
 
 
 @pytest.fixture
@@ -96,6 +71,18 @@ def newer() -> Iterator[tuple[str, Any]]:
 # ---- whole runs -----------------------------------------------------------------------------------------------------
 
 
+def lines_of_run(demo_files: Any, output: Path, rollout: dict[str, Any], **settings: Any) -> list[dict[str, Any]]:
+    """Metrics of each step of a run that samples from servers, without the clock."""
+    config = tiny_config(demo_files.model, demo_files.train, output, rollout=rollout, **settings)
+    lines = [json.loads(line) for line in (train(config) / "metrics.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in line if not key.startswith("time")} for line in lines]
+
+
+def evaluated(demo_files: Any) -> dict[str, Any]:
+    """Settings of a run that evaluates each step."""
+    return {"eval": {"every": 1, "prompts": 3}, "data": {"eval_path": str(demo_files.eval)}}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "when",
@@ -122,9 +109,7 @@ def test_a_server_that_restarts_changes_nothing(
     rollout = {"engine": "vllm_server", "urls": [url], "token": TOKEN}
 
     def run(name: str) -> list[dict[str, Any]]:
-        config = tiny_config(demo_files.model, demo_files.train, tmp_path / name, name=name, rollout=rollout)
-        lines = [json.loads(line) for line in (train(config) / "metrics.jsonl").read_text().splitlines()]
-        return [{key: line[key] for key in line if not key.startswith("time")} for line in lines]
+        return lines_of_run(demo_files, tmp_path / name, rollout, name=name)
 
     disturbed = run("disturbed")
     assert engine.restarts == 2
@@ -132,56 +117,91 @@ def test_a_server_that_restarts_changes_nothing(
     assert disturbed == run("calm")
 
 
-class Hanging(Restartable):
-    """Hangs in its first request of step 2, and is back at once with its start weights."""
-
-    hung = False
-
-    async def generate_one(self, prompt: Any, params: SamplingParams) -> Any:
-        if self.weight_version == 1 and not self.hung:
-            self.hung = True
-            self.restart()
-            await asyncio.sleep(3600)
-        return await super().generate_one(prompt, params)
-
-
-class Waiting(Restartable):
-    """Samples in step 2 only when the other server has the weights again."""
-
-    other: Hanging
-
-    async def generate_one(self, prompt: Any, params: SamplingParams) -> Any:
-        async with asyncio.timeout(300):
-            while self.weight_version == 1 and not (self.other.hung and self.other.weight_version == 1):
-                await asyncio.sleep(0.02)
-        return await super().generate_one(prompt, params)
-
-
 @pytest.mark.slow
+@pytest.mark.parametrize("samples", [4, 1], ids=["in a rollout", "in an evaluation"])
 def test_a_server_that_hangs_and_restarts_is_sent_the_weights_while_others_sample(
-    demo_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    samples: int, demo_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stalls nobody beyond the timeout, and serves again in the same step."""
     monkeypatch.setattr("moe_replay.train.sequences.ASK_S", 0.1)
-    restored: list[Any] = []
-    monkeypatch.setattr(Rollouts, "restore", lambda rollouts, state: restored.append(state))
+    begun: Counter[int] = Counter()
+    submit = LocalGroups.submit
+
+    def noting(groups: LocalGroups, tasks: Any, **options: Any) -> Any:
+        begun.update(task.number for task in tasks)
+        return submit(groups, tasks, **options)
+
+    monkeypatch.setattr(LocalGroups, "submit", noting)
 
     def start() -> TransformersEngine:
         return TransformersEngine.from_pretrained(demo_files.model)
 
     hanging, waiting = Hanging(start), Waiting(start)
-    waiting.other = hanging
+    hanging.in_requests_for, waiting.other = samples, hanging
     with ExitStack() as stack:
         urls = [stack.enter_context(serving(build_app(engine, TOKEN))) for engine in (hanging, waiting)]
         for engine in (hanging, waiting):
             stack.callback(lambda engine=engine: engine.close())
         rollout = {"engine": "vllm_server", "urls": urls, "token": TOKEN, "options": {"timeout": 6.0}}
-        config = tiny_config(demo_files.model, demo_files.train, tmp_path / "run", steps=2, rollout=rollout)
-        lines = [json.loads(line) for line in (train(config) / "metrics.jsonl").read_text().splitlines()]
+        lines = lines_of_run(demo_files, tmp_path / "run", rollout, steps=2, **evaluated(demo_files))
     assert [line["step"] for line in lines] == [1, 2]
     assert hanging.restarts == 1
-    assert restored == []  # the step was not begun again
+    assert begun == Counter({-1: 2 * 3, **dict.fromkeys(range(8), 1)})  # nothing was begun again
     assert all(line["completion/staleness_max"] == 0 for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how",
+    with_thorough(["hangs", "goes down", "goes down for longer than requests are tried again"], ["goes down"]),
+)
+def test_a_server_that_is_lost_in_an_evaluation_changes_nothing(
+    how: str, demo_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only one: it gets the weights again, and the evaluation goes on, or begins again if its requests failed."""
+    if how.startswith("goes down for"):
+        monkeypatch.setattr("moe_replay.rollout.pool.wait_random_exponential", lambda **_: wait_none())
+    else:
+        monkeypatch.setattr("moe_replay.train.sequences.ASK_S", 0.1)
+    kind = Hanging if how == "hangs" else GoingDownInEvaluations
+    engine = kind(lambda: TransformersEngine.from_pretrained(demo_files.model))
+    settings = {"steps": 2, **evaluated(demo_files)}
+    with closing(engine), serving(build_app(engine, TOKEN)) as url:  # type: ignore[arg-type]
+        rollout = {"engine": "vllm_server", "urls": [url], "token": TOKEN, "options": {"timeout": 6.0}}
+        disturbed = lines_of_run(demo_files, tmp_path / "disturbed", rollout, **settings)
+        assert engine.restarts == 1
+        assert disturbed == lines_of_run(demo_files, tmp_path / "calm", rollout, **settings)
+    assert all("eval/reward" in line for line in disturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_all_ranks_send_the_weights_to_a_server_that_is_lost_in_an_evaluation(demo_files: Any, tmp_path: Path) -> None:
+    engine = GoingDownInEvaluations(lambda: TransformersEngine.from_pretrained(demo_files.model))
+    with closing(engine), serving(build_app(engine, TOKEN)) as url:  # type: ignore[arg-type]
+        rollout = {"engine": "vllm_server", "urls": [url], "token": TOKEN}
+        settings = {"steps": 2, "rollout": rollout, **evaluated(demo_files)}
+        found = []
+        for name in ("disturbed", "calm"):
+            files = (str(demo_files.model), str(demo_files.train), str(tmp_path / name))
+            lines, same = harness.run_ranks(2, train_on_rank, *files, settings)
+            assert lines == same
+            found.append([{key: line[key] for key in line if not key.startswith("time")} for line in lines])
+    assert engine.restarts == 1
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_come_back_in_an_evaluation_is_named(
+    demo_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_replay.rollout.pool.wait_random_exponential", lambda **_: wait_none())
+    engine = GoingDownInEvaluations(lambda: TransformersEngine.from_pretrained(demo_files.model))
+    engine.comes_back = False
+    with closing(engine), serving(build_app(engine, TOKEN)) as url:  # type: ignore[arg-type]
+        rollout = {"engine": "vllm_server", "urls": [url], "token": TOKEN}
+        with pytest.raises(EngineUnavailableError, match=f"no engine of the pool.*{url}.*Restart the servers"):
+            lines_of_run(demo_files, tmp_path / "run", rollout, **evaluated(demo_files))
 
 
 @pytest.mark.slow

@@ -21,10 +21,11 @@ from moe_replay.errors import EngineUnavailableError
 from moe_replay.rollout.server.app import build_app
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.train.engines import StartedEngines
+from moe_replay.train.evaluation import Evaluation
 from moe_replay.train.job import Job
 from moe_replay.train.learner import Learner
 from moe_replay.train.loop import train
-from moe_replay.train.step_rollout import roll_out
+from moe_replay.train.step_rollout import evaluate, roll_out
 from tests.rollout.forked_engines import forked_engines
 from tests.rollout.serving import serving
 
@@ -124,7 +125,7 @@ class Cluster:
         self._stacks = []
 
 
-def test_all_servers_lost_at_once_while_sampling_and_while_training(
+def test_all_servers_lost_at_once_while_sampling_training_and_evaluating(
     config: Callable[..., Any],
     metrics_of: Callable[[Path], list[dict]],
     demo_files: Any,
@@ -133,6 +134,7 @@ def test_all_servers_lost_at_once_while_sampling_and_while_training(
     """Others take their place, are sent the weights, and the numbers are those of an undisturbed run."""
     monkeypatch.setattr("moe_replay.rollout.pool.wait_random_exponential", lambda **_: wait_none())
     plain = {"steps": 4, "checkpoint": {"every": 0}, "cluster": {"kind": "ray", "engines": 2}}
+    plain |= {"eval": {"every": 2, "prompts": 3}, "data": {"eval_path": str(demo_files.eval)}}
     found = {}
     for name in ("calm", "storm"):
         with closing(Cluster(demo_files.model)) as cluster:
@@ -140,8 +142,9 @@ def test_all_servers_lost_at_once_while_sampling_and_while_training(
                 if name == "storm":
                     lose_before(changed, cluster, Job, "rollout", call=2)
                     lose_before(changed, cluster, Learner, "update", call=3)
+                    lose_before(changed, cluster, Evaluation, "metrics_unless", call=1)
                 found[name] = metrics_of(train(config(name, **plain), starter=cluster))
-            assert cluster.started == (2 if name == "calm" else 4)
+            assert cluster.started == (2 if name == "calm" else 5)
     assert samples_of(found["storm"]) == samples_of(found["calm"])
 
 
@@ -158,26 +161,35 @@ def lose_before(changed: pytest.MonkeyPatch, cluster: Cluster, owner: Any, name:
 
 def samples_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the metrics say of the samples; last bits of log-probs depend on the batches of the servers."""
-    kept = ("step", "reward/", "completion/", "data/")
+    kept = ("step", "reward/", "completion/", "data/", "eval/")
     return [{name: value for name, value in line.items() if name.startswith(kept)} for line in lines]
 
 
+@pytest.mark.parametrize("what", ["rollout", "evaluation"])
 @pytest.mark.parametrize(("lacks", "begun", "tries"), [(True, False, 4), (False, True, 2), (False, False, 1)])
-def test_groups_that_failed_without_servers_are_begun_again(lacks: bool, begun: bool, tries: int) -> None:
+def test_groups_that_failed_without_servers_are_begun_again(what: str, lacks: bool, begun: bool, tries: int) -> None:
     """As long as servers have to be sent the weights; those of before an update once."""
     made = []
 
     def fail(*_: Any) -> None:
-        made.append(rollouts.has_begun)
-        rollouts.has_begun = False
+        made.append(work.has_begun)
+        work.has_begun = False
         raise EngineUnavailableError("no engine of the pool is available")
 
-    engine = SimpleNamespace(lacks_weights=lambda: lacks, wait_for_servers=lambda: False, servers=lambda: 1)
-    rollouts: Any = SimpleNamespace(engine=engine, next_unless=fail, has_begun=begun)
     unused: Any = None
+    withdrawn: list[bool] = []
+    engine = SimpleNamespace(lacks_weights=lambda: lacks, wait_for_servers=lambda: False, servers=lambda: 1)
+    work = SimpleNamespace(has_begun=begun, next_unless=fail, metrics_unless=fail, engine=engine)
+    work.evaluation = lambda *_: work
+    work.withdraw = lambda: withdrawn.append(True)
+    rollouts: Any = work
     with pytest.raises(EngineUnavailableError):
-        roll_out(rollouts, unused, unused, 0, refit=lambda: None)
+        if what == "rollout":
+            roll_out(rollouts, unused, unused, 0, refit=lambda: None)
+        else:
+            evaluate(rollouts, [], 0.0, refit=lambda: None)
     assert made == [begun, *[False] * (tries - 1)]
+    assert bool(withdrawn) == (what == "evaluation")
 
 
 @pytest.mark.engine

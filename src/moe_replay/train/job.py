@@ -39,7 +39,7 @@ from moe_replay.train.run.progress import ConsoleProgress
 from moe_replay.train.shared_devices import SharedDevices
 from moe_replay.train.sinks.registry import SinkError
 from moe_replay.train.sources import Sources, sources_on_all_ranks
-from moe_replay.train.step_rollout import open_store, roll_out
+from moe_replay.train.step_rollout import evaluate, open_store, roll_out
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.trajectories.shared_batch import SharedBatch
 from moe_replay.train.trajectories.store import InProcessStore, TrajectoryStore
@@ -277,11 +277,10 @@ class Job:
     def evaluate(self, step: int) -> dict[str, float]:
         """Return mean rewards on the evaluation prompts if this step evaluates, else nothing."""
         every = self.config.eval.every
-        found: dict[str, float] = {}
-        with raise_on_all_ranks("evaluation"):
-            if every and step % every == 0 and self._rollouts is not None and self._eval_prompts:
-                found = self._rollouts.evaluate(self._eval_prompts, self.config.eval.temperature)
-        return found
+        if not every or step % every:
+            return {}
+        refit = partial(self._refit, step)
+        return evaluate(self._rollouts, self._eval_prompts, self.config.eval.temperature, refit=refit)
 
     def should_compare(self, step: int) -> bool:
         """Whether this step also scores its samples without replay."""

@@ -18,9 +18,10 @@ from moe_replay.rollout.types import SamplingParams
 from moe_replay.train.advantages import has_signal, load_advantages
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import Prompt, PromptStream
+from moe_replay.train.evaluation import Evaluation
 from moe_replay.train.groups import GroupSampler, GroupTask, LocalGroups, RunningGroup
 from moe_replay.train.replay_mode import asks_for_routes
-from moe_replay.train.rewards import Reward, total
+from moe_replay.train.rewards import Reward
 from moe_replay.train.run.completions import Completion
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.tools import ToolSet
@@ -283,23 +284,15 @@ class Rollouts:
 
     # ---- evaluation ---------------------------------------------------------------------------------------------
 
-    def evaluate(self, prompts: Sequence[Prompt], temperature: float) -> dict[str, float]:
-        """Return mean rewards of one sequence per prompt, played with the environment if there is one.
+    def evaluation(self, prompts: Sequence[Prompt], temperature: float) -> Evaluation:
+        """Return an evaluation on these prompts: one sequence each, played with the environment if there is one.
 
         The engine routes natively: nothing is replayed.
         """
         seed = self._config.seed if self._config.rollout.reproducible else None
         params = replace(self._params, n=1, temperature=temperature, seed=seed, sampling_mask=False, routes=False)
         tasks = [GroupTask(prompt=prompt, number=-1, params=params, is_kept=False) for prompt in prompts]
-        running = self._groups.submit(tasks, together=True)
-        try:
-            by_prompt = [self._groups.result(one.group).scores for one in running]
-        finally:
-            for one in running:  # if one of them failed, the others need not finish
-                one.group.cancel()
-        scores = {name: np.concatenate([one[name] for one in by_prompt]) for name in by_prompt[0]}
-        metrics = {"eval/reward": float(np.nanmean(total(self._rewards, scores)))}
-        return metrics | {f"eval/{name}": float(np.nanmean(values)) for name, values in scores.items()}
+        return Evaluation(self._groups, tasks, self._rewards)
 
 
 def completion_of(trajectory: AnyTrajectory, sample: int, scores: Mapping[str, float], tokenizer: Any) -> Completion:
