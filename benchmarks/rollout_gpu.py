@@ -2,6 +2,7 @@
 
 python benchmarks/rollout_gpu.py                                  # 64, 512 and 1024 sequences, CUDA graphs
 python benchmarks/rollout_gpu.py --sequences 512 --variants plain ours --profile
+python benchmarks/rollout_gpu.py --beside /opt/vllm-0.30            # a folder with another vLLM, in the same run
 
 plain       vLLM without routes
 ours, vllm  our engine with routes, by our capture and by vLLM's own
@@ -56,6 +57,7 @@ def main() -> None:
     options.add_argument("--sequences", type=int, nargs="+", default=[64, 512, 1024])
     options.add_argument("--tokens", type=int, nargs="+", default=[512, 256, 192], help="of a completion, per size")
     options.add_argument("--variants", nargs="+", default=["plain", "ours", "vllm"])
+    options.add_argument("--beside", type=Path, help="folder with another vLLM: its variants sample in turn with these")
     options.add_argument("--mask-sequences", type=int, default=512, help="size of the batches with masks")
     options.add_argument("--repeats", type=int, default=3)
     options.add_argument("--profile", action="store_true", help="say where the time of a step goes")
@@ -69,6 +71,9 @@ def main() -> None:
         return
     began = time.perf_counter()
     children = {variant: Child(variant) for variant in chosen.variants}
+    if chosen.beside:  # without masks, which not every vLLM has
+        of_routes = [variant for variant in chosen.variants if variant != "masks"]
+        children |= {f"{variant} beside": Child(variant, chosen.beside) for variant in of_routes}
     versions = {variant: child.answer() for variant, child in children.items()}  # they start side by side
     print(f"vLLM {versions}, started in {time.perf_counter() - began:.0f} s", flush=True)
     found: dict[str, Any] = {"versions": versions, "routes": {}, "masks": {}, "profiles": {}}
@@ -114,13 +119,14 @@ def table(rates: dict[int, Rates], versions: dict[str, Any], tokens: dict[int, i
     for variant in next(iter(rates.values())):
         cells = []
         for found in rates.values():
-            plain = found.get("plain", found[variant])
+            beside = " beside" if variant.endswith(" beside") else ""
+            plain = found.get(f"plain{beside}", found[variant])
             shares = [one / other for one, other in zip(found[variant], plain, strict=True)]
             cells.append(
                 f"{statistics.median(found[variant]):,.0f} ({statistics.median(shares):.3f}: "
                 f"{min(shares):.3f} to {max(shares):.3f})"
             )
-        lines.append(f"| {variant}, vLLM {versions[variant]} | " + " | ".join(cells) + " |")
+        lines.append(f"| {variant.removesuffix(' beside')}, vLLM {versions[variant]} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -137,10 +143,12 @@ def profile_table(profiles: dict[str, dict[str, float]]) -> str:
 class Child:
     """A process with one engine, which samples when it is asked to."""
 
-    def __init__(self, variant: str) -> None:
+    def __init__(self, variant: str, packages: Path | None = None) -> None:
         command = [sys.executable, __file__, *sys.argv[1:], "--child", variant]
         self.cache = tempfile.TemporaryDirectory()  # of compiled code: two that start at once must not share one
         environment = os.environ | {"VLLM_CACHE_ROOT": self.cache.name}
+        if packages is not None:
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(packages), os.environ.get("PYTHONPATH")]))
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self.process = subprocess.Popen(command, **pipes, text=True, env=environment)
 
@@ -176,7 +184,7 @@ def serve(chosen: argparse.Namespace) -> None:
             "load_format": "dummy",
             "max_model_len": PROMPT + max(chosen.tokens) + 64,
             "max_num_seqs": max(chosen.sequences),
-            "gpu_memory_utilization": 0.8 / len(chosen.variants),  # must be free at the start
+            "gpu_memory_utilization": 0.8 / (len(chosen.variants) * (2 if chosen.beside else 1)),  # free at the start
             "kv_cache_memory_bytes": 2**27 if chosen.tiny else 12 * 10**9,  # room for 1024 sequences
             "enforce_eager": chosen.eager or chosen.tiny,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -9,6 +10,8 @@ from typing import Any, Literal
 from experiments.scales import Scale
 
 Precision = Literal["bf16", "fp8", "fp32"]
+LR = 1e-4
+"""Learning rate where a study does not vary it."""
 DTYPES = {"bf16": "bfloat16", "fp8": "bfloat16", "fp32": "float32"}
 
 
@@ -24,7 +27,7 @@ class Arm:
     top_p         1: the whole distribution is sampled from
     mask          replay the sampling mask where top_p < 1
     staleness     steps that samples may be behind the weights
-    lr            None: that of the scale
+    lr            learning rate
     """
 
     mode: Literal["off", "r2", "r3"]
@@ -35,20 +38,20 @@ class Arm:
     top_p: float = 1.0
     mask: bool = True
     staleness: int = 0
-    lr: float | None = None
+    lr: float = LR
     seed: int = 0
 
     @property
     def name(self) -> str:
-        """Name of its folder and of its file of results: the mode, what is not the default, and the seed."""
+        """Name of its folder and of its file of results: the mode, what is not the default, learning rate and seed."""
         default = Arm(mode=self.mode)
         changed = {
             key: value
             for key, value in asdict(self).items()
-            if key not in ("mode", "seed") and value != getattr(default, key)
+            if key not in ("mode", "lr", "seed") and value != getattr(default, key)
         }
         parts = [f"{key}_{value:g}" if isinstance(value, float) else f"{key}_{value}" for key, value in changed.items()]
-        return "-".join([self.mode, *parts, f"seed_{self.seed}"]).lower()
+        return "-".join([self.mode, *parts, f"lr_{self.lr:g}", f"seed_{self.seed}"]).lower()
 
     def settings(self, scale: Scale, data: Path, output: Path, device: str) -> dict[str, Any]:
         """Return the config of the run."""
@@ -74,21 +77,30 @@ class Arm:
                 "max_staleness": self.staleness,
                 "top_p": self.top_p,
                 "sampling_mask": "auto" if self.mask else "off",
-                "options": {} if cpu else self._engine_options(),
+                "options": {} if cpu else self._engine_options(scale.prompts * scale.samples),
             },
             "replay": {"mode": self.mode, "compare_every": 10 if self.mode == "r3" else 0},
             "algorithm": {"updates_per_rollout": self.updates, "correction": self.correction},
-            "optim": {"lr": self.lr or scale.rl_lr},
+            "optim": {"lr": self.lr},
             "reward": {"functions": ["experiments.task:exact"]},
             "batch": {"tokens_per_micro_batch": 8192},
             "eval": {"every": scale.eval_every, "prompts": scale.eval_prompts},
             "checkpoint": {"every": 20, "keep": 1, "export": False, "at_end": True},
         }
 
-    def _engine_options(self) -> dict[str, Any]:
+    def _engine_options(self, sequences: int) -> dict[str, Any]:
         options: dict[str, Any] = {
             "kv_cache_memory_bytes": 2 * 2**30,
             "gpu_memory_utilization": 0.05,  # the cache has its size, and other runs share the GPU
             "max_model_len": 1024,
+            "max_num_seqs": sequences,
+            # Graphs without compiled code: several runs that start at once would compile the same for minutes.
+            "compilation_config": json.dumps(
+                {
+                    "mode": 0,
+                    "cudagraph_mode": "FULL_DECODE_ONLY",
+                    "cudagraph_capture_sizes": [1, 2, 4, 8, 16, *range(32, sequences + 1, 32)],
+                }
+            ),
         }
         return options | ({"quantization": "fp8"} if self.rollout == "fp8" else {})

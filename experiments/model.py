@@ -43,7 +43,7 @@ POOL = 16
 
 def model_folder(scale: Scale, work: Path | None = None) -> Path:
     """Return where the model of a scale and its data are kept, by everything that determines them."""
-    of_runs = ("rl_steps", "rl_lr", "prompts", "samples", "max_tokens", "eval_every")
+    of_runs = ("rl_steps", "prompts", "samples", "max_tokens", "eval_every")
     own = {key: value for key, value in asdict(scale).items() if key not in of_runs}
     digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode())
     for name in ("task.py", "model.py"):

@@ -89,6 +89,8 @@ def read(arms: Iterable[Arm], folder: Path = FOLDER) -> list[Result]:
         path = folder / f"{arm.name}.json"
         if path.exists():
             content = json.loads(path.read_text(encoding="utf-8"))
+            if content["arm"] != asdict(arm):
+                raise ValueError(f"{path}: of {content['arm']}, not of {asdict(arm)}")
             metrics = {
                 key: np.array([math.nan if value is None else value for value in values], np.float64)
                 for key, values in content["metrics"].items()

@@ -17,7 +17,6 @@ class Scale:
     lr               of pre-training, after `warmup` steps
     rl_steps         of a run, each one rollout and its updates
     prompts, samples a step; max_tokens of a completion
-    rl_lr            learning rate of RL where a study does not vary it
     """
 
     name: str
@@ -39,7 +38,6 @@ class Scale:
     max_tokens: int
     eval_prompts: int
     eval_every: int
-    rl_lr: float
     train_rows: int = 4096
 
 
@@ -63,7 +61,6 @@ GPU = Scale(
     max_tokens=320,
     eval_prompts=128,
     eval_every=10,
-    rl_lr=1e-4,
 )
 """121 million parameters, of which a token uses 21 million."""
 
@@ -87,7 +84,6 @@ TINY = Scale(
     max_tokens=8,
     eval_prompts=4,
     eval_every=1,
-    rl_lr=1e-4,
     train_rows=32,
 )
 """Seconds on a CPU; its numbers mean nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +56,7 @@ def engine_arguments(engine: EngineName, model: str, capture: str, options: dict
         "generation_config": "vllm",  # the model's own defaults would silently change the sampling
         **capture_arguments(capture, on_cpu=on_cpu()),
     }
+    options = {name: _parsed(name, value) for name, value in options.items()}
     taken = sorted(fixed.keys() & options.keys())
     if taken:
         raise EngineOptionError("vLLM options that moe-replay sets itself", found=", ".join(taken))
@@ -79,6 +81,16 @@ def engine_arguments(engine: EngineName, model: str, capture: str, options: dict
         return AsyncEngineArgs(**defaults | options | quantization_options(model, options) | fixed)
     except (ValueError, TypeError, LookupError, AttributeError) as wrong:
         raise EngineOptionError(f"{engine} does not take these options: {one_line(wrong)}") from wrong
+
+
+def _parsed(name: str, value: Any) -> Any:
+    """Return an option; objects and lists may be written as JSON, as on vLLM's command line."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as wrong:
+        raise EngineOptionError(f"the option {name} is not JSON: {one_line(wrong)}", found=value) from wrong
 
 
 def _check_parallelism(engine: EngineName, capture: str, options: dict[str, Any]) -> None:
