@@ -23,8 +23,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -36,8 +38,18 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 GENERATIONS = 4
 WARM_UP = 2
 LIMIT_S = 900.0
-IDLE_S, END_S = 5.0, 120.0
+IDLE_S, END_S = 20.0, 120.0
 TICKS = os.sysconf("SC_CLK_TCK")
+PARTS = {
+    "torch.distributed.run": "command, torchrun", "ray::RankActor": "ranks", "ray::EngineActor": "actors of engines",
+    "ray::RunBoard": "board", "ray::ObjectRefs": "references to trajectories", "gcs_server": "Ray: GCS",
+    "raylet/raylet": "Ray: raylet", "dashboard/dashboard.py": "Ray: dashboard", "dashboard/agent.py": "Ray: agent",
+    "runtime_env/agent": "Ray: agent of environments", "log_monitor.py": "Ray: log monitor",
+    "autoscaler": "Ray: autoscaler", "ray::": "Ray: workers without work",
+}  # fmt: skip
+"""Parts of a run, by what is in the command of a process."""
+BELOW = {"ray::EngineActor": "engines", "cli.main rollout": "engines", "torch.distributed.run": "ranks"}
+"""The same for processes below one with that in its command, and for it."""
 
 
 # ---- in rank 0 of a run ----------------------------------------------------------------------------------------------
@@ -70,10 +82,15 @@ _LOCK = threading.Lock()
 
 
 class Cost(NamedTuple):
-    """Seconds of wall time, and of CPU time of all processes."""
+    """Seconds of wall time, and of CPU time of the processes of each part."""
 
     wall: float
-    cpu: float
+    parts: Mapping[str, float]
+
+    @property
+    def cpu(self) -> float:
+        """CPU time of all processes."""
+        return sum(self.parts.values())
 
 
 Start = Callable[[IO[bytes]], Sequence[subprocess.Popen[bytes]]]
@@ -95,6 +112,7 @@ class Run:
             os.environ["MOE_REPLAY_BENCHMARK"] = path
             began = time.monotonic()
             self._processes = start(log)
+            self._own = {process.pid for process in self._processes}
             self._connection = self._accept(listener, began + LIMIT_S)
             self._wait()
             self.start_s = time.monotonic() - began
@@ -118,20 +136,27 @@ class Run:
         began, before = time.monotonic(), self.cpu()
         self._connection.sendall(b".")
         self._wait()
-        return Cost(time.monotonic() - began, self.cpu() - before)
+        wall, after = time.monotonic() - began, self.cpu()
+        return Cost(wall, {part: seconds - before.get(part, 0.0) for part, seconds in after.items()})
 
-    def cpu(self) -> float:
-        """Return the CPU time of all processes so far, those that have ended included."""
-        own = {process.pid for process in self._processes}
-        stats = [one for one in map(_stat, Path("/proc").glob("[0-9]*")) if one is not None]
-        parents = {pid: parent for pid, parent, _ in stats}
+    def cpu(self) -> dict[str, float]:
+        """Return the CPU time of the processes of each part so far, those that have ended included."""
+        stats = {one.pid: one for one in map(_stat, Path("/proc").glob("[0-9]*")) if one is not None}
+        found: dict[str, float] = defaultdict(float)
+        for pid in stats:
+            if line := self._line(pid, stats):
+                found[part_of(line)] += stats[pid].ticks / TICKS
+        return dict(found)
 
-        def is_own(pid: int) -> bool:
-            while pid not in own and pid in parents:
-                pid = parents[pid]
-            return pid in own
-
-        return sum(ticks for pid, _, ticks in stats if is_own(pid)) / TICKS
+    def _line(self, pid: int, stats: Mapping[int, Stat]) -> list[str]:
+        """Return the commands of a process and of those above it, from the first one of this run down; or nothing."""
+        commands = []
+        while pid in stats:
+            commands.append(stats[pid].command)
+            if pid in self._own:
+                return commands[::-1]
+            pid = stats[pid].parent
+        return []
 
     def close(self) -> None:
         """End all processes, the servers last."""
@@ -144,13 +169,33 @@ class Run:
                 process.kill()
 
 
-def _stat(folder: Path) -> tuple[int, int, int] | None:
-    """Return process, parent, and ticks of CPU of the process and of its children that have ended."""
+def part_of(line: Sequence[str]) -> str:
+    """Return the part that a process belongs to, from the commands above it and its own."""
+    own = (part for word, part in PARTS.items() if word in line[-1])
+    below = (part for word, part in BELOW.items() if any(word in command for command in line))
+    return next(chain(own, below), "command, torchrun")
+
+
+class Stat(NamedTuple):
+    """A process.
+
+    command   its first words
+    ticks     of CPU, with those of children that have ended
+    """
+
+    pid: int
+    parent: int
+    command: str
+    ticks: int
+
+
+def _stat(folder: Path) -> Stat | None:
     try:
         fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:  # it has ended
         return None
-    return int(folder.name), int(fields[1]), sum(map(int, fields[11:15]))
+    return Stat(int(folder.name), int(fields[1]), " ".join(words[:4]), sum(map(int, fields[11:15])))
 
 
 def settings(files: demo.DemoFiles, output: Path, prompts: int) -> list[str]:
@@ -211,12 +256,25 @@ def in_turns(torchrun: Run, ray: Run, pairs: int) -> list[tuple[Cost, Cost]]:
     return found[WARM_UP:]
 
 
-def row(name: str, torchrun: Sequence[float], ray: Sequence[float]) -> str:
+def waiting(run: Run) -> dict[str, float]:
+    """Return the CPU time of each part in a second in which the run waits."""
+    before = run.cpu()
+    time.sleep(IDLE_S)
+    return {part: (seconds - before.get(part, 0.0)) / IDLE_S for part, seconds in run.cpu().items()}
+
+
+def mean(costs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each part."""
+    return {part: statistics.mean(one.get(part, 0.0) for one in costs) for part in {*chain(*costs)}}
+
+
+def row(name: str, pairs: Sequence[tuple[float, float]]) -> str:
     """Medians of both, and of their ratio in each pair, with its quartiles."""
-    ratios = [b / a for a, b in zip(torchrun, ray, strict=True)]
+    ratios = [ray / torchrun for torchrun, ray in pairs]
     low, _, high = statistics.quantiles(ratios, n=4)
-    middle = [statistics.median(values) for values in (torchrun, ray, ratios)]
-    return f"| {name} | {middle[0]:.3f} s | {middle[1]:.3f} s | {middle[2]:.3f} | {low:.3f} to {high:.3f} |"
+    torchrun, ray = (statistics.median(values) for values in zip(*pairs, strict=True))
+    half = f"{low:.3f} to {high:.3f}"
+    return f"| {name} | {torchrun:.3f} s | {ray:.3f} s | {statistics.median(ratios):.3f} | {half} |"
 
 
 @contextmanager
@@ -246,14 +304,19 @@ def main() -> None:
     os.environ["MOE_REPLAY_BENCHMARK_SAMPLES"] = str(arguments.prompts * GENERATIONS)
     with tempfile.TemporaryDirectory() as folder, both(Path(folder), arguments.prompts) as (torchrun, ray):
         found = in_turns(torchrun, ray, arguments.pairs)
-        before = [run.cpu() for run in (torchrun, ray)]
-        time.sleep(IDLE_S)
-        idle = [(run.cpu() - cpu) / IDLE_S for run, cpu in zip((torchrun, ray), before, strict=True)]
+        idle = [waiting(run) for run in (torchrun, ray)]
     print("|  | torchrun | Ray | ratio in a pair | half of all pairs |\n|---|---|---|---|---|")
-    for place, name in enumerate(("step, wall time", "step, CPU time")):
-        print(row(name, [pair[0][place] for pair in found], [pair[1][place] for pair in found]))
+    print(row("step, wall time", [(one.wall, other.wall) for one, other in found]))
+    print(row("step, CPU time", [(one.cpu, other.cpu) for one, other in found]))
     print(f"| start | {torchrun.start_s:.1f} s | {ray.start_s:.1f} s | {ray.start_s / torchrun.start_s:.2f} | |")
-    print(f"| CPU time a second, waiting | {idle[0]:.3f} s | {idle[1]:.3f} s | | |")
+    print("\n| CPU time | torchrun, a step | Ray, a step | torchrun, a second of waiting | Ray, a second of waiting |")
+    print("|---|---|---|---|---|")
+    steps = [mean([pair[place].parts for pair in found]) for place in (0, 1)]
+    for part in sorted({*steps[0], *steps[1]}, key=lambda name: (name.startswith("Ray"), name)):
+        values = [seconds.get(part, 0.0) for seconds in (*steps, *idle)]
+        print(f"| {part} | {' | '.join(f'{1000 * seconds:.1f} ms' if seconds else '' for seconds in values)} |")
+    totals = [sum(seconds.values()) for seconds in (*steps, *idle)]
+    print(f"| all | {' | '.join(f'{1000 * seconds:.1f} ms' for seconds in totals)} |")
 
 
 if __name__ == "__main__":

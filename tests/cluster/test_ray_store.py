@@ -21,9 +21,9 @@ from moe_replay.errors import EngineError
 from moe_replay.rollout.vllm.transfer_engines import RAY_NAMESPACE, require_ray_worker
 from moe_replay.train import step_rollout
 from moe_replay.train.config.file import load_config
-from moe_replay.train.trajectories.ray_store import RayStore, ranks_share_ray
+from moe_replay.train.trajectories.ray_store import OBJECT_BYTES, RayStore, ranks_share_ray
 from moe_replay.train.trajectories.store import BatchRef, StoreError
-from tests.distributed.shares import HALVES, share_of, trajectories
+from tests.distributed.shares import COUNT, HALVES, share_of, trajectories
 from tests.train.trajectories import LAYERS, random_trajectory
 
 ray = pytest.importorskip("ray")
@@ -46,19 +46,19 @@ class Rank:
     def open_and_get(self, numbers: Sequence[int]) -> str:
         """Keep a store, references of its batch, and one trajectory of it; return the reference of the batch."""
         with open_control_group():
-            store = RayStore(LAYERS, LIMIT_S)
+            store = RayStore(LAYERS, LIMIT_S, object_bytes=1)
             ref = BatchRef.from_json(from_rank_0(lambda: store.put(trajectories()).to_json(), "putting"))
-            refs = ray.get(store._keeper.take.remote(ref.number, 0, list(numbers)))
-            self.kept = store, refs, store.get(ref, [0], LAYERS)[0]
+            parts = ray.get(store._keeper.take.remote(ref.number, 0, list(numbers)))
+            self.kept = store, parts, store.get(ref, [0], LAYERS)[0]
             barrier()
         return ref.to_json()
 
     def errors_of(self, ref: str) -> list[str]:
         """What getting says once rank 0 is gone: by the reference of the batch, and by those of Ray."""
-        store, refs, seen = self.kept
+        store, parts, seen = self.kept
         assert seen.trace == trajectories()[0].trace  # what was returned stays usable
         said = []
-        for call in (lambda: store.get(BatchRef.from_json(ref), [1], LAYERS), lambda: store._read(refs)):
+        for call in (lambda: store.get(BatchRef.from_json(ref), [1], LAYERS), lambda: store._read(parts, [2])):
             try:
                 call()
                 said.append("")
@@ -109,23 +109,46 @@ def on_all(ranks: list[Any], function: Callable[..., Any], *args: Any) -> list[A
 # ---- what all stores do ----------------------------------------------------------------------------------------------
 
 
-def share_in_ray(data_ranks: Sequence[int], layers: Sequence[Sequence[int]]) -> list[int]:
-    return share_of(lambda own: RayStore(tuple(layers[own]), LIMIT_S), data_ranks, layers)
+def share_in_ray(data_ranks: Sequence[int], layers: Sequence[Sequence[int]], object_bytes: int) -> list[int]:
+    return share_of(lambda own: RayStore(tuple(layers[own]), LIMIT_S, object_bytes), data_ranks, layers)
 
 
 @pytest.mark.parametrize(
-    ("data_ranks", "layers"),
+    ("data_ranks", "layers", "object_bytes"),
     [
-        ((0, 1, 2, 0), (LAYERS,) * 4),
-        ((0, 0, 1, 1), (*HALVES, *HALVES)),
-        ((0, 0, 0, 1), (LAYERS, LAYERS, (), LAYERS)),  # a stage without routers
+        ((0, 1, 2, 0), (LAYERS,) * 4, 3000),  # some sequences share an object, the longest have one each
+        ((0, 0, 1, 1), (*HALVES, *HALVES), OBJECT_BYTES),
+        ((0, 0, 0, 1), (LAYERS, LAYERS, (), LAYERS), 1),  # a stage without routers
     ],
 )
 def test_a_rank_receives_its_own_share(
-    ranks: list[Any], data_ranks: tuple[int, ...], layers: tuple[tuple[int, ...], ...]
+    ranks: list[Any], data_ranks: tuple[int, ...], layers: tuple[tuple[int, ...], ...], object_bytes: int
 ) -> None:
-    for received, share, _ in on_all(ranks, share_in_ray, data_ranks, layers):
+    for received, share, _ in on_all(ranks, share_in_ray, data_ranks, layers, object_bytes):
         assert 0.8 * share < received <= share
+
+
+def parts_of_a_batch(object_bytes: int) -> list[int]:
+    """The first sequence of each object that rank 0 puts; on the others, nothing."""
+    with open_control_group():
+        store = RayStore(LAYERS, LIMIT_S, object_bytes)
+        if rank() == 0:
+            store.put(trajectories())
+        starts = [part.start for section in store._sections for part in section]
+        store.close()
+    return starts
+
+
+def test_short_sequences_share_an_object(ranks: list[Any]) -> None:
+    """Each object costs Ray milliseconds, however small it is."""
+    (all_in_one, *_), (some, *_), (alone, *_) = (
+        on_all(ranks, parts_of_a_batch, size) for size in (OBJECT_BYTES, 3000, 1)
+    )
+    assert all_in_one == [0]
+    assert alone == list(range(COUNT))
+    assert 1 < len(some) < COUNT
+    assert some[0] == 0
+    assert some[1] > 1
 
 
 def test_the_nodes_of_the_cluster(ranks: list[Any]) -> None:

@@ -28,7 +28,8 @@ from moe_replay.train.run.folder import run_folder
 from moe_replay.utils.messages import one_line
 from moe_replay.utils.signals import EndSignals
 
-POLL_S = 0.3
+POLL_S, CALM_S = 0.3, 1.0
+"""Seconds between looks at the run, while engines are being started and once they are ready."""
 FORWARDED = (
     "CUBLAS_", "DATASETS_", "GLOO_", "HF_", "HUGGING_FACE_", "MKL_", "MLFLOW_", "MOE_REPLAY_", "NCCL_", "OMP_",
     "PYTORCH_", "TENSORBOARD_", "TOKENIZERS_", "TORCH_", "TQDM_", "TRANSFORMERS_", "VLLM_", "WANDB_",
@@ -153,7 +154,7 @@ class RayRun:
         ended: dict[int, Outcome | Lost] = {}
         deadline, self._given_up = float("inf"), ""
         while trainer.is_running and time.monotonic() < deadline:
-            ended |= trainer.ended(POLL_S)
+            ended |= trainer.ended(self._pause_s)
             if deadline == float("inf") and any(_has_failed(one) for one in ended.values()):
                 deadline = time.monotonic() + SETTLE_S
             self._look()
@@ -162,6 +163,11 @@ class RayRun:
         if trainer.is_running and not any(_has_failed(one) for one in ended.values()):
             self._given_up = self._engines.lost
         return ended
+
+    @property
+    def _pause_s(self) -> float:
+        is_calm = bool(self._published.urls) and not self._published.starting
+        return CALM_S if is_calm or not self._config.cluster.starts_engines else POLL_S
 
     def _look(self) -> None:
         """Show new output of rank 0, pass signals on, and look after the engines."""

@@ -7,11 +7,14 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-PUSH_S = 0.3
+LOOK_S = 0.3
+ASK_S = 1.0
+"""Seconds between looks for new output, and between calls of the board without any: each costs Ray milliseconds."""
 CHUNK = 2**16
 
 
@@ -58,16 +61,19 @@ class DriverLink:
         from ray import get
         from ray.exceptions import RayError
 
+        asked = float("-inf")
         with self._log.open("rb") as output:
             output.seek(self._position)
             while True:
-                is_last = self._ending.wait(PUSH_S)
+                is_last = self._ending.wait(LOOK_S)
+                written = output.read(CHUNK)
                 try:
-                    while True:
-                        written = output.read(CHUNK)
+                    while written or is_last or time.monotonic() >= asked + ASK_S:
                         self._obey(get(self._board.tell.remote(written)))
+                        asked = time.monotonic()
                         if len(written) < CHUNK:
                             break
+                        written = output.read(CHUNK)
                 except RayError:  # the driver is gone, and this process will be ended
                     return
                 if is_last:

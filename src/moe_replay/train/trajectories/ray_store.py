@@ -1,9 +1,10 @@
 """`RayStore`: trajectories in Ray's object store, for ranks that are actors of one Ray job.
 
-Rank 0 puts one object for each trajectory and pipeline stage, a record of `wire.py`. A rank gets the records of its own
-sequences and layers; Ray moves an object to a node once, and all ranks of that node view the same shared memory.
-References travel through an actor (`utils/object_refs.py`), so that Ray counts them: objects are freed once rank 0 puts
-the next batch and no rank views them.
+Rank 0 puts sections of `wire.py`, for each pipeline stage. A section is one object: a long sequence, or short ones that
+have up to `OBJECT_BYTES` together, since an object costs Ray some milliseconds, whatever its size. A rank gets those
+with its own sequences and layers; Ray moves an object to a node once, and all ranks of that node view the same shared
+memory. References travel through an actor (`utils/object_refs.py`), so that Ray counts them: objects are freed once
+rank 0 puts the next batch and no rank views them.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import numpy as np
 from moe_replay.distributed.ranks import all_gather_text, from_rank_0, raise_on_all_ranks, rank
 from moe_replay.train.trajectories.encoded import Layers, parts_of
 from moe_replay.train.trajectories.store import BatchRef, StoreError, common_layers, merge_layers
-from moe_replay.train.trajectories.wire import read_record
+from moe_replay.train.trajectories.wire import Buffers, read_record, read_table, section_of
 from moe_replay.train.types import AnyTrajectory, Trajectory
 from moe_replay.utils.messages import one_line
-from moe_replay.utils.object_refs import ObjectRefs
+from moe_replay.utils.object_refs import ObjectRefs, Part, part_with
+
+OBJECT_BYTES = 4 * 2**20
 
 
 def ranks_share_ray() -> bool:
@@ -43,16 +46,17 @@ def _ray_job() -> str:
 class RayStore:
     """The store of ranks in a Ray job. All ranks open it; rank 0 puts.
 
+    object_bytes     size up to which sequences share an object
     received_bytes   of the records that `get` has returned on this rank
     """
 
-    def __init__(self, layers: Layers, timeout_s: float) -> None:
+    def __init__(self, layers: Layers, timeout_s: float, object_bytes: int = OBJECT_BYTES) -> None:
         import ray
 
-        self._layers, self._timeout_s = layers, timeout_s
+        self._layers, self._timeout_s, self._object_bytes = layers, timeout_s, object_bytes
         self._sets = sorted({tuple(json.loads(some)) for some in all_gather_text(json.dumps(layers))})
         self._number = 0
-        self._sections: list[list[Any]] = []
+        self._sections: list[list[Part]] = []
         self.received_bytes = 0
         self._keeper: Any = None
         name = from_rank_0(self._start_keeper, "starting the actor that keeps references to trajectories")
@@ -79,23 +83,37 @@ class RayStore:
         return self._sets
 
     def put(self, trajectories: Sequence[AnyTrajectory]) -> BatchRef:
-        """Put the trajectories of a step, one object for each of them and each pipeline stage; on rank 0."""
+        """Put the trajectories of a step, for each pipeline stage; on rank 0."""
         layers = common_layers(trajectories)
         self._forget()
         self._number += 1
-        self._sections = [[self._put(one, wanted) for one in trajectories] for wanted in self._sets]
+        self._sections = [self._parts(trajectories, wanted) for wanted in self._sets]
         self._wait(self._keeper.keep.remote(self._number, self._sections), "tell where its trajectories are")
         return BatchRef(self._number, len(trajectories), layers)
 
-    def _put(self, trajectory: AnyTrajectory, layers: Layers) -> Any:
+    def _parts(self, trajectories: Sequence[AnyTrajectory], layers: Layers) -> list[Part]:
+        """Put the trajectories with the routes of some layers."""
+        made: list[Part] = []
+        start, records, size = 0, list[Buffers](), 0
+        for number, one in enumerate(trajectories):
+            record = parts_of(one, layers)
+            own = sum(map(len, record))
+            if records and size + own > self._object_bytes:
+                made.append(Part(start, self._put(records)))
+                start, records, size = number, [], 0
+            records.append(record)
+            size += own
+        return [*made, Part(start, self._put(records))] if records else made
+
+    def _put(self, records: Sequence[Buffers]) -> Any:
         import ray
 
-        record = np.frombuffer(b"".join(parts_of(trajectory, layers)), np.uint8)
+        section = np.frombuffer(section_of(records), np.uint8)
         try:
-            return ray.put(record)
+            return ray.put(section)
         except ray.exceptions.RayError as error:
             raise StoreError(
-                f"a trajectory of {record.nbytes / 1e6:.1f} MB could not be put into Ray's object store: "
+                f"trajectories of {section.nbytes / 1e6:.1f} MB could not be put into Ray's object store: "
                 f"{one_line(error)}",
                 remedy="Give the node of rank 0 a larger object store (ray start --object-store-memory)",
             ) from error
@@ -103,7 +121,7 @@ class RayStore:
     def whole(self, ref: BatchRef, numbers: Sequence[int]) -> list[Trajectory]:
         """Return some trajectories with the routes of all layers; on rank 0."""
         assert ref.number == self._number, "the trajectories of an earlier step are not kept"
-        return merge_layers([self._read([section[one] for one in numbers])[0] for section in self._sections])
+        return merge_layers([self._read(section, numbers)[0] for section in self._sections])
 
     # ---- on any rank --------------------------------------------------------------------------------------------
 
@@ -111,17 +129,26 @@ class RayStore:
         """Return some trajectories with the routes of this rank's layers."""
         assert tuple(layers) == self._layers, "a rank has the layers that it opened the store with"
         section = self._sets.index(self._layers)
-        refs = self._wait(self._keeper.take.remote(ref.number, section, list(numbers)), "find its trajectories")
-        if refs is None:
+        parts = self._wait(self._keeper.take.remote(ref.number, section, list(numbers)), "find its trajectories")
+        if parts is None:
             self._fail("find its trajectories", f"those of batch {ref.number} are not kept any more")
-        found, size = self._read(refs)
+        found, size = self._read(parts, numbers)
         self.received_bytes += size
         return found
 
-    def _read(self, refs: Sequence[Any]) -> tuple[list[Trajectory], int]:
-        """Return trajectories that view Ray's shared memory, and the bytes of their records."""
-        records: list[np.ndarray] = self._wait(list(refs), "fetch its trajectories")
-        return [read_record(one.data) for one in records], sum(one.nbytes for one in records)
+    def _read(self, parts: Sequence[Part], numbers: Sequence[int]) -> tuple[list[Trajectory], int]:
+        """Return some of the trajectories of parts, which view Ray's shared memory, and the bytes of their records."""
+        within = [part_with(number, parts) for number in numbers]
+        needed = sorted(set(within))
+        objects = self._wait([parts[one].ref for one in needed], "fetch its trajectories")
+        sections = dict(zip(needed, ((one.data, read_table(one.data).tolist()) for one in objects), strict=True))
+        found, size = [], 0
+        for number, part in zip(numbers, within, strict=True):
+            section, offsets = sections[part]
+            start, end = offsets[number - parts[part].start :][:2]
+            found.append(read_record(section[start:end]))
+            size += end - start
+        return found, size
 
     def _wait(self, what: Any, doing: str) -> Any:
         import ray

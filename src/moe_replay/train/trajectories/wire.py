@@ -138,9 +138,13 @@ def with_advantage(record: memoryview, advantage: float) -> Buffers:
 
 def trajectories_to_bytes(trajectories: Sequence[Trajectory], layers: Sequence[int] | None = None) -> bytes:
     """Return a section of trajectories, with the routes of some layers."""
-    records = [b"".join(record_parts(one, layers)) for one in trajectories]
-    sizes = [table_bytes(len(records)), *map(len, records)]
-    return b"".join([table(list(accumulate(sizes))), *records])
+    return section_of([record_parts(one, layers) for one in trajectories])
+
+
+def section_of(records: Sequence[Buffers]) -> bytes:
+    """Return a section of records, each of them as buffers."""
+    sizes = [table_bytes(len(records)), *(sum(map(len, one)) for one in records)]
+    return b"".join([table(list(accumulate(sizes))), *chain.from_iterable(records)])
 
 
 def trajectories_from_bytes(data: bytes) -> list[Trajectory]:
