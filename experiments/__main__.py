@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from experiments import collapse, cost, edge, layers, precision, remedies, results
+from experiments import collapse, cost, edge, layers, mismatch, precision, remedies, results
 from experiments.study import draw, table_text
 
-STUDIES = (edge.STUDY, collapse.STUDY, precision.STUDY, remedies.STUDY, layers.STUDY, cost.STUDY)
+STUDIES = (
+    mismatch.STUDY,
+    edge.STUDY,
+    collapse.STUDY,
+    precision.STUDY,
+    remedies.STUDY,
+    layers.STUDY,
+    cost.STUDY,
+)
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from experiments.scales import Scale
 
 Precision = Literal["bf16", "fp8", "fp32"]
-LR = 1e-4
-"""Learning rate where a study does not vary it."""
+LR = 3e-5
+"""Learning rate where a study does not vary it: the edge, by `experiments.edge`."""
 DTYPES = {"bf16": "bfloat16", "fp8": "bfloat16", "fp32": "float32"}
 
 

@@ -51,8 +51,9 @@ def curves(axes: Any, found: Sequence[Result], key: str, title: str, *, log: boo
 
 
 def grid(figure: Any, columns: Mapping[str, Sequence[Result]], key: str, title: str) -> None:
-    """Draw the reward of each column's results, and below it a mismatch of log-probs."""
-    axes = figure.subplots(2, len(columns), sharex=True, sharey="row")
+    """Draw the reward of each column that has results, and below it a mismatch of log-probs."""
+    columns = {label: found for label, found in columns.items() if found}
+    axes = figure.subplots(2, len(columns), sharex=True, sharey="row", squeeze=False)
     for place, (label, found) in enumerate(columns.items()):
         curves(axes[0, place], found, "reward/mean", label)
         curves(axes[1, place], found, key, title, log=True)

@@ -1,4 +1,4 @@
-"""Where does plain GRPO live on the edge? Learning rates without replay and with R3; other studies use what it finds.
+"""Where does plain GRPO live on the edge? Learning rates by mode; other studies use what it finds.
 
 python -m experiments.edge --device cuda --together 6 --minutes 9
 """
@@ -13,7 +13,8 @@ from experiments.drawing import curves, legend_of_modes, outcome_table
 from experiments.results import Result
 from experiments.study import Study, main
 
-RATES = (3e-5, 1e-4, 3e-4)
+RATES = (1e-5, 3e-5, 1e-4)
+MODES = ("off", "r2", "r3")
 
 
 def _draw(figure: Any, found: Sequence[Result]) -> None:
@@ -26,7 +27,7 @@ def _draw(figure: Any, found: Sequence[Result]) -> None:
 STUDY = Study(
     name="edge",
     question="At which learning rate does training without replay degrade?",
-    arms=tuple(Arm(mode=mode, updates=16, lr=rate) for rate in RATES for mode in ("off", "r3")),
+    arms=tuple(Arm(mode=mode, updates=16, lr=rate) for rate in RATES for mode in MODES),
     draw=_draw,
     table=outcome_table,
 )

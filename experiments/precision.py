@@ -13,6 +13,7 @@ from experiments.drawing import grid, outcome_table
 from experiments.results import Result
 from experiments.study import Study, main, with_seeds
 
+MODES = ("off", "r3")
 KINDS = {"FP8 rollout": "fp8", "bfloat16 rollout": "bf16", "float32 on both sides": "fp32"}
 
 
@@ -28,9 +29,9 @@ STUDY = Study(
     question="Mismatch by the precision of the rollout.",
     arms=with_seeds(
         [
-            *(Arm(mode=mode, rollout="fp8") for mode in ("off", "r3")),
-            *(Arm(mode=mode) for mode in ("off", "r3")),
-            *(Arm(mode=mode, rollout="fp32", trainer="fp32") for mode in ("off", "r3")),
+            *(Arm(mode=mode, updates=16, rollout="fp8") for mode in MODES),
+            *(Arm(mode=mode, updates=16) for mode in MODES),
+            *(Arm(mode=mode, updates=16, rollout="fp32", trainer="fp32") for mode in MODES),
         ]
     ),
     draw=_draw,

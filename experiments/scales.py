@@ -55,12 +55,12 @@ GPU = Scale(
     steps=1100,
     lr=1e-3,
     warmup=100,
-    rl_steps=40,
+    rl_steps=24,
     prompts=32,
     samples=8,
     max_tokens=320,
     eval_prompts=128,
-    eval_every=10,
+    eval_every=8,
 )
 """121 million parameters, of which a token uses 21 million."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from itertools import islice
@@ -170,3 +171,24 @@ def test_figures_and_tables_are_made_from_whatever_has_been_run(study: object, t
         assert draw(study, found, tmp_path).stat().st_size > 5000  # type: ignore[arg-type]
         rows = table_text(study.table(found)).splitlines()  # type: ignore[attr-defined]
         assert len(rows) == 2 + len({replace(arm, seed=0) for arm in chosen})
+
+
+# ---- what is in the repository ---------------------------------------------------------------------------------------
+
+
+def test_every_result_in_the_repository_is_of_a_finished_run_of_a_study() -> None:
+    known = {result.arm.name: result for study in STUDIES for result in results.read(study.arms)}
+    files = {path.stem for path in results.FOLDER.glob("*.json")} - {"model"}
+    assert files == set(known)
+    assert all(result.finished for result in known.values())
+    digests = {json.loads((results.FOLDER / f"{name}.json").read_text())["digest"] for name in files}
+    assert len(digests) == len(files)
+    assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", digest) for digest in digests)
+
+
+@pytest.mark.parametrize("name", ["mismatch", "edge", "precision", "collapse", "layers", "cost"])
+def test_the_document_has_the_tables_that_are_made_from_the_results(name: str) -> None:
+    (study,) = (one for one in STUDIES if one.name == name)
+    document = (results.FOLDER.parents[1] / "docs/does-it-help.md").read_text(encoding="utf-8")
+    assert table_text(study.table(results.read(study.arms))) in document
+    assert (results.FOLDER.parents[1] / f"docs/images/experiments/{name}.svg").exists()

@@ -51,7 +51,11 @@ def asks_for_routes(config: TrainConfig) -> bool:
 
 
 def plan_replay(config: TrainConfig) -> ReplayPlan:
-    """Return the plan of a run. `auto` decides by the number of updates from sample to use (arXiv 2512.01374)."""
+    """Return the plan of a run.
+
+    `auto` decides by the number of updates from sample to use, as arXiv 2512.01374 found; what we measured ourselves is
+    in docs/does-it-help.md.
+    """
     asked, correction, observe = config.replay.mode, config.algorithm.correction, config.replay.observe
     if asked != "auto":
         return ReplayPlan(asked, "as configured", correction, observe)
@@ -63,6 +67,10 @@ def plan_replay(config: TrainConfig) -> ReplayPlan:
         )
         return ReplayPlan("off", reason, corrected, observe)
     if updates < 4:
-        return ReplayPlan("r2", f"{updates} updates from sample to use: slightly off-policy", correction, observe)
-    reason = f"{updates} updates from sample to use: far off-policy, where replaying the trainer's own routes collapses"
+        reason = f"{updates} updates from sample to use: slightly off-policy (arXiv 2512.01374)"
+        return ReplayPlan("r2", reason, correction, observe)
+    reason = (
+        f"{updates} updates from sample to use: far off-policy, where R3 brings rollout and trainer closest together "
+        "(docs/does-it-help.md)"
+    )
     return ReplayPlan("r3", reason, correction, observe)

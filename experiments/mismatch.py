@@ -1,0 +1,83 @@
+"""How far are rollout and trainer apart, and how much of it does replay remove? From the runs of the other studies.
+
+python -m experiments.mismatch --draw
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.arms import Arm
+from experiments.drawing import COLOURS, LABELS, legend_of_modes
+from experiments.results import Result, spread
+from experiments.study import Study, main, with_seeds
+
+MODES = ("off", "r2", "r3")
+CASES: dict[str, dict[str, Any]] = {
+    "bfloat16, 4 updates": {},
+    "bfloat16, 16 updates, lr 1e-5": {"updates": 16, "lr": 1e-5},
+    "bfloat16, 16 updates": {"updates": 16},
+    "bfloat16, 16 updates, lr 1e-4": {"updates": 16, "lr": 1e-4},
+    "FP8, 16 updates": {"updates": 16, "rollout": "fp8"},
+}
+MEASURES = {
+    "k3": "mismatch/{}/k3_kl",
+    "mean difference of log-probs": "mismatch/{}/logprob_abs_diff/mean",
+    "F(2)": "mismatch/{}/beyond_two",
+}
+
+
+def mean_over_steps(result: Result, measure: str, pair: str = "rollout_vs_old") -> float:
+    """Return a measure of the mismatch, as a mean over those steps of a run that have it."""
+    values = result.metrics.get(MEASURES[measure].format(pair), np.array([np.nan]))
+    return float("nan") if np.isnan(values).all() else float(np.nanmean(values))
+
+
+def _of(found: Sequence[Result], mode: str, case: dict[str, Any]) -> list[Result]:
+    return [one for one in found if one.arm == Arm(mode=mode, seed=one.arm.seed, **case)]
+
+
+def _draw(figure: Any, found: Sequence[Result]) -> None:
+    panels = {"k3": "k3 of rollout and old log-probs", "F(2)": "tokens off by more than a factor of 2"}
+    row = figure.subplots(1, len(panels), sharey=True)
+    for axes, (measure, title) in zip(row, panels.items(), strict=True):
+        for place, case in enumerate(CASES.values()):
+            for mode in MODES:
+                values = [mean_over_steps(one, measure) for one in _of(found, mode, case)]
+                axes.plot(values, [place] * len(values), "o", color=COLOURS[mode], label=LABELS[mode], markersize=7)
+        axes.set_xscale("log")
+        axes.set_title(title, fontsize=9)
+        axes.set_yticks(range(len(CASES)), list(CASES), fontsize=8)
+        axes.grid(axis="x", alpha=0.3)
+    row[0].invert_yaxis()
+    legend_of_modes(figure)
+
+
+def _table(found: Sequence[Result]) -> list[list[str]]:
+    native = ("k3", "F(2)")
+    rows = [["", "mode", *MEASURES, *(f"{name} of the same samples without replay" for name in native)]]
+    for label, case in CASES.items():
+        for mode in MODES:
+            group = _of(found, mode, case)
+            if group:
+                own = [spread([mean_over_steps(one, name) for one in group]) for name in MEASURES]
+                pair = "rollout_vs_native"
+                without = [spread([mean_over_steps(one, name, pair) for one in group]) for name in native]
+                rows.append([label, LABELS[mode], *own, *without])
+    return rows
+
+
+STUDY = Study(
+    name="mismatch",
+    question="Log-probs of rollout and trainer on the same weights, with and without replay.",
+    arms=with_seeds([Arm(mode=mode, **case) for case in CASES.values() for mode in MODES]),
+    draw=_draw,
+    table=_table,
+    size=(9.0, 3.2),
+)
+
+if __name__ == "__main__":
+    main(STUDY)
