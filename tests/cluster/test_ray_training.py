@@ -19,10 +19,11 @@ from moe_replay.cluster.control import NoRunError, RunControl
 from moe_replay.rollout.server.client import VllmServer
 from moe_replay.train.config.file import to_toml
 from tests.cluster.local_cluster import Events, Gates, kill, node_of, ray_cluster, train_on
+from tests.distributed import harness
 from tests.faults.forked import fork_python
 from tests.faults.processes import LIMIT_S
 from tests.rollout.test_pool import TOKEN, server_process, wait_until_healthy
-from tests.train.runs import tiny_config
+from tests.train.runs import tiny_config, train_on_rank
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.engine]
 
@@ -185,6 +186,23 @@ def refuse_other_numbers_of_engines() -> None:
         RunControl().scale(0)
     with pytest.raises(NoRunError, match="expected --run and one of run, found other"):
         RunControl("other")
+
+
+def test_engines_run_ahead_of_training_with_the_numbers_of_ranks_without_ray(
+    demo_files: Any, tmp_path: Path, nodes: Any
+) -> None:
+    """One step ahead. Each sequence is of one version of the weights: nothing depends on who is faster."""
+    rollout = {"max_staleness": 1, "partial_rollout": False}
+    settings = RUN | {"steps": 3, "checkpoint": {"every": 0, "at_end": False}, "rollout": rollout}
+    files = (str(demo_files.model), str(demo_files.train), str(tmp_path / "ranks"))
+    harness.run_ranks(2, train_on_rank, *files, settings)
+    cluster = {"trainer_nodes": 2, "engines": 2}
+    config = tiny_config(demo_files.model, demo_files.train, tmp_path / "ray", **settings, cluster=cluster)
+    assert train_on(nodes, config) == 0
+    found = numbers(tmp_path / "ray")
+    for name in ("completion/staleness_mean", "completion/staleness_max"):
+        assert [line[name] for line in found] == [0, 1, 1]  # of the weights before the first step, then after it
+    assert found == numbers(tmp_path / "ranks")
 
 
 @pytest.mark.thorough

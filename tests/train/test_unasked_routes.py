@@ -92,28 +92,35 @@ def trajectory_of(sample: Sample) -> Trajectory:
 def test_a_run_gets_no_routes_from_its_server_unless_it_needs_them(
     config: Config, metrics_of: Metrics, demo_files: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the bytes that arrive; what is learned is the same."""
+    """By the bytes that arrive; what is learned is the same. An evaluation, of one sample a prompt, never does."""
     received: list[tuple[int, int]] = []  # bytes of a response, and rows of routes in it
+    evaluated: list[int] = []  # rows of routes in a response of an evaluation
 
     def decode(body: bytes) -> list[Sample]:
         samples = decode_samples(body)
-        received.append((len(body), sum(int(sample.trace.valid.sum()) for sample in samples)))
+        rows = sum(int(sample.trace.valid.sum()) for sample in samples)
+        received.append((len(body), rows))
+        if len(samples) == 1:
+            evaluated.append(rows)
         return samples
 
     monkeypatch.setattr(client, "decode_samples", decode)
     engine = TransformersEngine.from_pretrained(demo_files.model)
     with serving(build_app(engine, TOKEN)) as url:
         rollout = {"engine": "vllm_server", "urls": [url], "token": TOKEN}
+        settings = {"steps": 2, "rollout": rollout, "eval": {"every": 1, "prompts": 2}}
+        settings["data"] = {"eval_path": str(demo_files.eval)}
         lines, sizes, rows = [], [], []
         for observe in (True, False):
             received.clear()
-            made = config(f"{observe}", steps=2, rollout=rollout, replay={"mode": "off", "observe": observe})
+            made = config(f"{observe}", **settings, replay={"mode": "off", "observe": observe})
             lines.append(metrics_of(train(made)))
             sizes.append(sum(size for size, _ in received))
             rows.append(sum(count for _, count in received))
     engine.close()
     assert rows[0] > 0
     assert rows[1] == 0
+    assert evaluated == [0] * 8
     assert sizes[1] < sizes[0]
     for seen, unseen in zip(*lines, strict=True):
         assert not [name for name in unseen if name.startswith("routing/")]
