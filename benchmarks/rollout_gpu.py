@@ -2,7 +2,7 @@
 
 python benchmarks/rollout_gpu.py                                  # 64, 512 and 1024 sequences, CUDA graphs
 python benchmarks/rollout_gpu.py --sequences 512 --variants plain ours --profile
-python benchmarks/rollout_gpu.py --beside /opt/vllm-0.30            # a folder with another vLLM, in the same run
+python benchmarks/rollout_gpu.py --beside vllm-0.30               # a folder with another vLLM, in the same run
 
 plain       vLLM without routes
 ours, vllm  our engine with routes, by our capture and by vLLM's own
