@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from moe_replay.errors import EngineError
 from moe_replay.rollout.adapter import Adapter
+from moe_replay.rollout.engine import LoraSpec
 from moe_replay.rollout.types import SamplingParams
 from moe_replay.rollout.vllm.adapter import EXPERTS, adapter_options
 from moe_replay.train.backends import lora
+from moe_replay.train.backends.lora_targets import find_targets
 from moe_replay.train.config.sections import ModelConfig
 from moe_replay.train.engines import lora_spec
 from tests.gpu.engines import DEVICE, NEEDS_GPU, ON_CPU, Case, random_prompts, started
@@ -22,10 +25,12 @@ pytest.importorskip("peft")
 pytestmark = NEEDS_GPU
 
 RANK = 8
+ALL = ("all-linear", "router")
 TARGETS = {
-    "attention-router": ("q_proj", "k_proj", "v_proj", "o_proj", "router"),
-    "experts": ("gate_proj", "up_proj", "down_proj"),
-    "all": ("all-linear", "router"),
+    "attention-router": ("qwen3_moe", ("q_proj", "k_proj", "v_proj", "o_proj", "router")),
+    "experts": ("qwen3_moe", ("gate_proj", "up_proj", "down_proj")),
+    "attention-experts": ("qwen3_moe", ("all-linear",)),
+    "all-mixtral": ("mixtral", ALL),  # whose block calls the router, not its layer of experts
 }
 
 
@@ -50,22 +55,40 @@ class Adapted(NamedTuple):
 @pytest.fixture(scope="module", params=TARGETS)
 def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
     folder: Path = tmp_path_factory.mktemp("model")
-    random_model("qwen3_moe", torch.bfloat16).config.save_pretrained(folder)
-    config = ModelConfig(lora_rank=RANK, lora_alpha=2 * RANK, lora_targets=TARGETS[request.param])
+    family, targets = TARGETS[request.param]
+    random_model(family, torch.bfloat16).config.save_pretrained(folder)
+    config = ModelConfig(lora_rank=RANK, lora_alpha=2 * RANK, lora_targets=targets)
     spec = lora_spec(config, str(folder), is_server=True)
     if ON_CPU and EXPERTS in spec.modules:
         pytest.skip("vLLM has no kernels for adapters of experts on a CPU")
-    with started("qwen3_moe", "bfloat16", folder, **adapter_options(spec)) as case:
+    with started(family, "bfloat16", folder, **adapter_options(spec)) as case:
         yield Adapted(case, config)
+
+
+def adapter_of(policy: Any) -> Adapter:
+    tensors = lora.adapter_state(policy, policy.state_dict(), lora.adapted_weights(policy), lambda whole: whole)
+    return Adapter(tensors, RANK, 2 * RANK)
 
 
 def test_routes_are_those_of_the_adapted_model(adapted: Adapted) -> None:
     case, params = adapted.case, SamplingParams(n=2, max_tokens=24, ignore_eos=True)
     for version, seed in enumerate((1, 2), start=1):
         policy = adapted.policy(seed)
-        tensors = lora.adapter_state(policy, policy.state_dict(), lora.adapted_weights(policy), lambda whole: whole)
-        case.engine.update_adapter(Adapter(tensors, RANK, 2 * RANK), version, case.probe(policy))
+        case.engine.update_adapter(adapter_of(policy), version, case.probe(policy))
         samples = case.sampled(random_prompts(8, 60), params)
         assert {sample.weight_version for sample in samples} == {version}
         case.assert_sampled_from(policy, samples)
         assert case.compare(samples, case.model).agreement < case.compare(samples, policy).agreement - 0.05
+
+
+@pytest.mark.skipif(ON_CPU, reason="vLLM has no kernels for adapters of experts on a CPU")
+def test_an_engine_that_computes_routers_without_their_adapters_refuses_them(tmp_path: Path) -> None:
+    """What `lora_spec` refuses before the start, of an engine that was started all the same."""
+    config = ModelConfig(lora_rank=RANK, lora_alpha=2 * RANK, lora_targets=ALL)
+    targets = find_targets(random_model("qwen3_moe", torch.bfloat16), ALL)
+    options = adapter_options(LoraSpec(RANK, targets.engine_modules))
+    with (
+        started("qwen3_moe", "bfloat16", tmp_path, **options) as case,
+        pytest.raises(EngineError, match="computes 3 routers without their adapters"),
+    ):
+        case.engine.update_adapter(adapter_of(Adapted(case, config).policy(1)), 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,45 @@ def test_vllms_own_loader_reads_an_adapter_of_experts(demo_files: Any, tmp_path:
             down, up = (tensors[name] for name in module_names(f"{layer}.experts.{number}.{projection}"))
             found = packed.lora_b[index][number] @ packed.lora_a[index][number]
             torch.testing.assert_close(found, 2.0 * up @ down)  # alpha 8, rank 4
+
+
+@pytest.mark.parametrize("with_experts", [False, True], ids=["routers", "routers and experts"])
+def test_routers_that_vllm_computes_without_their_adapters_are_found(
+    with_experts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By vLLM's own replacement of layers, with wrappers that need no GPU; the layer of experts calls the router."""
+    manager_module = pytest.importorskip("vllm.lora.model_manager", reason=NEEDS_VLLM)
+    from vllm.lora.layers import BaseLayerWithLoRA
+    from vllm.model_executor.layers.fused_moe import MoERunner
+
+    from moe_replay.rollout.vllm.worker import routers_passed_by
+
+    class Experts(MoERunner):
+        def __init__(self, gate: nn.Module) -> None:
+            nn.Module.__init__(self)
+            self.gate = gate
+
+    class Wrapper(BaseLayerWithLoRA):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.base_layer = layer
+
+    model, block = nn.Module(), nn.Module()
+    model.config, model.mlp = None, block
+    block.gate = nn.Linear(4, 2)
+    block.experts = experts = Experts(block.gate)
+    monkeypatch.setattr(manager_module, "from_layer", lambda layer, *_: Wrapper(layer))
+    manager = object.__new__(manager_module.LoRAModelManager)
+    manager.model, manager.modules = model, {}
+    manager.lora_config = SimpleNamespace(target_modules=["gate", "experts"] if with_experts else ["gate"], max_loras=1)
+    manager.supports_mm = manager._is_non_gated_moe = manager._is_3d_moe_model = False
+    manager.punica_wrapper_mapping = {manager_module.DEFAULT_LANGUAGE_WRAPPER_KEY: object()}
+    manager.packed_modules_mapping, manager.packed_modules = {}, {}
+    manager.supported_modules_to_save = set()
+    manager._create_lora_modules()
+    adapted = isinstance(experts.gate, BaseLayerWithLoRA)
+    assert adapted is not with_experts  # if a later vLLM adapts both: lift the refusal in `train/engines.py`
+    assert routers_passed_by(manager.modules) == (set() if adapted else {"mlp.gate"})
 
 
 def test_experts_on_cpu_are_refused_before_anything_starts() -> None:

@@ -23,7 +23,7 @@ from moe_replay.train.config.keys import ConfigError
 from moe_replay.train.config.sections import BackendConfig
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import read_rows
-from moe_replay.train.engines import check_experts, check_length
+from moe_replay.train.engines import check_adapter, check_length
 from moe_replay.train.hub_data import is_hub_name
 from moe_replay.train.inputs import check_names, epochs_in_words
 from moe_replay.train.replay_mode import asks_for_routes, plan_replay
@@ -57,7 +57,7 @@ def dry_run(config: TrainConfig, ranks: int | None = None) -> str:
     if config.model.lora_rank:
         targets = targets_of(model, config.model)
         if config.rollout.lora:
-            check_experts(targets)
+            check_adapter(model.model_type, targets)
     plan = plan_layout(
         topology,
         parallel,

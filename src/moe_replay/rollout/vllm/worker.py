@@ -7,7 +7,7 @@ instead of raising: an exception of a worker arrives as a bare `Exception` witho
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,10 @@ from moe_replay.utils.processes import end_with_parent
 OK = ""
 ADAPTER, ADAPTER_ID = "policy", 1
 """Name and number of the policy's adapter in vLLM."""
+_NOT_ADAPTED = (
+    "vLLM computes {} routers without their adapters because experts have adapters too, among them {}; "
+    "set rollout.lora = false, or leave routers or experts out of model.lora_targets"
+)
 
 
 class WeightUpdates:
@@ -109,8 +113,12 @@ class WeightUpdates:
             return "the adapter was not loaded"
         manager = self.model_runner.lora_manager._adapter_manager
         here = self.vllm_config.parallel_config.pipeline_parallel_size == 1  # else some modules are on other ranks
-        unused = sorted(manager.get_adapter(ADAPTER_ID).loras.keys() - manager.modules.keys()) if here else []
-        return f"no room for {len(unused)} modules of the adapter, among them {unused[0]}" if unused else OK
+        loaded = manager.get_adapter(ADAPTER_ID).loras.keys()
+        unused = sorted(loaded - manager.modules.keys()) if here else []
+        if unused:
+            return f"no room for {len(unused)} modules of the adapter, among them {unused[0]}"
+        passed_by = sorted(loaded & routers_passed_by(manager.modules))
+        return _NOT_ADAPTED.format(len(passed_by), passed_by[0]) if passed_by else OK
 
     def _replay_begin_update(self) -> str:
         from vllm.config import set_current_vllm_config
@@ -179,6 +187,18 @@ class WeightUpdates:
                 module.quant_method.process_weights_after_loading(module)  # on CPU it computes with a packed copy
         self.replay_updating = False
         return f"weights of {len(missing)} modules missing, among them {', '.join(missing[:3])}" if missing else OK
+
+
+def routers_passed_by(modules: Mapping[str, Any]) -> set[str]:
+    """Return the routers with room for adapters that a layer of experts computes without them.
+
+    vLLM 0.30 and 0.32 replace such a router in the model, and in the layer of experts only if that has no adapters.
+
+    modules   vLLM's layers with room for adapters, by their names
+    """
+    inside = {id(layer.base_layer): name for name, layer in modules.items()}
+    called = (getattr(layer.base_layer, "gate", None) for layer in modules.values())
+    return {inside[id(gate)] for gate in called if id(gate) in inside}
 
 
 def _unloaded(model: torch.nn.Module) -> tuple[list[str], list[str]]:
