@@ -1,13 +1,14 @@
 """What a Ray cluster costs: steps of one recipe on Ray and under torchrun with two servers, in turns, and their start.
 
     python benchmarks/cluster.py             # two ranks and two Transformers engines on this machine, a tiny model
-    python benchmarks/cluster.py --prompts 64 --pairs 10
+    python benchmarks/cluster.py --prompts 48 256 --pairs 20 5
 
 Both runs are there all the time, and one of them takes a step while the reward function of the other one waits, so that
 whatever else the machine does slows both alike; in every second pair the other one begins. A step lasts from the last
-reward of one to that of the next: scoring, updates, weights to the engines, sampling. CPU time is that of all processes
-of a run, those of Ray itself included; the last row is what they use while the run waits. The start is the time from
-the first command to the rewards of the first step, while the other run waits or is not there yet.
+reward of one to that of the next: scoring, updates, weights to the engines, sampling. The start is the time from the
+first command to the rewards of the first step, while the other run waits or is not there yet. CPU time is that of all
+processes of a run. The second table says which ones use it, in a step and in a second in which the run waits: names
+with "Ray:" are processes of Ray itself, all others run our code.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import functools
 import os
 import secrets
+import signal
 import socket
 import statistics
 import subprocess
@@ -43,12 +45,15 @@ TICKS = os.sysconf("SC_CLK_TCK")
 PARTS = {
     "torch.distributed.run": "command, torchrun", "ray::RankActor": "ranks", "ray::EngineActor": "actors of engines",
     "ray::RunBoard": "board", "ray::ObjectRefs": "references to trajectories", "gcs_server": "Ray: GCS",
-    "raylet/raylet": "Ray: raylet", "dashboard/dashboard.py": "Ray: dashboard", "dashboard/agent.py": "Ray: agent",
-    "runtime_env/agent": "Ray: agent of environments", "log_monitor.py": "Ray: log monitor",
-    "autoscaler": "Ray: autoscaler", "ray::": "Ray: workers without work",
+    "raylet/raylet": "Ray: raylet", "dashboard/agent.py": "Ray: agents", "ray::DashboardAgent": "Ray: agents",
+    "runtime_env/agent": "Ray: agents", "ray::RuntimeEnvAgent": "Ray: agents", "log_monitor.py": "Ray: log monitor",
+    "autoscaler": "Ray: autoscaler", "ray::": "Ray: idle workers",
 }  # fmt: skip
 """Parts of a run, by what is in the command of a process."""
-BELOW = {"ray::EngineActor": "engines", "cli.main rollout": "engines", "torch.distributed.run": "ranks"}
+BELOW = {
+    "ray::EngineActor": "engines", "cli.main rollout": "engines", "torch.distributed.run": "ranks",
+    "dashboard/dashboard.py": "Ray: dashboard",
+}  # fmt: skip
 """The same for processes below one with that in its command, and for it."""
 
 
@@ -256,11 +261,15 @@ def in_turns(torchrun: Run, ray: Run, pairs: int) -> list[tuple[Cost, Cost]]:
     return found[WARM_UP:]
 
 
-def waiting(run: Run) -> dict[str, float]:
-    """Return the CPU time of each part in a second in which the run waits."""
-    before = run.cpu()
+def waiting(runs: Sequence[Run]) -> list[dict[str, float]]:
+    """Return the CPU time of each part of each run in a second in which they wait."""
+    before = [run.cpu() for run in runs]
     time.sleep(IDLE_S)
-    return {part: (seconds - before.get(part, 0.0)) / IDLE_S for part, seconds in run.cpu().items()}
+    after = [run.cpu() for run in runs]
+    return [
+        {part: (seconds - first.get(part, 0.0)) / IDLE_S for part, seconds in last.items()}
+        for first, last in zip(before, after, strict=True)
+    ]
 
 
 def mean(costs: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -269,12 +278,36 @@ def mean(costs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def row(name: str, pairs: Sequence[tuple[float, float]]) -> str:
-    """Medians of both, and of their ratio in each pair, with its quartiles."""
+    """Medians of both, of their difference in each pair and of their ratio, with its quartiles."""
     ratios = [ray / torchrun for torchrun, ray in pairs]
     low, _, high = statistics.quantiles(ratios, n=4)
-    torchrun, ray = (statistics.median(values) for values in zip(*pairs, strict=True))
-    half = f"{low:.3f} to {high:.3f}"
-    return f"| {name} | {torchrun:.3f} s | {ray:.3f} s | {statistics.median(ratios):.3f} | {half} |"
+    torchrun, ray = (f"{statistics.median(values):.3f} s" for values in zip(*pairs, strict=True))
+    more = f"{1000 * statistics.median(ray - torchrun for torchrun, ray in pairs):+.0f} ms"
+    return f"| {name} | {torchrun} | {ray} | {more} | {statistics.median(ratios):.3f} | {low:.3f} to {high:.3f} |"
+
+
+def measure(prompts: int, pairs: int) -> None:
+    """Print the tables of steps of so many prompts."""
+    os.environ["MOE_REPLAY_BENCHMARK_SAMPLES"] = str(prompts * GENERATIONS)
+    with tempfile.TemporaryDirectory() as folder, both(Path(folder), prompts) as (torchrun, ray):
+        found = in_turns(torchrun, ray, pairs)
+        idle = waiting([torchrun, ray])
+    print(f"\n{pairs} pairs of steps of {prompts} x {GENERATIONS} samples\n")
+    print("|  | torchrun | Ray | more in a pair | ratio in a pair | half of all pairs |\n|---|---|---|---|---|---|")
+    print(row("step, wall time", [(one.wall, other.wall) for one, other in found]))
+    print(row("step, CPU time", [(one.cpu, other.cpu) for one, other in found]))
+    more, ratio = ray.start_s - torchrun.start_s, ray.start_s / torchrun.start_s
+    print(f"| start | {torchrun.start_s:.1f} s | {ray.start_s:.1f} s | {more:+.1f} s | {ratio:.2f} | |")
+    print("\n| CPU time, ms | torchrun, a step | Ray, a step | torchrun, a second waiting | Ray, a second waiting |")
+    print("|---|---|---|---|---|")
+    columns = [*(mean([pair[place].parts for pair in found]) for place in (0, 1)), *idle]
+    for part in sorted({*columns[0], *columns[1]}, key=lambda name: (name.startswith("Ray"), name)):
+        print(_milliseconds(part, [column.get(part, 0.0) for column in columns]))
+    print(_milliseconds("all", [sum(column.values()) for column in columns]), flush=True)
+
+
+def _milliseconds(name: str, values: Sequence[float]) -> str:
+    return f"| {name} | {' | '.join(f'{1000 * seconds:.0f}' if seconds else '' for seconds in values)} |"
 
 
 @contextmanager
@@ -295,28 +328,15 @@ def both(folder: Path, prompts: int) -> Iterator[list[Run]]:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--prompts", type=int, default=8, help="of a step")
+    parser.add_argument("--pairs", type=int, nargs="+", default=[30], help="of steps, for each number of prompts")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[8], help="of a step")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends both runs
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    os.environ["MOE_REPLAY_BENCHMARK_SAMPLES"] = str(arguments.prompts * GENERATIONS)
-    with tempfile.TemporaryDirectory() as folder, both(Path(folder), arguments.prompts) as (torchrun, ray):
-        found = in_turns(torchrun, ray, arguments.pairs)
-        idle = [waiting(run) for run in (torchrun, ray)]
-    print("|  | torchrun | Ray | ratio in a pair | half of all pairs |\n|---|---|---|---|---|")
-    print(row("step, wall time", [(one.wall, other.wall) for one, other in found]))
-    print(row("step, CPU time", [(one.cpu, other.cpu) for one, other in found]))
-    print(f"| start | {torchrun.start_s:.1f} s | {ray.start_s:.1f} s | {ray.start_s / torchrun.start_s:.2f} | |")
-    print("\n| CPU time | torchrun, a step | Ray, a step | torchrun, a second of waiting | Ray, a second of waiting |")
-    print("|---|---|---|---|---|")
-    steps = [mean([pair[place].parts for pair in found]) for place in (0, 1)]
-    for part in sorted({*steps[0], *steps[1]}, key=lambda name: (name.startswith("Ray"), name)):
-        values = [seconds.get(part, 0.0) for seconds in (*steps, *idle)]
-        print(f"| {part} | {' | '.join(f'{1000 * seconds:.1f} ms' if seconds else '' for seconds in values)} |")
-    totals = [sum(seconds.values()) for seconds in (*steps, *idle)]
-    print(f"| all | {' | '.join(f'{1000 * seconds:.1f} ms' for seconds in totals)} |")
+    for prompts, pairs in zip(arguments.prompts, arguments.pairs, strict=True):
+        measure(prompts, pairs)
 
 
 if __name__ == "__main__":
