@@ -434,7 +434,11 @@ def test_another_engine_does_not_get_the_options_of_the_recipes(tmp_path: Path) 
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm_server"])
 def test_the_embedded_recipe_trains_with_another_engine(
-    engine: str, demo_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: str,
+    demo_files: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The recipe names vLLM and options of vLLM; the quick model stands in for the one that it would make."""
     monkeypatch.setattr("moe_replay.demo.prepare", lambda **_: demo_files)
@@ -446,7 +450,10 @@ def test_the_embedded_recipe_trains_with_another_engine(
             pytest.importorskip("starlette")
             served = TransformersEngine.from_pretrained(demo_files.model)
             stack.callback(served.close)
-            words += ["--rollout.urls", stack.enter_context(serving(build_app(served, "secret")))]
+            words += ["--rollout.urls", stack.enter_context(serving(build_app(served, "secret"))), "--log.no-report"]
         main(words)
     (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["step"] == 1
+    report = tmp_path / "run" / "report.html"
+    assert report.is_file() == (engine != "vllm_server")
+    assert (f"report: {report}" in capsys.readouterr().out) == report.is_file()

@@ -23,6 +23,7 @@ def tiny_config(folder: Path, prompts: Path, output: Path, **overrides: Any) -> 
         "batch": {"tokens_per_micro_batch": 96},
         "reward": {"functions": ["tests.train.runs:closeness"], "workers": 0},  # without the start of processes
         "checkpoint": {"export": False},
+        "log": {"report": False},  # its figures take longer than the steps
     }
     for name, value in overrides.items():
         settings[name] = {**settings.get(name, {}), **value} if isinstance(value, dict) else value

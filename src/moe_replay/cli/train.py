@@ -127,9 +127,9 @@ def run_rank(config: TrainConfig, starter: EngineStarter | None = None) -> None:
     from moe_replay.train.loop import train
     from moe_replay.train.run.interruption import InterruptHandler
 
-    def write_card_and_report(folder: Path) -> Path:
+    def write_card_and_report(folder: Path) -> Path | None:
         write_model_card(folder)
-        return write_run_report(folder)
+        return write_run_report(folder) if config.log.report else None
 
     try:
         with InterruptHandler(ends_process=True) as interruption:

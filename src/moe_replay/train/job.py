@@ -44,8 +44,8 @@ from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.trajectories.shared_batch import SharedBatch
 from moe_replay.train.trajectories.store import InProcessStore, TrajectoryStore
 
-ReportWriter = Callable[[Path], Path]
-"""Takes the folder of a finished run, returns the path of the report written for it."""
+ReportWriter = Callable[[Path], Path | None]
+"""Takes the folder of a finished run, returns the path of the report written for it, if there is one."""
 
 
 class DivergedError(MoeReplayError):
@@ -202,14 +202,14 @@ class Job:
             self._watch.stop()  # the other ranks have nothing left to do
         if rank() == 0:
             self._progress.message(f"run: {self._run.folder}")
-            if self._write_report is not None and self.completed_steps:
-                self._progress.message(f"report: {self._report(self._write_report)}")
+            if self._write_report is not None and self.completed_steps and (told := self._report(self._write_report)):
+                self._progress.message(f"report: {told}")
         return self._run.folder
 
     def _report(self, write: ReportWriter) -> str:
         """Write the report; if that fails, say so, since a finished run must not fail because of its report."""
         try:
-            return str(write(self._run.folder))
+            return str(write(self._run.folder) or "")
         except (MoeReplayError, OSError, ValueError) as error:
             return f"not written: {error}"
 

@@ -107,6 +107,8 @@ class LogConfig(Section):
     """Keep prompts and completions of each step with their rewards and advantages, as parquet in the run's folder."""
     shown_completions: int = Field(4, ge=0)
     """Completions of each step in a table on the console, best and worst, where `completions` is set; 0: none."""
+    report: bool = True
+    """Write report.html at the end of `moe-replay train`; `moe-replay report` writes it at any time."""
 
     @property
     def enabled_sinks(self) -> tuple[str, ...]:
