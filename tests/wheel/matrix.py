@@ -3,8 +3,8 @@
 make test-extras EXTRAS="cli train"
 
 uv resolves the extra, and an environment is made to hold just that: what only the extra before needed is removed, what
-is missing is linked from uv's cache. So torch is neither unpacked nor compiled for each extra. What needs a GPU is
-resolved only.
+is missing is linked from uv's cache. So torch is neither unpacked nor compiled for each extra. Bytecode that the
+environment of the tests has is linked too. What needs a GPU is resolved only.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -116,8 +117,10 @@ class Matrix:
         pinned = files / "pinned.txt"
         pinned.write_text(self._uv.resolve(self._requirement(extra), "--python", python, *chosen))
         self._uv.sync(python, pinned)
-        left = left_over(python)
+        packages = packages_of(python)
+        left = left_over(packages)
         assert not left, f"the environment has what no package of it owns: {left}"
+        link_bytecode(Path(sysconfig.get_path("purelib")), packages)
         installed = time.monotonic()
         call([python, STEPS, extra, files])
         return f"installed in {installed - began:.1f} s, one step in {time.monotonic() - installed:.1f} s"
@@ -137,9 +140,32 @@ class Matrix:
         return [own] if own and own.exists() else self._constraints
 
 
-def left_over(python: Path) -> list[str]:
-    """Return what could be imported in an environment although no installed package has it."""
+def packages_of(python: Path) -> Path:
+    """Return the folder of the packages of an environment."""
     (packages,) = (python.parents[1] / "lib").glob("python*/site-packages")
+    return packages
+
+
+def link_bytecode(ours: Path, theirs: Path) -> None:
+    """Link compiled modules from one folder of packages into another that has the modules, and not yet compiled.
+
+    Python compares size and time of a module with what its bytecode was made from, and compiles again if they differ.
+    """
+    for folder, _, files in os.walk(ours):
+        other = theirs / Path(folder).relative_to(ours)
+        if not folder.endswith("/__pycache__") or not other.parent.is_dir():
+            continue
+        has, compiled = set(os.listdir(other.parent)), set(os.listdir(other)) if other.is_dir() else set()
+        wanted = [file for file in files if file not in compiled and f"{file.split('.')[0]}.py" in has]
+        if wanted:
+            other.mkdir(exist_ok=True)
+        for file in wanted:
+            with suppress(OSError):  # another file system: it is compiled when it is imported
+                os.link(Path(folder, file), other / file)
+
+
+def left_over(packages: Path) -> list[str]:
+    """Return what could be imported in an environment although no installed package has it."""
     owned = {file.parts[0] for one in distributions(path=[str(packages)]) for file in one.files or ()}
     kept = {"__pycache__", "_virtualenv.py", "_virtualenv.pth"}  # uv's own
     return sorted({file.name for file in packages.iterdir()} - owned - kept)
