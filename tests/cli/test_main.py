@@ -73,6 +73,19 @@ def test_names_of_the_package_are_imported_when_they_are_used() -> None:
     assert "module 'moe_replay' has no attribute 'attach_nothing'" in done.stderr
 
 
+def test_settings_are_read_and_ray_is_driven_without_torch(tmp_path: Path) -> None:
+    """A recipe with an error is refused at once; ranks and engines import what they need."""
+    (tmp_path / "recipe.toml").write_text('[rollout]\nengine = "vllm"\n')
+    code = (
+        "import sys, moe_replay.cluster.control, moe_replay.cluster.driver\n"
+        "from pathlib import Path\nfrom moe_replay.train.config.file import load_config\n"
+        "print(load_config(Path(sys.argv[1]), []).rollout.engine, 'torch' in sys.modules)"
+    )
+    words = [sys.executable, "-c", code, tmp_path / "recipe.toml"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "vllm False\n", done.stderr
+
+
 # ---- exit codes ------------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from moe_replay.errors import EngineError, EngineUnavailableError
-from moe_replay.rollout.vllm.capture import RouteSource, capture_arguments, chosen_capture
+from moe_replay.rollout.vllm.capture import RouteSource, capture_arguments
+from moe_replay.rollout.vllm.capture_choice import chosen_capture
 from moe_replay.rollout.vllm.route_channel import RouteReceiver, RouteSender
 from moe_replay.rollout.vllm.slot_routes import EndedRequest
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from moe_replay.errors import EngineError, EngineOptionError
-from moe_replay.rollout.vllm.capture import chosen_capture
+from moe_replay.rollout.vllm.capture_choice import chosen_capture
 from moe_replay.rollout.vllm.release import (
     INSTALL,
     NEWEST,

@@ -24,7 +24,7 @@ from moe_replay.cluster.trainer_group import SETTLE_S, Lost, TrainerGroup
 from moe_replay.errors import ExitStatus
 from moe_replay.train.config.keys import ConfigError
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.run.folder import run_folder
+from moe_replay.train.run.location import run_folder
 from moe_replay.utils.messages import one_line
 from moe_replay.utils.signals import EndSignals
 

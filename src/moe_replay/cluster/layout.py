@@ -8,7 +8,7 @@ from typing import NamedTuple
 from moe_replay.errors import LayoutError
 from moe_replay.rollout.engine import devices_per_engine
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.utils.device import VISIBLE_DEVICES
+from moe_replay.utils.visible_devices import VISIBLE_DEVICES
 
 ACCELERATORS = {"cuda": "GPU", "npu": "NPU"}
 """Ray's names of what the types of devices of torch are counted as."""

@@ -10,7 +10,6 @@ from typing import Any
 from moe_replay.cluster.capacity import Node, Resources, demand_of
 from moe_replay.errors import ExitStatus, MissingExtraError, MoeReplayError
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.utils.device import accelerator
 from moe_replay.utils.messages import one_line
 
 
@@ -50,6 +49,8 @@ def nodes_of(config: TrainConfig) -> list[Node]:
 def this_machine(cpus: float = 0) -> Node:
     """Return this machine as the only node of a cluster, with at least so many CPUs."""
     import torch
+
+    from moe_replay.utils.device import accelerator
 
     gpus = torch.accelerator.device_count() if accelerator() is not None else 0
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -16,8 +16,6 @@ from moe_replay.errors import MissingExtraError, MoeReplayError
 
 EXTENSIONS = {"npu": "torch_npu"}
 """Accelerators that torch knows only after another package was imported."""
-VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-"""Environment variables that choose the devices which a process sees."""
 
 
 def accelerator() -> str | None:

@@ -20,6 +20,7 @@ from typing import Any
 from moe_replay.errors import EngineError, EngineOptionError, EngineUnavailableError
 from moe_replay.rollout.engine import Engine, StartRequest, devices_per_engine
 from moe_replay.utils.processes import end_with_parent, leave_process_group
+from moe_replay.utils.visible_devices import VISIBLE_DEVICES
 
 MAX_REQUESTS = 2**20  # the trainer is the only client
 TIMEOUT_S = 24 * 3600.0
@@ -36,7 +37,7 @@ def device_shares(engines: int, options: Mapping[str, Any]) -> list[str | None]:
 
     from moe_replay.utils import device
 
-    variable = device.VISIBLE_DEVICES.get(device.accelerator() or "cpu")
+    variable = VISIBLE_DEVICES.get(device.accelerator() or "cpu")
     if variable is None:
         return [None] * engines
     given = os.environ.get(variable)
@@ -62,7 +63,7 @@ def _visible(devices: str | None) -> dict[str, str]:
         return {}
     from moe_replay.utils import device
 
-    return {device.VISIBLE_DEVICES[device.accelerator() or "cpu"]: devices}
+    return {VISIBLE_DEVICES[device.accelerator() or "cpu"]: devices}
 
 
 class EngineProcesses:

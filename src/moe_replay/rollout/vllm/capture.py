@@ -1,4 +1,4 @@
-"""Who records routes in vLLM: its own capture, or ours in the worker (`slot_routes.py`)."""
+"""Where routes of vLLM come from: its own capture, or ours in the worker (`slot_routes.py`)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 
-from moe_replay.errors import EngineError, EngineOptionError
-from moe_replay.rollout.engine import Capture
+from moe_replay.errors import EngineError
+from moe_replay.rollout.vllm.capture_choice import chosen_capture
 from moe_replay.rollout.vllm.replicas import Replicas
 from moe_replay.rollout.vllm.route_channel import RouteReceiver
 
@@ -20,36 +20,6 @@ CapturedRoutes = Callable[[Any, int], Awaitable[np.ndarray | None]]
 ROUTES_TIMEOUT = 120.0  # seconds from the end of a request until its worker has sent the routes
 
 _WORKERS = "moe_replay.rollout.vllm.capture_worker"
-_NOT_OURS = {
-    "worker_cls": "a worker of your own",
-    "pipeline_parallel_size": "pipeline parallelism",
-    "decode_context_parallel_size": "context parallelism",
-    "prefill_context_parallel_size": "context parallelism",
-    "kv_transfer_config": "a KV connector",
-    "kv_offloading_size": "KV offloading",
-    "enable_dbo": "dual-batch overlap",
-}
-
-
-def chosen_capture(
-    capture: str, options: Mapping[str, Any], lacks: Sequence[str] = ()
-) -> Literal["ours", "vllm", "checked"]:
-    """Return who records routes in an engine with these options.
-
-    lacks   what our capture uses and the installed vLLM does not have
-    """
-    if capture not in get_args(Capture):
-        raise EngineOptionError("no such route capture", expected=", ".join(get_args(Capture)), found=capture)
-    in_the_way = [why for name, why in _NOT_OURS.items() if options.get(name) not in (None, False, 0, 1, "auto")]
-    in_the_way += [f"a vLLM without {name}" for name in lacks]
-    if capture == "auto":
-        return "vllm" if in_the_way else "ours"
-    if capture != "vllm" and in_the_way:
-        raise EngineOptionError(
-            f"capture {capture!r} cannot be used with {', '.join(in_the_way)}",
-            remedy='Use capture "auto" or "vllm", or leave that option out; vLLM 0.30 to 0.32 have all it uses',
-        )
-    return capture  # type: ignore[return-value]
 
 
 def capture_arguments(capture: str, *, on_cpu: bool) -> dict[str, Any]:

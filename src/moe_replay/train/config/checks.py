@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from moe_replay.errors import EngineOptionError
 from moe_replay.rollout.registry import EngineSpec, engine_spec, server_engines, trainable_engines
-from moe_replay.rollout.vllm.capture import chosen_capture
+from moe_replay.rollout.vllm.capture_choice import chosen_capture
 from moe_replay.train.config.plugin_names import PluginName
 from moe_replay.train.config.sections import (
     BackendConfig,

@@ -5,12 +5,12 @@ Types and bounds stand with the fields, checks across fields in `checks.py`; `fi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AllowInfNan, BeforeValidator, Field, field_validator
 
-from moe_replay.megatron.weights import WEIGHT_MAPS
 from moe_replay.rollout.engine import Capture
 from moe_replay.rollout.registry import ENGINES, engine_spec, trainable_engines
 from moe_replay.routes.router_families import ROUTER_FAMILIES
@@ -35,12 +35,18 @@ def _finite_size(value: Any) -> Any:
     return value
 
 
+def _weight_families() -> Mapping[str, Any]:
+    from moe_replay.megatron.weights import WEIGHT_MAPS  # imports torch, which settings do without
+
+    return WEIGHT_MAPS
+
+
 PROBE_TOLERANCE, QUANTISED_PROBE_TOLERANCE = 0.05, 0.2
 Setting = Annotated[int | Annotated[float, AllowInfNan()] | bool | str, BeforeValidator(_finite_size)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 ReplayMode = Literal["off", "r2", "r3", "auto"]
 RouterFamilyChoice = Annotated[str | None, PluginName(lambda: ROUTER_FAMILIES, "router family", offered=tuple)]
-WeightFamilyChoice = Annotated[str | None, PluginName(lambda: WEIGHT_MAPS, "weight family")]
+WeightFamilyChoice = Annotated[str | None, PluginName(_weight_families, "weight family")]
 EngineChoice = Annotated[str, PluginName(lambda: ENGINES, "engine", offered=trainable_engines)]
 EnvironmentChoice = Annotated[str | None, PluginName(lambda: ENVIRONMENTS, "environment")]
 ToolChoices = Annotated[tuple[str, ...], PluginName(lambda: TOOLS, "tool")]

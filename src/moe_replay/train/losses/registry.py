@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-import torch
+from typing import TYPE_CHECKING
 
 from moe_replay.errors import MoeReplayError
 from moe_replay.train.losses.types import Loss, LossInputs, LossOutput, LossSettings
 from moe_replay.utils.plugins import resolve, user_code
+
+if TYPE_CHECKING:
+    import torch
 
 LOSSES: Mapping[str, Loss | str] = {
     "clipped": "moe_replay.train.losses.clipped:clipped_surrogate",
@@ -42,6 +44,8 @@ def metric_names(loss: Loss, settings: LossSettings, device: torch.device) -> tu
 
     Every rank needs them, also one that never computes a loss, such as the first stage of a pipeline.
     """
+    import torch
+
     logprobs = torch.full((4,), -1.0, device=device, requires_grad=True)
     like = logprobs.detach()
     inputs = LossInputs(

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from torch import Tensor
+if TYPE_CHECKING:  # settings name what is here, and are read without torch
+    from torch import Tensor
 
 Level = Literal["token", "sequence"]
 Correction = Literal["off", "token_truncate", "token_mask", "sequence_mask"]

@@ -21,7 +21,6 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
@@ -29,14 +28,13 @@ from typing import IO, TYPE_CHECKING, Any
 from moe_replay.distributed.ranks import from_rank_0, rank
 from moe_replay.errors import ExitStatus, MoeReplayError
 from moe_replay.train.run.completions import remove_completions, require_pyarrow
+from moe_replay.train.run.location import run_folder
 from moe_replay.train.sinks.registry import Sinks, load_sink
 from moe_replay.train.sinks.types import Metrics, SinkContext
 from moe_replay.utils.files import write_whole
 
 if TYPE_CHECKING:
     from moe_replay.train.config.train_config import TrainConfig
-
-RUNS = Path("runs")
 
 # A checkpoint holds a position in the data and tensors of the model: these settings identify the data and the model.
 FIXED: dict[str, Sequence[str]] = {
@@ -153,24 +151,6 @@ def _write_config(config: TrainConfig, folder: Path) -> str:
 
     write_whole(folder / "config.toml", to_toml(config.model_copy(update={"output": folder})))
     return ""
-
-
-def run_folder(config: TrainConfig) -> Path:
-    """Return `output`, or a new folder; absolute, so that a change of directory does not matter."""
-    if config.output is not None:
-        folder = config.output.absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-    stem = f"{datetime.now():%Y%m%d-%H%M%S}-{config.name}"
-    number = 1
-    while True:
-        folder = (RUNS / (stem if number == 1 else f"{stem}-{number}")).absolute()
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            number += 1  # another run started in the same second
-        else:
-            return folder
 
 
 def _locked(folder: Path) -> IO[str]:
