@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from pathlib import Path
@@ -22,29 +23,38 @@ RAY = {"kind": "ray", "engines": 1, "placement": "colocated"}
 ALONE = {"RAY_ADDRESS": ""}
 
 
-def test_an_interrupted_run_is_saved_and_a_killed_one_leaves_nothing_running(demo_files: Any, tmp_path: Path) -> None:
+def test_a_killed_run_leaves_nothing_running_and_an_interrupted_one_is_saved(demo_files: Any, tmp_path: Path) -> None:
     """The engine is in the bundle of the rank, and sleeps while the rank learns."""
     turns = {"rollout": {"sleep": True}, "backend": {"device": "cpu", "offload": True}}
-    every = {"replay": {"compare_every": 0}, "checkpoint": {"every": 0}}
+    every = {"replay": {"compare_every": 0}, "checkpoint": {"every": 2}}
     made = recipe(demo_files, tmp_path, steps=400, cluster=RAY, **turns, **every)
     with fork_command("train", made, environment=ALONE) as run:
         wait_for_line(run.stdout, "ray: a new cluster of this machine")
-        wait_for_line(run.stdout, "step 1/400")
+        wait_for_line(run.stdout, "step 3/400")
+        killed = descendants(run.pid)
+        assert len(killed) > 4  # of Ray, the rank and the engine
+        run.kill()
+        assert run.wait(LIMIT_S) == -signal.SIGKILL
+    with fork_command("train", made, environment=ALONE) as run:
+        wait_for_line(run.stdout, "resuming after step")
+        wait_for_line(run.stdout, "step")
         started = descendants(run.pid)
         run.send_signal(signal.SIGINT)
         rest = run.stdout.read()
         assert run.wait(LIMIT_S) == ExitStatus.INTERRUPTED, rest
     assert "finishing the step, then saving" in rest
     assert "to resume: moe-replay train" in rest
+    assert newest_checkpoint(tmp_path / "run") == json.loads(last_line(tmp_path / "run" / "metrics.jsonl"))["step"]
     assert wait_until_gone(started) == []
-    with fork_command("train", made, environment=ALONE) as run:
-        wait_for_line(run.stdout, "resuming after step")
-        wait_for_line(run.stdout, "step")
-        started = descendants(run.pid)
-        assert len(started) > 4  # of Ray, the rank and the engine
-        run.kill()
-        assert run.wait(LIMIT_S) == -signal.SIGKILL
-    assert wait_until_gone(started) == []
+    assert wait_until_gone(killed) == []  # agents of Ray look for its head for a minute
+
+
+def newest_checkpoint(run: Path) -> int:
+    return max(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
+
+
+def last_line(file: Path) -> str:
+    return file.read_text().splitlines()[-1]
 
 
 @pytest.mark.thorough
