@@ -82,8 +82,7 @@ def test_training_step_compiles():
     assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_compiled_layers_are_recomputed_with_their_own_routes(use_reentrant):
+def test_compiled_layers_are_recomputed_with_their_own_routes():
     """Regional compilation: each decoder layer compiled, checkpointing around it in eager mode."""
     model = two_sparse_layers().train()
     replay = mr.attach(model)
@@ -101,20 +100,21 @@ def test_compiled_layers_are_recomputed_with_their_own_routes(use_reentrant):
         expected.append(gradients(model))
     for layer in model.model.layers:
         layer.mlp.compile(backend="aot_eager", fullgraph=True)
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
-    losses = []
-    for ids, batch in zip(inputs, batches, strict=True):
-        with replay.replay(batch):
-            losses.append(loss(model(ids)))
-    for i in (2, 0, 1):
-        losses[i].backward()
-        found = gradients(model)
-        for name, gradient in expected[i].items():
-            torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
+    for use_reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        losses = []
+        for ids, batch in zip(inputs, batches, strict=True):
+            with replay.replay(batch):
+                losses.append(loss(model(ids)))
+        for i in (2, 0, 1):
+            losses[i].backward()
+            found = gradients(model)
+            for name, gradient in expected[i].items():
+                torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", with_thorough(CHECKPOINTS, {"wrapper"}))
+@pytest.mark.parametrize("name", with_thorough(CHECKPOINTS, {"wrapper", "wrapper-reentrant"}))
 def test_a_compiled_model_recomputes_with_its_own_routes(name):
     """The whole model compiled around checkpointed layers: hooks that tie the backward to its pass run eagerly."""
     model = two_sparse_layers().train()
@@ -152,8 +152,7 @@ def test_compiled_forward_fed_other_tokens_is_refused():
         compiled(random_ids(2, 7).flip(1))
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_checkpoint_around_a_compiled_model_is_refused(use_reentrant):
+def test_a_checkpoint_around_a_compiled_model_is_refused():
     """Compiled code has no hooks on its tensors, so its recomputation cannot find its routes."""
     model = tiny_qwen3_moe(num_hidden_layers=2, experts_implementation="batched_mm").train()
     replay = mr.attach(model)
@@ -161,12 +160,13 @@ def test_a_checkpoint_around_a_compiled_model_is_refused(use_reentrant):
     with torch.no_grad(), replay.record() as recording:
         model(ids)
     compiled = torch.compile(model, backend="eager")
-    embeddings = model.model.embed_tokens(ids).detach().requires_grad_()
-    with replay.replay(recording.batch(), fed_ids=ids):
-        logits = checkpoint(lambda e: compiled(inputs_embeds=e).logits, embeddings, use_reentrant=use_reentrant)
-    with pytest.raises(mr.errors.ReplayStateError, match="cannot be traced to a forward"):
-        logits.pow(2).mean().backward()
-    loss(compiled(ids)).backward()  # a native step, as before
+    for use_reentrant in (False, True):
+        embeddings = model.model.embed_tokens(ids).detach().requires_grad_()
+        with replay.replay(recording.batch(), fed_ids=ids):
+            logits = checkpoint(lambda e: compiled(inputs_embeds=e).logits, embeddings, use_reentrant=use_reentrant)
+        with pytest.raises(mr.errors.ReplayStateError, match="cannot be traced to a forward"):
+            logits.pow(2).mean().backward()
+        loss(compiled(ids)).backward()  # a native step, as before
 
 
 def test_a_compiled_forward_of_another_thread_is_refused():
