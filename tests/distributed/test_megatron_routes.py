@@ -32,6 +32,7 @@ CASES = {
     "pp2-stage-without-routers": Case(2, pp=2, settings=FULL | {"num_layers_in_first_pipeline_stage": 1}),
     "cp2-packed": Case(2, cp=2, packed=True, settings=FULL),
     "tp2-pp2-vpp2": Case(4, tp=2, pp=2, vpp=2, settings=FULL),
+    "tp2-cp2": Case(4, tp=2, cp=2, settings=FULL),
     "tp2-cp2-pp2": Case(8, tp=2, cp=2, pp=2, settings=FULL),
     "dp2-ep2-pp2-vpp2": Case(4, pp=2, vpp=2, ep=2, settings=FULL | ALLTOALL),
 }
@@ -114,7 +115,7 @@ def move_routers_everywhere(partition: Partition) -> None:
         move_routers(chunk, seed=900)
 
 
-@pytest.mark.parametrize("name", with_thorough(CASES, {"dp2", "tp2"}))
+@pytest.mark.parametrize("name", with_thorough(CASES, {"dp2", "tp2", "tp2-cp2-pp2"}))
 def test_kept_and_gathered_routes_replay_alike(name: str) -> None:
     case = CASES[name]
     path, _ = reference()
