@@ -16,9 +16,10 @@ import numpy as np
 
 from experiments.arms import Arm
 from moe_replay.train.sinks.jsonl import read_lines
+from moe_replay.version import __version__
 
 FOLDER = Path(__file__).with_name("results")
-LIBRARIES = ("moe-replay", "torch", "transformers", "vllm", "triton", "numpy")
+LIBRARIES = ("torch", "transformers", "vllm", "triton", "numpy")
 PREFIXES = ("reward/mean", "eval/", "mismatch/", "routing/", "loss/", "completion/", "time/", "memory/", "weights/")
 DIGITS = 5
 WINDOW = 5
@@ -70,7 +71,7 @@ def write(arm: Arm, run: Path, wanted_steps: int, device: str, seconds: float, f
         "seconds": round(seconds),
         "device": device,
         "machine": platform.machine(),
-        "versions": {name: _version(name) for name in LIBRARIES},
+        "versions": {"moe-replay": __version__} | {name: _version(name) for name in LIBRARIES},
         "digest": f"sha256:{hashlib.sha256(log).hexdigest()}",
         "metrics": {key: [_rounded(line.get(key)) for line in lines] for key in keys},
     }
