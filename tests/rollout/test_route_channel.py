@@ -185,5 +185,6 @@ def test_a_token_that_the_two_captures_route_apart_is_named() -> None:
     theirs[[2, 5], 1, 0] += 1
     with pytest.raises(EngineError, match=r"differ \[sample 1\].*2 of 8 tokens, the first at 2, the last at 5.*twice"):
         source._checked(ours, SimpleNamespace(index=1, routed_experts=theirs))
-    with pytest.raises(EngineError, match="its own has no routes"):
-        source._checked(ours, SimpleNamespace(index=1, routed_experts=None))
+    for other, found in ((None, "nothing"), (theirs[:4], r"\(4, 3, 2\)"), (theirs[:, :2], r"\(9, 2, 2\)")):
+        with pytest.raises(EngineError, match=rf"different shapes.*found {found} and \(8, 3, 2\)"):
+            source._checked(ours, SimpleNamespace(index=1, routed_experts=other))

@@ -77,9 +77,13 @@ class RouteSource:
 
     def _checked(self, ours: np.ndarray | None, output: Any) -> np.ndarray:
         theirs = output.routed_experts
-        if ours is None or theirs is None:
-            missing = "ours" if ours is None else "its own"
-            raise EngineError(f"{self._engine}: {missing} has no routes of a sample", sample=output.index)
+        if ours is None or theirs is None or ours.shape != theirs[: len(ours)].shape:
+            shapes = ("nothing" if routes is None else routes.shape for routes in (theirs, ours))
+            raise EngineError(
+                f"{self._engine}: its own route capture and ours are of different shapes",
+                sample=output.index,
+                found="{} and {}".format(*shapes),
+            )
         apart = np.flatnonzero((ours != theirs[: len(ours)]).any((1, 2)))
         if apart.size:
             raise EngineError(
