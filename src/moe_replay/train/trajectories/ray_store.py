@@ -25,7 +25,8 @@ from moe_replay.train.types import AnyTrajectory, Trajectory
 from moe_replay.utils.messages import one_line
 from moe_replay.utils.object_refs import ObjectRefs, Part, part_with
 
-OBJECT_BYTES = 4 * 2**20
+OBJECT_BYTES = 256 * 2**10
+"""Sequences up to this size share objects. A node gets whole objects, so longer ones have one each."""
 
 
 def ranks_share_ray() -> bool:
