@@ -9,13 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from moe_replay.errors import EngineError
 from moe_replay.rollout.adapter import Adapter
-from moe_replay.rollout.engine import LoraSpec
 from moe_replay.rollout.types import SamplingParams
 from moe_replay.rollout.vllm.adapter import EXPERTS, adapter_options
 from moe_replay.train.backends import lora
-from moe_replay.train.backends.lora_targets import find_targets
 from moe_replay.train.config.sections import ModelConfig
 from moe_replay.train.engines import lora_spec
 from tests.gpu.engines import DEVICE, NEEDS_GPU, ON_CPU, Case, random_prompts, started
@@ -30,7 +27,8 @@ TARGETS = {
     "attention-router": ("qwen3_moe", ("q_proj", "k_proj", "v_proj", "o_proj", "router")),
     "experts": ("qwen3_moe", ("gate_proj", "up_proj", "down_proj")),
     "attention-experts": ("qwen3_moe", ("all-linear",)),
-    "all-mixtral": ("mixtral", ALL),  # whose block calls the router, not its layer of experts
+    "all": ("qwen3_moe", ALL),  # whose layer of experts calls the router
+    "all-mixtral": ("mixtral", ALL),  # whose block calls it
 }
 
 
@@ -79,16 +77,3 @@ def test_routes_are_those_of_the_adapted_model(adapted: Adapted) -> None:
         assert {sample.weight_version for sample in samples} == {version}
         case.assert_sampled_from(policy, samples)
         assert case.compare(samples, case.model).agreement < case.compare(samples, policy).agreement - 0.05
-
-
-@pytest.mark.skipif(ON_CPU, reason="vLLM has no kernels for adapters of experts on a CPU")
-def test_an_engine_that_computes_routers_without_their_adapters_refuses_them(tmp_path: Path) -> None:
-    """What `lora_spec` refuses before the start, of an engine that was started all the same."""
-    config = ModelConfig(lora_rank=RANK, lora_alpha=2 * RANK, lora_targets=ALL)
-    targets = find_targets(random_model("qwen3_moe", torch.bfloat16), ALL)
-    options = adapter_options(LoraSpec(RANK, targets.engine_modules))
-    with (
-        started("qwen3_moe", "bfloat16", tmp_path, **options) as case,
-        pytest.raises(EngineError, match="computes 3 routers without their adapters"),
-    ):
-        case.engine.update_adapter(adapter_of(Adapted(case, config).policy(1)), 1)

@@ -186,7 +186,7 @@ def test_vllms_own_loader_reads_an_adapter_of_experts(demo_files: Any, tmp_path:
 
 
 @pytest.mark.parametrize("with_experts", [False, True], ids=["routers", "routers and experts"])
-def test_routers_that_vllm_computes_without_their_adapters_are_found(
+def test_routers_that_vllm_computes_without_their_adapters_are_found_and_called(
     with_experts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By vLLM's own replacement of layers, with wrappers that need no GPU; the layer of experts calls the router."""
@@ -194,7 +194,7 @@ def test_routers_that_vllm_computes_without_their_adapters_are_found(
     from vllm.lora.layers import BaseLayerWithLoRA
     from vllm.model_executor.layers.fused_moe import MoERunner
 
-    from moe_replay.rollout.vllm.worker import routers_passed_by
+    from moe_replay.rollout.vllm.lora_worker import call_adapted_routers, routers_passed_by
 
     class Experts(MoERunner):
         def __init__(self, gate: nn.Module) -> None:
@@ -220,8 +220,11 @@ def test_routers_that_vllm_computes_without_their_adapters_are_found(
     manager.supported_modules_to_save = set()
     manager._create_lora_modules()
     adapted = isinstance(experts.gate, BaseLayerWithLoRA)
-    assert adapted is not with_experts  # if a later vLLM adapts both: lift the refusal in `train/engines.py`
+    assert adapted is not with_experts  # if a later vLLM adapts both: nothing is left for `AdaptedRouters` to do
     assert routers_passed_by(manager.modules) == (set() if adapted else {"mlp.gate"})
+    call_adapted_routers(manager.modules)
+    assert experts.gate is manager.modules["mlp.gate"]
+    assert not routers_passed_by(manager.modules)
 
 
 def test_experts_on_cpu_are_refused_before_anything_starts() -> None:

@@ -19,7 +19,7 @@ class Records(logging.Handler):
     """Keeps what would be shown."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(logging.WARNING)
         self.shown: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -29,10 +29,11 @@ class Records(logging.Handler):
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Records]:
     monkeypatch.delenv(LEVEL, raising=False)
-    handler, logger = Records(), logging.getLogger("vllm")
+    handler, logger, factory = Records(), logging.getLogger("vllm"), logging.getLogRecordFactory()
     logger.addHandler(handler)
     yield handler
     logger.removeHandler(handler)
+    logging.setLogRecordFactory(factory)
 
 
 def say_all() -> None:
@@ -50,6 +51,31 @@ def test_warnings_that_mean_nothing_are_left_out(log: Records) -> None:
         say_all()
     assert LEVEL not in os.environ
     assert log.shown == ["the GPU is on fire", "RotaryEmbedding: Failed to load weights"]  # the error
+
+
+class Wrapped:
+    """Makes log records as vLLM 0.32 does."""
+
+    def __init__(self, factory: Any) -> None:
+        self._factory = factory
+
+    def __call__(self, *arguments: Any, **options: Any) -> logging.LogRecord:
+        return self._factory(*arguments, **options)
+
+
+def test_nothing_is_shown_again_after_vllm_has_configured_its_log(log: Records) -> None:
+    with engine_console():
+        leave_out_what_means_nothing()
+    wrapper = Wrapped(logging.getLogRecordFactory())
+    logging.setLogRecordFactory(wrapper)
+    shown, logger = Records(), logging.getLogger("vllm")
+    logger.handlers = [shown, *(one for one in logger.handlers if one is not log)]  # as dictConfig: a new handler
+    with engine_console():
+        leave_out_what_means_nothing()  # in a process that was forked meanwhile
+    assert logging.getLogRecordFactory() is wrapper
+    say_all()  # after the start
+    logger.removeHandler(shown)
+    assert shown.shown == ["the GPU is on fire", "RotaryEmbedding: Failed to load weights"]
 
 
 def test_who_asks_for_vllms_log_gets_it(log: Records, monkeypatch: pytest.MonkeyPatch) -> None:

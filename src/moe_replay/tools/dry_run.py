@@ -57,7 +57,7 @@ def dry_run(config: TrainConfig, ranks: int | None = None) -> str:
     if config.model.lora_rank:
         targets = targets_of(model, config.model)
         if config.rollout.lora:
-            check_adapter(model.model_type, targets)
+            check_adapter(targets)
     plan = plan_layout(
         topology,
         parallel,

@@ -20,23 +20,6 @@ from moe_replay.train.config.sections import ModelConfig, RolloutConfig
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.config.weights_section import WeightsConfig
 
-# Models whose layer of experts calls the router in vLLM 0.30 and 0.32. If experts have adapters, vLLM puts the router
-# with its adapter into the wrapper around that layer, and the layer itself goes on to call the router without.
-# `replay_load_adapter` finds other models of this kind.
-_GATE_IN_EXPERTS = frozenset(
-    {
-        "deepseek_v2",
-        "deepseek_v3",
-        "exaone_moe",
-        "qwen3_5_moe",
-        "qwen3_5_moe_text",
-        "qwen3_moe",
-        "qwen3_next",
-        "qwen3_vl_moe",
-        "step3p5",
-    }
-)
-
 
 def longest_sequence(config: TrainConfig, folder: str) -> int:
     """Return the most tokens of a sequence by the config; raise if the model's context is shorter."""
@@ -158,20 +141,13 @@ def _sending_changes(engine: Engine, weights: WeightsConfig) -> Engine:
     return engine
 
 
-def check_adapter(model_type: str, targets: Targets) -> None:
-    """Raise for adapters that vLLM does not take or would not compute with."""
+def check_adapter(targets: Targets) -> None:
+    """Raise for adapters that vLLM does not take."""
     if not targets.has_whole_experts:
         raise ConfigError(
             "rollout.lora: vLLM takes adapters of all projections of an expert, or of none",
             remedy="Add gate_proj, up_proj and down_proj (Mixtral: w1, w2, w3) to model.lora_targets, or set "
             "rollout.lora = false: the engine then gets merged weights",
-        )
-    if model_type in _GATE_IN_EXPERTS and {"experts", "gate"} <= {*targets.engine_modules}:
-        raise ConfigError(
-            "rollout.lora: vLLM computes the routers of this model without their adapters if experts have adapters too",
-            found=f"{model_type} with {', '.join(targets.engine_modules)}",
-            remedy="Set rollout.lora = false: the engine then gets merged weights; or leave routers or experts out of "
-            "model.lora_targets",
         )
 
 
@@ -182,7 +158,7 @@ def lora_spec(model: ModelConfig, folder: str, *, is_server: bool = False) -> Lo
     """
     settings = read_config(folder, trust_remote_code=model.trust_remote_code)
     targets = targets_of(settings, model)
-    check_adapter(settings.model_type, targets)
+    check_adapter(targets)
     spec = LoraSpec(model.lora_rank, targets.engine_modules)
     if not is_server:
         from moe_replay.rollout.vllm.adapter import adapter_options

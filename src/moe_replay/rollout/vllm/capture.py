@@ -28,6 +28,8 @@ def capture_arguments(capture: str, *, on_cpu: bool) -> dict[str, Any]:
     if capture != "vllm":
         arguments["worker_cls"] = f"{_WORKERS}.{'CpuWorker' if on_cpu else 'GpuWorker'}"
         arguments["additional_config"] = {"moe_replay_capture": True}  # part of the key of compiled code
+    elif not on_cpu:
+        arguments["worker_cls"] = f"{_WORKERS}.GpuWorkerWithoutCapture"
     return arguments
 
 

@@ -1,6 +1,7 @@
 """vLLM's worker with route capture, named to vLLM as its `worker_cls`: `GpuWorker` or `CpuWorker`.
 
-`GpuTimedWorker` and `CpuTimedWorker` have no capture, for comparisons: their steps can be timed as well.
+`GpuWorkerWithoutCapture` is for vLLM's own capture. `GpuTimedWorker` and `CpuTimedWorker` have none, for comparisons:
+their steps can be timed as well.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 
 from moe_replay.rollout.vllm.console import ToldStart, leave_out_what_means_nothing
 from moe_replay.rollout.vllm.cpu_parallel import ParallelExperts
+from moe_replay.rollout.vllm.lora_worker import AdaptedRouters, LoraBesideExperts
 from moe_replay.rollout.vllm.route_channel import RouteSender, wants_routes
 from moe_replay.rollout.vllm.slot_routes import SlotRoutes, capture_routes
 from moe_replay.rollout.vllm.step_timers import TimedSteps
@@ -58,34 +60,9 @@ class RouteCapture(TimedSteps):
         return output
 
 
-class LoraBesideExperts:
-    """LoRA on CPU, where vLLM has no kernels for experts with adapters: the others can have some all the same.
-
-    vLLM chooses the kernels of experts by whether there is LoRA at all, so the model is loaded without it. Mixed into a
-    worker of vLLM.
-    """
-
-    model_runner: Any
-    vllm_config: Any
-
-    def load_model(self, **options: Any) -> None:
-        """Load the model, then add room for adapters to the modules that `lora_target_modules` names."""
-        from vllm.config import set_current_vllm_config
-
-        config, runner = self.vllm_config, self.model_runner
-        adapters = config.lora_config
-        config.lora_config = runner.lora_config = None
-        try:
-            super().load_model(**options)  # type: ignore[misc]
-        finally:
-            config.lora_config = runner.lora_config = adapters
-        if adapters is not None:
-            with set_current_vllm_config(config):
-                runner.model = runner.load_lora_model(runner.model, config, runner.device)
-
-
 _MIXED_IN: dict[str, tuple[type, ...]] = {
-    "GpuWorker": (RouteCapture, ToldStart),
+    "GpuWorker": (RouteCapture, ToldStart, AdaptedRouters),
+    "GpuWorkerWithoutCapture": (ToldStart, AdaptedRouters),
     "CpuWorker": (RouteCapture, ToldStart, LoraBesideExperts, ParallelExperts),
     "GpuTimedWorker": (TimedSteps,),
     "CpuTimedWorker": (TimedSteps,),

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ LEVEL = "VLLM_LOGGING_LEVEL"
 _TOLD = "MOE_REPLAY_ENGINE_CONSOLE"
 _FAILURE = "MOE_REPLAY_ENGINE_FAILURE"
 _MEAN_NOTHING = {
+    "Attempted to load weight": "an update is cast to the dtype of the engine",
     ": Failed to load weights": "tables that no checkpoint has (RotaryEmbedding); an update that lacks weights fails",
     "Passing raw prompts to InputProcessor is deprecated": "token ids in, token ids out",
     "Using None for EOS token id": "end tokens are among the stop tokens",
@@ -50,11 +51,34 @@ def engine_console() -> Iterator[None]:
 
 
 def leave_out_what_means_nothing() -> None:
-    """Filter vLLM's log in this process, if `engine_console` says so; more than once changes nothing."""
-    if _TOLD in os.environ:
-        for handler in logging.getLogger("vllm").handlers:
-            if _means_something not in handler.filters:
-                handler.addFilter(_means_something)
+    """Leave warnings of vLLM out of the log of this process, if `engine_console` says so; again changes nothing."""
+    factory: Any = logging.getLogRecordFactory()
+    if _TOLD in os.environ and not _is_installed(factory):
+        logging.setLogRecordFactory(_Demotion(factory))
+
+
+class _Demotion:
+    """Makes log records; those of vLLM that mean nothing have the level of debugging, which is not shown.
+
+    A filter of a handler would be gone when vLLM configures its handlers again, which 0.32 does in every process.
+    """
+
+    def __init__(self, factory: Callable[..., logging.LogRecord]) -> None:
+        self._factory = factory
+
+    def __call__(self, *arguments: Any, **options: Any) -> logging.LogRecord:
+        record = self._factory(*arguments, **options)
+        asked_for = LEVEL in os.environ and _TOLD not in os.environ
+        if record.levelno == logging.WARNING and record.name.startswith("vllm") and not asked_for:
+            message = record.getMessage()
+            if any(known in message for known in _MEAN_NOTHING):
+                record.levelno, record.levelname = logging.DEBUG, logging.getLevelName(logging.DEBUG)
+        return record
+
+
+def _is_installed(factory: Any) -> bool:
+    """Whether a factory of log records is ours, or wraps it as vLLM's does."""
+    return isinstance(factory, _Demotion) or (hasattr(factory, "_factory") and _is_installed(factory._factory))
 
 
 def failure_file(folder: Path) -> Path:
@@ -89,10 +113,6 @@ class _FailureNote(logging.Handler):
         if error is not None:
             with suppress(OSError), open(self._file, "a", encoding="utf-8") as notes:  # of an engine that is gone
                 notes.write(f"{one_line(error)}\n")
-
-
-def _means_something(record: logging.LogRecord) -> bool:
-    return record.levelno > logging.WARNING or not any(known in record.getMessage() for known in _MEAN_NOTHING)
 
 
 class ToldStart:

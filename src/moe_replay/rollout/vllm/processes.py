@@ -19,6 +19,7 @@ from typing import Any
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from moe_replay.rollout.vllm.arguments import on_cpu
 from moe_replay.rollout.vllm.console import leave_out_what_means_nothing, note_failures
 from moe_replay.utils.processes import KilledWithThis, end_with_parent, leave_process_group
 from moe_replay.utils.signals import SIGNALS
@@ -42,6 +43,8 @@ class OwnGroupMultiprocExecutor(MultiprocExecutor):
         super()._init_executor()
 
 
+# A process that has counted its GPUs, but not used them, cannot be forked: vLLM forks it all the same.
+_START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 _PARENT = "MOE_REPLAY_ENGINE_PARENT"
 _MARK = "MOE_REPLAY_ENGINE_MARK"
 _VARIANTS: dict[Any, Any] = {
@@ -60,6 +63,8 @@ def start_llm(arguments: Any) -> tuple[Any, Callable[[], None]]:
     from vllm.v1.executor.abstract import Executor
 
     leave_out_what_means_nothing()
+    if not on_cpu():
+        os.environ.setdefault(_START_METHOD, "spawn")
     config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     executor = Executor.get_class(config)
     with ExitStack() as undo:

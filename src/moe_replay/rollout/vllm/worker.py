@@ -7,13 +7,14 @@ instead of raising: an exception of a worker arrives as a bare `Exception` witho
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from moe_replay.errors import MoeReplayError
 from moe_replay.rollout.vllm.copied_weights import CopiedWeights
+from moe_replay.rollout.vllm.lora_worker import adapted_layers, routers_passed_by
 from moe_replay.rollout.vllm.transfer import TransferLoader
 from moe_replay.utils.processes import end_with_parent
 
@@ -112,12 +113,13 @@ class WeightUpdates:
         if not self.model_runner.add_lora(LoRARequest(ADAPTER, ADAPTER_ID, folder, load_inplace=True)):
             return "the adapter was not loaded"
         manager = self.model_runner.lora_manager._adapter_manager
+        layers = adapted_layers(self.model_runner)
         here = self.vllm_config.parallel_config.pipeline_parallel_size == 1  # else some modules are on other ranks
         loaded = manager.get_adapter(ADAPTER_ID).loras.keys()
-        unused = sorted(loaded - manager.modules.keys()) if here else []
+        unused = sorted(loaded - layers.keys()) if here else []
         if unused:
             return f"no room for {len(unused)} modules of the adapter, among them {unused[0]}"
-        passed_by = sorted(loaded & routers_passed_by(manager.modules))
+        passed_by = sorted(loaded & routers_passed_by(layers))
         return _NOT_ADAPTED.format(len(passed_by), passed_by[0]) if passed_by else OK
 
     def _replay_begin_update(self) -> str:
@@ -187,18 +189,6 @@ class WeightUpdates:
                 module.quant_method.process_weights_after_loading(module)  # on CPU it computes with a packed copy
         self.replay_updating = False
         return f"weights of {len(missing)} modules missing, among them {', '.join(missing[:3])}" if missing else OK
-
-
-def routers_passed_by(modules: Mapping[str, Any]) -> set[str]:
-    """Return the routers with room for adapters that a layer of experts computes without them.
-
-    vLLM 0.30 and 0.32 replace such a router in the model, and in the layer of experts only if that has no adapters.
-
-    modules   vLLM's layers with room for adapters, by their names
-    """
-    inside = {id(layer.base_layer): name for name, layer in modules.items()}
-    called = (getattr(layer.base_layer, "gate", None) for layer in modules.values())
-    return {inside[id(gate)] for gate in called if id(gate) in inside}
 
 
 def _unloaded(model: torch.nn.Module) -> tuple[list[str], list[str]]:

@@ -1,0 +1,37 @@
+"""How vLLM starts the process of its engine core."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from moe_replay.rollout.vllm import processes
+
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+
+
+class StartedError(Exception):
+    """vLLM would be started now."""
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "chosen", "used"), [(False, None, "spawn"), (False, "fork", "fork"), (True, None, None)]
+)
+def test_a_process_that_may_have_counted_its_gpus_is_not_forked(
+    on_cpu: bool, chosen: str | None, used: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(METHOD, chosen or "")
+    if chosen is None:
+        monkeypatch.delenv(METHOD)
+    monkeypatch.setattr(processes, "on_cpu", lambda: on_cpu)
+
+    def start(usage: object) -> None:
+        assert os.environ.get(METHOD) == used
+        raise StartedError
+
+    with pytest.raises(StartedError):
+        processes.start_llm(SimpleNamespace(create_engine_config=start))
