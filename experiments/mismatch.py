@@ -17,11 +17,15 @@ from experiments.study import Study, main, with_seeds
 
 MODES = ("off", "r2", "r3")
 CASES: dict[str, dict[str, Any]] = {
+    "bfloat16, 1 update": {"updates": 1},
     "bfloat16, 4 updates": {},
     "bfloat16, 16 updates, lr 1e-5": {"updates": 16, "lr": 1e-5},
     "bfloat16, 16 updates": {"updates": 16},
     "bfloat16, 16 updates, lr 1e-4": {"updates": 16, "lr": 1e-4},
     "FP8, 16 updates": {"updates": 16, "rollout": "fp8"},
+    "float32 on both sides, 16 updates": {"updates": 16, "rollout": "fp32", "trainer": "fp32"},
+    "top-p 0.95, mask replayed": {"top_p": 0.95},
+    "top-p 0.95, no mask": {"top_p": 0.95, "mask": False},
 }
 MEASURES = {
     "k3": "mismatch/{}/k3_kl",
@@ -76,7 +80,7 @@ STUDY = Study(
     arms=with_seeds([Arm(mode=mode, **case) for case in CASES.values() for mode in MODES]),
     draw=_draw,
     table=_table,
-    size=(9.0, 3.2),
+    size=(9.0, 4.0),
 )
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.arms import Arm
-from experiments.drawing import grid, outcome_table
+from experiments.drawing import OUTCOMES, grid, outcome_table
 from experiments.results import Result
 from experiments.study import Study, main, with_seeds
 
@@ -29,12 +29,16 @@ def _draw(figure: Any, found: Sequence[Result]) -> None:
     grid(figure, columns, "mismatch/rollout_vs_train/k3_kl", "k3 of rollout and train")
 
 
+def _table(found: Sequence[Result]) -> list[list[str]]:
+    return outcome_table(found, OUTCOMES | {"mean ratio, rollout and old": "mismatch/rollout_vs_old/ratio/mean"})
+
+
 STUDY = Study(
     name="remedies",
     question="Replay beside importance sampling, with stale samples, and with truncated sampling.",
     arms=with_seeds([Arm(mode=mode, **case) for case in CASES.values() for mode in ("off", "r3")]),
     draw=_draw,
-    table=outcome_table,
+    table=_table,
     size=(11.0, 5.2),
 )
 
