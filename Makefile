@@ -1,5 +1,5 @@
-# One command for newcomers and for CI alike: `make test`. It needs Python 3.11 or later and a package index,
-# and builds the environments it runs in from the pins in requirements/.
+# `make test` before a commit; CI runs `make test-all`. Both need Python 3.11 or later and a package index, and build the
+# environments they run in from the pins in requirements/.
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -16,6 +16,7 @@ MEGATRON_VERSIONS ?= 0.12.1 0.13.1 0.14.0 0.15.3 0.17.1 0.18.2 0.19.2
 
 # Tests of what is not installed are skipped, so nothing may be missing where everything is to be tested.
 NEEDED := accelerate datasets hatchling math_verify matplotlib megatron peft pydantic ray rich starlette tenacity tensorboard tokenizers transformers trl tyro uvicorn vllm wandb
+NOTHING_MISSING = .venv/bin/python -c 'from importlib.util import find_spec as f; missing = [m for m in "$(NEEDED)".split() if not f(m)]; assert not missing, missing'
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -24,7 +25,7 @@ SHELL := /bin/bash
 # The tests start hundreds of Python processes: without bytecode each of them would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
-.PHONY: help train test-extras docs site test test-quick test-long test-faults lint types unit test-transformers4 test-transformers-between test-sglang test-gpu test-megatron-versions mutants format bench clean
+.PHONY: help train test-extras docs site test test-all test-quick test-long test-faults lint types unit unit-all test-transformers4 test-transformers-between test-sglang test-gpu test-megatron-versions mutants format bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-26s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,7 +38,9 @@ train: .venv/.ready ## GRPO with routing replay on a tiny MoE, rollouts by vLLM 
 docs: .venv/.ready ## Write docs/config.md and the schema of recipes from the code
 	.venv/bin/python -m moe_replay.train.config.reference > docs/config.md
 
-test: lint types site test-extras test-transformers4 test-transformers-between unit ## Everything that must pass: lint, types, the site, each extra alone, tests on transformers 4.57 and 5.x
+test: lint types site test-transformers4 test-transformers-between unit ## What a change must pass: lint, types, the site, tests on transformers 4.57 and 5.x, a real run of every part. Within 12 minutes on two idle cores
+
+test-all: lint types site test-extras test-transformers4 test-transformers-between unit-all ## Everything that CI runs: `make test`, further whole runs (mark `whole_runs`), and each extra alone
 
 site: .venv/.ready .mkdocs/.ready ## Build the documentation as a site in build/site; a warning is an error
 	@echo "==> site"
@@ -57,20 +60,25 @@ types: .venv/.ready ## pyrefly
 	@echo "==> types"
 	.venv/bin/pyrefly check --python-interpreter-path .venv/bin/python --progress-bar no
 
-unit: .venv/.ready ## Tests on transformers 5.x
+unit: .venv/.ready ## Tests on transformers 5.x, without further whole runs
 	@echo "==> tests"
-	@.venv/bin/python -c 'from importlib.util import find_spec as f; missing = [m for m in "$(NEEDED)".split() if not f(m)]; assert not missing, missing'
+	@$(NOTHING_MISSING)
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(PARALLEL) -m "not whole_runs"
+
+unit-all: .venv/.ready ## Tests on transformers 5.x, with further whole runs
+	@echo "==> all tests"
+	@$(NOTHING_MISSING)
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(PARALLEL)
 
 test-quick: .venv/.ready ## Tests that start no engine, no ranks and no training: an answer in about three minutes
 	@echo "==> quick tests"
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(PARALLEL) -m "not slow and not distributed and not engine"
 
-test-long: .venv/.ready ## The combinations that `make test` leaves out, since others cover their parts. Minutes, before releases
+test-long: .venv/.ready ## The combinations that `make test-all` leaves out, since others cover their parts. Minutes, before releases
 	@echo "==> further combinations"
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(PARALLEL) -m thorough
 
-test-faults: .venv/.ready ## Faults, counted: kills at random moments with the real vLLM, KILLS times each, and flipped bits. Minutes, and not part of `make test`
+test-faults: .venv/.ready ## Faults, counted: kills at random moments with the real vLLM, KILLS times each, and flipped bits. Minutes, and not part of `make test-all`
 	@echo "==> faults"
 	MOE_REPLAY_KILLS=$(KILLS) OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/faults -m "faults_long or not faults_long"
 
@@ -88,11 +96,11 @@ test-transformers-between: .venv/.ready .transformers/.ready ## Replay on a rele
 	@.venv/bin/python -m pip --disable-pip-version-check -qq install --no-deps --target .transformers -r $<
 	@touch $@
 
-test-sglang: .venv-sglang/.ready ## The SGLang client against the real server on CPU; not part of `make test`
+test-sglang: .venv-sglang/.ready ## The SGLang client against the real server on CPU; not part of `make test-all`
 	@echo "==> tests on SGLang"
 	OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests/real_sglang tests/rollout/test_sglang_server.py
 
-test-megatron-versions: .venv/.ready ## Routers on every Megatron-Core from 0.12 on; not part of `make test`
+test-megatron-versions: .venv/.ready ## Routers on every Megatron-Core from 0.12 on; not part of `make test-all`
 	@test -d .megatron/triton || .venv/bin/python -m pip -qq install --no-deps --target .megatron/triton triton
 	@for version in $(MEGATRON_VERSIONS); do \
 	  echo "==> megatron-core $$version"; \
@@ -109,7 +117,7 @@ test-extras: .venv/.ready ## Each extra of the wheel alone, installed into a new
 	  --jobs $(if $(filter 0,$(WORKERS)),1,$(WORKERS)) --constraints requirements/torch.txt $(PINS) \
 	  $(if $(PINS),--own-constraints requirements) --extras $(EXTRAS)
 
-test-gpu: ## vLLM, replay and routes on a GPU, with the `$(PYTHON)` of an environment that has vLLM and pytest; not part of `make test`
+test-gpu: ## vLLM, replay and routes on a GPU, with the `$(PYTHON)` of an environment that has vLLM and pytest; not part of `make test-all`
 	@echo "==> tests on a GPU"
 	@$(PYTHON) -c 'import torch; assert torch.cuda.is_available(), "no GPU here"'
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu tests/test_cuda.py

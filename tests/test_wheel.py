@@ -149,14 +149,14 @@ def test_the_wheel_works_with_numpy_and_torch_alone(wheel: Path, tmp_path: Path)
 
 
 def test_each_extra_is_installed_alone_and_does_a_step() -> None:
-    """By `make test-extras`, which is part of `make test`; vLLM needs a GPU, so it is resolved only."""
+    """By `make test-extras`, which is part of `make test-all`; vLLM needs a GPU, so it is resolved only."""
     makefile = (ROOT / "Makefile").read_text()
     (tried,) = re.findall(r"^EXTRAS \?= (.*)$", makefile, re.MULTILINE)
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert sorted(tried.split()) == sorted(declared.keys() - {"dev"})
     (steps,) = re.findall(r"^STEPS = \((.*)\)$", EXTRAS.read_text(), re.MULTILINE)
     assert sorted([*steps.split(", "), *RESOLVED]) == sorted(tried.split())
-    assert "test-extras" in makefile.partition("\ntest: ")[2].partition("##")[0].split()
+    assert "test-extras" in makefile.partition("\ntest-all: ")[2].partition("##")[0].split()
 
 
 def test_extras_come_from_the_indexes_of_pip() -> None:
