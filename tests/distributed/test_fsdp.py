@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import moe_replay as mr
-from tests.combinations import with_thorough
+from tests.combinations import with_thorough, with_whole_runs
 from tests.distributed.harness import run_ranks
 from tests.distributed.reference import (
     Outcome,
@@ -143,7 +143,11 @@ def test_replay_equals_one_process(family, checkpoint, attached):
 
 
 @pytest.mark.parametrize(
-    ("family", "checkpoint"), [("qwen3_moe", "transformers"), ("deepseek_v3", "wrapper"), ("gpt_oss", "none")]
+    ("family", "checkpoint"),
+    with_whole_runs(
+        [("qwen3_moe", "transformers"), ("deepseek_v3", "wrapper"), ("gpt_oss", "none")],
+        [("qwen3_moe", "transformers"), ("gpt_oss", "none")],
+    ),
 )
 def test_four_ranks(family, checkpoint):
     ran = run_ranks(4, replay_rollout, family, checkpoint, "after", routes_for(family, 4))

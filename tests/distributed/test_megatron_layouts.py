@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.combinations import with_thorough
+from tests.combinations import with_thorough, with_whole_runs
 from tests.distributed import harness
 from tests.distributed.megatron_models import FULL, PRELOADED, Case, save_reference
 from tests.distributed.megatron_partition import run_case
@@ -115,6 +115,14 @@ THOROUGH = {
 }
 
 
+# `make test` has one rank, each kind of parallelism on two, and four ranks with TP, PP and VPP.
+WHOLE_RUNS = {
+    *("1-presoftmax-gqa", "1-top1", "1-deepseek-shared-overlap", "bf16-dp2-sharded-optimizer"),
+    *("pp2-losses", "pp2-every-second", "pp2-first-dense", "pp2-vpp2-varying"),
+    *("tp2-dp2-ep2-etp2", "tp2-ep4-etp1", "tp2-cp2-packed", "ep2-pp2-vpp2", "pp4-vpp2", "tp2-cp2-pp2-ep2"),
+}
+
+
 @functools.cache
 def reference_folder() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="megatron-")
@@ -135,7 +143,7 @@ def tolerance(case: Case) -> tuple[float, float]:
     return (2e-3, 3e-2) if case.variant == "bf16" else (2e-6, 2e-6)
 
 
-@pytest.mark.parametrize("name", with_thorough(CASES, THOROUGH))
+@pytest.mark.parametrize("name", with_whole_runs(with_thorough(CASES, THOROUGH), WHOLE_RUNS))
 def test_partitioned_as_whole(name: str) -> None:
     case = CASES[name]
     path, expected = reference(case.variant, case.varying)

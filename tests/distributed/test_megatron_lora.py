@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from moe_replay.train.backends.lora_targets import LoraError
-from tests.combinations import with_thorough
+from tests.combinations import with_thorough, with_whole_runs
 from tests.distributed import harness, megatron_lora, megatron_training
 from tests.distributed.megatron_models import PRELOADED
 from tests.megatron.weights.models import DENSE_LAST, saved_tensors
@@ -68,7 +68,13 @@ def close(found: Any, wanted: Any) -> bool:
     return torch.allclose(torch.as_tensor(found), torch.as_tensor(wanted), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", with_thorough(LAYOUTS, {"1", "pp2-vpp2-recomputed"}))
+@pytest.mark.parametrize(
+    "name",
+    with_whole_runs(
+        with_thorough(LAYOUTS, {"1", "pp2-vpp2-recomputed"}),
+        {"tp2-packed-recomputed", "cp2-packed", "latent-attention-tp2"},
+    ),
+)
 def test_updates_as_fsdp_and_peft_make_them(name: str) -> None:
     variant, size, targets, settings = LAYOUTS[name]
     begin, one = adapter(variant, *targets), expected(variant, *targets)
@@ -92,6 +98,7 @@ def test_updates_as_fsdp_and_peft_make_them(name: str) -> None:
         assert is_adapted != torch.equal(first["weights"][tensor_name], base[tensor_name]), tensor_name
 
 
+@pytest.mark.whole_runs
 def test_a_saved_adapter_goes_on_bit_for_bit(tmp_path: Path) -> None:
     given = (*policy("qwen3_moe"), ALL, adapter("qwen3_moe", *ALL), TP | SHARDED | PACKED, str(tmp_path))
     assert harness.run_ranks(2, megatron_lora.stop_and_go_on, *given) == [[], []]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import moe_replay as mr
 from moe_replay.distributed.traces import collect_traces, merge_traces
-from tests.combinations import with_thorough
+from tests.combinations import with_thorough, with_whole_runs
 from tests.distributed import harness
 from tests.distributed.megatron_models import (
     FULL,
@@ -115,7 +115,9 @@ def move_routers_everywhere(partition: Partition) -> None:
         move_routers(chunk, seed=900)
 
 
-@pytest.mark.parametrize("name", with_thorough(CASES, {"dp2", "tp2", "tp2-cp2-pp2"}))
+@pytest.mark.parametrize(
+    "name", with_whole_runs(with_thorough(CASES, {"dp2", "tp2", "tp2-cp2-pp2"}), {"tp2-cp2", "dp2-ep2-pp2-vpp2"})
+)
 def test_kept_and_gathered_routes_replay_alike(name: str) -> None:
     case = CASES[name]
     path, _ = reference()

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.combinations import with_thorough
+from tests.combinations import with_thorough, with_whole_runs
 from tests.distributed import harness, megatron_training
 from tests.distributed.megatron_models import PRELOADED
 from tests.megatron.weights.models import DENSE_FIRST, DENSE_LAST, saved_tensors
@@ -85,26 +85,36 @@ def close(found: Any, wanted: Any, tolerance: float = TOLERANCE) -> bool:
     return torch.allclose(torch.as_tensor(found), torch.as_tensor(wanted), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", with_thorough([name for name in LAYOUTS if name not in PIPELINES], THOROUGH))
+@pytest.mark.parametrize(
+    "name",
+    with_whole_runs(
+        with_thorough([name for name in LAYOUTS if name not in PIPELINES], THOROUGH), {"ep2-grouped-sharded-packed"}
+    ),
+)
 def test_updates_as_one_process_makes_them(name: str) -> None:
     assert_updates_as_one_process(*LAYOUTS[name])
 
 
 @pytest.mark.parametrize(
     ("name", "variant"),
-    with_thorough(
-        [(name, variant) for name in PIPELINES for variant in (DENSE_FIRST, DENSE_LAST)],
-        [
-            *(("pp2-packed", variant) for variant in (DENSE_FIRST, DENSE_LAST)),
-            *(("pp2-vpp2", DENSE_FIRST), ("tp2-pp2-ep2-packed", DENSE_LAST)),
-        ],
+    with_whole_runs(
+        with_thorough(
+            [(name, variant) for name in PIPELINES for variant in (DENSE_FIRST, DENSE_LAST)],
+            [
+                *(("pp2-packed", variant) for variant in (DENSE_FIRST, DENSE_LAST)),
+                *(("pp2-vpp2", DENSE_FIRST), ("tp2-pp2-ep2-packed", DENSE_LAST)),
+            ],
+        ),
+        [("tp2-pp2-ep2-packed", DENSE_FIRST)],
     ),
 )
 def test_a_stage_without_routers_updates_as_one_process_does(name: str, variant: str) -> None:
     assert_updates_as_one_process(*LAYOUTS[name], variant)
 
 
-@pytest.mark.parametrize(("variant", "tolerance"), [("gpt_oss", TOLERANCE), ("qwen3_next", 1e-3)])
+@pytest.mark.parametrize(
+    ("variant", "tolerance"), with_whole_runs([("gpt_oss", TOLERANCE), ("qwen3_next", 1e-3)], [("qwen3_next", 1e-3)])
+)
 def test_updates_of_other_families_packed(variant: str, tolerance: float) -> None:
     assert_updates_as_one_process(1, PACKED, variant, tolerance)
 
@@ -129,7 +139,7 @@ def assert_updates_as_one_process(
 MASKED = {"1": (1, {}), "tp2-packed": (2, TP | PACKED), "cp2": (2, CP)}
 
 
-@pytest.mark.parametrize("name", with_thorough(MASKED, {"1"}))
+@pytest.mark.parametrize("name", with_whole_runs(with_thorough(MASKED, {"1"}), {"tp2-packed"}))
 def test_sampling_masks_are_replayed_as_one_process_replays_them(name: str) -> None:
     size, settings = MASKED[name]
     ranks = harness.run_ranks(
@@ -180,7 +190,11 @@ def test_the_updates_would_be_others_natively() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", with_thorough([TP | PACKED, VPP | BF16 | FULL, CP | EP | GROUPED], [TP | PACKED]), ids=str
+    "settings",
+    with_whole_runs(
+        with_thorough([TP | PACKED, VPP | BF16 | FULL, CP | EP | GROUPED], [TP | PACKED]), [CP | EP | GROUPED]
+    ),
+    ids=str,
 )
 def test_a_recorded_pass_is_replayed_bit_for_bit(settings: dict[str, Any]) -> None:
     ranks = on_ranks(2, megatron_training.first_ratios, settings)
@@ -193,9 +207,12 @@ def test_a_recorded_pass_is_replayed_bit_for_bit(settings: dict[str, Any]) -> No
 
 @pytest.mark.parametrize(
     "settings",
-    with_thorough(
-        [TP | BF16, EP | SHARDED | BF16, VPP, EP | SHARDED, {"dtype": "float16"}, FSDP | BF16],
-        [EP | SHARDED, {"dtype": "float16"}],
+    with_whole_runs(
+        with_thorough(
+            [TP | BF16, EP | SHARDED | BF16, VPP, EP | SHARDED, {"dtype": "float16"}, FSDP | BF16],
+            [EP | SHARDED, {"dtype": "float16"}],
+        ),
+        [TP | BF16, VPP],
     ),
     ids=str,
 )
@@ -231,7 +248,13 @@ RESHARDED = {
 }
 
 
-@pytest.mark.parametrize("name", with_thorough(RESHARDED, {"fsdp2-fsdp4", "fsdp4-fsdp2", "tp2-pp2", "ep2-ep1"}))
+@pytest.mark.parametrize(
+    "name",
+    with_whole_runs(
+        with_thorough(RESHARDED, {"fsdp2-fsdp4", "fsdp4-fsdp2", "tp2-pp2", "ep2-ep1"}),
+        {"bf16-tp2-pp2-ep2-sharded-tp2-ep2-etp1"},
+    ),
+)
 def test_a_run_goes_on_with_other_ranks_as_if_it_had_not_stopped(tmp_path: Path, name: str) -> None:
     """Weights, float32 copies and moments are those that were saved, bit for bit, and so is what is saved again."""
     before, saving, after, loading = RESHARDED[name]
@@ -262,7 +285,11 @@ def check_same_state(wanted: dict[str, torch.Tensor], found: dict[str, torch.Ten
 
 
 @pytest.mark.parametrize(
-    "settings", with_thorough([PP | PACKED, EP | SHARDED | BF16, {"dtype": "float16"}], [PP | PACKED]), ids=str
+    "settings",
+    with_whole_runs(
+        with_thorough([PP | PACKED, EP | SHARDED | BF16, {"dtype": "float16"}], [PP | PACKED]), [{"dtype": "float16"}]
+    ),
+    ids=str,
 )
 def test_a_bad_gradient_changes_nothing_on_any_rank(settings: dict[str, Any]) -> None:
     for rank in on_ranks(2, megatron_training.bad_update, settings):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.combinations import with_thorough
+from tests.combinations import with_thorough, with_whole_runs
 from tests.distributed import harness
 from tests.distributed.megatron_models import PRELOADED, Case
 from tests.megatron.weights.models import (
@@ -68,6 +68,10 @@ THOROUGH = {  # what is cut in them is cut in the layouts with more at once
     *(("qwen3_moe", layout) for layout in ("tp2", "ep2", "tp2-ep2-etp2", "grouped", "grouped-tp2-pp2-ep2")),
     *(("deepseek_v3", layout) for layout in ("tp2", "pp2-vpp2")),
     *((variant, "tp2-pp2-ep2") for variant in ("qwen3_moe", "olmoe", "qwen2_moe")),
+}
+WHOLE_RUNS = {  # `make test` has experts grouped and cut in two ways, latent attention, and biases and sinks
+    *(("qwen3_moe", "ep2-etp2"), ("qwen3_moe-tied", "tp2-pp2-ep2")),
+    *(("mixtral", "tp2-ep2-etp2"), ("qwen3_next", "tp2-pp2-ep2"), ("glm4_moe", "tp2-pp2-ep2")),
 }
 TOLERANCE = 1e-5
 TOLERANCES = {"qwen3_next": 1e-4}  # the norm after a delta net amplifies rounding errors where its output is small
@@ -122,7 +126,9 @@ def logits(folder: str | Path) -> torch.Tensor:
         return model(torch.from_numpy(np.stack(token_ids()))).logits
 
 
-@pytest.mark.parametrize(("variant", "layout"), with_thorough(PARTITIONED, THOROUGH), ids=str)
+@pytest.mark.parametrize(
+    ("variant", "layout"), with_whole_runs(with_thorough(PARTITIONED, THOROUGH), WHOLE_RUNS), ids=str
+)
 def test_partitioned_as_transformers(variant: str, layout: str) -> None:
     case, tolerance = LAYOUTS[layout], TOLERANCES.get(variant, TOLERANCE)
     ranks = harness.run_ranks(case.size, compare_partitioned, case, reference(variant))

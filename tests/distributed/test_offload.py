@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.combinations import with_thorough
+from tests.combinations import with_thorough, with_whole_runs
 from tests.distributed import harness, megatron_training, offloading
 from tests.distributed.megatron_models import PRELOADED
 
@@ -38,7 +38,7 @@ def run(policy: tuple[str, bytes], name: str, offload: bool) -> list[dict[str, A
     return harness.run_ranks(2, offloading.updates_in_turns, *policy, kind, settings | {"offload": offload})
 
 
-@pytest.mark.parametrize("name", with_thorough(CASES, {"megatron"}))
+@pytest.mark.parametrize("name", with_whole_runs(with_thorough(CASES, {"megatron"}), {"megatron-sharded-bf16"}))
 def test_a_run_with_offload_is_the_run_without_it(policy: tuple[str, bytes], name: str) -> None:
     plain, moved = run(policy, name, offload=False), run(policy, name, offload=True)
     for one, other in zip(plain, moved, strict=True):

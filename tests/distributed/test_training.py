@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.combinations import with_thorough
+from tests.combinations import with_thorough, with_whole_runs
 from tests.distributed import harness, megatron_models
 from tests.train.runs import train_on_rank
 
@@ -60,7 +60,10 @@ def curve(size: int, files: Any, output: Path, **overrides: Any) -> list[dict[st
 
 
 @pytest.mark.parametrize(
-    ("backend", "mode"), with_thorough([("fsdp", "r2"), ("fsdp", "r3"), ("megatron", "r3")], [("fsdp", "r3")])
+    ("backend", "mode"),
+    with_whole_runs(
+        with_thorough([("fsdp", "r2"), ("fsdp", "r3"), ("megatron", "r3")], [("fsdp", "r3")]), [("megatron", "r3")]
+    ),
 )
 def test_one_two_and_four_processes_give_the_same_curve(
     demo_files: Any,
@@ -83,6 +86,7 @@ def test_one_two_and_four_processes_give_the_same_curve(
             assert several == pytest.approx(one, rel=2e-4, abs=1e-7), f"{size} processes"
 
 
+@pytest.mark.whole_runs
 def test_a_run_resumed_on_half_the_ranks_is_the_one_that_was_never_stopped(demo_files: Any, tmp_path: Path) -> None:
     overrides = {"rollout": {"dtype": "bfloat16"}, "optim": {"lr": 1e-4, "eps": 1e-3}}
     whole = curve(4, demo_files, tmp_path / "whole", steps=2, **overrides)
@@ -120,9 +124,12 @@ def save_deepseek(folder: Path, like: Path) -> Path:
 @pytest.mark.parametrize(
     ("mode", "dense"),
     # a whole run whose last chunk has no router: tests/distributed/test_trajectory_store.py
-    with_thorough(
-        [("off", None), ("r2", None), ("r3", None), ("off", (3,)), ("r2", (0, 3)), ("r3", (3,))],
-        [("off", (3,)), ("r2", (0, 3)), ("r3", (3,))],
+    with_whole_runs(
+        with_thorough(
+            [("off", None), ("r2", None), ("r3", None), ("off", (3,)), ("r2", (0, 3)), ("r3", (3,))],
+            [("off", (3,)), ("r2", (0, 3)), ("r3", (3,))],
+        ),
+        [("off", None), ("r2", None)],
     ),
 )
 def test_pipeline_chunks_without_routers_change_nothing(

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import moe_replay as mr
-from tests.combinations import with_thorough
+from tests.combinations import with_thorough, with_whole_runs
 from tests.distributed.harness import run_ranks
 from tests.distributed.rank import Share, record_and_replay
 from tests.distributed.reference import (
@@ -81,12 +81,17 @@ def check_plan(family: str, plan: Plan, folder: Path) -> None:
         check_other(share.native, expected)
 
 
-@pytest.mark.parametrize("family", with_thorough(["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3"], FEWER))
+@pytest.mark.parametrize(
+    "family",
+    with_whole_runs(with_thorough(["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3"], FEWER), ["deepseek_v3"]),
+)
 def test_tensor_parallel(family, tmp_path):
     check_plan(family, Plan(tensor=2), tmp_path)
 
 
-@pytest.mark.parametrize("family", with_thorough(["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"], FEWER))
+@pytest.mark.parametrize(
+    "family", with_whole_runs(with_thorough(["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"], FEWER), ["gpt_oss"])
+)
 def test_experts_masked_on_other_ranks(family, tmp_path):
     """The router's output is cut down to local ids after its choice was made."""
     check_plan(family, Plan(tensor=2, expert=2, overruled=masked(family)), tmp_path)
@@ -97,6 +102,7 @@ def test_tokens_dispatched_to_experts(family, tmp_path):
     check_plan(family, Plan(tensor=2, expert=2), tmp_path)
 
 
+@pytest.mark.whole_runs
 def test_fully_sharded_with_tensor_parallel(tmp_path):
     check_plan("qwen3_moe", Plan(tensor=2, data=2), tmp_path)
 

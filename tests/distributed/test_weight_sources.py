@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.combinations import with_whole_runs
 from tests.distributed import harness, weight_sources
 from tests.distributed.megatron_models import PRELOADED
 from tests.megatron.weights.models import assert_same_bytes, save_checkpoint, saved_tensors, tiny
@@ -33,7 +34,10 @@ def as_sent(folder: Path, kind: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("variant", "kind", "settings"),
-    [("deepseek_v3", "fsdp", {}), ("deepseek_v3", "megatron", PP_EP), ("qwen3_moe-tied", "megatron", PP_EP)],
+    with_whole_runs(
+        [("deepseek_v3", "fsdp", {}), ("deepseek_v3", "megatron", PP_EP), ("qwen3_moe-tied", "megatron", PP_EP)],
+        [("deepseek_v3", "megatron", PP_EP)],
+    ),
     ids=["fsdp4", "pp2-ep2", "pp2-ep2-tied"],
 )
 def test_receivers_get_the_bytes_of_the_checkpoint_layer_by_layer(
@@ -84,7 +88,11 @@ def test_adapters_are_merged_into_what_one_rank_receives(tmp_path: Path, kind: s
     assert moved == {"q_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-@pytest.mark.parametrize(("kind", "settings"), [("fsdp", {}), ("megatron", PP_EP)], ids=["fsdp4", "pp2-ep2"])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    with_whole_runs([("fsdp", {}), ("megatron", PP_EP)], [("fsdp", {})]),
+    ids=["fsdp4", "pp2-ep2"],
+)
 def test_an_export_is_shared_by_the_ranks(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM
 

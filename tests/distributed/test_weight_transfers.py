@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_replay.rollout.weights.transfer import Receivers, Transfer
 from moe_replay.rollout.weights.types import Weights
+from tests.combinations import with_whole_runs
 from tests.distributed import harness, weight_transfers
 from tests.distributed.megatron_models import PRELOADED
 from tests.distributed.test_weight_sources import BF16, PP_EP, as_sent
@@ -58,7 +59,11 @@ def assert_shares(shares: list[dict[str, Any]], wanted: dict[str, Tensor]) -> No
     assert shares[0]["held"][-1] == shares[0]["names"][-1], "rank 0 reads the last layer, which all others precede"
 
 
-@pytest.mark.parametrize(("kind", "settings"), [("fsdp", {}), ("megatron", PP_EP)], ids=["fsdp4", "pp2-ep2"])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    with_whole_runs([("fsdp", {}), ("megatron", PP_EP)], [("fsdp", {})]),
+    ids=["fsdp4", "pp2-ep2"],
+)
 def test_servers_get_the_bytes_that_http_sends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, settings: dict[str, Any]
 ) -> None:
