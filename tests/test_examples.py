@@ -110,6 +110,7 @@ def test_megatron_forward_step(port: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.whole_runs
 def test_trl_grpo(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl")
     with fast_bfloat16():

@@ -283,6 +283,7 @@ def test_a_dense_model_can_only_be_trained_without_replay(capsys: pytest.Capture
 
 
 @pytest.mark.distributed
+@pytest.mark.whole_runs
 def test_of_several_ranks_one_speaks() -> None:
     """torchrun itself: tests/faults/test_bad_input.py."""
     outputs = []

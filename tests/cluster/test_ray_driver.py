@@ -23,6 +23,7 @@ RAY = {"kind": "ray", "engines": 1, "placement": "colocated"}
 ALONE = {"RAY_ADDRESS": ""}
 
 
+@pytest.mark.whole_runs
 def test_a_killed_run_leaves_nothing_running_and_an_interrupted_one_is_saved(demo_files: Any, tmp_path: Path) -> None:
     """The engine is in the bundle of the rank, and sleeps while the rank learns."""
     turns = {"rollout": {"sleep": True}, "backend": {"device": "cpu", "offload": True}}

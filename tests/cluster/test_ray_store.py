@@ -27,7 +27,7 @@ from tests.distributed.shares import COUNT, HALVES, share_of, trajectories
 from tests.train.trajectories import LAYERS, random_trajectory
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.whole_runs]  # runs on Ray use the store too
 LIMIT_S = 300.0
 MB = 10**6
 

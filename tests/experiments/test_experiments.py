@@ -115,6 +115,7 @@ def test_every_arm_is_a_valid_recipe_and_has_its_own_name(study: object) -> None
 
 @pytest.mark.slow
 @pytest.mark.engine
+@pytest.mark.whole_runs
 def test_an_arm_is_run_once_and_its_result_says_what_it_came_from(tmp_path: Path) -> None:
     into = tmp_path / "results"
     assert run_arms([ARM], "cpu", tmp_path, into=into)

@@ -33,6 +33,7 @@ from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.tools.dry_run import parallel_of, work_of
 from moe_replay.train.config.file import load_config
 from moe_replay.train.data import DataError, Rows, load_prompts, read_rows
+from tests.combinations import with_whole_runs
 from tests.rollout.serving import serving
 from tests.rollout.tiny import tiny_model
 
@@ -411,6 +412,7 @@ def test_an_error_of_all_ranks_is_printed_once(
 
 
 @pytest.mark.distributed
+@pytest.mark.whole_runs
 def test_torchrun_prints_it_once() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "moe_replay.cli.main"]
     done = subprocess.run([*command, "train", "--steps", "0"], capture_output=True, text=True, timeout=600)
@@ -432,7 +434,7 @@ def test_another_engine_does_not_get_the_options_of_the_recipes(tmp_path: Path) 
     assert load_config(RECIPE, [*SERVED, "http://a"]).rollout.options == {}
 
 
-@pytest.mark.parametrize("engine", ["transformers", "vllm_server"])
+@pytest.mark.parametrize("engine", with_whole_runs(["transformers", "vllm_server"], ["vllm_server"]))
 def test_the_embedded_recipe_trains_with_another_engine(
     engine: str,
     demo_files: Any,

@@ -60,6 +60,7 @@ elastic_launch(LaunchConfig(**ranks, **place, max_restarts=5, monitor_interval=0
 PARTS = ["rollout", "score", "update", "sync_weights", "save"]
 
 
+@pytest.mark.whole_runs
 def test_a_run_survives_the_death_of_a_rank_in_every_part_of_a_step(demo_files: Any, tmp_path: Path) -> None:
     """Each time the other rank ends and names it; in the end the run is that of ranks that never died."""
     found: dict[str, list[dict[str, Any]]] = {}

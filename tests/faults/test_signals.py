@@ -25,6 +25,7 @@ def recipe(demo_files: Any, folder: Path, **overrides: Any) -> str:
     return str(path)
 
 
+@pytest.mark.whole_runs
 def test_a_signal_saves_the_step_and_the_run_resumes(demo_files: Any, tmp_path: Path) -> None:
     """With a status of its own; the run goes on where it was."""
     made = recipe(demo_files, tmp_path, steps=40, replay={"compare_every": 0}, checkpoint={"every": 0})

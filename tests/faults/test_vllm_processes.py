@@ -113,6 +113,7 @@ def test_ctrl_c_and_a_second_signal(demo_files: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.whole_runs
 def test_a_killed_rank_ends_the_others_and_the_engine(demo_files: Any, tmp_path: Path) -> None:
     """Rank 1, then, in the resumed run, the one with the engine, each while a step is being sampled."""
     made = recipe(

@@ -31,7 +31,7 @@ from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
 from moe_replay.train.groups import LocalGroups
 from moe_replay.train.job import Job
 from moe_replay.train.loop import train
-from tests.combinations import with_thorough
+from tests.combinations import with_thorough, with_whole_runs
 from tests.distributed import harness
 from tests.faults.restartable import GoingDownInEvaluations, Hanging, Restartable, Waiting
 from tests.rollout.serving import serving
@@ -86,9 +86,12 @@ def evaluated(demo_files: Any) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "when",
-    with_thorough(
-        ["between sync and rollout", "in the middle of a rollout", "while the step before is logged"],
-        ["between sync and rollout"],
+    with_whole_runs(
+        with_thorough(
+            ["between sync and rollout", "in the middle of a rollout", "while the step before is logged"],
+            ["between sync and rollout"],
+        ),
+        ["while the step before is logged"],
     ),
 )
 def test_a_server_that_restarts_changes_nothing(
@@ -118,7 +121,7 @@ def test_a_server_that_restarts_changes_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("samples", [4, 1], ids=["in a rollout", "in an evaluation"])
+@pytest.mark.parametrize("samples", with_whole_runs([4, 1], [1]), ids=["in a rollout", "in an evaluation"])
 def test_a_server_that_hangs_and_restarts_is_sent_the_weights_while_others_sample(
     samples: int, demo_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +156,10 @@ def test_a_server_that_hangs_and_restarts_is_sent_the_weights_while_others_sampl
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
-    with_thorough(["hangs", "goes down", "goes down for longer than requests are tried again"], ["goes down"]),
+    with_whole_runs(
+        with_thorough(["hangs", "goes down", "goes down for longer than requests are tried again"], ["goes down"]),
+        ["hangs"],
+    ),
 )
 def test_a_server_that_is_lost_in_an_evaluation_changes_nothing(
     how: str, demo_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -176,6 +182,7 @@ def test_a_server_that_is_lost_in_an_evaluation_changes_nothing(
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.whole_runs
 def test_all_ranks_send_the_weights_to_a_server_that_is_lost_in_an_evaluation(demo_files: Any, tmp_path: Path) -> None:
     engine = GoingDownInEvaluations(lambda: TransformersEngine.from_pretrained(demo_files.model))
     with closing(engine), serving(build_app(engine, TOKEN)) as url:  # type: ignore[arg-type]

@@ -50,6 +50,7 @@ def on_rank() -> list[Run]:
     return [run(replay, 2) for replay in MODES]
 
 
+@pytest.mark.whole_runs
 def test_two_processes_are_one() -> None:
     first, second = run_ranks(2, on_rank)  # each imports TRL first
     for number, replay in enumerate(MODES):

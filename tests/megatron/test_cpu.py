@@ -64,6 +64,7 @@ def test_importing_changes_nothing() -> None:
     run_alone(code)
 
 
+@pytest.mark.whole_runs
 def test_transformers_works_beside_it(tmp_path: Path) -> None:
     """Imported after it, and loading on "meta", where a factory that is not the real one would make CPU tensors."""
     model = tiny_qwen3_moe()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from moe_replay.rollout.server.client import VllmServer
-from tests.combinations import with_thorough
+from tests.combinations import with_thorough, with_whole_runs
 from tests.distributed.harness import run_ranks
 from tests.real_vllm.conftest import NEEDS_VLLM
 from tests.rollout.serving import serving
@@ -46,7 +46,10 @@ def server(demo_files: Any) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("backend", "mode"),
-    with_thorough(itertools.product(["fsdp", "megatron"], ["off", "r2", "r3"]), [("megatron", "off")]),
+    with_whole_runs(
+        with_thorough(itertools.product(["fsdp", "megatron"], ["off", "r2", "r3"]), [("megatron", "off")]),
+        [("fsdp", "off"), ("fsdp", "r2"), ("megatron", "r2")],
+    ),
 )
 def test_three_steps(server: str, demo_files: Any, tmp_path: Path, backend: str, mode: str) -> None:
     if backend == "megatron":
@@ -107,6 +110,7 @@ def versions_in(file: Path) -> list[set[int]]:
         return [set(traces[i].token_versions[:-1].tolist()) for i in range(len(traces))]
 
 
+@pytest.mark.whole_runs
 def test_tools_adapters_and_sleep(server: str, demo_files: Any, tmp_path: Path) -> None:
     overrides = {
         "model": {"lora_rank": 4},

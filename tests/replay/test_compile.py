@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import moe_replay as mr
-from tests.combinations import with_thorough
+from tests.combinations import with_thorough, with_whole_runs
 from tests.models import assert_same_gradients, gradients, loss, perturb_routers, random_ids, tiny_qwen3_moe, uncover
 from tests.replay.checkpointing import CHECKPOINTS, abort_backward, unwrapped
 
@@ -114,7 +114,9 @@ def test_compiled_layers_are_recomputed_with_their_own_routes():
                 torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", with_thorough(CHECKPOINTS, {"wrapper", "wrapper-reentrant"}))
+@pytest.mark.parametrize(
+    "name", with_whole_runs(with_thorough(CHECKPOINTS, {"wrapper", "wrapper-reentrant"}), {"transformers-reentrant"})
+)
 def test_a_compiled_model_recomputes_with_its_own_routes(name):
     """The whole model compiled around checkpointed layers: hooks that tie the backward to its pass run eagerly."""
     model = two_sparse_layers().train()

@@ -95,6 +95,7 @@ def test_two_drivers_sample_what_one_does_ahead_of_training(
     assert not alive(started)
 
 
+@pytest.mark.whole_runs
 def test_two_ranks_train_on_what_two_drivers_sample(demo_files: Any, tmp_path: Path, url: str) -> None:
     runs = []
     for drivers in (1, 2):
@@ -107,6 +108,7 @@ def test_two_ranks_train_on_what_two_drivers_sample(demo_files: Any, tmp_path: P
     assert runs[0] == runs[1]
 
 
+@pytest.mark.whole_runs
 def test_the_groups_of_a_driver_that_is_killed_are_sampled_by_the_other(
     config: Config,
     metrics_of: Metrics,
@@ -128,6 +130,7 @@ def test_the_groups_of_a_driver_that_is_killed_are_sampled_by_the_other(
     assert not alive(started)
 
 
+@pytest.mark.whole_runs
 def test_an_error_of_a_group_ends_the_run_and_its_drivers(config: Config, url: str, started: list[int]) -> None:
     from moe_replay.train.episode import EpisodeError
 

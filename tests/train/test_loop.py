@@ -29,7 +29,7 @@ from moe_replay.train.job import DivergedError
 from moe_replay.train.learner import Learner
 from moe_replay.train.loop import train
 from moe_replay.train.rewards import RewardError
-from tests.combinations import with_thorough
+from tests.combinations import with_thorough, with_whole_runs
 from tests.faults.forked import fork_command
 from tests.faults.processes import wait_for_line
 
@@ -74,8 +74,11 @@ async def calculator(episode: Any) -> None:
 
 @pytest.mark.parametrize(
     ("rollout", "mode"),
-    with_thorough(
-        itertools.product(["float32", "bfloat16"], ["off", "r2", "r3"]), [("float32", "off"), ("bfloat16", "r2")]
+    with_whole_runs(
+        with_thorough(
+            itertools.product(["float32", "bfloat16"], ["off", "r2", "r3"]), [("float32", "off"), ("bfloat16", "r2")]
+        ),
+        [("bfloat16", "off")],
     ),
 )
 def test_a_run_measures_what_replay_does(config: Config, metrics_of: Metrics, mode: str, rollout: str) -> None:
@@ -234,6 +237,7 @@ def test_generation_may_run_ahead(config: Config, metrics_of: Metrics) -> None:
 # ---- what is kept ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.whole_runs
 def test_a_run_that_stopped_goes_on_as_if_it_had_not(config: Config, metrics_of: Metrics) -> None:
     whole = train(config("whole", steps=4, checkpoint={"every": 1}))
     parts = train(config("parts", steps=2))
@@ -278,7 +282,7 @@ def planned_memory(config: TrainConfig) -> MemoryPlan:
     return plan_memory(config, ModelSizes.of(model_config(config.model.path)), gpus=1, gpu_gib=80.0)
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "megatron"])
+@pytest.mark.parametrize("kind", with_whole_runs(["fsdp", "megatron"], ["megatron"]))
 def test_checkpoints_without_the_optimizer_keep_the_weights(
     config: Config, metrics_of: Metrics, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:

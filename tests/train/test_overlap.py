@@ -23,6 +23,7 @@ from moe_replay.train.loop import train
 from moe_replay.train.step_rollout import roll_out
 from moe_replay.train.trajectories.store import InProcessStore
 from moe_replay.train.types import RolloutBatch
+from tests.combinations import with_whole_runs
 
 Config = Callable[..., Any]
 Metrics = Callable[[Path], list[dict[str, Any]]]
@@ -93,7 +94,7 @@ def positions(run: Path) -> list[dict[str, int]]:
     return [json.loads(path.read_text())["state"]["data"] for path in sorted(run.glob("checkpoints/*/trainer.json"))]
 
 
-@pytest.mark.parametrize("in_turns", [False, True], ids=["", "in turns on the device"])
+@pytest.mark.parametrize("in_turns", with_whole_runs([False, True], [True]), ids=["", "in turns on the device"])
 def test_a_run_that_stops_while_the_next_step_is_sampled_goes_on_as_if_it_had_not(
     config: Config, metrics_of: Metrics, engine: Any, monkeypatch: pytest.MonkeyPatch, in_turns: bool
 ) -> None:

@@ -125,6 +125,7 @@ class Cluster:
         self._stacks = []
 
 
+@pytest.mark.whole_runs
 def test_all_servers_lost_at_once_while_sampling_training_and_evaluating(
     config: Callable[..., Any],
     metrics_of: Callable[[Path], list[dict]],
