@@ -180,6 +180,7 @@ def processes_with(text: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.engine
+@pytest.mark.whole_runs
 def test_ray_under_slurm_with_the_real_vllm(
     demo_files: Any, tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,7 +117,8 @@ THOROUGH = {
 
 # `make test` has one rank, each kind of parallelism on two, and four ranks with TP, PP and VPP.
 WHOLE_RUNS = {
-    *("1-presoftmax-gqa", "1-top1", "1-deepseek-shared-overlap", "bf16-dp2-sharded-optimizer"),
+    *("1-mla", "1-presoftmax-gqa", "1-top1", "1-deepseek-shared-overlap", "bf16-dp2-sharded-optimizer"),
+    *("pp2-vpp2-mtp", "bf16-pp2", "tp2-packed", "tp2-ep2-etp1", "ep2-sharded-optimizer"),
     *("pp2-losses", "pp2-every-second", "pp2-first-dense", "pp2-vpp2-varying"),
     *("tp2-dp2-ep2-etp2", "tp2-ep4-etp1", "tp2-cp2-packed", "ep2-pp2-vpp2", "pp4-vpp2", "tp2-cp2-pp2-ep2"),
 }

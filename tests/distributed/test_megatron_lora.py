@@ -107,6 +107,7 @@ def test_a_saved_adapter_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert all(".lora." in name or name.startswith("optimizer.") for name in saved), "frozen weights are saved"
 
 
+@pytest.mark.whole_runs
 def test_a_saved_adapter_goes_on_in_another_layout(tmp_path: Path) -> None:
     given = (*policy("qwen3_moe"), ALL, adapter("qwen3_moe", *ALL), TP | SHARDED, str(tmp_path), PP)
     assert harness.run_ranks(2, megatron_lora.stop_and_go_on, *given) == [[], []]

@@ -212,7 +212,7 @@ def test_a_recorded_pass_is_replayed_bit_for_bit(settings: dict[str, Any]) -> No
             [TP | BF16, EP | SHARDED | BF16, VPP, EP | SHARDED, {"dtype": "float16"}, FSDP | BF16],
             [EP | SHARDED, {"dtype": "float16"}],
         ),
-        [TP | BF16, VPP],
+        [TP | BF16, VPP, FSDP | BF16],
     ),
     ids=str,
 )

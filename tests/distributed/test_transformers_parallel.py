@@ -97,7 +97,9 @@ def test_experts_masked_on_other_ranks(family, tmp_path):
     check_plan(family, Plan(tensor=2, expert=2, overruled=masked(family)), tmp_path)
 
 
-@pytest.mark.parametrize("family", with_thorough(["qwen3_moe", "deepseek_v3", "gpt_oss"], {"deepseek_v3"}))
+@pytest.mark.parametrize(
+    "family", with_whole_runs(with_thorough(["qwen3_moe", "deepseek_v3", "gpt_oss"], {"deepseek_v3"}), ["gpt_oss"])
+)
 def test_tokens_dispatched_to_experts(family, tmp_path):
     check_plan(family, Plan(tensor=2, expert=2), tmp_path)
 

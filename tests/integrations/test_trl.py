@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.combinations import with_thorough
+from tests.combinations import with_thorough, with_whole_runs
 from tests.integrations.foreign import Watched, Watcher, experts_of, foreign_rollout, foreign_trace
 from tests.integrations.trl_tiny import make, model, numbers_of_trl, trained, trainer_class
 
@@ -37,9 +37,12 @@ def assert_same_run(found: tuple, expected: tuple) -> None:
 
 @pytest.mark.parametrize(
     ("setting", "replay"),
-    with_thorough(
-        itertools.product([TWICE, CHECKPOINTS["checkpoints"], {"beta": 0.1}], ["off", "observe"]),
-        [(TWICE, "observe"), (CHECKPOINTS["checkpoints"], "off")],
+    with_whole_runs(
+        with_thorough(
+            itertools.product([TWICE, CHECKPOINTS["checkpoints"], {"beta": 0.1}], ["off", "observe"]),
+            [(TWICE, "observe"), (CHECKPOINTS["checkpoints"], "off")],
+        ),
+        [({"beta": 0.1}, "off"), (CHECKPOINTS["checkpoints"], "observe")],
     ),
     ids=str,
 )
@@ -51,13 +54,16 @@ def test_without_replay_it_is_trl(replay: str, setting: dict, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("replay", "checkpoints", "cache"),
-    [
-        ("r3", "none", True),
-        ("r3", "none", False),
-        ("r3", "checkpoints", True),
-        ("r3", "reentrant", True),
-        ("r2", "none", True),
-    ],
+    with_whole_runs(
+        [
+            ("r3", "none", True),
+            ("r3", "none", False),
+            ("r3", "checkpoints", True),
+            ("r3", "reentrant", True),
+            ("r2", "none", True),
+        ],
+        [("r3", "none", True), ("r3", "reentrant", True)],
+    ),
 )
 def test_the_same_routes_give_the_same_numbers(replay: str, checkpoints: str, cache: bool, tmp_path: Path) -> None:
     setting = CHECKPOINTS[checkpoints]

@@ -79,6 +79,7 @@ def test_three_steps(server: str, demo_files: Any, tmp_path: Path, backend: str,
         assert_vllm_loads(tmp_path / "run/checkpoints/step-00000003/hf", server)
 
 
+@pytest.mark.whole_runs
 def test_generation_runs_ahead_and_is_resumed_with_new_weights(server: str, demo_files: Any, tmp_path: Path) -> None:
     """What new weights interrupt goes on with them: every token keeps its own version and its own routes."""
     overrides = {

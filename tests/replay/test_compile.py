@@ -82,6 +82,7 @@ def test_training_step_compiles():
     assert counter.frame_count <= 2
 
 
+@pytest.mark.whole_runs
 def test_compiled_layers_are_recomputed_with_their_own_routes():
     """Regional compilation: each decoder layer compiled, checkpointing around it in eager mode."""
     model = two_sparse_layers().train()
@@ -154,6 +155,7 @@ def test_compiled_forward_fed_other_tokens_is_refused():
         compiled(random_ids(2, 7).flip(1))
 
 
+@pytest.mark.whole_runs
 def test_a_checkpoint_around_a_compiled_model_is_refused():
     """Compiled code has no hooks on its tensors, so its recomputation cannot find its routes."""
     model = tiny_qwen3_moe(num_hidden_layers=2, experts_implementation="batched_mm").train()

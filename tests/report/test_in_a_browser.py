@@ -20,7 +20,7 @@ pytest.importorskip("matplotlib", reason="figures need matplotlib")
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER = next((found for name in NAMES if (found := shutil.which(name))), None)
 WITHOUT = "no Chromium here: on Debian, apt-get install --no-install-recommends chromium"
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason=WITHOUT)]
+pytestmark = [pytest.mark.slow, pytest.mark.whole_runs, pytest.mark.skipif(BROWSER is None, reason=WITHOUT)]
 
 DARK, LIGHT = 0, 1  # as Chromium counts them
 LOOK = """<script>

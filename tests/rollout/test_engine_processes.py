@@ -70,6 +70,7 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.mark.engine
+@pytest.mark.whole_runs
 def test_two_engines_are_one_and_end_with_the_trainer(tmp_path: Path) -> None:
     old, new = tiny_model("olmoe"), tiny_model("olmoe", seed=1)
     old.save_pretrained(tmp_path)
@@ -97,6 +98,7 @@ def test_an_engine_that_does_not_start_is_told_and_the_others_end(tmp_path: Path
 
 @pytest.mark.engine
 @pytest.mark.skipif(sys.platform != "linux", reason="the system ends children with their parent on Linux")
+@pytest.mark.whole_runs
 def test_a_trainer_that_is_killed_leaves_no_engine(tmp_path: Path) -> None:
     tiny_model("olmoe").save_pretrained(tmp_path)
     program = (

@@ -56,6 +56,7 @@ def pool_of(*urls: str, **options):
 
 
 @pytest.mark.engine
+@pytest.mark.whole_runs
 def test_a_server_killed_in_mid_batch_loses_nothing(tmp_path: Path) -> None:
     pytest.importorskip("tyro", reason="the command line needs tyro")
     model = tiny_model("olmoe")

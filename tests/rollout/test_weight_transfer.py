@@ -35,6 +35,7 @@ from moe_replay.rollout.weights.source import Group, IteratorSource, TensorInfo
 from moe_replay.train.config.weights_section import WeightsConfig
 from moe_replay.train.synced_engine import SyncedEngine
 from moe_replay.train.weight_sync import EngineSync
+from tests.combinations import with_whole_runs
 from tests.faults.forked import Forked
 from tests.faults.processes import LIMIT_S
 from tests.rollout import dying_trainer
@@ -109,7 +110,7 @@ def sync(kind: str) -> EngineSync:
     return EngineSync(config, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.parametrize("number", with_whole_runs([2, 4], [4]))
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_server_gets_the_weights_that_http_would_send(urls: list[str], kind: str, number: int) -> None:
     seed = 10 * number + KINDS.index(kind)

@@ -13,13 +13,14 @@ import pytest
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.train.loop import train
 from moe_replay.train.micro_batch import MicroBatch
+from tests.combinations import with_whole_runs
 
 pytest.importorskip("transformers")
 
 Config = Callable[..., Any]
 
 
-@pytest.mark.parametrize("mode", ["r3", "off"])
+@pytest.mark.parametrize("mode", with_whole_runs(["r3", "off"], ["off"]))
 def test_routes_of_few_micro_batches_are_alive_at_once(config: Config, mode: str) -> None:
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     most, batches = [0], set()

@@ -41,8 +41,9 @@ OF_EACH_KIND = {
     *("mixtral", "olmoe", "gpt_oss", "minimax_m2", "deepseek_v3", "deepseek_v2", "dbrx", "jetmoe", "llama4_text"),
     *("gemma4_text", "inkling_text", "longcat_flash", "zaya"),
 }
-# `make test-quick` has one family of each kind of router.
-EVERY_FAMILY = [f if f in OF_EACH_KIND else pytest.param(f, marks=pytest.mark.slow) for f in available_families()]
+# `make test-quick` and `make test` have one family of each kind of router.
+FURTHER = (pytest.mark.slow, pytest.mark.whole_runs)
+EVERY_FAMILY = [f if f in OF_EACH_KIND else pytest.param(f, marks=FURTHER) for f in available_families()]
 
 
 @cache
