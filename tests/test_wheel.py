@@ -143,6 +143,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.whole_runs
 def test_the_wheel_works_with_numpy_and_torch_alone(wheel: Path, tmp_path: Path) -> None:
     python = make_environment(tmp_path / "outside", wheel, ["torch", "numpy"])
     assert run_outside(python, OUTSIDE, cwd=tmp_path) == "the wheel works\n"

@@ -80,6 +80,27 @@ def nodes() -> Iterator[Any]:
         yield cluster
 
 
+def test_engines_that_are_lost_change_no_number(
+    demo_files: Any, tmp_path: Path, nodes: Any, by_torchrun: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them at once: the numbers are those of torchrun."""
+    gates = Gates(tmp_path / "gates", "0-2")
+    monkeypatch.setenv("MOE_REPLAY_GATES", str(gates.folder))
+
+    def disturb(events: Events) -> None:
+        events.wait_for_step(1)
+        lose_all_engines(events)
+        gates.open("0-2")
+
+    cluster = {"trainer_nodes": 2, "engines": 2}
+    config = tiny_config(demo_files.model, demo_files.train, tmp_path / "run", **RUN, cluster=cluster)
+    assert train_on(nodes, config, disturb) == 0
+    assert numbers(tmp_path / "run") == by_torchrun
+    told = (tmp_path / "run/logs/cluster.log").read_text()
+    for number in (0, 1):
+        assert f"engine {number} ended with status -9: it is started again (1 of 3)" in told
+
+
 @pytest.mark.whole_runs
 def test_engines_on_the_trainers_machines_have_the_numbers_of_torchrun(
     demo_files: Any,
@@ -116,7 +137,8 @@ def test_engines_on_the_trainers_machines_have_the_numbers_of_torchrun(
     assert logs == {"cluster.log", "rank-0.log", "rank-1.log", "engine-0.log", "engine-1.log"}
 
 
-def test_lost_engines_and_those_that_join_or_leave_change_no_number(
+@pytest.mark.whole_runs
+def test_what_is_lost_and_what_joins_or_leaves_changes_no_number(
     demo_files: Any,
     tmp_path: Path,
     nodes: Any,
@@ -124,8 +146,8 @@ def test_lost_engines_and_those_that_join_or_leave_change_no_number(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """All engines at once; a third engine for a while."""
-    gates = Gates(tmp_path / "gates", "0-2", "0-3")
+    """All engines at once, a rank, and a machine, whose place a third one takes; a third engine for a while."""
+    gates = Gates(tmp_path / "gates", "0-2", "0-3", "1-2")
     monkeypatch.setenv("MOE_REPLAY_GATES", str(gates.folder))
 
     def disturb(events: Events) -> None:
@@ -138,7 +160,16 @@ def test_lost_engines_and_those_that_join_or_leave_change_no_number(
         gates.open("0-2")
         events.wait_for_checkpoint(2)
         scale(2)
+        kill(events.ranks()[1])
         gates.open("0-3")
+        events.ranks(count=2)
+        events.wait_for_checkpoint(3)
+        (lost, *_) = [node for node in map(of_nodes, events.ranks(count=2)) if node is not nodes.head_node]
+        nodes.remove_node(lost, allow_graceful=False)
+        gates.open("1-2")
+
+    def of_nodes(pid: int) -> Any:
+        return node_of(nodes, pid)
 
     cluster = {"trainer_nodes": 2, "engines": 2}
     config = tiny_config(demo_files.model, demo_files.train, tmp_path / "run", **RUN, cluster=cluster)
@@ -149,6 +180,8 @@ def test_lost_engines_and_those_that_join_or_leave_change_no_number(
         assert f"engine {number} ended with status -9: it is started again (1 of 3)" in told
     assert "engine 2 joins: 3 of 3 engines" in told
     assert "engine 2 leaves" in told
+    assert re.search(r"rank 1 was lost .*: all ranks start again from the newest checkpoint \(1 of 3\)", told)
+    assert re.search(r"lost .*: all ranks start again from the newest checkpoint \(2 of 3\)", told)
     shown = capsys.readouterr().out
     assert "run: 2 -> 3 engines, between steps" in shown
     assert shown.count("run: 3 of 3 engines ready, 0 starting\n  http://") == 2
@@ -176,36 +209,6 @@ def refuse_other_numbers_of_engines() -> None:
         RunControl().scale(0)
     with pytest.raises(NoRunError, match="expected --run and one of run, found other"):
         RunControl("other")
-
-
-@pytest.mark.whole_runs
-def test_a_lost_rank_and_a_lost_machine_change_no_number(
-    demo_files: Any, tmp_path: Path, nodes: Any, by_torchrun: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A third machine takes the place of the lost one."""
-    gates = Gates(tmp_path / "gates", "0-3", "1-2")
-    monkeypatch.setenv("MOE_REPLAY_GATES", str(gates.folder))
-
-    def disturb(events: Events) -> None:
-        events.wait_for_checkpoint(2)
-        kill(events.ranks()[1])
-        gates.open("0-3")
-        events.ranks(count=2)
-        events.wait_for_checkpoint(3)
-        (lost, *_) = [node for node in map(of_nodes, events.ranks(count=2)) if node is not nodes.head_node]
-        nodes.remove_node(lost, allow_graceful=False)
-        gates.open("1-2")
-
-    def of_nodes(pid: int) -> Any:
-        return node_of(nodes, pid)
-
-    cluster = {"trainer_nodes": 2, "engines": 2}
-    config = tiny_config(demo_files.model, demo_files.train, tmp_path / "run", **RUN, cluster=cluster)
-    assert train_on(nodes, config, disturb) == 0
-    assert numbers(tmp_path / "run") == by_torchrun
-    told = (tmp_path / "run/logs/cluster.log").read_text()
-    assert re.search(r"rank 1 was lost .*: all ranks start again from the newest checkpoint \(1 of 3\)", told)
-    assert re.search(r"lost .*: all ranks start again from the newest checkpoint \(2 of 3\)", told)
 
 
 @pytest.mark.whole_runs

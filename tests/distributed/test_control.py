@@ -55,6 +55,7 @@ def sample_slowly(folder: str, prompts: str, output: str) -> int:
         return batch.num_tokens
 
 
+@pytest.mark.whole_runs
 def test_a_rollout_may_take_longer_than_collectives_of_tensors(demo_files: Any, tmp_path: Path) -> None:
     first, second = run_ranks(2, sample_slowly, str(demo_files.model), str(demo_files.train), str(tmp_path / "run"))
     assert first == second > 0

@@ -159,7 +159,7 @@ def test_native_routing_would_be_noticed(family):
     check_other(together(run_ranks(2, route_natively, family)), expected(family, 2))
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "transformers-reentrant"])
+@pytest.mark.parametrize("checkpoint", with_whole_runs(["none", "transformers-reentrant"], ["none"]))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_rank_replays_what_it_recorded(family, checkpoint):
     ran = run_ranks(2, record_and_replay, family, checkpoint)

@@ -72,7 +72,7 @@ def close(found: Any, wanted: Any) -> bool:
     "name",
     with_whole_runs(
         with_thorough(LAYOUTS, {"1", "pp2-vpp2-recomputed"}),
-        {"tp2-packed-recomputed", "cp2-packed", "latent-attention-tp2"},
+        {"tp2-packed-recomputed", "pp2-router-alone", "cp2-packed", "latent-attention-tp2"},
     ),
 )
 def test_updates_as_fsdp_and_peft_make_them(name: str) -> None:

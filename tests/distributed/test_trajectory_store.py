@@ -16,7 +16,6 @@ from moe_replay.train.trajectories.head import HEAD_BYTES
 from moe_replay.train.trajectories.store import BatchRef, RankStore, StoreError
 from moe_replay.train.trajectories.wire import trajectories_from_bytes, trajectories_to_bytes
 from moe_replay.train.types import Trajectory
-from tests.combinations import with_whole_runs
 from tests.distributed import harness, megatron_models
 from tests.distributed.shares import HALVES, share_of, trajectories
 from tests.distributed.test_training import save_model
@@ -124,11 +123,10 @@ def train_with(broadcast: bool, *arguments: Any) -> list[dict[str, Any]]:
         return train_on_rank(*arguments)
 
 
+@pytest.mark.whole_runs
 @pytest.mark.parametrize(
     "backend",
-    with_whole_runs(
-        [{"kind": "fsdp"}, {"kind": "megatron", "pipeline_parallel": 2, "context_parallel": 2}], [{"kind": "fsdp"}]
-    ),
+    [{"kind": "fsdp"}, {"kind": "megatron", "pipeline_parallel": 2, "context_parallel": 2}],
     ids=["fsdp", "megatron"],
 )
 def test_a_run_is_the_same_bit_for_bit(demo_files: Any, tmp_path: Path, backend: dict[str, Any]) -> None:

@@ -86,15 +86,23 @@ def test_a_second_signal_ends_a_run_that_hangs(demo_files: Any, tmp_path: Path, 
         assert "ended without saving" in run.stdout.read()
 
 
-# Locks a mutex twice: a wait that signals do not interrupt, as in a collective with a rank that is gone.
+# Locks a mutex twice: a wait that signals do not interrupt, as in a collective with a rank that is gone. Threads do not
+# take turns, so the other one says "ready" when the main thread has left Python.
 DEADLOCK = """
-import ctypes, sys
+import ctypes, sys, threading
 from moe_replay.train.run.interruption import InterruptHandler
 
+def tell():
+    leaving.wait()
+    print("ready", flush=True)
+
+sys.setswitchinterval(1000)
+leaving = threading.Event()
+threading.Thread(target=tell, daemon=True).start()
 with InterruptHandler(ends_process=sys.argv[1] == "command"):
     lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(128)
     lock(mutex)
-    print("ready", flush=True)
+    leaving.set()
     lock(mutex)
 """
 

@@ -145,6 +145,7 @@ def test_a_killed_rank_ends_the_others_and_the_engine(demo_files: Any, tmp_path:
 
 
 @pytest.mark.parametrize("start", with_thorough([fork_server, start_server], [start_server]))
+@pytest.mark.whole_runs
 def test_sigterm_ends_a_server_and_its_engine(demo_files: Any, port: int, start: Callable[[Any, int], Any]) -> None:
     with start(demo_files, port) as server:
         wait_until_healthy(server, port)

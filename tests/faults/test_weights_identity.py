@@ -121,7 +121,8 @@ def test_a_server_that_restarts_changes_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("samples", with_whole_runs([4, 1], [1]), ids=["in a rollout", "in an evaluation"])
+@pytest.mark.whole_runs
+@pytest.mark.parametrize("samples", [4, 1], ids=["in a rollout", "in an evaluation"])
 def test_a_server_that_hangs_and_restarts_is_sent_the_weights_while_others_sample(
     samples: int, demo_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
         yield started
 
 
+@pytest.mark.whole_runs
 def test_all_workers_have_the_routes_and_the_weights(engine: Any) -> None:
     model, params = tiny_model("qwen3_moe"), SamplingParams(n=2, max_tokens=12, temperature=0.7)
     for prompt, group in zip(prompts(6), engine.generate(prompts(6), params), strict=True):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import moe_replay as mr
+from tests.combinations import with_whole_runs
 from tests.distributed.megatron_models import FULL, differing, make_chunk, make_config, move_routers, routers
 from tests.models import assert_same_gradients, gradients
 from tests.replay.adapters.megatron_routers import (
@@ -163,7 +164,7 @@ def test_multi_token_prediction_routes_natively_and_says_so():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("recompute", with_whole_runs(RECOMPUTE, {"uniform", "moe"}))
 def test_backward_in_any_order_with_passes_without_gradient_in_between(recompute):
     model, replay, inputs, routes = routed(**RECOMPUTE[recompute])
     expected = expected_gradients(inputs, routes, **COMPARED.get(recompute, {}))
