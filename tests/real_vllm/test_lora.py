@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,7 +54,10 @@ def engine(demo_files: Any) -> Iterator[Any]:
     )
     started = start(request)
     yield started
+    llm = weakref.ref(started._llm)
     started.close()
+    gc.collect()
+    assert llm() is None  # its destructor would fail while the interpreter ends
 
 
 def base_model(files: Any) -> Any:

@@ -392,4 +392,4 @@ class VllmEngine(AsyncSampler):
     async def _shutdown(self) -> None:
         self._replicas.close()
         self._llm.shutdown()
-        del self._llm  # else its destructor runs during interpreter shutdown
+        del self._llm, self._replicas  # else its destructor runs during interpreter shutdown
