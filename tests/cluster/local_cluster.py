@@ -125,6 +125,13 @@ class Gates:
     def open(self, name: str) -> None:
         (self.folder / name).unlink()
 
+    def wait_until_reached(self, name: str) -> None:
+        """Wait until a step waits at its gate."""
+        end = time.monotonic() + LIMIT_S
+        while not _reached(self.folder / name).exists():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
 
 def gated(prompts: list[Any], completions: list[str], **columns: Any) -> list[float | None]:
     """The reward of tiny runs, of four prompts a step; it waits at gates in the folder that $MOE_REPLAY_GATES names.
@@ -137,10 +144,16 @@ def gated(prompts: list[Any], completions: list[str], **columns: Any) -> list[fl
         _PROMPTS.add(repr((prompts[0], sorted(columns.items()))))
         step = -(-len(_PROMPTS) // 4)
         gate = Path(os.environ["MOE_REPLAY_GATES"], f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{step}")
+        if gate.exists():
+            _reached(gate).touch()
         end = time.monotonic() + LIMIT_S
         while gate.exists() and time.monotonic() < end:
             time.sleep(0.05)
     return closeness(prompts=prompts, completions=completions, **columns)
+
+
+def _reached(gate: Path) -> Path:
+    return gate.with_name(f"{gate.name}-reached")
 
 
 _PROMPTS: set[str] = set()

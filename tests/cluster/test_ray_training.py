@@ -213,16 +213,25 @@ def refuse_other_numbers_of_engines() -> None:
 
 @pytest.mark.whole_runs
 def test_engines_run_ahead_of_training_with_the_numbers_of_ranks_without_ray(
-    demo_files: Any, tmp_path: Path, nodes: Any
+    demo_files: Any, tmp_path: Path, nodes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One step ahead. Each sequence is of one version of the weights: nothing depends on who is faster."""
+    """One step ahead, and one is lost. Each sequence is of one version of the weights, whoever is faster."""
     rollout = {"max_staleness": 1, "partial_rollout": False}
     settings = RUN | {"steps": 3, "checkpoint": {"every": 0, "at_end": False}, "rollout": rollout}
     files = (str(demo_files.model), str(demo_files.train), str(tmp_path / "ranks"))
     harness.run_ranks(2, train_on_rank, *files, settings)
+    gates = Gates(tmp_path / "gates", "0-2")
+    monkeypatch.setenv("MOE_REPLAY_GATES", str(gates.folder))
+
+    def disturb(events: Events) -> None:
+        gates.wait_until_reached("0-2")  # sampled while the trainer has the first step
+        kill(events.engine(0))
+        events.wait_for("engine 0 ended with status -9: it is started again")
+        gates.open("0-2")
+
     cluster = {"trainer_nodes": 2, "engines": 2}
     config = tiny_config(demo_files.model, demo_files.train, tmp_path / "ray", **settings, cluster=cluster)
-    assert train_on(nodes, config) == 0
+    assert train_on(nodes, config, disturb) == 0
     found = numbers(tmp_path / "ray")
     for name in ("completion/staleness_mean", "completion/staleness_max"):
         assert [line[name] for line in found] == [0, 1, 1]  # of the weights before the first step, then after it
