@@ -221,6 +221,7 @@ def test_ray_under_slurm_with_the_real_vllm(
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.engine
+@pytest.mark.whole_runs
 def test_torchrun_and_a_server_under_slurm(demo_files: Any, tmp_path: Path, port: int) -> None:
     rollout = {"engine": "vllm_server", "urls": ["http://replaced:1"]}
     recipe = recipe_of(demo_files, tmp_path, rollout=rollout)

@@ -84,6 +84,7 @@ def healthy_case(seed: int) -> tuple[Traces, Traces]:
 
 
 @pytest.mark.slow
+@pytest.mark.whole_runs
 def test_no_false_alarm_over_200_healthy_cases():
     watch, seen = AlignmentWatch(), {"whole": [], "watch": []}
     for seed in range(200):

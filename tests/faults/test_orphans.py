@@ -53,6 +53,7 @@ time.sleep(100000)
 
 
 @pytest.mark.distributed
+@pytest.mark.whole_runs
 def test_ranks_end_with_the_agent_of_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(RANK)

@@ -404,6 +404,7 @@ def test_a_version_that_has_no_routes(start: Callable[..., Any], monkeypatch: py
         start("model")
 
 
+@pytest.mark.whole_runs
 def test_a_setting_that_vllm_refuses_with_routes(start: Callable[..., Any], tmp_path: Path) -> None:
     tiny_model("mixtral").save_pretrained(tmp_path)
     with pytest.raises(EngineError, match="did not start with routes"):

@@ -30,6 +30,7 @@ def two_sparse_layers():
     return tiny_qwen3_moe(num_hidden_layers=2, mlp_only_layers=[], experts_implementation="batched_mm")
 
 
+@pytest.mark.whole_runs
 def test_recording_and_replaying_compile_to_one_graph_each():
     model = two_sparse_layers()
     replay = mr.attach(model)

@@ -196,6 +196,7 @@ def die_at(number: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.whole_runs
 def test_a_run_killed_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None:
     policy, began = HalvesPolicy(), tmp_path / "began"
     policy.train(1)

@@ -79,6 +79,7 @@ def files_of(run: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(run.glob("*/step-*")) if path.is_file()}
 
 
+@pytest.mark.whole_runs
 def test_two_drivers_sample_what_one_does_ahead_of_training(
     config: Config, metrics_of: Metrics, url: str, started: list[int], demo_files: Any
 ) -> None:

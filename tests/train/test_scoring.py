@@ -138,6 +138,7 @@ def test_a_sample_that_hangs_in_c_code_is_unscored(
 
 
 @pytest.mark.slow
+@pytest.mark.whole_runs
 def test_a_sample_that_hangs_is_named(loop: LoopThread, pool: Callable[..., RewardPool]) -> None:
     for name in ("compute_score", "ranks"):
         with pytest.raises(RewardError, match=rf"{name}' did not return within \d s \[sample 2 of row 7\].*'aaaa"):

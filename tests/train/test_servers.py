@@ -62,6 +62,7 @@ def servers(demo_files: Any) -> Iterator[Servers]:
     started.close()
 
 
+@pytest.mark.whole_runs
 def test_a_server_that_dies_in_mid_run_loses_and_doubles_nothing(
     config: Callable[..., Any],
     metrics_of: Callable[[Path], list[dict]],
