@@ -171,7 +171,10 @@ def test_an_unknown_capture_is_refused() -> None:
 
 def test_each_capture_turns_on_what_it_needs() -> None:
     assert not capture_arguments("ours", on_cpu=False)["enable_return_routed_experts"]
-    assert capture_arguments("vllm", on_cpu=False) == {"enable_return_routed_experts": True}
+    assert capture_arguments("vllm", on_cpu=True) == {"enable_return_routed_experts": True}
+    theirs = capture_arguments("vllm", on_cpu=False)
+    assert theirs.pop("worker_cls").endswith(".GpuWorkerWithoutCapture")  # for adapters of routers beside experts
+    assert theirs == {"enable_return_routed_experts": True}
     both = capture_arguments("checked", on_cpu=True)
     assert both["enable_return_routed_experts"]
     assert both["worker_cls"].endswith(".CpuWorker")
