@@ -273,3 +273,33 @@ def test_the_prompt_of_a_group_travels_once(client: VllmServer) -> None:
     (group,) = client.generate([long], SamplingParams(n=8, max_tokens=2))
     layers, top_k = len(group[0].trace.layers), group[0].trace.top_k
     assert len(encode_samples(group)) < len(long) * (layers * top_k + 4) + 8 * 700 + 2000
+
+
+def test_requests_that_the_web_server_cancels_are_answered_as_those_of_a_server_that_ends(
+    engine: TransformersEngine,
+) -> None:
+    """When it ends, and requests take longer than it waits for them. A status of 500 would end a run of training."""
+    pytest.importorskip("starlette", reason="the server's own dependencies come with vLLM")
+    from moe_replay.rollout.server.app import build_app
+
+    async def cancelled() -> list[Any]:
+        begun, sent = asyncio.Event(), []
+
+        async def receive() -> Any:
+            begun.set()
+            await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        headers = [(b"authorization", f"Bearer {TOKEN}".encode())]
+        scope = {"type": "http", "method": "POST", "path": "/generate", "query_string": b"", "headers": headers}
+        answering = asyncio.ensure_future(build_app(engine, TOKEN, max_requests=4)(scope, receive, send))
+        await begun.wait()
+        answering.cancel()
+        await answering
+        return sent
+
+    start, body = asyncio.run(cancelled())
+    assert start["status"] == 503
+    assert b"the server is ending" in body["body"]

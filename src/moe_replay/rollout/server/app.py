@@ -114,6 +114,8 @@ class _Service:
                 return JSONResponse({"error": str(dead)}, 503)
             except MoeReplayError as wrong:
                 return JSONResponse({"error": str(wrong)}, 409)
+            except asyncio.CancelledError:  # by the web server, which would answer that something is broken
+                return JSONResponse({"error": "the server is ending"}, 503)
 
         return handler
 
