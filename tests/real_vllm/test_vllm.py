@@ -400,7 +400,7 @@ def test_bfloat16_on_a_cpu_without_it(start: Callable[..., Any], monkeypatch: py
 
 def test_a_version_that_has_no_routes(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.engine.arg_utils.AsyncEngineArgs", make_dataclass("Args", ["model"]))
-    with pytest.raises(EngineError, match=r"cannot return routes.*0\.30\.0"):
+    with pytest.raises(EngineError, match=r"cannot return routes.*found 0\.3"):
         start("model")
 
 

@@ -16,9 +16,9 @@ from moe_replay.errors import EngineError, EngineName, MissingExtraError
 
 OLDEST, NEWEST = (0, 30), (0, 32)
 RUN_ON: dict[tuple[int, int], str] = {
-    (0, 30): "run on CPU (float32)",
-    (0, 31): "read, not run",
-    (0, 32): "run on one NVIDIA H200 (bfloat16 and float32)",
+    (0, 30): "run on CPU (float32) and on one NVIDIA H200 (bfloat16 and float32)",
+    (0, 31): "run on CPU (float32)",
+    (0, 32): "run on one NVIDIA H200 (bfloat16 and float32) and on CPU (float32)",
 }
 """Supported releases, and the hardware on which each has been run."""
 WORKING_VERSIONS = "0.30 to 0.32; docs/engines.md says what was run on which hardware"
