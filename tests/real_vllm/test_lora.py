@@ -190,6 +190,17 @@ def test_vllms_own_loader_reads_an_adapter_of_experts(demo_files: Any, tmp_path:
             torch.testing.assert_close(found, 2.0 * up @ down)  # alpha 8, rank 4
 
 
+def loaded_by_a_worker(layers: dict[str, Any]) -> str:
+    """What a worker with these layers says to an adapter of all of them."""
+    from moe_replay.rollout.vllm.worker import WeightUpdates
+
+    manager = SimpleNamespace(modules=layers, get_adapter=lambda number: SimpleNamespace(loras=layers))
+    runner = SimpleNamespace(add_lora=lambda request: True, lora_manager=SimpleNamespace(_adapter_manager=manager))
+    config = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=1))
+    worker: Any = SimpleNamespace(model_runner=runner, vllm_config=config)
+    return WeightUpdates._replay_load_adapter(worker, "folder")
+
+
 @pytest.mark.parametrize("with_experts", [False, True], ids=["routers", "routers and experts"])
 def test_routers_that_vllm_computes_without_their_adapters_are_found_and_called(
     with_experts: bool, monkeypatch: pytest.MonkeyPatch
@@ -227,7 +238,10 @@ def test_routers_that_vllm_computes_without_their_adapters_are_found_and_called(
     adapted = isinstance(experts.gate, BaseLayerWithLoRA)
     assert adapted is not with_experts  # if a later vLLM adapts both: nothing is left for `AdaptedRouters` to do
     assert routers_passed_by(manager.modules) == (set() if adapted else {"mlp.gate"})
+    refusal = loaded_by_a_worker(manager.modules)
+    assert ("computes 1 routers without their adapters" in refusal) is with_experts
     call_adapted_routers(manager.modules)
+    assert loaded_by_a_worker(manager.modules) == ""
     assert experts.gate is manager.modules["mlp.gate"]
     assert not routers_passed_by(manager.modules)
 
