@@ -16,7 +16,7 @@ from moe_replay.errors import MoeReplayError
 from moe_replay.rollout.weights.receiver import WeightReceiver
 from moe_replay.rollout.weights.sender import Rendezvous, WeightSender
 from moe_replay.rollout.weights.source import Group
-from moe_replay.rollout.weights.transfer import Receivers, TransferError, TransferStore
+from moe_replay.rollout.weights.transfer import BroadcastGroup, Receivers, TransferError, TransferStore
 
 CPU = torch.device("cpu")
 CHUNK = 4096
@@ -150,3 +150,21 @@ def test_a_rank_that_fails_ends_the_transfer_for_all(devices: threading.local) -
     with pytest.raises(MoeReplayError, match="no memory left"):
         second.result()
     assert all(len(worker.result()) < len(weights(0)) for worker in workers)
+
+
+def test_nobody_waits_for_a_worker_that_died_before_it_connected() -> None:
+    store = TransferStore.listen("127.0.0.1", 3600)
+    waiting = threading.Barrier(3)
+
+    def join(rank: int) -> None:
+        own = TransferStore.connect("127.0.0.1", store.port, 3600)
+        waiting.wait()
+        BroadcastGroup(own, rank, 3, "cpu")  # of which the third never comes
+
+    with ThreadPoolExecutor(2) as threads:
+        joining = [threads.submit(join, rank) for rank in range(2)]
+        waiting.wait()
+        store.fail("worker 2 has died")
+        for one in joining:
+            with pytest.raises(TransferError, match="worker 2 has died"):
+                one.result()

@@ -105,7 +105,7 @@ class WeightSender:
         self._wait("ready", rendezvous.workers, "engines joined the transfer")
         self._store.put("go", "go")
         if rendezvous.kind == "nccl":
-            self._group = BroadcastGroup(self._store, 0, rendezvous.workers + 1, self._device.type)
+            self._group = BroadcastGroup(self._store, 0, rendezvous.workers + 1, self._device.type, check=self._check)
         for number, infos in enumerate(fill(self._groups, self._room, rendezvous.chunk_bytes)):
             handles = self._packed(number)
             buffer = self._current()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -213,20 +214,38 @@ class BroadcastGroup:
     """
 
     def __init__(
-        self, store: TransferStore, rank: int, size: int, device: str, prefixes: Sequence[str] = ("group",)
+        self,
+        store: TransferStore,
+        rank: int,
+        size: int,
+        device: str,
+        prefixes: Sequence[str] = ("group",),
+        check: Callable[[], None] | None = None,
     ) -> None:
         self._store = store
-        prefixed: dist.Store = store.store
-        for prefix in prefixes:
-            prefixed = dist.PrefixStore(prefix, prefixed)
         limit = timedelta(seconds=store.timeout_s)
+        made: Future[Any] = Future()
+
+        def make() -> None:
+            # A connection of its own: a store that waits for a member answers nothing else.
+            try:
+                prefixed: dist.Store = dist.TCPStore(store.store.host, store.port, None, False, limit)
+                for prefix in prefixes:
+                    prefixed = dist.PrefixStore(prefix, prefixed)
+                if device == "cuda":
+                    options = dist.ProcessGroupNCCL.Options()
+                    options._timeout = limit
+                    made.set_result(dist.ProcessGroupNCCL(prefixed, rank, size, options))
+                else:
+                    made.set_result(dist.ProcessGroupGloo(prefixed, rank, size, limit))
+            except (dist.DistError, RuntimeError) as failure:
+                made.set_exception(failure)
+
+        # Gloo waits until every member has connected. If one has died, that takes the whole limit: not in this thread.
+        threading.Thread(target=make, name="broadcast group", daemon=True).start()
+        store.wait(made.done, "sender and workers connected to each other", check)
         with _sender_alive():
-            if device == "cuda":
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = limit
-                self._group: Any = dist.ProcessGroupNCCL(prefixed, rank, size, options)
-            else:
-                self._group = dist.ProcessGroupGloo(prefixed, rank, size, limit)
+            self._group: Any = made.result()
 
     def broadcast(self, content: Tensor, check: Callable[[], None] | None = None) -> None:
         """Send or receive a tensor; return when this process is done with it."""
