@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,7 +72,10 @@ class Case:
     preempts  it has so few slots in its KV cache that sequences are preempted
     """
 
-    def __init__(self, family: str, dtype: str, folder: Path, **options: Any) -> None:
+    def __init__(
+        self, family: str, dtype: str, folder: Path, *, complete: Callable[[Path], None] | None = None, **options: Any
+    ) -> None:
+        """Start the engine with the model in `folder`, to which `complete` may add."""
         from moe_replay.rollout.vllm.engine import VllmEngine
 
         self.family, self.dtype = family, "float32" if ON_CPU else dtype
@@ -81,6 +84,8 @@ class Case:
         self.sleeps = bool(options.get("enable_sleep_mode"))
         self.model = self.load(seed=0)
         self.model.save_pretrained(folder)
+        if complete is not None:
+            complete(folder)
         settings = OPTIONS | ({"enforce_eager": True, "block_size": BLOCK} if ON_CPU else ON_GPU) | options
         self.engine = VllmEngine(folder, dtype=self.dtype, **settings)
 

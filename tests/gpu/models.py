@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 VOCABULARY = 512
@@ -58,3 +61,20 @@ def random_model(family: str, dtype: torch.dtype, seed: int = 0) -> nn.Module:
             if parameter.dim() > 1:
                 parameter.mul_(3)
     return model.to(dtype).eval()
+
+
+def add_mtp_layer(folder: Path) -> None:
+    """Add one layer for multi-token prediction to a checkpoint: a copy of the last layer, and what leads to it."""
+    config = json.loads((folder / "config.json").read_text())
+    last, added = (f"model.layers.{config['num_hidden_layers'] - offset}." for offset in (1, 0))
+    weights = load_file(folder / "model.safetensors")
+    layer = {name.replace(last, added): tensor.clone() for name, tensor in weights.items() if name.startswith(last)}
+    norm, head = weights["model.norm.weight"], weights["lm_head.weight"]
+    layer |= {f"{added}{name}.weight": norm.clone() for name in ("enorm", "hnorm", "shared_head.norm")}
+    layer |= {
+        f"{added}shared_head.head.weight": head.clone(),
+        f"{added}embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
+        f"{added}eh_proj.weight": torch.eye(len(norm), dtype=norm.dtype).repeat(1, 2),
+    }
+    save_file(layer, folder / "mtp.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))

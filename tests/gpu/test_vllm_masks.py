@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
+from moe_replay.rollout.plain_vllm.engine import PlainVllmEngine
 from moe_replay.rollout.types import Probe, Sample, SamplingParams
 from moe_replay.rollout.vllm.masks import MASK_OPTION
 from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
+from moe_replay.routes.topology import MoeTopology
 from tests.gpu.models import VOCABULARY, random_model
+from tests.real_vllm.serve import vllm_serve
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"), pytest.mark.engine]
 
 OPTIONS: dict[str, Any] = {
-    "max_model_len": 256,
     "gpu_memory_utilization": 0.1,
     "kv_cache_memory_bytes": 2**29,
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 32]},
@@ -33,24 +38,43 @@ class Case(NamedTuple):
     model: Any
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+@pytest.fixture(scope="module", params=["engine", "plain server"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     pytest.importorskip("vllm")
     from vllm.engine.arg_utils import AsyncEngineArgs
-
-    from moe_replay.rollout.vllm.engine import VllmEngine
 
     if MASK_OPTION not in {field.name for field in dataclasses.fields(AsyncEngineArgs)}:
         pytest.skip("this vLLM returns no sampling masks")
     folder = tmp_path_factory.mktemp("model")
     model = random_model("qwen3_moe", torch.float32, 0).cuda()
     model.save_pretrained(folder)
-    engine = VllmEngine(folder, dtype="float32", **OPTIONS, **{MASK_OPTION: True})
-    yield Case(engine, model)
-    engine.close()
+    with own_engine(folder) if request.param == "engine" else plain_server(folder, model) as engine:
+        yield Case(engine, model)
     del model
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def own_engine(folder: Path) -> Any:
+    from moe_replay.rollout.vllm.engine import VllmEngine
+
+    return VllmEngine(folder, dtype="float32", max_model_len=256, **OPTIONS, **{MASK_OPTION: True})
+
+
+@contextmanager
+def plain_server(folder: Path, model: Any) -> Iterator[Any]:
+    """The client of vLLM's own server."""
+    options = [word for name, value in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", as_text(value))]
+    topology = MoeTopology.from_config(model.config)
+    with (
+        vllm_serve(folder, VOCABULARY, "--return-sampling-mask", *options) as url,
+        PlainVllmEngine(url, topology, vocabulary=VOCABULARY, sampling_mask=True) as engine,
+    ):
+        yield engine
+
+
+def as_text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 def logits_of(case: Case, sample: Sample, temperature: float) -> torch.Tensor:

@@ -100,6 +100,7 @@ def test_all_workers_have_the_routes_and_the_weights(engine: Any) -> None:
     [
         ({"data_parallel_size": 2, "data_parallel_size_local": 1}, "are all on its machine.*data_parallel_size_local"),
         ({"data_parallel_size": 2, "data_parallel_backend": "ray"}, "are all on its machine.*data_parallel_backend"),
+        ({"enable_eplb": True}, "moves them between its workers"),
         ({"data_parallel_size": 2, "capture": "vllm"}, 'on CPU has expert and data parallelism.*capture "ours"'),
         ({"tensor_parallel_size": 2, "enable_expert_parallel": True, "capture": "vllm"}, 'capture "ours"'),
     ],

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +17,8 @@ from moe_replay.rollout.plain_vllm.wire import WORKER_EXTENSION
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams
 from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
 from moe_replay.routes.topology import MoeTopology
-from tests.ports import answers, reserved_port
 from tests.real_vllm.conftest import NEEDS_VLLM
+from tests.real_vllm.serve import vllm_serve
 from tests.rollout.tiny import VOCABULARY, assert_sampled_from, reference, tiny_model
 
 pytest.importorskip("vllm", reason=NEEDS_VLLM)
@@ -32,30 +27,12 @@ pytest.importorskip("vllm", reason=NEEDS_VLLM)
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server with the model `tiny_model("qwen3_moe")`."""
-    with reserved_port() as port:
-        yield from _served(tmp_path_factory.mktemp("served"), port)
-
-
-def _served(folder: Path, port: int) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("served")
     tiny_model("qwen3_moe").save_pretrained(folder)
-    save_tokenizer(folder)
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny", "--dtype", "float32"]
-    command += ["--enable-return-routed-experts", "--logprobs-mode", "processed_logprobs", "--enforce-eager"]
-    command += ["--max-model-len", "256", "--kv-cache-memory-bytes", str(2**26), "--no-enable-chunked-prefill"]
     # On CPU vLLM's own reload leaves experts as they were packed, so the workers have our extension.
-    command += ["--enable-scale-out", "--worker-extension-cls", WORKER_EXTENSION]
-    environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SERVER_DEV_MODE": "1"}
-    server = subprocess.Popen(command, env=environment, start_new_session=True)
-    try:
-        while server.poll() is None and not answers(port):
-            time.sleep(0.5)
-        assert server.poll() is None, "vllm serve did not start"
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        if server.poll() is None:
-            os.killpg(server.pid, signal.SIGTERM)  # and the processes that it has started
-        server.wait()
+    options = ["--worker-extension-cls", WORKER_EXTENSION, "--kv-cache-memory-bytes", str(2**26), "--enforce-eager"]
+    with vllm_serve(folder, VOCABULARY, "--no-enable-chunked-prefill", *options) as address:
+        yield address
 
 
 def test_the_real_vllm_serve(url: str) -> None:
@@ -101,12 +78,3 @@ def test_training_with_the_real_vllm_serve(url: str) -> None:
 def probe(model: nn.Module) -> Probe:
     tokens = torch.arange(5, 25).numpy()
     return Probe(token_ids=tokens.tolist(), logprobs=reference(model, tokens).logprobs, tolerance=1e-3)
-
-
-def save_tokenizer(folder: Path) -> None:
-    """One word for each token: the server wants a tokenizer, although nothing here is text."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = models.WordLevel({f"w{token}": token for token in range(VOCABULARY)}, unk_token="w0")
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(folder)

@@ -26,7 +26,12 @@ class Worker(TimedSteps, Steps):
 
 
 def step(answer: str, preempted: set[str] | None = None) -> SimpleNamespace:
-    return SimpleNamespace(answer=answer, preempted_req_ids=preempted)
+    return SimpleNamespace(
+        answer=answer,
+        preempted_req_ids=preempted,
+        total_num_scheduled_tokens=7,
+        scheduled_spec_decode_tokens={"a": [5, 6], "b": [9]},
+    )
 
 
 def test_steps_are_timed_while_it_is_switched_on() -> None:
@@ -37,7 +42,7 @@ def test_steps_are_timed_while_it_is_switched_on() -> None:
     with worker.replay_timed("store"):
         pass
     found = worker.replay_profile(False)
-    assert (found["steps"], found["preempted"]) == (2, 4)
+    assert (found["steps"], found["preempted"], found["tokens"], found["drafts"]) == (2, 4, 14, 6)
     assert found["whole_host_ms"] >= found["forward_host_ms"] > 0
     assert found["store_host_ms"] > 0
     worker.execute_model(step("after"))

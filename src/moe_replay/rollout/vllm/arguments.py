@@ -102,6 +102,12 @@ def _check_parallelism(engine: EngineName, capture: str, options: dict[str, Any]
             found=", ".join(elsewhere),
             remedy="Set data_parallel_size alone, and start an engine on each machine",
         )
+    if options.get("enable_eplb"):
+        raise EngineOptionError(
+            f"{engine} with a load balancer of experts (EPLB) moves them between its workers, and an update of weights "
+            "would put each where it was at the start",
+            remedy="Leave enable_eplb out",
+        )
     shared = options.get("enable_expert_parallel") and replicas * int(options.get("tensor_parallel_size") or 1) > 1
     if (replicas > 1 or shared) and capture == "vllm" and on_cpu():
         raise EngineOptionError(

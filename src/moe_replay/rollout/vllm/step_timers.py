@@ -73,7 +73,10 @@ class TimedSteps:
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run one step of vLLM itself."""
         if self.replay_timers is not None:
-            self.replay_timers.counts["steps"] += 1
-            self.replay_timers.counts["preempted"] += len(scheduler_output.preempted_req_ids or ())
+            counts = self.replay_timers.counts
+            counts["steps"] += 1
+            counts["tokens"] += scheduler_output.total_num_scheduled_tokens
+            counts["drafts"] += sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
+            counts["preempted"] += len(scheduler_output.preempted_req_ids or ())
         with self.replay_timed("forward"):
             return super().execute_model(scheduler_output)  # type: ignore[misc]
