@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 from moe_replay.errors import UnsupportedRouterError
@@ -47,7 +48,7 @@ class RoutedLayer(Protocol):
     def top_k(self) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MoeTopology:
     """The routers of a model, in the order of `layer`. Layers that route by a table of token ids are not part of it.
 
@@ -96,17 +97,17 @@ class MoeTopology:
 
     # ---- properties ---------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def layers(self) -> tuple[int, ...]:
         """The names of the layers that route."""
         return tuple(moe.layer for moe in self.moe_layers)
 
-    @property
+    @cached_property
     def num_experts(self) -> int:
         """Experts of every layer; an error where the layers differ."""
         return self._uniform("num_experts", {moe.layer: moe.num_experts for moe in self.moe_layers})
 
-    @property
+    @cached_property
     def top_k(self) -> int:
         """Experts per token in every layer; an error where the layers differ."""
         return self._uniform("top_k", {moe.layer: moe.top_k for moe in self.moe_layers})

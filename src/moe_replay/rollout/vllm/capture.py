@@ -107,6 +107,8 @@ def token_logprobs(logprobs: Any) -> np.ndarray:
     """Return (T,) float32 of flat log-probs: at each position the first, of the token itself; 0 if there is none."""
     if logprobs is None:
         return np.zeros(0, np.float32)
+    if logprobs.start_indices == list(range(len(logprobs.logprobs))):  # one at each position, as for samples
+        return np.asarray(logprobs.logprobs, np.float32)
     values = np.asarray([*logprobs.logprobs, 0.0], np.float32)
     starts, ends = np.asarray(logprobs.start_indices, int), np.asarray(logprobs.end_indices, int)
     return values[np.where(starts < ends, starts, -1)]
