@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -24,8 +24,11 @@ OPTIONS = (
 
 
 @contextmanager
-def sglang_server(model: Path, *options: str, returns_routes: bool = True) -> Iterator[str]:
-    """The address of the server."""
+def sglang_server(model: Path, *options: str, returns_routes: bool = True, log: Path | None = None) -> Iterator[str]:
+    """The address of the server.
+
+    log   file for what it prints; default: where the test prints
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -34,7 +37,12 @@ def sglang_server(model: Path, *options: str, returns_routes: bool = True) -> It
     command += ["--enable-return-routed-experts"] if returns_routes else []
     path = os.pathsep.join([str(STUBS), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    server = subprocess.Popen(command, env=os.environ | settings, start_new_session=True)
+    settings |= {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}  # more ranks than NUMA nodes; the stub binds no threads
+    with ExitStack() as files:
+        printed = files.enter_context(log.open("w")) if log else None
+        server = subprocess.Popen(
+            command, env=os.environ | settings, start_new_session=True, stdout=printed, stderr=printed
+        )
     try:
         url = f"http://127.0.0.1:{port}"
         while server.poll() is None and not answers(url):
@@ -44,7 +52,7 @@ def sglang_server(model: Path, *options: str, returns_routes: bool = True) -> It
         yield url
     finally:
         if server.poll() is None:
-            os.killpg(server.pid, signal.SIGTERM)
+            os.killpg(server.pid, signal.SIGKILL)  # on SIGTERM it looks for the reasons of a crash, for seconds
         server.wait()
 
 

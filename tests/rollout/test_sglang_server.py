@@ -2,7 +2,7 @@
 
 The answers in recorded/ come from SGLang 0.5.23 on CPU (tests/real_sglang/record.py), the weights of its models from
 tests/real_sglang/models.py. The stub knows no other request than those that were recorded; what it says of weights,
-sleep and errors is written by hand. tests/real_sglang/test_real_sglang.py runs the same client against the real server.
+sleep and errors is written by hand. tests/real_sglang runs the same client against the real server.
 """
 
 from __future__ import annotations
@@ -373,6 +373,18 @@ def test_a_deterministic_server_may_retract() -> None:
         server.answer_of("length")["meta_info"]["num_retractions"] = 1
         client.generate([prompt], params)
         assert server.paths.count("/generate") == 1
+
+
+def test_a_deterministic_server_that_retracts_for_new_weights_is_refused() -> None:
+    """It says so in the versions of the tokens alone: the second pass is of other weights than the first."""
+    prompt, params, _ = case("glm4_moe", "length")
+    with stub(enable_deterministic_inference=True) as (server, client):
+        server.always = "length"
+        spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 5}]
+        meta = server.answer_of("length")["meta_info"]
+        meta |= {"num_retractions": 1, "weight_version": "4", "weight_versions": spans}
+        with pytest.raises(EngineError, match="one completion from several weight versions"):
+            client.generate([prompt], params)
 
 
 def test_a_retracted_sample_that_was_aborted_starts_from_its_prompt() -> None:
