@@ -41,6 +41,7 @@ SETTINGS = [
         ("mtp", "deepseek_v3", "bfloat16"),
     )
     for capture in ("ours", "checked")
+    if (method, capture) != ("draft_model", "checked")  # vLLM 0.32 has no capture of its own beside a draft model
 ]
 
 
@@ -73,7 +74,8 @@ def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         speculation["model"] = str(_similar_model(setting, tmp_path_factory.mktemp("drafter")))
     else:
         complete = add_mtp_layer
-    options = {"speculative_config": speculation, "capture": setting.capture, "max_num_batched_tokens": 256}
+    # More than all prompts: vLLM 0.32 sizes the workspace of a draft MoE without the token that each request adds.
+    options = {"speculative_config": speculation, "capture": setting.capture, "max_num_batched_tokens": 1024}
     folder = tmp_path_factory.mktemp("model")
     with started(setting.family, setting.dtype, folder, complete=complete, **options) as case:
         yield Drafting(case, setting.method)
