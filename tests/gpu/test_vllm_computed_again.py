@@ -29,7 +29,7 @@ class Captured(NamedTuple):
     both: dict[tuple[int, ...], tuple[Routes, Routes]]
 
     def assert_alike(self, samples: list[Sample]) -> None:
-        """Raise unless the captures are the same but for a few tokens, and as often as each other those of the model."""
+        """Raise unless the captures differ in a few tokens at most, and are those of the model equally often."""
         self.case.assert_sampled_from(self.case.model, samples)
         apart, right = [], []
         for sample in samples:
