@@ -38,7 +38,7 @@ train: .venv/.ready ## GRPO with routing replay on a tiny MoE, rollouts by vLLM 
 docs: .venv/.ready ## Write docs/config.md and the schema of recipes from the code
 	.venv/bin/python -m moe_replay.train.config.reference > docs/config.md
 
-test: lint types site test-transformers4 test-transformers-between unit ## What a change must pass: lint, types, the site, tests on transformers 4.57 and 5.x, real runs of the main parts. 12 to 13 minutes on two idle cores
+test: lint types site test-transformers4 test-transformers-between unit ## What a change must pass: lint, types, the site, tests on transformers 4.57 and 5.x, real runs of the main parts. Under 12 minutes on two idle cores
 
 test-all: lint types site test-extras test-sglang test-transformers4 test-transformers-between unit-all ## Everything that CI runs: `make test`, further whole runs (mark `whole_runs`), each extra alone, and the real SGLang
 

@@ -22,6 +22,7 @@ from tests.real_vllm.serve import vllm_serve
 from tests.rollout.tiny import VOCABULARY, assert_sampled_from, reference, tiny_model
 
 pytest.importorskip("vllm", reason=NEEDS_VLLM)
+pytestmark = pytest.mark.whole_runs
 
 
 @pytest.fixture(scope="module")
