@@ -40,7 +40,7 @@ docs: .venv/.ready ## Write docs/config.md and the schema of recipes from the co
 
 test: lint types site test-transformers4 test-transformers-between unit ## What a change must pass: lint, types, the site, tests on transformers 4.57 and 5.x, real runs of the main parts. Under 12 minutes on two idle cores
 
-test-all: lint types site test-extras test-sglang test-transformers4 test-transformers-between unit-all ## Everything that CI runs: `make test`, further whole runs (mark `whole_runs`), each extra alone, and the real SGLang
+test-all: lint types site test-extras test-transformers4 test-transformers-between unit-all ## Everything that CI runs: `make test`, further whole runs (mark `whole_runs`), and each extra alone
 
 site: .venv/.ready .mkdocs/.ready ## Build the documentation as a site in build/site; a warning is an error
 	@echo "==> site"
@@ -96,7 +96,7 @@ test-transformers-between: .venv/.ready .transformers/.ready ## Replay on a rele
 	@.venv/bin/python -m pip --disable-pip-version-check -qq install --no-deps --target .transformers -r $<
 	@touch $@
 
-test-sglang: .venv-sglang/.ready ## Sampling and training with the real SGLang on CPU
+test-sglang: .venv-sglang/.ready ## Sampling and training with the real SGLang on CPU; not part of `make test-all`
 	@echo "==> tests on SGLang"
 	OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest $(PARALLEL) tests/real_sglang
 

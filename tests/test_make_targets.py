@@ -110,12 +110,6 @@ def test_make_test_leaves_out_further_whole_runs_alone() -> None:
         assert runs(expression, marks) == (not marks & {*LEFT_OUT_BY_CI, "whole_runs"})
 
 
-def test_ci_runs_the_engine_that_has_an_environment_of_its_own() -> None:
-    """Elsewhere its tests are skipped."""
-    assert "test-sglang" in with_needs(MAKEFILE, ci_target(CI))
-    assert ".venv-sglang/bin/python -m pytest $(PARALLEL) tests/real_sglang" in targets(MAKEFILE)["test-sglang"][1]
-
-
 def test_the_targets_that_pages_name_exist() -> None:
     known = targets(MAKEFILE)
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]

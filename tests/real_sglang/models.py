@@ -29,7 +29,7 @@ def sglang_model(family: str, seed: int = 0, **changes: Any) -> nn.Module:
         "head_dim": 32,
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
-        "max_position_embeddings": 256,
+        "max_position_embeddings": 4096,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,

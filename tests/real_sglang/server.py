@@ -18,7 +18,7 @@ STUBS = Path(__file__).parent / "stubs"
 OPTIONS = (
     *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-cuda-graph", "--skip-server-warmup", "--skip-tokenizer-init"),
-    *("--max-total-tokens", "4096", "--context-length", "256"),
+    *("--max-total-tokens", "4096", "--context-length", "4000"),
     *("--mem-fraction-static", "0.3", "--log-level", "warning"),
 )
 

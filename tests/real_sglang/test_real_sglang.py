@@ -59,7 +59,8 @@ def test_new_weights_abort_and_resume(engine: SglangServer) -> None:
     newer = {version: sglang_model("glm4_moe", seed=version) for version in (1, 2)}
 
     async def interrupted(session: Session) -> FinishReason:
-        turn = asyncio.create_task(session.generate(engine, SamplingParams(max_tokens=150)))
+        # More tokens than it samples while a busy machine writes the new weights: the update aborts it.
+        turn = asyncio.create_task(session.generate(engine, SamplingParams(max_tokens=3500)))
         await engine.generate_one([8, 9], SamplingParams(max_tokens=10))  # it began later, so the turn has begun
         await asyncio.to_thread(engine.update_weights, checkpoint_tensors(newer[1]), 1)
         return await turn
