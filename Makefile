@@ -70,7 +70,7 @@ unit-all: .venv/.ready ## Tests on transformers 5.x, with further whole runs
 	@$(NOTHING_MISSING)
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(PARALLEL)
 
-test-quick: .venv/.ready ## Tests that start no engine, no ranks and no training: an answer in about three minutes
+test-quick: .venv/.ready ## Tests that start no engine, no ranks and no training: an answer in under three minutes
 	@echo "==> quick tests"
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest $(PARALLEL) -m "not slow and not distributed and not engine"
 

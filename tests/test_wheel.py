@@ -23,6 +23,8 @@ from packaging.version import Version
 
 from tests.wheel.matrix import RESOLVED
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = Path(__file__).parent / "wheel" / "outside.py"
 EXTRAS = OUTSIDE.with_name("extras.py")

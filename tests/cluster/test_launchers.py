@@ -23,6 +23,8 @@ from moe_replay.tools import dry_run
 from moe_replay.train.config.file import to_toml
 from tests.train.runs import tiny_config
 
+pytestmark = pytest.mark.slow
+
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "cluster"

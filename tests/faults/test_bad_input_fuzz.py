@@ -30,6 +30,8 @@ from moe_replay.train.config.file import load_config
 from moe_replay.train.config.keys import all_fields
 from moe_replay.train.data import DataError, load_prompts, read_rows
 
+pytestmark = pytest.mark.slow
+
 HANG_S = 300.0
 FIELDS = all_fields()
 

@@ -28,6 +28,8 @@ from moe_replay.train.rollouts import Rollouts
 from moe_replay.train.sequences import SequenceSampler
 from moe_replay.utils.plugins import PluginError
 
+pytestmark = pytest.mark.slow
+
 
 class Odd(BaseException):
     """What nobody catches."""

@@ -195,6 +195,7 @@ def test_recorded_ids_are_a_copy(model, replay, dtype):
     assert torch.equal(early.fed_token_ids, IDS.int())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every_pass", [False, True])
 def test_recorded_ids_of_a_compiled_forward_are_a_copy(model, replay, every_pass):
     compiled = torch.compile(model, backend="eager")
@@ -208,6 +209,7 @@ def test_recorded_ids_of_a_compiled_forward_are_a_copy(model, replay, every_pass
     assert all(torch.equal(found, ids.int()) for found, ids in zip(fed, (IDS, OTHER), strict=False))
 
 
+@pytest.mark.slow
 def test_a_compiled_forward_is_compared_with_the_ids_that_it_was_fed(model, replay):
     with torch.no_grad(), replay.record() as recording:
         model(IDS)

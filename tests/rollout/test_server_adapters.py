@@ -33,6 +33,8 @@ from moe_replay.train.synced_engine import SyncedEngine
 from tests.rollout.serving import serving
 from tests.rollout.tiny import assert_sampled_from, reference, tiny_model
 
+pytestmark = pytest.mark.slow
+
 TOKEN = "open sesame"
 ROOM = LoraSpec(8, ("k_proj", "q_proj"))
 WEIGHT = "model.layers.1.self_attn.q_proj.weight"

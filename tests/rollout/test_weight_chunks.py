@@ -23,6 +23,8 @@ from tests.rollout.serving import serving
 pytest.importorskip("tenacity", reason="the pool needs tenacity")
 pytest.importorskip("starlette", reason="the server's own dependencies come with vLLM")
 
+pytestmark = pytest.mark.slow
+
 TOKEN = "open sesame"
 
 

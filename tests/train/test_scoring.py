@@ -25,6 +25,8 @@ from moe_replay.train.rewards import RewardError, load_reward
 from tests.faults.processes import descendants, process, start_python, wait_for_line, wait_until_gone
 from tests.train.reward_functions import COLUMN
 
+pytestmark = pytest.mark.slow
+
 HERE = "tests.train.reward_functions"
 HANGING = "a" * 60 + "b"
 LIMIT_S = 1.0  # for what hangs; anything else takes milliseconds, a busy machine included
