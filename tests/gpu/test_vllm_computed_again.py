@@ -1,8 +1,8 @@
 """Tokens that vLLM computes more than once: its own capture and ours each have the routes of one of the computations.
 
 vLLM keeps routes under the hash of a prefix, we keep them under the slot in the KV cache that later tokens attend to.
-Even with `VLLM_BATCH_INVARIANT=1` the second computation rounds differently now and then, and an expert whose score
-is close to another's is taken instead of it, in some token of a thousand.
+Even with `VLLM_BATCH_INVARIANT=1` the second computation chooses otherwise in some token of a thousand, mostly one
+expert in one layer: no row of another token.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Captured(NamedTuple):
             right.append([(one == np.sort(own.experts[: len(ours)], -1)).mean() for one in chosen])
         share, (ours_right, theirs_right) = np.concatenate(apart).mean(), np.mean(right, 0)
         print(f"{share:.2%} of tokens apart; as Transformers: {ours_right:.4f} of ours, {theirs_right:.4f} of vLLM's")
-        assert share < 0.01
+        assert share < 0.005
         assert abs(ours_right - theirs_right) < 0.003
 
 

@@ -148,6 +148,8 @@ async def sampled_meanwhile(engine: Observed, mode: str, folder: Path, version: 
                 break
             engine.raw.clear()  # it was done before the pause
             await call("/continue_generation")
+        else:
+            raise AssertionError("every sample was done before the pause")
         flush = mode == "retract"
         await call("/update_weights_from_disk", model_path=str(folder), flush_cache=flush, weight_version=version)
         await call("/continue_generation")
