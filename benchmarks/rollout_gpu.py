@@ -6,7 +6,7 @@ python benchmarks/rollout_gpu.py --beside vllm-0.30               # a folder wit
 
 plain       vLLM without routes
 ours, vllm  our engine with routes, by our capture and by vLLM's own
-masks       vLLM without routes, with sampling masks (0.32); compared with plain at the same top_k and top_p
+masks       vLLM without routes, with sampling masks; compared with plain at the same top_k and top_p
 
 A random Qwen3-MoE of 0.8 B parameters (15 MoE layers, 64 experts, top 8) samples after prompts of 64 tokens. Each
 variant has a process of its own; they start side by side and then sample in turn, so that a share compares neighbours

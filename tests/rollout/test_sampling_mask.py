@@ -242,7 +242,7 @@ def test_sglang_refuses_masks() -> None:
 
 @dataclasses.dataclass
 class WithMasks:
-    """vLLM's engine arguments from 0.32 on."""
+    """vLLM's engine arguments from 0.30 on."""
 
     return_sampling_mask: bool = False
 
@@ -252,11 +252,11 @@ class WithoutMasks:
     """vLLM's engine arguments before."""
 
 
-def test_vllm_before_0_32_refuses_masks() -> None:
-    name = EngineName("vLLM", "0.30.0")
+def test_vllm_before_0_30_refuses_masks() -> None:
+    name = EngineName("vLLM", "0.29.0")
     check_mask_option(name, {}, WithoutMasks)
     check_mask_option(name, {MASK_OPTION: True}, WithMasks)
-    with pytest.raises(EngineOptionError, match=r"vLLM 0\.30\.0 cannot return sampling masks.*0\.32"):
+    with pytest.raises(EngineOptionError, match=r"vLLM 0\.29\.0 cannot return sampling masks.*0\.30"):
         check_mask_option(name, {MASK_OPTION: True}, WithoutMasks)
     with pytest.raises(EngineError, match="was not started to return sampling masks"):
         MaskReturn(name, {}, 20).truncation(SamplingParams(top_k=3, sampling_mask=True))

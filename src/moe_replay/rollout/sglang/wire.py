@@ -33,7 +33,7 @@ def generate_request(prompt: Sequence[int], params: SamplingParams, first_token:
         raise EngineError(
             "sampling masks of SGLang cannot be replayed",
             remedy="Sample from the whole distribution (top_p 1, top_k 0), accept the bias with "
-            'rollout.sampling_mask = "off", or use the Transformers engine or vLLM 0.32',
+            'rollout.sampling_mask = "off", or use the Transformers engine or vLLM on a GPU',
         )
     if truncated and not params.top_k:
         raise EngineError(

@@ -1,4 +1,4 @@
-"""Sampling masks of vLLM: `return_sampling_mask`, an engine argument from 0.32 on, for all requests of an engine.
+"""Sampling masks of vLLM: `return_sampling_mask`, an engine argument from 0.30 on, for all requests of an engine.
 
 Such an engine refuses requests without top_k and greedy ones, so they are sent in an equivalent form.
 """
@@ -17,7 +17,7 @@ from moe_replay.rollout.types import SamplingParams
 
 MASK_OPTION = "return_sampling_mask"
 _REMEDY = (
-    f"Start vLLM 0.32 or later with {MASK_OPTION}; or sample from the whole distribution (top_p 1, top_k 0); "
+    f"Start vLLM 0.30 or later with {MASK_OPTION}; or sample from the whole distribution (top_p 1, top_k 0); "
     'or accept the bias with rollout.sampling_mask = "off"'
 )
 
@@ -26,7 +26,7 @@ def check_mask_option(engine: EngineName, options: Mapping[str, Any], arguments:
     """Raise if masks are wanted of a vLLM whose engine arguments do not have them."""
     if options.get(MASK_OPTION) and MASK_OPTION not in {field.name for field in dataclasses.fields(arguments)}:
         raise EngineOptionError(
-            f"{engine} cannot return sampling masks", expected="vLLM 0.32 or later, on a GPU", remedy=_REMEDY
+            f"{engine} cannot return sampling masks", expected="vLLM 0.30 or later, on a GPU", remedy=_REMEDY
         )
 
 
