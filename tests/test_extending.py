@@ -19,6 +19,8 @@ from torch import nn
 pytest.importorskip("transformers")
 pytest.importorskip("pydantic")
 
+from pydantic import ValidationError
+
 import moe_replay as mr
 from moe_replay.megatron import weights
 from moe_replay.rollout.engine import StartRequest
@@ -28,6 +30,7 @@ from moe_replay.train.advantages import load_advantages
 from moe_replay.train.loop import train
 from moe_replay.train.losses.registry import load_loss
 from moe_replay.train.losses.types import LossInputs, LossSettings
+from moe_replay.train.preflight import check_packages
 from tests.train.runs import tiny_config
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "extending.md"
@@ -103,6 +106,14 @@ def test_a_sampler(demo_files: Any) -> None:
         assert not sample.trace.valid[-1].any()
     model = importlib.import_module("transformers").AutoModelForCausalLM.from_pretrained(demo_files.model)
     mr.verify(model, [first.trace, second.trace]).raise_if_misaligned()
+
+
+def test_an_engine_spec(demo_files: Any, tmp_path: Path) -> None:
+    start_engine("my_spec:GENERATE", StartRequest(model=str(demo_files.model))).close()
+    rollout = {"engine": "my_spec:GENERATE"}
+    check_packages(tiny_config(demo_files.model, demo_files.train, tmp_path, rollout=rollout))
+    with pytest.raises(ValidationError, match="my_spec:GENERATE does not return the tokens that top_p"):
+        tiny_config(demo_files.model, demo_files.train, tmp_path, rollout=rollout | {"top_p": 0.9})
 
 
 def test_an_engine(run: Run, demo_files: Any) -> None:

@@ -29,6 +29,7 @@ PICKLERS = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
 PICKLED_COLLECTIVE = re.compile(r"(?:all_gather|gather|broadcast|scatter|send|recv)_object(?:_list)?")
 PICKLED_CHECKPOINT = re.compile(r"torch\.distributed\.checkpoint(?:\.\w+)*\.(\w+)")
 PICKLED_STORAGE = {"FileSystemReader", "FileSystemWriter"}
+PICKLED_MESSAGES = {"MultiprocessingSerializer", "ForkingPickler", "packed_ipc_producer"}
 AUTO_CLASS = re.compile(r"\bAuto[A-Z]\w*\.from_(?:pretrained|config)$")
 STORAGE_ARGUMENTS = {
     "load": {"storage_reader"},
@@ -83,6 +84,10 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "src/moe_replay/megatron/cpu/patches.py": "Megatron-Core asks for CUDA where it needs none; undone on leaving",
         "src/moe_replay/replay/adapters/megatron_gemm.py": "a name that Megatron-Core reads and forgets to set",
     },
+    "unsafe_loading": {
+        "src/moe_replay/rollout/plain_vllm/weights.py": "vLLM's message to a server started to accept it",
+        "src/moe_replay/rollout/sglang/weights.py": "SGLang's message to a server beside the trainer",
+    },
     "ray_import": {
         "src/moe_replay/rollout/vllm/transfer_engines.py": "looks whether this process is in a Ray job",
         "src/moe_replay/train/trajectories/ray_store.py": "arrays of bytes in our own format, in the object store",
@@ -117,6 +122,8 @@ def unsafe_loading(file: File) -> Iterator[tuple[int, str]]:
             name = file.dotted(node) or getattr(node, "attr", "")
             if PICKLED_COLLECTIVE.fullmatch(name.rpartition(".")[2]):
                 yield node.lineno, f"{name} sends pickled objects"
+            if name.rpartition(".")[2] in PICKLED_MESSAGES:
+                yield node.lineno, f"{name} pickles what it sends"
             if (found := PICKLED_CHECKPOINT.fullmatch(name)) and found[1] in PICKLED_STORAGE:
                 yield node.lineno, f"{name} pickles its metadata"
         if not isinstance(node, ast.Call):
@@ -125,7 +132,7 @@ def unsafe_loading(file: File) -> Iterator[tuple[int, str]]:
         constants = {k.arg: k.value.value for k in node.keywords if isinstance(k.value, ast.Constant)}
         if name in ("eval", "exec"):
             yield node.lineno, f"calls {name}"
-        if name == "torch.load" and constants.get("weights_only") is not True:
+        if name in ("torch.load", "torch.serialization.load") and constants.get("weights_only") is not True:
             yield node.lineno, "torch.load without weights_only=True"
         if AUTO_CLASS.search(ast.unparse(node.func)) and "trust_remote_code" not in {k.arg for k in node.keywords}:
             yield node.lineno, "without trust_remote_code, a prompt may ask to run code of the model"
@@ -135,8 +142,10 @@ def unsafe_loading(file: File) -> Iterator[tuple[int, str]]:
             arguments = {k.arg for k in node.keywords}
             if not arguments & STORAGE_ARGUMENTS[found[1]]:
                 yield node.lineno, f"{name} without a storage of its own pickles its metadata"
-        if name == "numpy.load" and any(k.arg == "allow_pickle" and constants.get(k.arg) for k in node.keywords):
-            yield node.lineno, "numpy.load with allow_pickle"
+        if name == "numpy.load":
+            allowed = [k.value for k in node.keywords if k.arg in ("allow_pickle", None)] + node.args[2:]
+            if any(not isinstance(value, ast.Constant) or value.value for value in allowed):
+                yield node.lineno, "numpy.load with allow_pickle"
 
 
 def ray_import(file: File) -> Iterator[tuple[int, str]]:
@@ -356,7 +365,12 @@ CAUGHT: list[tuple[Rule, str]] = [
     (unsafe_loading, "import torch\ntorch.load(path)"),
     (unsafe_loading, "import torch as t\nt.load(path, weights_only=False)"),
     (unsafe_loading, "from torch import load\nload(path, weights_only=flag)"),
+    (unsafe_loading, "from torch.serialization import load\nload(path)"),
     (unsafe_loading, "import numpy as np\nnp.load(path, allow_pickle=True)"),
+    (unsafe_loading, "import numpy as np\nnp.load(path, allow_pickle=flag)"),
+    (unsafe_loading, "import numpy as np\nnp.load(path, None, True)"),
+    (unsafe_loading, "import numpy as np\nnp.load(path, **options)"),
+    (unsafe_loading, "from sglang.srt.utils import MultiprocessingSerializer as s\ns.serialize(tensors)"),
     (unsafe_loading, "import torch.distributed as dist\ndist.all_gather_object(found, own)"),
     (unsafe_loading, "from torch.distributed import broadcast_object_list as send\nsend([own])"),
     (unsafe_loading, "group.collectives().scatter_object_list(out, given)"),

@@ -13,9 +13,9 @@ import pytest
 from moe_replay.cli.doctor import findings_text
 from moe_replay.cli.main import main
 from moe_replay.rollout.registry import ENGINES, EngineSpec
-from moe_replay.tools import doctor
+from moe_replay.tools import doctor, system_info
 from moe_replay.tools.doctor import CHECKS, Finding, Status, diagnose, diagnose_model, numbers
-from moe_replay.tools.system_info import PACKAGES, Gpu, SystemInfo, installed_version
+from moe_replay.tools.system_info import Gpu, SystemInfo, installed_version, looked_for
 
 pytest.importorskip("tyro", reason="the command line needs tyro")
 
@@ -32,6 +32,10 @@ GOOD = SystemInfo(
         "trl": "1.16.0",
         "ray": "2.60.0",
         "tyro": "1.0",
+        "mlflow": "3.0",
+        "tensorboard": "2.20",
+        "wandb": "0.25",
+        "math_verify": "0.8",
     },
     triton=True,
     gpus=(Gpu("H200", 140 * GIB),) * 8,
@@ -49,7 +53,7 @@ def _label(value: object) -> str:
 
 
 def changed(**versions: str | None) -> SystemInfo:
-    named = {name.replace("_", "-"): version for name, version in versions.items()}
+    named = {name if name in GOOD.versions else name.replace("_", "-"): version for name, version in versions.items()}
     return replace(GOOD, versions={**GOOD.versions, **named})
 
 
@@ -135,7 +139,7 @@ def test_versions_are_read_without_importing(monkeypatch: pytest.MonkeyPatch) ->
         raise metadata.PackageNotFoundError(name)
 
     assert installed_version("torch") == metadata.version("torch")
-    assert SystemInfo.collect().versions.keys() == set(PACKAGES)
+    assert list(SystemInfo.collect().versions) == looked_for()
     monkeypatch.setattr(metadata, "version", version)
     assert installed_version("vllm") == "0.30.0"
     assert installed_version("sglang") is None
@@ -145,10 +149,15 @@ def test_engines_and_families_come_from_the_registries(monkeypatch: pytest.Monke
     assert "vllm, transformers; on servers: vllm_server" in finding(GOOD, "engines").text
     alone = finding(changed(vllm=None, transformers=None), "engines")
     assert (alone.status, alone.remedy) == (Status.NOTE, "Install transformers or vllm, or use servers")
-    own = EngineSpec("my_engine:start", "an engine of the user's own", package="my-engine")
-    monkeypatch.setitem(ENGINES, "my_engine", own)
-    assert "my_engine" not in finding(GOOD, "engines").text
-    assert "my_engine" in finding(changed(my_engine="1.0"), "engines").text
+    for name, package in (("my_engine", "a-package-that-nobody-has"), ("your_engine", "numpy")):
+        monkeypatch.setitem(ENGINES, name, EngineSpec("my_engine:start", "an engine of the test", package=package))
+    text = finding(SystemInfo.collect(), "engines").text
+    assert ("my_engine" in text, "your_engine" in text) == (False, True)
+    bare = finding(changed(wandb=None, math_verify=None), "sinks, rewards")
+    assert bare.text == "usable: jsonl, mlflow, tensorboard, format; not installed: math_verify, wandb"
+    assert (bare.status, bare.remedy) == (Status.NOTE, "pip install math_verify wandb, for those that you use")
+    monkeypatch.setattr(system_info, "SINKS", {"mine": SimpleNamespace(requires=("a_package_that_nobody_has",))})
+    assert "not installed: a_package_that_nobody_has" in finding(SystemInfo.collect(), "sinks, rewards").text
     monkeypatch.setattr(doctor, "ROUTER_FAMILIES", dict.fromkeys(("my_moe", "your_moe")))
     assert "on 2 model types" in finding(GOOD, "transformers").text
     monkeypatch.setattr(doctor, "WEIGHT_MAPS", {"my_moe": "my_package:MY_MOE"})

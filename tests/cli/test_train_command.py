@@ -421,7 +421,7 @@ def test_a_dry_run_finds_a_package_that_is_missing(
         return None if name == absent else find_spec(name)
 
     monkeypatch.setattr("moe_replay.train.preflight.find_spec", find)
-    monkeypatch.setattr("moe_replay.train.sinks.registry.find_spec", find)
+    monkeypatch.setattr("moe_replay.utils.plugins.find_spec", find)
     code, said = ready(capsys, *words)
     assert code == 3
     assert told in said

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from moe_replay.errors import EngineError
+from moe_replay.errors import EngineError, EngineOptionError, MissingExtraError
 from moe_replay.rollout.engine import Engine, StartRequest
 from moe_replay.rollout.pool import EnginePool
 from moe_replay.rollout.registry import ENGINES, EngineSpec, engine_spec, start_engine, start_sampler
@@ -18,12 +18,22 @@ from moe_replay.rollout.types import SamplingParams
 from moe_replay.train.config.sections import ModelConfig, RolloutConfig
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.engines import start_request
+from moe_replay.train.preflight import check_packages
 from moe_replay.utils.plugins import PluginError
 from tests.rollout.tiny import tiny_model
 
 STARTED: list[StartRequest] = []
 MY_SAMPLER = EngineSpec("tests.rollout.test_registry:start_tiny", "samples only", takes_weights=False)
 MY_SERVER = EngineSpec("tests.rollout.test_registry:start_tiny", "servers of mine", is_server=True)
+MY_ENGINE = EngineSpec(
+    "tests.rollout.test_registry:start_tiny",
+    "takes everything",
+    package="a_package_that_nobody_has",
+    check_options="tests.rollout.test_registry:check_colour",
+    takes_capture=True,
+    takes_lora=True,
+    takes_delta=True,
+)
 
 
 def start_tiny(request: StartRequest) -> Engine:
@@ -32,11 +42,18 @@ def start_tiny(request: StartRequest) -> Engine:
     return TransformersEngine(tiny_model("olmoe"), max_length=request.max_length, weight_version=request.weight_version)
 
 
+def check_colour(capture: str, options: dict[str, str]) -> None:
+    if capture == "checked" and "colour" in options:
+        raise EngineOptionError("no colours here", remedy="Leave them out")
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_engine_of_the_registry_can_be_imported(name: str) -> None:
-    module, _, function = str(ENGINES[name].start).partition(":")
-    assert callable(getattr(importlib.import_module(module), function))
-    assert ENGINES[name].description
+    spec = ENGINES[name]
+    for path in (str(spec.start), spec.check_version, spec.check_options):
+        module, _, function = path.partition(":")
+        assert not path or callable(getattr(importlib.import_module(module), function))
+    assert spec.description
 
 
 def test_a_function_of_the_users_own_is_an_engine() -> None:
@@ -54,6 +71,27 @@ def test_a_spec_of_the_users_own_says_that_it_is_a_server() -> None:
     with pytest.raises(ValidationError, match="needs the addresses of its servers"):
         TrainConfig.model_validate({"rollout": rollout})
     TrainConfig.model_validate({"rollout": rollout | {"urls": ["http://a:1"]}})
+
+
+def test_settings_are_checked_by_what_a_spec_of_the_users_own_says() -> None:
+    model = {"lora_rank": 8}
+    rollout = {"engine": "tests.rollout.test_registry:MY_ENGINE", "capture": "checked"}
+    TrainConfig.model_validate({"rollout": rollout | {"lora": True}, "model": model})
+    TrainConfig.model_validate({"rollout": rollout, "weights": {"delta": True}})
+    with pytest.raises(ValidationError, match=r"rollout\.capture: no colours here; Leave them out"):
+        TrainConfig.model_validate({"rollout": rollout | {"options": {"colour": "blue"}}})
+    server = {"engine": "tests.rollout.test_registry:MY_SERVER", "urls": ["http://a:1"]}
+    with pytest.raises(ValidationError, match=r"rollout\.lora: of the built-in engines vllm and vllm_server take"):
+        TrainConfig.model_validate({"rollout": server | {"lora": True}, "model": model})
+    with pytest.raises(ValidationError, match=r"weights\.delta: tests.rollout.test_registry:MY_SERVER takes whole"):
+        TrainConfig.model_validate({"rollout": server, "weights": {"delta": True}})
+
+
+def test_the_package_of_a_spec_of_the_users_own_is_looked_for() -> None:
+    config = TrainConfig.model_validate({"rollout": {"engine": "tests.rollout.test_registry:MY_ENGINE"}})
+    with pytest.raises(MissingExtraError, match=r"pip install a_package_that_nobody_has$"):
+        check_packages(config)
+    check_packages(config, starts_engine=False)
 
 
 @pytest.mark.parametrize(

@@ -210,7 +210,7 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"rollout": {"capture": "theirs"}}, "rollout.capture"),
         ({"rollout": {"options": {"capture": "ours"}}}, "rollout.options.capture: set rollout.capture instead"),
         ({"rollout": {"engine": "transformers", "capture": "ours"}}, "transformers has no choice of who records"),
-        ({"rollout": SERVER | {"capture": "vllm"}}, "remove it, and start the servers with --capture"),
+        ({"rollout": SERVER | {"capture": "vllm"}}, "remove it, and choose it where the servers are started"),
         (
             {"rollout": {"capture": "checked", "options": {"pipeline_parallel_size": 2}}},
             "rollout.capture: capture 'checked' cannot be used with pipeline parallelism",
@@ -228,7 +228,7 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"rollout": {"lora": True}}, "rollout.lora: there is no adapter to send"),
         (
             {"rollout": {"lora": True, "engine": "transformers"}, "model": {"lora_rank": 8}},
-            "only vllm and vllm_server take adapters",
+            "vllm and vllm_server take adapters",
         ),
         ({"model": {"lora_merge": False}}, "model.lora_rank: 0 trains all weights"),
         ({"model": {"attention": "flash_attention_2", "dtype": "float32"}}, "does not support float32"),
@@ -267,7 +267,7 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"optim": {"warmup_steps": 11}, "steps": 10}, "at most steps = 10"),
         ({"reward": {"functions": []}}, "functions"),
         ({"reward": {"functions": ["accuracy", "format"], "weights": [1.0]}}, "1 weights for 2 functions"),
-        ({"weights": {"delta": True}}, "weights.delta: only servers"),
+        ({"weights": {"delta": True}}, "weights.delta: vllm takes whole weights only"),
         ({"weights": {"delta": True, "kind": "nccl"}, "rollout": {"engines_per_node": 2}}, "not by nccl"),
         ({"cluster": RAY, "rollout": {"engines_per_node": 2}}, "remove one of them"),
         ({"cluster": RAY, "rollout": SERVER}, "name the engine that the cluster starts"),

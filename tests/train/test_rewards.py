@@ -8,8 +8,9 @@ import types
 import numpy as np
 import pytest
 
+from moe_replay.errors import MissingExtraError
 from moe_replay.train.rewards import Reward, RewardError, accuracy, load_reward, score, think_format, total
-from moe_replay.utils.plugins import PluginError
+from moe_replay.utils.plugins import PluginError, requires
 
 
 @pytest.fixture
@@ -29,6 +30,18 @@ def test_accuracy_compares_mathematics():
 def test_accuracy_does_not_score_without_a_solution():
     pytest.importorskip("math_verify", reason="needs math-verify")
     assert accuracy(["p"], ["5"], [""]) == [None]
+
+
+def test_a_reward_names_the_packages_that_it_needs(module):
+    @requires("a_package_that_nobody_has")
+    def mine(prompts, completions, **columns):
+        return [0.0] * len(prompts)
+
+    module.mine = mine
+    with pytest.raises(MissingExtraError, match="'my_rewards:mine' needs the package a_package_that_nobody_has"):
+        load_reward("my_rewards:mine")
+    module.mine = requires("numpy")(mine)
+    assert load_reward("my_rewards:mine").function is mine
 
 
 @pytest.mark.parametrize(

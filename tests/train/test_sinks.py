@@ -100,7 +100,7 @@ def test_a_missing_package_is_named_with_its_extra(
     tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = LogConfig(**{package: True})
-    monkeypatch.setattr("moe_replay.train.sinks.registry.find_spec", lambda name: None)
+    monkeypatch.setattr("moe_replay.utils.plugins.find_spec", lambda name: None)
     for opening in (lambda: load_sink(package), lambda: Sinks(log.enabled_sinks, SinkContext(tmp_path))):
         with pytest.raises(MissingExtraError, match=rf"log.{package}.*moe-replay\[{package}\]"):
             opening()
@@ -158,7 +158,7 @@ class Tracking:
 
 def test_mlflow_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = Tracking()
-    monkeypatch.setattr("moe_replay.train.sinks.registry.find_spec", lambda name: True)
+    monkeypatch.setattr("moe_replay.utils.plugins.find_spec", lambda name: True)
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "mlflow.tracking", SimpleNamespace(MlflowClient=lambda: server))
     monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(Metric=lambda *parts: parts))

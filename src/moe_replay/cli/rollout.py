@@ -11,7 +11,7 @@ from typing_extensions import Doc
 
 from moe_replay.errors import EngineError, MissingExtraError
 from moe_replay.rollout.engine import TOKEN_VARIABLE, Capture, Engine, LoraSpec, StartRequest
-from moe_replay.rollout.registry import ENGINES, engine_spec, start_engine
+from moe_replay.rollout.registry import ENGINES, engine_spec, lora_engines, start_engine
 from moe_replay.rollout.request_limits import RequestLimits
 from moe_replay.utils.secrets import find_token
 
@@ -95,8 +95,9 @@ class RolloutCommand:
     def _lora(self) -> LoraSpec | None:
         if not self.lora_rank:
             return None
-        if self.engine != "vllm":
-            raise EngineError(f"--lora-rank: {self.engine} takes no adapters", expected="--engine vllm")
+        if not engine_spec(self.engine, key="--engine").takes_lora:
+            expected = " or ".join(name for name in lora_engines() if name in SERVED)
+            raise EngineError(f"--lora-rank: {self.engine} takes no adapters", expected=f"--engine {expected}")
         from moe_replay.train.config.sections import ModelConfig
         from moe_replay.train.engines import lora_spec
 

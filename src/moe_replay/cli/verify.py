@@ -230,7 +230,7 @@ class VerifyCommand:
             token=find_token(self.token, self.token_file, TOKEN_VARIABLE),
             trust_remote_code=self.trust_remote_code,
             capture=self.capture,
-            options={"enforce_eager": True, **self.engine_options} if self.engine == "vllm" else self.engine_options,
+            options={**engine_spec(self.engine, key="--engine").quick_start, **self.engine_options},
         )
         began = time.monotonic()
         engine = start_sampler(self.engine, request, key="--engine")

@@ -7,9 +7,9 @@ Outside of this package, `rollout.engine = "module:name"` names such a function,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeGuard
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
 
 from moe_replay.errors import EngineError, EngineOptionError
 from moe_replay.rollout.engine import Engine, Sampler, StartRequest
@@ -27,9 +27,15 @@ class EngineSpec:
     is_server       runs in processes of its own and is reached by URLs
     takes_weights   is an `Engine`; otherwise it only samples, and cannot be trained with
     package         that must be installed here to start it; empty: none
+    extra           of moe-replay that installs this package; empty: the package itself is named
+    check_version   of the installed package, as `module:function`: raises for a release that cannot be used
+    check_options   `module:function` of capture and options, called while a recipe is read: raises `EngineOptionError`
+    quick_start     options that start it sooner and let it sample more slowly, for a few samples
     returns_masks   can return the sampling mask of its samples, in some release at least
     start_sampler   in place of `start` where the engine need only sample; None: the same
     takes_capture   has the choice of who records routes (`StartRequest.capture`)
+    takes_lora      can be sent an adapter by itself, in place of merged weights
+    takes_delta     can be sent changed weights by themselves
     """
 
     start: str | Start
@@ -37,19 +43,39 @@ class EngineSpec:
     is_server: bool = False
     takes_weights: bool = True
     package: str = ""
+    extra: str = ""
+    check_version: str = ""
+    check_options: str = ""
+    quick_start: Mapping[str, Any] = field(default_factory=dict)
     returns_masks: bool = True
     takes_capture: bool = False
+    takes_lora: bool = False
+    takes_delta: bool = False
     start_sampler: str | Start | None = None
 
 
 ENGINES: dict[str, EngineSpec] = {
     "vllm": EngineSpec(
-        "moe_replay.rollout.vllm.engine:start", "vLLM in this process", package="vllm", takes_capture=True
+        "moe_replay.rollout.vllm.engine:start",
+        "vLLM in this process",
+        package="vllm",
+        extra="vllm",
+        check_version="moe_replay.rollout.vllm.release:check_version",
+        check_options="moe_replay.rollout.vllm.capture_choice:chosen_capture",
+        quick_start={"enforce_eager": True},
+        takes_capture=True,
+        takes_lora=True,
     ),
     "transformers": EngineSpec(
-        "moe_replay.rollout.transformers:start", "Transformers in this process", package="transformers"
+        "moe_replay.rollout.transformers:start", "Transformers in this process", package="transformers", extra="train"
     ),
-    "vllm_server": EngineSpec("moe_replay.rollout.server.client:start", "`moe-replay rollout` servers", is_server=True),
+    "vllm_server": EngineSpec(
+        "moe_replay.rollout.server.client:start",
+        "`moe-replay rollout` servers",
+        is_server=True,
+        takes_lora=True,
+        takes_delta=True,
+    ),
     "sglang_server": EngineSpec(
         "moe_replay.rollout.sglang.server:start", "SGLang servers", is_server=True, returns_masks=False
     ),
@@ -106,6 +132,16 @@ def trainable_engines() -> list[str]:
 def capturing_engines() -> list[str]:
     """Names of the built-in engines that have the choice of who records routes."""
     return [name for name, spec in ENGINES.items() if spec.takes_capture]
+
+
+def lora_engines() -> list[str]:
+    """Names of the built-in engines that take adapters by themselves."""
+    return [name for name, spec in ENGINES.items() if spec.takes_lora]
+
+
+def delta_engines() -> list[str]:
+    """Names of the built-in engines that take changed weights by themselves."""
+    return [name for name, spec in ENGINES.items() if spec.takes_delta]
 
 
 def server_engines() -> list[str]:

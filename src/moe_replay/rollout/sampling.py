@@ -71,6 +71,11 @@ class Supports:
         ]
 
 
+def request_seed(params: SamplingParams, prompt: Sequence[int]) -> int | None:
+    """Return the seed of one prompt's request; None where `params` has none. Equal prompts have equal seeds."""
+    return None if params.seed is None else params.seed ^ prompt_hash(prompt)
+
+
 def prompt_hash(prompt: Sequence[int]) -> int:
     """Return a hash of a prompt to mix into a seed: one seed must not draw the same numbers for all prompts."""
     return zlib.crc32(np.asarray(prompt, np.int32).tobytes())

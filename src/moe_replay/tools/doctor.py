@@ -15,7 +15,7 @@ from moe_replay.rollout.vllm.release import INSTALL, NEWEST, OLDEST, RUN_ON, rel
 from moe_replay.routes.layer_rules import setting
 from moe_replay.routes.router_families import ROUTER_FAMILIES
 from moe_replay.routes.topology import MoeTopology, text_config
-from moe_replay.tools.system_info import SystemInfo
+from moe_replay.tools.system_info import SystemInfo, plugin_packages
 from moe_replay.utils.units import GIB
 
 MIN_SHARED_BYTES = GIB // 2  # vLLM receives weights in shared-memory chunks of 256 MiB, and NCCL uses some too
@@ -187,6 +187,18 @@ def _engines(system: SystemInfo) -> Finding:
     return Finding("engines", Status.OK if local else Status.NOTE, str(len(local) + len(servers)), text, remedy)
 
 
+def _plugins(system: SystemInfo) -> Finding:
+    absent = {
+        name: [package for package in packages if system.versions.get(package) is None]
+        for name, packages in plugin_packages().items()
+    }
+    usable = [name for name, packages in absent.items() if not packages]
+    missing = sorted({package for packages in absent.values() for package in packages})
+    text = f"usable: {', '.join(usable)}" + (f"; not installed: {', '.join(missing)}" if missing else "")
+    remedy = f"pip install {' '.join(missing)}, for those that you use" if missing else ""
+    return Finding("sinks, rewards", Status.NOTE if missing else Status.OK, str(len(usable)), text, remedy)
+
+
 def _trl(system: SystemInfo) -> Finding:
     version = system.versions.get("trl")
     if version is None:
@@ -240,6 +252,7 @@ CHECKS: tuple[Callable[[SystemInfo], Finding], ...] = (
     _vllm,
     _sglang,
     _engines,
+    _plugins,
     _trl,
     _ray,
     _gpu,

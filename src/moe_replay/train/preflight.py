@@ -12,15 +12,16 @@ from typing import NamedTuple
 
 from moe_replay.errors import MissingExtraError, MoeReplayError
 from moe_replay.rollout.registry import engine_spec
-from moe_replay.rollout.vllm.release import check_version
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.data import read_rows
 from moe_replay.train.inputs import ReadData, check_names, check_reward_columns, load_rewards
+from moe_replay.train.rewards import REWARDS
 from moe_replay.train.sinks.registry import load_sink
+from moe_replay.utils.plugins import import_path, required_packages
 
 
 class Need(NamedTuple):
-    """A package that a setting needs: its module, and the extra that installs it."""
+    """A package that a setting needs: its module, and the extra that installs it; empty: none does."""
 
     setting: str
     module: str
@@ -62,8 +63,7 @@ def needed_packages(config: TrainConfig, *, starts_engine: bool = True) -> Itera
     if config.backend.kind == "megatron":
         yield Need('backend.kind = "megatron"', "megatron", "megatron")
     if starts_engine and spec.package:
-        extra = spec.package if spec.package == "vllm" else "train"
-        yield Need(f'rollout.engine = "{rollout.engine}"', spec.package, extra)
+        yield Need(f'rollout.engine = "{rollout.engine}"', spec.package, spec.extra)
     if config.starts_servers:
         key = "cluster.engines" if config.cluster.starts_engines else "rollout.engines_per_node"
         yield from (Need(key, module, "serve") for module in ("starlette", "uvicorn"))
@@ -71,27 +71,32 @@ def needed_packages(config: TrainConfig, *, starts_engine: bool = True) -> Itera
         yield Need('cluster.kind = "ray"', "ray", "ray")
     if starts_engine and (config.starts_servers or spec.is_server):
         yield from (Need("a rollout server", module, "train") for module in ("httpx", "tenacity"))
-    if "accuracy" in config.reward.functions:
-        yield Need("the reward 'accuracy'", "math_verify", "train")
+    for name in config.reward.functions:
+        for package in required_packages(REWARDS.get(name)):
+            yield Need(f"the reward {name!r}", package, "train")
 
 
 def check_packages(config: TrainConfig, *, starts_engine: bool = True) -> None:
-    """Raise for a package that is not installed, and for a release of vLLM that cannot be used."""
+    """Raise for a package that is not installed, and for a release of the engine that cannot be used."""
     missing = [need for need in needed_packages(config, starts_engine=starts_engine) if find_spec(need.module) is None]
     if missing:
-        extras = sorted({need.extra for need in missing})
-        on_cpu = "; on a CPU see docs/install.md" if "vllm" in extras else ""
+        extras = ",".join(sorted({need.extra for need in missing} - {""}))
+        others = sorted({need.module for need in missing if not need.extra})
+        installed = [f"'moe-replay[{extras}]'"] * bool(extras) + others
+        on_cpu = "; on a CPU see docs/install.md" if "vllm" in extras.split(",") else ""
         raise MissingExtraError(
             "; ".join(f"{need.setting} needs the package {need.module}" for need in missing),
-            remedy=f"pip install 'moe-replay[{','.join(extras)}]'{on_cpu}",
+            remedy=f"pip install {' '.join(installed)}{on_cpu}",
         )
     for name in config.log.enabled_sinks:
         load_sink(name)
-    if starts_engine and engine_spec(config.rollout.engine).package == "vllm":
+    spec = engine_spec(config.rollout.engine)
+    if starts_engine and spec.check_version:
         try:
-            check_version(version("vllm"))
+            installed_version = version(spec.package)
         except PackageNotFoundError:
             return  # run from its sources: its engine says whether it can be used
+        import_path(spec.check_version, kind="check", key="rollout.engine")(installed_version)
 
 
 def check_shares(config: TrainConfig) -> None:

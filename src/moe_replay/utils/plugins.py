@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from moe_replay.errors import MoeReplayError
@@ -22,6 +23,7 @@ from moe_replay.utils.hang_watch import WATCH
 from moe_replay.utils.messages import one_line
 
 T = TypeVar("T")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class PluginError(MoeReplayError):
@@ -47,6 +49,26 @@ def resolve(name: str, known: Mapping[str, Any], *, kind: str, key: str, forms: 
             remedy=f"Did you mean {near[0]!r}?" if near else None,
         )
     return import_path(found, kind=kind, key=key)
+
+
+def requires(*packages: str) -> Callable[[Function], Function]:
+    """Mark a function that needs these packages, as the attribute `requires` of a class does."""
+
+    def mark(function: Function) -> Function:
+        vars(function)["requires"] = packages
+        return function
+
+    return mark
+
+
+def required_packages(implementation: Any) -> tuple[str, ...]:
+    """Return the packages, by the names they are imported under, that an implementation says it needs."""
+    return tuple(getattr(implementation, "requires", ()))
+
+
+def missing_packages(implementation: Any) -> list[str]:
+    """Return those of its required packages that are not installed."""
+    return [package for package in required_packages(implementation) if find_spec(package) is None]
 
 
 def is_path(name: str) -> bool:

@@ -14,7 +14,7 @@ from moe_replay.errors import EngineAnswerError, EngineError, EngineName
 from moe_replay.interop.encoding import from_base64, from_npy, max_bytes
 from moe_replay.interop.rows import PeerError
 from moe_replay.rollout.captured_sample import captured_sample, parse_finish_reason
-from moe_replay.rollout.sampling import prompt_hash
+from moe_replay.rollout.sampling import request_seed
 from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
 from moe_replay.rollout.vllm.masks import MASK_OPTION, MaskReturn
 from moe_replay.rollout.weights.identity import CurrentWeights
@@ -121,7 +121,7 @@ def generate_request(prompt: Sequence[int], params: SamplingParams, masks: MaskR
             "max_tokens": params.max_tokens,
             **masks.truncation(params),
             "min_p": 0.0,
-            "seed": None if params.seed is None else params.seed ^ prompt_hash(prompt),
+            "seed": request_seed(params, prompt),
             "stop_token_ids": list(params.stop_token_ids),
             "ignore_eos": params.ignore_eos,
             "logprobs": 0,

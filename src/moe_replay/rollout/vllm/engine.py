@@ -18,7 +18,7 @@ from moe_replay.rollout.engine import Capture, Engine, StartRequest, end_tokens
 from moe_replay.rollout.loop import AsyncSampler, while_alive
 from moe_replay.rollout.request_barrier import RequestBarrier
 from moe_replay.rollout.request_limits import check_token_ids
-from moe_replay.rollout.sampling import prompt_hash
+from moe_replay.rollout.sampling import request_seed
 from moe_replay.rollout.state import EngineState
 from moe_replay.rollout.types import Probe, Sample, SamplingParams
 from moe_replay.rollout.vllm.adapter import AdapterSlot, adapter_options, room_for_adapters
@@ -173,7 +173,7 @@ class VllmEngine(AsyncSampler):
             "n": params.draws,
             "max_tokens": params.max_tokens,
             **self._masks.truncation(params),
-            "seed": None if params.seed is None else params.seed ^ prompt_hash(prompt),
+            "seed": request_seed(params, prompt),
             "stop_token_ids": sorted(stops),
             "ignore_eos": True,  # the model's end tokens are among the stop tokens, unless ignored
             "logprobs": 0,

@@ -10,8 +10,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from moe_replay.errors import EngineOptionError
-from moe_replay.rollout.registry import EngineSpec, engine_spec, server_engines, trainable_engines
-from moe_replay.rollout.vllm.capture_choice import chosen_capture
+from moe_replay.rollout.registry import (
+    EngineSpec,
+    delta_engines,
+    engine_spec,
+    lora_engines,
+    server_engines,
+    trainable_engines,
+)
 from moe_replay.train.config.plugin_names import PluginName
 from moe_replay.train.config.sections import (
     BackendConfig,
@@ -22,7 +28,7 @@ from moe_replay.train.config.sections import (
     Sections,
 )
 from moe_replay.train.weight_kinds import WEIGHT_KINDS
-from moe_replay.utils.plugins import PluginError, is_path
+from moe_replay.utils.plugins import PluginError, import_path, is_path
 from moe_replay.utils.secrets import is_masked, mask_passwords
 
 KEYS_OF_MEGATRON_SETTINGS = {
@@ -229,13 +235,13 @@ def _capture(rollout: RolloutConfig, spec: EngineSpec) -> Iterator[str]:
         if rollout.capture != "auto":
             yield (
                 f"rollout.capture: {rollout.engine} has no choice of who records routes; remove it"
-                + (", and start the servers with --capture" if rollout.engine == "vllm_server" else "")
+                + (", and choose it where the servers are started" if spec.is_server else "")
             )
     elif "capture" in rollout.options:
         yield "rollout.options.capture: set rollout.capture instead"
-    elif rollout.engine == "vllm":
+    elif spec.check_options:
         try:
-            chosen_capture(rollout.capture, rollout.options)
+            import_path(spec.check_options, kind="check", key="rollout.engine")(rollout.capture, rollout.options)
         except EngineOptionError as refused:
             yield f"rollout.capture: {refused.problem}; {refused.remedy}"
 
@@ -243,8 +249,10 @@ def _capture(rollout: RolloutConfig, spec: EngineSpec) -> Iterator[str]:
 def _adapters(config: Sections) -> Iterator[str]:
     if config.rollout.lora and not config.model.lora_rank:
         yield "rollout.lora: there is no adapter to send; set model.lora_rank"
-    if config.rollout.lora and config.rollout.engine not in ("vllm", "vllm_server"):
-        yield "rollout.lora: only vllm and vllm_server take adapters; remove it, and merged weights are sent"
+    spec = _spec(config.rollout)
+    if config.rollout.lora and spec is not None and not spec.takes_lora:
+        takers = " and ".join(lora_engines())
+        yield f"rollout.lora: of the built-in engines {takers} take adapters; remove it, and merged weights are sent"
 
 
 def _weights(config: Sections) -> Iterator[str]:
@@ -258,22 +266,28 @@ def _weights(config: Sections) -> Iterator[str]:
         return
     if config.weights.kind not in ("auto", "http"):
         yield f"weights.delta: changes travel in requests, not by {config.weights.kind}; set weights.kind = http"
-    if config.rollout.engine != "vllm_server" and not config.starts_servers:
+    spec = _spec(config.rollout)
+    if spec is not None and not spec.takes_delta and not config.starts_servers:
         yield (
-            "weights.delta: only servers of `moe-replay rollout` take changes; set rollout.engine = vllm_server, "
-            "rollout.engines_per_node or cluster.engines, or remove it"
+            f"weights.delta: {config.rollout.engine} takes whole weights only; set rollout.engine = "
+            f"{' or '.join(delta_engines())}, rollout.engines_per_node or cluster.engines, or remove it"
         )
     if config.rollout.lora:
         yield "weights.delta: with rollout.lora the adapter alone is sent; remove one of them"
 
 
-def _drivers(config: Sections) -> Iterator[str]:
-    rollout = config.rollout
+def _spec(rollout: RolloutConfig) -> EngineSpec | None:
     try:
-        is_server = rollout.is_server
+        return engine_spec(rollout.engine)
     except PluginError:  # a problem of its own
+        return None
+
+
+def _drivers(config: Sections) -> Iterator[str]:
+    rollout, spec = config.rollout, _spec(config.rollout)
+    if spec is None:
         return
-    if rollout.drivers > 1 and not is_server and not config.starts_servers:
+    if rollout.drivers > 1 and not spec.is_server and not config.starts_servers:
         yield (
             f"rollout.drivers: {rollout.engine} samples in rank 0's own process, which no other process can ask; set "
             f"rollout.drivers = 1, rollout.engines_per_node, or rollout.engine = {' or '.join(server_engines())}"
