@@ -101,9 +101,9 @@ def measured(way: str, rank: int, ranks: int, sequences: int, tokens: int) -> Co
         else:
             made = SharedBatch.put(RolloutBatch(held, {}), store) if rank == 0 else None
             file = 0 if made is None else sum(size for _, size in made.ref.sections)
-            heads = broadcast_bytes(None if made is None else made.to_bytes())
-            own = SharedBatch.from_bytes(heads, store).get(numbers, LAYERS)
-            received = store.received_bytes + len(heads)
+            headers = broadcast_bytes(None if made is None else made.to_bytes())
+            own = SharedBatch.from_bytes(headers, store).get(numbers, LAYERS)
+            received = store.received_bytes + len(headers)
         used = time.process_time() - used
         barrier()
         seconds, peak = time.monotonic() - began, _peak() - before + file

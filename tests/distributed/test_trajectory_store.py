@@ -12,7 +12,7 @@ import pytest
 from moe_replay.distributed.collectives import broadcast_bytes
 from moe_replay.distributed.control import open_control_group
 from moe_replay.distributed.ranks import barrier, from_rank_0, rank
-from moe_replay.train.trajectories.head import HEAD_BYTES
+from moe_replay.train.trajectories.header import HEADER_BYTES
 from moe_replay.train.trajectories.store import BatchRef, RankStore, StoreError
 from moe_replay.train.trajectories.wire import trajectories_from_bytes, trajectories_to_bytes
 from moe_replay.train.types import Trajectory
@@ -85,7 +85,7 @@ def test_what_rank_0_does_not_have_is_an_error_with_its_address() -> None:
 
 
 def test_heads_are_small() -> None:
-    assert HEAD_BYTES <= 100
+    assert HEADER_BYTES <= 100
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------

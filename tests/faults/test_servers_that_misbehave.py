@@ -1,4 +1,4 @@
-"""Servers that answer with what cannot be true are put aside, and their requests move to the others."""
+"""Servers that answer with what cannot be true are quarantined, and their requests move to the others."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def assert_moved(servers: Servers, cause: str) -> None:
     with servers.pool() as pool:
         groups = pool.generate(PROMPTS, PARAMS)
         assert [[sample.prompt_ids.tolist() for sample in group] for group in groups] == [[p, p] for p in PROMPTS]
-        assert pool._members[0].is_aside
+        assert pool._members[0].is_quarantined
         assert cause in str(pool._members[0])
         assert pool._members[1].down_until is None
 
@@ -250,18 +250,18 @@ def test_the_last_server_ends_the_run_and_each_cause_is_named(servers: Servers, 
     assert f"{dead} cannot be reached" in str(unavailable.value)
 
 
-def test_a_server_that_was_put_aside_is_used_again_after_new_weights(servers: Servers) -> None:
+def test_a_quarantined_server_is_used_again_after_new_weights(servers: Servers) -> None:
     servers.lying.change = SAMPLES["nan"][0]
     with servers.pool() as pool:
         pool.generate(PROMPTS, PARAMS)
-        assert pool._members[0].is_aside
+        assert pool._members[0].is_quarantined
         servers.reset()
         pool.update_weights(checkpoint_tensors(tiny_model("olmoe")), 0)
         assert pool._members[0].down_until is None
         assert len(pool.generate(PROMPTS, PARAMS)) == 3
 
 
-def test_a_request_that_every_server_refuses_puts_none_aside(servers: Servers) -> None:
+def test_a_request_that_every_server_refuses_quarantines_none(servers: Servers) -> None:
     with servers.pool() as pool:
         with pytest.raises(EngineError, match=r"every server refused a request.*is empty or as long as"):
             pool.generate([[1] * 64], PARAMS)
@@ -276,7 +276,7 @@ def test_an_update_that_one_server_refuses_goes_on_with_the_other(servers: Serve
     try:
         with servers.pool() as pool:
             pool.update_weights(checkpoint_tensors(tiny_model("olmoe")), 0)
-            assert pool._members[0].is_aside
+            assert pool._members[0].is_quarantined
             assert "no room for the weights" in str(pool._members[0])
             assert len(pool.generate(PROMPTS, PARAMS)) == 3
     finally:
@@ -301,7 +301,7 @@ def test_a_run_goes_on_as_if_nothing_had_happened(
         apps = [build_app(lying, TOKEN), build_app(engines[1], TOKEN)]  # type: ignore[list-item]
         bad, good = (stack.enter_context(serving(app)) for app in apps)
         disturbed = run("disturbed", bad, good)
-        assert f"put aside until its next weight update: {bad} returned an impossible log-prob" in caplog.text
+        assert f"quarantined until its next weight update: {bad} returned an impossible log-prob" in caplog.text
         assert disturbed == run("calm", good)
 
 

@@ -117,13 +117,13 @@ def test_a_server_that_fails_does_not_stop_the_others(serialised: list[int]) -> 
     with ExitStack() as stack:
         pool = pool_of(stack, engines)
         pool.update_weights(iter(wanted.items()), 3, weights_id="a")
-        assert [member.is_aside for member in pool._members] == [False, True, False, False]
+        assert [member.is_quarantined for member in pool._members] == [False, True, False, False]
         assert "model.layers.4.weight" in pool._members[1].cause
         assert engines[1].weights == {}
         assert all(same(engine.weights, wanted) for engine in (engines[0], *engines[2:]))
         engines[1].fails_at = ""
         pool.update_weights(iter(wanted.items()), 4, weights_id="b")
-        assert not any(member.is_aside for member in pool._members)
+        assert not any(member.is_quarantined for member in pool._members)
     assert same(engines[1].weights, wanted)
     assert len(serialised) == 8
 

@@ -222,7 +222,7 @@ def test_a_server_that_lost_its_copy_is_sent_everything(sent: list[int], monkeyp
         pool.update_weights(iter(made[2].items()), 2, weights_id="c")
         assert engines[0].updates == before, "verified before the engine is touched"
         assert "is not the sender's after its changes" in pool._members[0].cause
-        assert pool._members[0].is_aside
+        assert pool._members[0].is_quarantined
         assert same(engines[1].weights, made[2])
         pool.update_weights(iter(made[3].items()), 3, weights_id="d")
     assert all(same(engine.weights, made[3]) for engine in engines)

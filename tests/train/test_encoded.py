@@ -20,7 +20,7 @@ from moe_replay.train.drivers.group_wire import GroupWriter, group_from_content,
 from moe_replay.train.groups import GroupTask
 from moe_replay.train.reward_pool.wire import from_content, to_frame
 from moe_replay.train.trajectories.encoded import decoded, parts_of, recorded_layers
-from moe_replay.train.trajectories.head import TrajectoryHead
+from moe_replay.train.trajectories.header import TrajectoryHeader
 from moe_replay.train.types import Group, Trajectory
 from tests.train.trajectories import LAYERS, random_trajectory
 
@@ -44,7 +44,7 @@ def test_records_of_a_driver_are_those_of_this_process(monkeypatch: pytest.Monke
     assert np.array_equal(found[0].scores["a"], [0.1, math.nan], equal_nan=True)
     for one, other in zip(made, [one for group in found for one in group.trajectories], strict=True):
         wanted, got = one.with_advantage(0.3), other.with_advantage(0.3)
-        assert TrajectoryHead.of(got) == TrajectoryHead.of(wanted)
+        assert TrajectoryHeader.of(got) == TrajectoryHeader.of(wanted)
         assert recorded_layers(got) == LAYERS
         assert got.texts == (str(one.row), "é")  # type: ignore[attr-defined]
         for layers in sets[:2]:

@@ -1,4 +1,4 @@
-"""`RunBoard`: the meeting point of a run on Ray, a named actor of the namespace `moe-replay`.
+"""`RunBoard`: shared state of a run on Ray, held by a named actor in the namespace `moe-replay`.
 
 The driver, rank 0 and `moe-replay cluster` leave there what the others have to know. Nothing in it waits: whoever needs
 a change looks again.
@@ -16,7 +16,7 @@ KEPT_LINES = 1000
 
 
 class EngineOrder(NamedTuple):
-    """What rank 0 wants started: the name of the engine, and the fields of its `StartRequest`."""
+    """Engine start request from rank 0: the name of the engine, and the fields of its `StartRequest`."""
 
     engine: str
     request: dict[str, Any]
@@ -36,7 +36,7 @@ class EngineList(NamedTuple):
 
 
 class DriverView(NamedTuple):
-    """What the driver reads: the order of rank 0, how many engines are wanted, and new output of rank 0."""
+    """State that the driver polls: rank 0's order, the number of engines wanted, and new output of rank 0."""
 
     order: EngineOrder | None
     wanted: int

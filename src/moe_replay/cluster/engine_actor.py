@@ -57,11 +57,11 @@ class EngineActor:
         return StartedEngine(f"http://{address}:{port}", pid)
 
     def wait(self, seconds: float) -> int | None:
-        """Return the status with which the engine has ended; None if it has not after so many seconds."""
+        """Return the engine's exit status; None if it has not ended within `seconds`."""
         return self._processes.wait(seconds)
 
     def close(self) -> None:
-        """End the engine in order."""
+        """Shut the engine down cleanly."""
         if self._processes is not None:
             self._processes.close()
 

@@ -87,7 +87,7 @@ def _write(file: Path, lines: Iterable[dict[str, str]]) -> None:
 
 
 def _fingerprint(settings: DemoSettings) -> str:
-    """Of everything that determines the files: settings, the code of this package, the libraries beneath it."""
+    """Return a fingerprint of all that determines the files: settings, the code of this package, its libraries."""
     digest = hashlib.sha256(json.dumps(asdict(settings), sort_keys=True).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())

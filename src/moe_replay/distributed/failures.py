@@ -1,7 +1,7 @@
-"""Failures of ranks, told to all others at once, on whichever machine they are and whatever they wait for.
+"""Report the failure of a rank to all others at once, on any machine and even while they are blocked.
 
 Every rank keeps a connection to rank 0, which passes on what one of them says before it ends. A rank whose connection
-closes without a word has been killed; one that is silent for too long hangs, or its machine is gone.
+closes without a message has been killed; one that is silent for too long hangs, or its machine is unreachable.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks that fail or end before the run does: each of the others learns of it, whatever it waits for.
+"""Detect ranks that fail or exit early, and notify the others even while they are blocked.
 
 A rank whose connection breaks gets an error from the library, which does not say whose it was or why. One that uses no
 connection, because it samples or waits for a reward, gets none, and on GPUs a collective waits for minutes. So a rank
@@ -79,7 +79,7 @@ class RankWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Other ranks may end from now on."""
+        """Stop watching; ranks that end later are not failures."""
         if self._stopping is None or self._thread is None:
             return
         os.write(self._stopping[1], b".")

@@ -16,7 +16,7 @@ from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
 from moe_replay.routes.trace_parts import VersionSpan
 
-_CHANCE_IS_RULED_OUT = 64  # this many rows of expert 0 in a row, at top 1, are no choice of a router
+_CHANCE_IS_RULED_OUT = 64  # this many consecutive rows of expert 0, at top 1, are no choice of a router
 
 
 def trace_from_capture(
@@ -51,11 +51,11 @@ def trace_from_capture(
         trace = RouteTrace(token_ids, experts, layers, covered, weight_version, num_experts=topology.num_experts)
     except TraceError as wrong:
         if topology.top_k > 1:
-            check.unwritten()  # says more than "an expert stands twice"
+            check.unwritten()  # says more than "a duplicate expert"
         raise check.error(
             f"returned routes that cannot be true: {wrong.problem}",
             "Ids beyond the experts are those of physical copies that an expert load balancer makes (capture logical "
-            "ids, or switch it off); an expert twice in a row means a buffer that was overwritten while it was read",
+            "ids, or switch it off); a duplicate expert within a row means a buffer overwritten while it was read",
             layer=wrong.layer,
             token=wrong.token,
             expected=wrong.expected,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE = "MOE_REPLAY_TOKEN"
 Capture = Literal["auto", "ours", "vllm", "checked"]
-"""Who records routes in vLLM. auto: ours where it can be used; checked: both, and they must agree."""
+"""Which capture records routes in vLLM. auto: ours where it can be used; checked: both, and they must agree."""
 T = TypeVar("T")
 
 

@@ -2,7 +2,7 @@
 
 A request returns one result or fails: it is sent again only after the server that had it has failed, and a late
 response of that server is dropped. A server whose answers cannot be used, or that refuses what another one serves, is
-put aside until it has taken the next weights.
+quarantined until it has accepted the next weight update.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class EnginePool(AsyncSampler):
         raise AssertionError("the last attempt returns or raises")
 
     async def _sample_once(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
-        """Try each available engine until one serves the request; those that refused it before are put aside."""
+        """Try each available engine until one serves the request; those that refused it before are quarantined."""
         refusals: dict[Member, EngineError] = {}
         while True:
             member = await self._least_loaded(refusals)
@@ -185,7 +185,7 @@ class EnginePool(AsyncSampler):
         if in_rotation:
             return min(in_rotation, key=lambda member: member.active_requests)
         told = [*map(one_line, refused.values()), *map(str, self._out_of_rotation())]
-        may_return = any(not member.is_aside for member in self._out_of_rotation())
+        may_return = any(not member.is_quarantined for member in self._out_of_rotation())
         if refused and not may_return:
             if len(refused) == 1:
                 raise next(iter(refused.values()))
@@ -269,7 +269,7 @@ class EnginePool(AsyncSampler):
         return bool(self._weights_id) and bool(self._without_weights())
 
     def _without_weights(self) -> list[Member]:
-        asked = [member for member in self._members if not member.is_aside]  # others did not take them
+        asked = [member for member in self._members if not member.is_quarantined]  # others did not take them
         with ThreadPoolExecutor(len(asked) or 1) as threads:
             lacking = list(threads.map(self._lacks_weights, (member.engine for member in asked)))
         return [member for member, lacks in zip(asked, lacking, strict=True) if lacks]

@@ -33,12 +33,12 @@ class ServerState(NamedTuple):
     """Whether a server is used.
 
     cause                why it is not; empty: it is
-    is_aside             not before its next weights
+    is_quarantined       excluded until it accepts the next weight update
     identifies_weights   whether its samples have a weights id
     """
 
     cause: str
-    is_aside: bool
+    is_quarantined: bool
     identifies_weights: bool
 
 
@@ -72,7 +72,7 @@ def following(engine: Any) -> Following:
 class Member:
     """One engine of the pool, its load, and why and for how long it is not used after a failure.
 
-    down_until   time at which its health is checked again: never, for one that is put aside; None: it is in use
+    down_until   time at which its health is checked again: never, for a quarantined one; None: it is in use
     cause        of its last failure
     """
 
@@ -86,17 +86,17 @@ class Member:
         return self.cause if self.engine.url in self.cause else f"{self.engine.url}: {self.cause or 'not reached yet'}"
 
     @property
-    def is_aside(self) -> bool:
-        """Whether it is not used until its next weights."""
+    def is_quarantined(self) -> bool:
+        """Whether it is excluded until it accepts the next weight update."""
         return self.down_until == math.inf
 
     def take_out(self, cause: BaseException, cooldown_s: float) -> None:
         """Do not use the engine for a while; `math.inf`: until it has taken new weights."""
-        if self.is_aside:
+        if self.is_quarantined:
             return
         self.down_until, self.cause = time.monotonic() + cooldown_s, one_line(cause)
-        if self.is_aside:
-            logger.warning("a rollout server is put aside until its next weight update: %s", self)
+        if self.is_quarantined:
+            logger.warning("a rollout server is quarantined until its next weight update: %s", self)
 
     def put_back(self) -> None:
         """Use the engine again."""
@@ -106,7 +106,7 @@ class Member:
     def state(self) -> ServerState:
         """What other pools of the same server should know of it."""
         cause = "" if self.down_until is None else self.cause or "not reached yet"
-        return ServerState(cause, self.is_aside, identifies_weights(self.engine))
+        return ServerState(cause, self.is_quarantined, identifies_weights(self.engine))
 
     def follow(self, state: ServerState | None, cooldown_s: float) -> None:
         """Use the engine, or do not, as another pool does; None: that one does not have it."""
@@ -116,7 +116,7 @@ class Member:
             return
         following(self.engine).identifies_weights = state.identifies_weights
         if state.cause:
-            self.take_out(EngineError(state.cause), math.inf if state.is_aside else cooldown_s)
+            self.take_out(EngineError(state.cause), math.inf if state.is_quarantined else cooldown_s)
 
     @contextmanager
     def request(self, cooldown_s: float) -> Iterator[ServedEngine]:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 
 
 class RequestBarrier:
-    """Belongs to one event loop, which need not be running yet.
+    """Gate for engine requests, bound to one event loop that may not have started.
 
     active   ids of the running requests
     """

@@ -140,7 +140,7 @@ class TransformersEngine:
 
     @property
     def weights_id(self) -> str:
-        """Of the update that the weights come from."""
+        """Id of the update that the weights come from."""
         return self._state.weights_id
 
     @property

@@ -192,7 +192,7 @@ def buffer_source(data: bytes | bytearray | memoryview) -> BlobSource:
 def decode(source: BlobSource, tokens: slice, limits: Limits) -> tuple[TraceParts, slice]:
     """Read the blocks of a blob that hold the chosen tokens; the second value selects the tokens among those read.
 
-    Every byte that is used is verified, except that no expert occurs twice in a row.
+    Every byte that is used is verified; rows are not checked for duplicate experts.
     """
     shape, sections_crc = read_header(source, limits)
     if len(source) != shape.blob_bytes:

@@ -2,7 +2,7 @@
 
     trajectories --(updates)--> mini-batches --(ranks)--> shares --(token budget)--> micro-batches
 
-Every rank computes the whole division from the heads of the trajectories, and asks the store for its own share of them.
+Every rank computes the whole division from the headers of the trajectories, and asks the store for its own share.
 Each token has its weight in the whole mini-batch, so the division changes no loss.
 """
 
@@ -56,10 +56,10 @@ def mini_batches(
     counts as a sequence without tokens.
     """
     planned = []
-    for part in np.array_split(np.arange(len(batch.heads)), updates):
-        chosen = [batch.heads[i] for i in part.tolist()]
-        excluded = [np.isnan(head.reward) or (overlong_filter and head.truncated) for head in chosen]
-        scored = np.array([0 if out else head.num_scored for head, out in zip(chosen, excluded, strict=True)])
+    for part in np.array_split(np.arange(len(batch.headers)), updates):
+        chosen = [batch.headers[i] for i in part.tolist()]
+        excluded = [np.isnan(header.reward) or (overlong_filter and header.truncated) for header in chosen]
+        scored = np.array([0 if out else header.num_scored for header, out in zip(chosen, excluded, strict=True)])
         weights = token_weights(scored, aggregation, max_tokens)
         trained = np.flatnonzero(scored)
         division = divide([chosen[i].length for i in trained], backend.data_size, budget, packed=packed)

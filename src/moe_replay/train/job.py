@@ -216,7 +216,7 @@ class Job:
     # ---- parts of a step ----------------------------------------------------------------------------------------
 
     def rollout(self) -> SharedBatch:
-        """Return the rollout batch of the next step: every rank has the heads, and gets its own share of the rest."""
+        """Return the rollout batch of the next step: every rank has the headers, and gets its own share of the rest."""
         batch = roll_out(
             self._rollouts,
             self._store,
@@ -298,7 +298,7 @@ class Job:
 
     def save_traces(self, step: int, batch: SharedBatch) -> None:
         """Write the routes of the first `log.traces` trajectories to the run's folder."""
-        kept = range(len(batch.heads))[: self.config.log.traces]
+        kept = range(len(batch.headers))[: self.config.log.traces]
         if not kept:
             return
         with raise_on_all_ranks("writing traces"), self._writing(f"the traces of step {step}"):

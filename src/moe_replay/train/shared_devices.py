@@ -19,7 +19,9 @@ from moe_replay.train.weight_sync import EngineSync, SyncReport
 
 
 class SharedDevices:
-    """Who has the memory: `rollout.sleep` frees the engine's, `backend.offload` the trainer's.
+    """Ownership of device memory between trainer and engine.
+
+    `rollout.sleep` frees the engine's, `backend.offload` the trainer's.
 
     engine   of the run, on rank 0; None on other ranks, and until it is started
     """

@@ -1,4 +1,4 @@
-"""The rollout of one step on all ranks: rank 0 samples, all ranks get the heads, and the store keeps the rest.
+"""The rollout of one step on all ranks: rank 0 samples, all ranks get the headers, and the store keeps the rest.
 
 An evaluation is sampled in the same way, whatever servers do meanwhile.
 """

@@ -15,7 +15,7 @@ from moe_replay.rollout.types import FinishReason
 from moe_replay.routes import MoeLayer
 from moe_replay.tools.plan import Cluster, Parallel, RouteBytes, Work, plan_layout
 from moe_replay.tools.plan.layout_plan import in_flight
-from moe_replay.train.trajectories.head import HEAD_BYTES
+from moe_replay.train.trajectories.header import HEADER_BYTES
 from moe_replay.train.trajectories.shared_batch import SharedBatch
 from moe_replay.train.trajectories.store import InProcessStore, RankStore
 from moe_replay.train.trajectories.wire import table_bytes, trajectories_to_bytes
@@ -151,7 +151,7 @@ LENGTHS, MICRO_BATCHES = (40, 25), 3
 
 
 def moved(parallel: dict[str, int], ranks_per_node: int) -> list[int]:
-    """Bytes that this rank receives in a step, that rank 0 sends to other nodes, that it holds, and heads of all."""
+    """Bytes that this rank receives in a step, that rank 0 sends to other nodes, that it holds, and headers of all."""
     layout = Parallel(**parallel)
     plan = plan_layout(STORED, layout, Work(lengths=LENGTHS, micro_batches=MICRO_BATCHES))
     planned = plan.rank(ranks.rank())
@@ -170,7 +170,7 @@ def moved(parallel: dict[str, int], ranks_per_node: int) -> list[int]:
         sections = batch.ref.sections
         held = sum(size for _, size in sections) - len(sections) * table_bytes(len(whole))
         store.close()
-    return [store.received_bytes, sent, held, HEAD_BYTES * len(batch.heads)]
+    return [store.received_bytes, sent, held, HEADER_BYTES * len(batch.headers)]
 
 
 @pytest.mark.distributed
@@ -193,10 +193,10 @@ def test_bytes_of_a_step_are_those_that_the_store_moves(parallel: dict[str, int]
     every = run_ranks(layout.world, moved, parallel, ranks_per_node)
     assert [received for received, *_ in every] == plan.table["share_bytes"].tolist()
     assert max(received for received, *_ in every) == plan.wire_bytes["rank"]
-    _, sent, held, heads = every[0]
+    _, sent, held, headers = every[0]
     assert sent == plan.wire_bytes["all_nodes"]
     assert held == plan.wire_bytes["store"]
-    assert heads == plan.wire_bytes["heads"]
+    assert headers == plan.wire_bytes["headers"]
 
 
 def test_sixteen_thousand_ranks_are_planned_at_once() -> None:

@@ -1,4 +1,4 @@
-"""Who records routes in vLLM: its own capture, or ours. Settings are checked with it, so it imports no torch."""
+"""Which capture records routes in vLLM: its own or ours. Settings are checked with it, so it imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOT_OURS = {
 def chosen_capture(
     capture: str, options: Mapping[str, Any], lacks: Sequence[str] = ()
 ) -> Literal["ours", "vllm", "checked"]:
-    """Return who records routes in an engine with these options.
+    """Return which capture records routes in an engine with these options.
 
     lacks   what our capture uses and the installed vLLM does not have
     """

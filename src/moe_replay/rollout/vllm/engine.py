@@ -129,12 +129,12 @@ class VllmEngine(AsyncSampler):
 
     @property
     def capture(self) -> str:
-        """Who records routes: "ours", "vllm", or "checked" for both."""
+        """The capture that records routes: "ours", "vllm", or "checked" for both."""
         return self._routes.capture
 
     @property
     def weights_id(self) -> str:
-        """Of the update that the weights come from."""
+        """Id of the update that the weights come from."""
         return self._state.weights_id
 
     def healthy(self) -> bool:

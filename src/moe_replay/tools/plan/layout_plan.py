@@ -13,7 +13,7 @@ from moe_replay.routes.topology import MoeTopology
 from moe_replay.tools.plan.checks import Dimensions, ImpossibleLayoutError, find_problems
 from moe_replay.tools.plan.parallel import Parallel
 from moe_replay.tools.plan.work import RouteBytes, Work
-from moe_replay.train.trajectories.head import HEAD_BYTES
+from moe_replay.train.trajectories.header import HEADER_BYTES
 from moe_replay.train.trajectories.wire import table_bytes
 
 
@@ -124,7 +124,7 @@ class Plan:
 
         step           routes, from the engines to rank 0, each prompt once per group
         store          trajectories on rank 0, encoded once for each pipeline stage
-        heads          of all trajectories, into each rank
+        headers        of all trajectories, into each rank
         rank           trajectories of a rank, at most: mapped on the node of rank 0, fetched on others
         all_nodes      into all nodes but that of rank 0: once for each share that ranks of a node need
         fullest_node   into the busiest of them
@@ -143,7 +143,7 @@ class Plan:
         return {
             "step": sizes.sequences(self.work) * self.work.micro_batches * parallel.dp,
             "store": int(self.share_bytes[distinct].sum()) * parallel.dp,
-            "heads": HEAD_BYTES * sequences * parallel.dp,
+            "headers": HEADER_BYTES * sequences * parallel.dp,
             "rank": int(self.share_bytes.max()),
             "all_nodes": int(per_node.sum()),
             "fullest_node": int(per_node.max()),

@@ -35,7 +35,7 @@ def plan_text(plan: Plan) -> str:
         if plan.routes_travel
         else f"routes of a step: not asked for; tokens alone are {size(wire['step'])} from the engines to rank 0",
         f"trajectories of a step: {size(wire['store'])} in the memory of rank 0, as much again while they are encoded; "
-        f"{size(wire['rank'])} for a rank at most, {size(wire['heads'])} of heads for each",
+        f"{size(wire['rank'])} for a rank at most, {size(wire['headers'])} of headers for each",
         f"into other nodes than that of rank 0: {size(wire['fullest_node'])} into the busiest, "
         f"{size(wire['all_nodes'])} into all",
         f"extrapolated from {plan.cluster.gbit:g} Gbit/s a node: {plan.wire_seconds:.3g} s a step for both",

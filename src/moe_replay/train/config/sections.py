@@ -164,8 +164,8 @@ class RolloutConfig(Section):
     """What the trainer does about top_p and top_k. auto: it scores each token over the tokens that were left, which the
     engine returns; off: over the whole vocabulary, which biases importance ratios."""
     capture: Capture = "auto"
-    """Who records routes (vllm): ours, in vLLM's worker; vllm: its own capture; checked: both, which must agree, slow;
-    auto: ours unless other options of the engine forbid it."""
+    """Which capture records routes (vllm). ours: in vLLM's worker; vllm: its own; checked: both, which must agree,
+    slow; auto: ours unless other options of the engine forbid it."""
     reproducible: bool = True
     """Give every request a seed, so that a run can be repeated; on large GPU batches sampling is faster without."""
     max_staleness: int = Field(0, ge=0, le=1000)

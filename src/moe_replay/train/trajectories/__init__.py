@@ -1,1 +1,1 @@
-"""Trajectories of a step: heads for all ranks, and a store from which each rank takes its share."""
+"""Trajectories of a step: headers for all ranks, and a store from which each rank takes its share."""

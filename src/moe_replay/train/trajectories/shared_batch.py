@@ -1,4 +1,4 @@
-"""`SharedBatch`: the trajectories of a step as every rank sees them, heads here and bodies in a store."""
+"""`SharedBatch`: the trajectories of a step as every rank sees them, headers here and bodies in a store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from moe_replay.train.run.completions import Completion
-from moe_replay.train.trajectories.head import TrajectoryHead, heads_from_bytes, heads_to_bytes
+from moe_replay.train.trajectories.header import TrajectoryHeader, headers_from_bytes, headers_to_bytes
 from moe_replay.train.trajectories.store import BatchRef, InProcessStore, TrajectoryStore
 from moe_replay.train.types import AnyTrajectory, RolloutBatch, Trajectory
 
@@ -18,10 +18,10 @@ class SharedBatch:
 
     Metrics and completions are those of rank 0, and empty on other ranks.
 
-    heads   of all trajectories, the same on every rank
+    headers   of all trajectories, the same on every rank
     """
 
-    heads: Sequence[TrajectoryHead]
+    headers: Sequence[TrajectoryHeader]
     ref: BatchRef
     store: TrajectoryStore
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -30,8 +30,8 @@ class SharedBatch:
     @classmethod
     def put(cls, batch: RolloutBatch, store: TrajectoryStore) -> Self:
         """Put the trajectories of a rollout into a store, on the rank that sampled them."""
-        heads = [TrajectoryHead.of(trajectory) for trajectory in batch.trajectories]
-        return cls(heads, store.put(batch.trajectories), store, batch.metrics, batch.completions)
+        headers = [TrajectoryHeader.of(trajectory) for trajectory in batch.trajectories]
+        return cls(headers, store.put(batch.trajectories), store, batch.metrics, batch.completions)
 
     @classmethod
     def of(cls, trajectories: Sequence[AnyTrajectory]) -> Self:
@@ -41,7 +41,7 @@ class SharedBatch:
     @property
     def num_tokens(self) -> int:
         """Tokens of all trajectories, prompts included."""
-        return sum(head.length for head in self.heads)
+        return sum(header.length for header in self.headers)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -59,11 +59,11 @@ class SharedBatch:
     # ---- to other ranks -----------------------------------------------------------------------------------------
 
     def to_bytes(self) -> bytes:
-        """Return heads and reference, for the ranks that have neither."""
-        return self.ref.to_json().encode() + b"\n" + heads_to_bytes(self.heads)
+        """Return headers and reference, for the ranks that have neither."""
+        return self.ref.to_json().encode() + b"\n" + headers_to_bytes(self.headers)
 
     @classmethod
     def from_bytes(cls, data: bytes, store: TrajectoryStore) -> Self:
         """Return what other ranks know of a batch."""
-        ref, _, heads = data.partition(b"\n")
-        return cls(heads_from_bytes(heads), BatchRef.from_json(ref.decode()), store)
+        ref, _, headers = data.partition(b"\n")
+        return cls(headers_from_bytes(headers), BatchRef.from_json(ref.decode()), store)

@@ -1,4 +1,4 @@
-"""`TrajectoryHead`: what every rank must know of every trajectory of a step, to divide them alike."""
+"""`TrajectoryHeader`: what every rank must know of every trajectory of a step, to divide them alike."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _RECORD = np.dtype(
         *(("reward", "<f8"), ("advantage", "<f8"), ("oldest", "<i8"), ("newest", "<i8"), ("truncated", "?")),
     ]
 )
-HEAD_BYTES = _RECORD.itemsize
+HEADER_BYTES = _RECORD.itemsize
 
 
-class TrajectoryHead(NamedTuple):
-    """The head of a trajectory of `length` tokens.
+class TrajectoryHeader(NamedTuple):
+    """The fixed-size record of a trajectory of `length` tokens that goes to all ranks.
 
     num_scored       sampled tokens that are trained on: all but one that begins the sequence
     oldest, newest   weight versions that sampled its tokens; -1 if none is sampled
@@ -37,7 +37,7 @@ class TrajectoryHead(NamedTuple):
 
     @classmethod
     def of(cls, trajectory: AnyTrajectory) -> Self:
-        """Return the head of a trajectory."""
+        """Return the header of a trajectory."""
         versions = trajectory.versions[trajectory.sampled]
         oldest, newest = (int(versions.min()), int(versions.max())) if versions.size else (-1, -1)
         return cls(
@@ -53,11 +53,11 @@ class TrajectoryHead(NamedTuple):
         )
 
 
-def heads_to_bytes(heads: Sequence[TrajectoryHead]) -> bytes:
-    """Return heads as bytes, `HEAD_BYTES` each."""
-    return np.array([tuple(head) for head in heads], _RECORD).tobytes()
+def headers_to_bytes(headers: Sequence[TrajectoryHeader]) -> bytes:
+    """Return headers as bytes, `HEADER_BYTES` each."""
+    return np.array([tuple(header) for header in headers], _RECORD).tobytes()
 
 
-def heads_from_bytes(data: bytes) -> list[TrajectoryHead]:
-    """Return the heads that `heads_to_bytes` was given."""
-    return [TrajectoryHead(*values) for values in np.frombuffer(data, _RECORD).tolist()]
+def headers_from_bytes(data: bytes) -> list[TrajectoryHeader]:
+    """Return the headers that `headers_to_bytes` was given."""
+    return [TrajectoryHeader(*values) for values in np.frombuffer(data, _RECORD).tolist()]
