@@ -20,7 +20,7 @@ from moe_replay.version import __version__
 
 
 class CommandSource(NamedTuple):
-    """Where a command is imported from when it is called, and its line in the list of commands."""
+    """Import location of a command, which is loaded when it is called, and its line in the list of commands."""
 
     module: str
     name: str

@@ -48,7 +48,7 @@ class RunBoard:
 
     engines      how many engines the recipe asks for
     token        of the engines
-    can_change   their number may change: they have places of their own
+    can_change   their number may change: they have their own resources
     engine       resources of each of them, by Ray's names
     """
 

@@ -32,7 +32,7 @@ class Resources(NamedTuple):
     memory: float = 0
 
     def times(self, count: int) -> Self:
-        """Return what so many of them take together."""
+        """Return the resources of `count` of them together."""
         return type(self)(*(count * one for one in self))
 
     def plus(self, other: Resources) -> Self:
@@ -65,10 +65,10 @@ class Node(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """What a run asks of a cluster.
+    """Resources that a run asks of a cluster.
 
     trainer   of each of `trainer_nodes` machines: its ranks, and where engines share their GPUs, these too
-    engine    of one engine, on one machine; `engines` of them have a place of their own
+    engine    of one engine, on one machine; `engines` of them need their own resources
     """
 
     trainer_nodes: int
@@ -107,7 +107,7 @@ def demand_of_layout(layout: Layout) -> Demand:
 def check_capacity(nodes: Sequence[Node], demand: Demand) -> str:
     """Return how a run fits into a cluster; raise if it does not.
 
-    Every node of the trainer is a machine of its own; engines go wherever there is space.
+    Every node of the trainer is a separate machine; engines go wherever there is space.
     """
     missing = list(_missing(nodes, demand))
     asked = _asked(demand)

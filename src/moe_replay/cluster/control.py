@@ -19,7 +19,7 @@ class NoRunError(MoeReplayError):
 
 
 class RunStatus(NamedTuple):
-    """What is known of a run.
+    """Status of a run.
 
     wanted       engines that were asked for last
     urls         addresses of those that are ready
@@ -124,7 +124,7 @@ class RunControl:
             )
 
     def wait(self, seconds: float) -> RunStatus:
-        """Wait until there are as many engines as were asked for; raise if there are not after so many seconds."""
+        """Wait until there are as many engines as were asked for; raise if there are not within `seconds`."""
         end = time.monotonic() + seconds
         while not (found := self.status()).is_settled:
             if found.error or time.monotonic() > end:

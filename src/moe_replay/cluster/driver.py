@@ -259,7 +259,7 @@ class RayRun:
         )
 
     def _engine_spot(self, number: int) -> Spot:
-        """Return where an engine runs: resources of its own, or a share of those of a machine of the trainer."""
+        """Return the placement of an engine: its own resources, or a share of those of a machine of the trainer."""
         from ray.util import placement_group
 
         layout = self._layout
@@ -303,7 +303,7 @@ def _has_failed(one: Outcome | Lost) -> bool:
 
 
 def _lost(ended: Mapping[int, Outcome | Lost]) -> str | None:
-    """Say which ranks or engines were lost, if that is why the run has ended; None if it has an error of its own."""
+    """Say which ranks or engines were lost, if that is why the run has ended; None if it failed with its own error."""
     errors = [one for one in ended.values() if isinstance(one, Outcome) and one.error]
     gone = {number: one.cause for number, one in ended.items() if isinstance(one, Lost)}
     without_engines = next((one.error for one in errors if one.is_engine), None)

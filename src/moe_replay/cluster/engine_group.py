@@ -20,7 +20,7 @@ LOST_S = 10.0
 
 
 class Spot(NamedTuple):
-    """Where an engine runs: a bundle of a placement group, and variables that name its devices there."""
+    """Placement of an engine: a bundle of a placement group, and variables that name its devices there."""
 
     group: Any
     bundle: int

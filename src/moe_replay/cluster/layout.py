@@ -19,7 +19,7 @@ class Layout(NamedTuple):
     """Resources of a run, by Ray's names.
 
     trainer       of each machine of the trainer; with colocated engines, theirs too
-    engine        of each engine that has resources of its own
+    engine        of each engine that has its own
     rank          of one rank
     nodes         machines of the trainer
     accelerator   resource that ranks and engines compute on; None: on CPUs
@@ -88,7 +88,7 @@ def is_possible(config: TrainConfig, nodes: int) -> bool:
 
 
 class Place(NamedTuple):
-    """Where an actor has been placed.
+    """Placement of an actor.
 
     devices   ids of its devices, as Ray assigned them
     port      that was free there

@@ -47,7 +47,7 @@ def nodes_of(config: TrainConfig) -> list[Node]:
 
 
 def this_machine(cpus: float = 0) -> Node:
-    """Return this machine as the only node of a cluster, with at least so many CPUs."""
+    """Return this machine as the only node of a cluster, with at least `cpus` CPUs."""
     import torch
 
     from moe_replay.utils.device import accelerator

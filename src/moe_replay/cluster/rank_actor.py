@@ -16,7 +16,7 @@ from moe_replay.errors import EngineUnavailableError, MoeReplayError
 
 
 class Outcome(NamedTuple):
-    """How a rank has ended.
+    """Outcome of a rank that has ended.
 
     error       text of its error; empty if it has none
     is_told     the error is raised on every rank

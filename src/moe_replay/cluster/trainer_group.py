@@ -91,7 +91,7 @@ class TrainerGroup:
         return pids
 
     def ended(self, seconds: float) -> dict[int, Outcome | Lost]:
-        """Return how ranks have ended since the last call; wait up to so many seconds for the first."""
+        """Return how ranks have ended since the last call; wait up to `seconds` for the first."""
         import ray
 
         done, _ = ray.wait(list(self._running), num_returns=1, timeout=seconds)

@@ -23,7 +23,7 @@ from moe_replay.utils.progress import StatusCallback
 
 @dataclass(frozen=True, slots=True)
 class DemoFiles:
-    """Where the parts lie: the folder of model and tokenizer, and JSONL files of prompts with their solutions."""
+    """Paths of the parts: the folder of model and tokenizer, and JSONL files of prompts with their solutions."""
 
     model: Path
     train: Path

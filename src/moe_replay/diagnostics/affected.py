@@ -16,7 +16,7 @@ from moe_replay.routes.layout import TokenLayout
 
 FALSE_ALARMS = 1e-6  # a call, at most
 ROWS = 8192  # of all sequences together, but
-ROWS_OF_SEQUENCE = (16, 64)  # at least and at most so many of each
+ROWS_OF_SEQUENCE = (16, 64)  # minimum and maximum of each
 LAYERS = 16
 CELLS = 1 << 21  # (layer, alternative, row, expert) compared at once
 BELOW = 0.5  # of the agreement above chance of the other rows or layers: affected

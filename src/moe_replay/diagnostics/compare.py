@@ -25,7 +25,7 @@ WHOLE = 0.9  # of the covered rows: then all of them are wrong
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport:
-    """What `verify` found.
+    """Result of `verify`.
 
     verdict   aligned, misaligned and by what, or unclear
     table     agreement by shift of layers and tokens

@@ -52,7 +52,7 @@ class RowSample:
         sampled: np.ndarray | None = None,
         allowed: np.ndarray | None = None,
     ) -> RowSample:
-        """Draw `rows` rows altogether, from at most so many sequences, uniformly within each unit.
+        """Draw `rows` rows altogether, from at most `sequences` sequences, uniformly within each unit.
 
         sampled   (num_tokens,) bool: which of the concatenated tokens were sampled
         allowed   rows to draw from; all that hold a token where None
@@ -148,7 +148,7 @@ def _alternatives(
 
 
 def _others(sequence: np.ndarray, count: int, chance: np.random.Generator) -> np.ndarray:
-    """Return (alternatives, U): the nearest sequences, then others at random; -1 where there are not so many."""
+    """Return (alternatives, U): the nearest sequences, then others at random; -1 where there are too few."""
     near = [step for step in NEAR_SEQUENCES if 2 * abs(step) < count or 2 * step == count]
     far = [step for step in chance.permutation(count).tolist() if step and not {step, step - count} & set(near)]
     steps = [*near, *[None] * (len(NEAR_SEQUENCES) - len(near)), *far[:OTHER_SEQUENCES]]

@@ -20,7 +20,7 @@ from moe_replay.diagnostics.shift import HERE, SHIFTS, foreign_pairs, loads_of, 
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.utils.device import indices_to_device
 
-# In `RowSample.index`: the rows that stand so many tokens further, and the next token.
+# In `RowSample.index`: the rows at each token shift, and the next token.
 _MOVED = [0 if shift == 0 else 1 + NEAR_SHIFTS.index(-shift) for shift in SHIFTS]
 _NEXT = _MOVED[HERE + 1]
 
@@ -31,7 +31,7 @@ class SampledRoutes(NamedTuple):
     native         (l, 1 + P + C, U, M, K): of own rows, of the alternatives, of controls
     exists         (1 + P + C, U, M) bool: where there is such a row
     known          (l or 1, 1 + P + C, U, M) bool: where it has a native route
-    given          (l, S, S, U, M, K): given so many layers and tokens further
+    given          (l, S, S, U, M, K): given at each shift of layers and tokens
     given_known    (l, S, S, U, M) bool: where anything is given
     nearby         (s, U, M, K): given to own rows in each layer that is at most two from one of the l
     nearby_known   (s, U, M) bool
@@ -73,7 +73,7 @@ class SampledRoutes(NamedTuple):
             len(slots) + np.searchsorted(reach, slots),
             sample.segments,
         )
-        # An index of -1 stands for none. It reads the last row or layer, which then is not counted.
+        # An index of -1 means none. It reads the last row or layer, which then is not counted.
         exists, moved_exist = (rows >= 0).split([len(index), len(SHIFTS)])
         everywhere, own, moved = rows[: len(index)].flatten(), rows[0].flatten(), rows[len(index) :].flatten()
         known = exists[None]
@@ -126,7 +126,7 @@ class SampledRoutes(NamedTuple):
         return (common / pairs).clamp(0, 1)
 
     def spread(self, sums: ShiftSums, layers: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return pairs (L, S, S, 5), loads (L, 2, E + 1) and echo (L, 2) of a table of so many layers."""
+        """Return pairs (L, S, S, 5), loads (L, 2, E + 1) and echo (L, 2) of a table of `layers` layers."""
         loads = sums.loads.new_zeros(2 * layers, sums.loads.shape[1]).index_copy_(0, self.loads, sums.loads)
         pairs, echo = (
             part.new_zeros(layers, *part.shape[1:]).index_copy_(0, self.layers, part)

@@ -38,7 +38,7 @@ from moe_replay.utils.device import to_device
 
 
 class AlternativeKind(IntEnum):
-    """Where routes may belong to instead of their own row."""
+    """Kinds of rows that routes may belong to instead of their own."""
 
     SHIFTED = 0
     OTHER_SEQUENCE = 1
@@ -130,7 +130,7 @@ class UnitEvidence(NamedTuple):
 
 
 class PlaceCounts(NamedTuple):
-    """What native routes of a row, of its P alternatives and of C controls have in common with it.
+    """Overlap of the native routes of a row, of its P alternatives and of C controls with those of the row.
 
     name       (L, 1 + P + C, U, M) int32: names the set of experts
     in_own     (L, 1 + P + C, U, M) int64: how many of them the row itself has natively
@@ -251,7 +251,7 @@ class EvidenceHistory:
 
 
 class Finding(NamedTuple):
-    """What is most probably wrong.
+    """The most probable fault.
 
     segment           PROMPT, SAMPLED or UNKNOWN
     part              in words, where not all rows and layers of a unit are affected

@@ -287,7 +287,7 @@ def check_comparable(native: RouteBatch, given: RouteBatch, layout: TokenLayout)
 
 
 def neighbours(layout: TokenLayout, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (S, n): the row of the token so many tokens further in its sequence, and whether this rank has it."""
+    """Return (S, n): the row of the token at each shift in its sequence, and whether this rank has it."""
     row_of = np.full(layout.num_tokens, PADDING)
     filled = np.flatnonzero(layout.rows != PADDING)
     row_of[layout.rows[filled]] = filled

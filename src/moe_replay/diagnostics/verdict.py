@@ -1,4 +1,4 @@
-"""The verdict on a shift table: aligned, misaligned by so many layers or tokens, or not enough evidence."""
+"""The verdict on a shift table: aligned, misaligned and by how many layers or tokens, or not enough evidence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEWEST_ROWS = 16  # effective rows that a layer is judged by
 
 
 class Cause(StrEnum):
-    """What is wrong with routes, as far as they show it."""
+    """The fault of misaligned routes, as far as they show it."""
 
     NONE = "none"
     LITTLE_EVIDENCE = "not enough evidence"
@@ -47,7 +47,7 @@ class Verdict:
     status       aligned; misaligned; unclear: no evidence against it, and too little for it
     detail       what is wrong, in words: which layers, samples and tokens, and by how much
     layers       decoder layers that are wrong; all of them where a whole sample is
-    samples      samples that are wrong, where they were told apart
+    samples      samples that are wrong, where they could be distinguished
     layer_shift, token_shift   by how much routes are late; None where no shift explains them
     """
 

@@ -1,4 +1,4 @@
-"""The control group of a job: a gloo group of its own for messages, whatever backend the tensors use.
+"""The control group of a job: a separate gloo group for messages, whatever backend the tensors use.
 
 A rank may wait in it for as long as another one samples, loads or saves: whether the others are alive is known from
 `rank_watch.py`, not from a timeout. No rank waits in a collective of the tensors' backend meanwhile, which occupies its

@@ -24,7 +24,7 @@ _BYE, _SIGN_OF_LIFE = b"bye\n", b"\n"
 
 
 class Failure(NamedTuple):
-    """What ended a rank: its error and exit status, or None if it said nothing."""
+    """Failure of a rank: its error, None if it ended without a message, and its exit status."""
 
     rank: int
     error: str | None

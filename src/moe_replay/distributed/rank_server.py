@@ -17,7 +17,7 @@ BACKLOG = 4096
 
 
 class RankServer(NamedTuple):
-    """Where rank 0 listens, and the token that proves a rank of this job; on rank 0 with the listening socket."""
+    """Address that rank 0 listens on, and the token that proves a rank of this job; on rank 0 also the socket."""
 
     host: str
     port: int

@@ -45,7 +45,7 @@ class RankLostError(MoeReplayError):
 class RankWatch:
     """Watches the other ranks from `start` to `stop`: what they say, and their processes on this machine (Linux only).
 
-    with watch:        # an error because of another rank names it; any other error is told to all ranks
+    with watch:        # an error because of another rank names it; any other error is sent to all ranks
         ...
     """
 

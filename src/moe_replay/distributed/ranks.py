@@ -18,7 +18,7 @@ from moe_replay.distributed.control import control_group, wait_within
 from moe_replay.errors import ExitStatus, MoeReplayError
 
 FAILED_PATIENCE = timedelta(seconds=30)
-"""How long a rank that has failed waits for the others to reach the same point; then the failure is told to them."""
+"""How long a rank that has failed waits for the others to reach the same point; then the failure is sent to them."""
 
 
 class OtherRankError(MoeReplayError):

@@ -5,7 +5,7 @@ another parallel layout) needs whole traces:
 
     for group in (tensor_and_context_parallel, pipeline_parallel):      # ranks that share the micro-batch
         traces = merge_traces(traces, group)
-    traces = collect_traces(traces, data_parallel)                      # ranks that have micro-batches of their own
+    traces = collect_traces(traces, data_parallel)                      # ranks that have different micro-batches
 """
 
 from __future__ import annotations

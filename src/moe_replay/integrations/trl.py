@@ -137,7 +137,7 @@ class RouterReplayMixin(_Trainer):
         return model.get_base_model() if is_peft_model(model) else model
 
     def _adapter_status(self) -> tuple[Any, Any] | None:
-        """Which adapters are active and enabled: with PEFT the reference is the policy with its adapters disabled."""
+        """Return the enabled and active adapters: with PEFT the reference is the policy with its adapters disabled."""
         from accelerate.utils import is_peft_model
 
         model: Any = self._unwrapped

@@ -94,7 +94,7 @@ class _Checks:
         if len(shape) != 3 or self.captured.dtype.kind not in "iu":
             raise self.error(
                 "returned something else than routes",
-                "This version of the engine may encode routes in a way of its own: see docs/engines.md",
+                "This version of the engine may encode routes differently: see docs/engines.md",
                 expected="integers (rows, decoder layers, top_k)",
                 found=f"{self.captured.dtype} {shape}",
             )

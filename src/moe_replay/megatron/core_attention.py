@@ -120,7 +120,7 @@ class PlainCoreAttention(nn.Module):
         return self._attend(query, self._gathered(key), self._gathered(value), visible)
 
     def _is_visible(self, distance: Tensor) -> Tensor:
-        """Whether a query sees the key that is so many tokens before it."""
+        """Whether a query sees the key that is `distance` tokens before it."""
         visible = distance >= 0
         return visible if self.window is None else visible & (distance <= self.window)
 

@@ -32,7 +32,7 @@ class MegatronLoraError(MoeReplayError):
 
 
 class Sharding(NamedTuple):
-    """How a layer and its input are spread over the ranks of `group`.
+    """Sharding of a layer and its input over the ranks of `group`.
 
     kind       "column": the output is sharded, "row": the input, "whole": neither
     sequence   input and output of the layer are shards of the sequence

@@ -16,7 +16,7 @@ from moe_replay.errors import MissingExtraError
 def enable(settings: Mapping[str, Any]) -> None:
     """Import MindSpeed and have it patch for these settings of a `TransformerConfig`; before process groups are made.
 
-    MindSpeed reads its settings from a command line, which a trainer of its own does not have: its first round of
+    MindSpeed reads its settings from its own command line, which does not exist here: its first round of
     patches is that of a single device, without context parallelism.
     """
     try:

@@ -16,10 +16,10 @@ MAX_BACKWARDS = 16  # at a time; those of an aborted backward are dropped as new
 
 
 class ActivePass:
-    """Which pass the routers of one model use: that of the forward or backward that calls them; None: native routing.
+    """The pass that a model's routers use: that of the forward or backward that calls them; None: native routing.
 
     A forward uses the pass that is open. A backward uses the pass of the forward whose outputs or layers autograd has
-    reached: `enter_backward` is told by hooks on their tensors. Backwards are told apart by autograd's graph task, so
+    reached: hooks on their tensors call `enter_backward`. Backwards are told apart by autograd's graph task, so
     that forwards and backwards of several threads do not disturb each other.
 
     opened           the pass of the open context
@@ -150,7 +150,7 @@ class ActivePass:
 
 
 class _Slot:
-    """What compiled code uses in one thread: it cannot ask autograd whether it runs in a backward.
+    """State that compiled code uses in one thread: it cannot ask autograd whether it runs in a backward.
 
     current     the pass of the forward or backward that runs in this thread
     has_opened  whether the open context was opened in this thread

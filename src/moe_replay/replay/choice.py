@@ -17,7 +17,7 @@ def narrow(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 class Choice:
-    """What one router takes in one pass: its own choice (recorded), the target (replayed), or a mix by rows.
+    """The experts that a router takes in one pass: its own choice (recorded), the target (replayed), or a mix by rows.
 
     experts         (..., K) experts taken; None until the router has made its choice
     native          (..., K) experts that it would have taken natively, where they were computed

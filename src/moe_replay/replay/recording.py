@@ -77,7 +77,7 @@ class Recording:
 
 
 class Replaying:
-    """What a `replay()` context returns."""
+    """The value of a `replay()` context."""
 
     def __init__(self, topology: MoeTopology, rows: RowOrder, forward_pass: ForwardPass) -> None:
         self._topology = topology

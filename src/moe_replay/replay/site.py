@@ -69,7 +69,7 @@ class RouterHook(Protocol):
 
 
 class PassSource(Protocol):
-    """Where a router hook gets its pass from."""
+    """Source of the pass that a router hook uses."""
 
     def for_router(self) -> ForwardPass | None:
         """Return the pass that a router uses which is called now; None: it routes natively."""

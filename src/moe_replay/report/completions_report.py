@@ -1,4 +1,4 @@
-"""Completions of a run as text: a section of its report, and a page of their own."""
+"""Completions of a run as text: a section of its report, and a separate page."""
 
 from __future__ import annotations
 

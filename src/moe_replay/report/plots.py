@@ -216,7 +216,7 @@ def _set_log(axes: Any, values: np.ndarray) -> None:
 
 
 def _set_mark(axes: Any, value: float, *, keep_format: bool) -> None:
-    """Draw a line at a value, with a tick of its own; ticks so near that their labels would touch are left out."""
+    """Draw a line at a value, with its own tick; ticks so near that their labels would touch are left out."""
     axes.axhline(value, color=INK, linewidth=0.8, linestyle=(0, (4, 3)), alpha=0.6)
     low, high = sorted(axes.get_ylim())
     to_axes = axes.yaxis.get_transform().transform

@@ -1,7 +1,7 @@
 """LoRA adapters as peft and vLLM read them: tensors under PEFT's names, and a folder of them.
 
 An adapter of rank r has two matrices for each weight that it changes: `lora_A` (r, in) and `lora_B` (out, r). Names are
-those of the model's checkpoint, so that each expert has tensors of its own, however the trainer keeps its experts.
+those of the model's checkpoint, so that each expert has its own tensors, however the trainer keeps its experts.
 """
 
 from __future__ import annotations

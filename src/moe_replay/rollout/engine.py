@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Sampler(Protocol):
-    """What samples with routes: all that rollouts, evaluation and attribution need."""
+    """Engine interface for sampling with routes: all that rollouts, evaluation and attribution need."""
 
     @property
     def name(self) -> EngineName:
@@ -35,7 +35,7 @@ class Sampler(Protocol):
 
     @property
     def topology(self) -> MoeTopology:
-        """Which layers of the model route."""
+        """The layers of the model that route."""
         ...
 
     @property
@@ -112,7 +112,7 @@ class LoraSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRequest:
-    """What an engine is started with, or connected to; each engine's `start` takes one.
+    """Arguments that an engine is started or connected with; each engine's `start` takes one.
 
     model            folder or name of the model
     max_length       tokens of a sequence at most, prompt included; None: the model's own limit

@@ -70,7 +70,7 @@ class HttpClient(AsyncSampler):
     @property
     @abstractmethod
     def topology(self) -> MoeTopology:
-        """Which layers of the model route."""
+        """The layers of the model that route."""
 
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
         """Return `params.n` samples of one prompt; runs in the client's own loop."""

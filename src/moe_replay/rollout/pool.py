@@ -323,7 +323,7 @@ class EnginePool(AsyncSampler):
 
     @property
     def servers(self) -> int:
-        """How many servers there are."""
+        """Number of servers."""
         return len(self._members)
 
     def unreachable(self) -> list[str]:
@@ -349,7 +349,7 @@ class EnginePool(AsyncSampler):
 
     @property
     def server_states(self) -> dict[str, ServerState]:
-        """Which servers are in use, by URL, for pools in other processes."""
+        """States of the servers by URL, for pools in other processes."""
         return {member.engine.url: member.state for member in self._members}
 
     def follow_update(self, version: int, weights_id: str) -> None:

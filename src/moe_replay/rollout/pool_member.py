@@ -1,4 +1,4 @@
-"""One server of a pool: its load, whether it is used, and what pools in other processes are told of it."""
+"""One server of a pool: its load, whether it is used, and its state as shared with pools in other processes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Member:
 
     @property
     def state(self) -> ServerState:
-        """What other pools of the same server should know of it."""
+        """State for other pools of the same server."""
         cause = "" if self.down_until is None else self.cause or "not reached yet"
         return ServerState(cause, self.is_quarantined, identifies_weights(self.engine))
 

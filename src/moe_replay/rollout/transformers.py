@@ -145,7 +145,7 @@ class TransformersEngine:
 
     @property
     def receivers(self) -> Receivers:
-        """What takes part in transfers of weights: the process that this engine runs in."""
+        """The receiver of weight transfers: the process that this engine runs in."""
         device: torch.device = self.model.device
         return Receivers(device.type, (device_id(device),))
 

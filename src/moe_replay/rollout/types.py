@@ -29,7 +29,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample. Log-probs are those of the distribution sampled from, temperature included.
+    """Sampling parameters. Log-probs are those of the distribution sampled from, temperature included.
 
     n                samples per prompt
     max_tokens       new tokens at most
@@ -116,7 +116,7 @@ class Sample:
 
 
 def unrouted_trace(tokens: np.ndarray, topology: MoeTopology, weight_version: int) -> RouteTrace:
-    """Return the trace of tokens whose routes were not asked for: none is covered, and one layer stands for all."""
+    """Return the trace of tokens whose routes were not asked for: none is covered, and one layer represents all."""
     return RouteTrace.uncovered(tokens, topology.layers[:1], 1, weight_version)
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How much of a micro-batch follows recorded routes: counts, so that they add up over micro-batches and ranks.
+    """The part of a micro-batch that follows recorded routes: counts, so that they add up over micro-batches and ranks.
 
     rows                rows that each router sees, padding included
     token_rows          those of them that hold a token
@@ -246,7 +246,7 @@ class RouteBatch:
                     layer=layer,
                     expected=f"{num_experts} experts",
                     found=f"{self.num_experts} experts",
-                    remedy="Capture logical expert ids; redundant (load-balanced) copies have ids of their own",
+                    remedy="Capture logical expert ids; redundant (load-balanced) copies have their own ids",
                 )
             if self.max_expert is not None and self.max_expert >= num_experts:
                 largest = int(self.experts[index].max()) if self.num_rows else 0
@@ -272,7 +272,7 @@ class RouteBatch:
 
         Padding may hold anything that is not a token: what `mask` (B, W) is zero for, or without a mask one and the
         same id. Other ids are tokens without a trace: an error, or with `allow_unknown` counted and returned. Without a
-        mask, tokens of one id that fill all the padding cannot be told from it.
+        mask, tokens of one id that fill all the padding cannot be distinguished from it.
         """
         expected = self.fed_token_ids
         if expected is None:

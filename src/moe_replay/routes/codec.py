@@ -322,7 +322,7 @@ def _read_ids(source: BlobSource, shape: Shape, digests: list[int], blocks: rang
     ids = payload if shape.id_bits == 8 else np.empty(len(payload) // shape.id_bits * 8, np.uint16)
     row_ids = shape.layers * shape.top_k
     limit = shape.experts or MAX_EXPERTS
-    largest, largest_matters = 0, shape.experts < 1 << shape.id_bits  # else no id of so many bits is too large
+    largest, largest_matters = 0, shape.experts < 1 << shape.id_bits  # else no id of `id_bits` bits is too large
     for block in blocks:  # each is checked and unpacked while it is in cache
         at = shape.block_at(block)
         raw = payload[at - start : shape.block_at(block + 1) - start]

@@ -256,7 +256,7 @@ class TokenLayout:
 
 @dataclass(frozen=True, slots=True)
 class RowOrder:
-    """How a model flattens the tokens (B, W) that it is fed into rows: what the token ids themselves cannot show.
+    """Order in which a model flattens its tokens (B, W) into rows: what the token ids themselves cannot show.
 
     order           row by row of the batch, or sequence-major as Megatron's [s, b, h]
     sequence_shard  (rank, size) of the columns that its routers see; None where it is not known

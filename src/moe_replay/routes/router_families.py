@@ -29,7 +29,7 @@ from moe_replay.utils.plugins import resolve
 
 @dataclass(frozen=True, slots=True)
 class RouterRule:
-    """How to recognise a router by its class, and where its numbers are.
+    """Rule that recognises a router by its class, and says where its numbers are.
 
     class_name   name of the class in whose forward the final top-k is made, or of one of its bases
     num_experts  attribute of the module, dots allowed ("config.num_experts"), or the number itself

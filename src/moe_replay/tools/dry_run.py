@@ -69,7 +69,7 @@ def dry_run(config: TrainConfig, ranks: int | None = None) -> str:
 
 
 class Readiness(NamedTuple):
-    """What is known of a run on this machine before it starts.
+    """Findings about a run on this machine before it starts.
 
     memory     what it will hold of the memory, or why that is not known
     problems   what would stop it before its first step: packages, engine, data, rewards, memory, the cluster
@@ -199,7 +199,7 @@ def _rollout(config: TrainConfig) -> str:
 
 
 def _engines(config: TrainConfig) -> str:
-    """Say how many engines a run starts and where, if they are in processes of their own."""
+    """Say how many engines a run starts and where, if they are in separate processes."""
     rollout, cluster = config.rollout, config.cluster
     if not config.starts_servers:
         return ""
@@ -234,7 +234,7 @@ def _steps(config: TrainConfig) -> str:
 def _tokens(config: TrainConfig) -> str:
     budget, longest = config.batch.tokens_per_micro_batch, config.max_length
     fitting = _longest_in_micro_batch(config)
-    fits = f"{fitting} of the longest" if budget >= longest else "a longer sequence gets one of its own"
+    fits = f"{fitting} of the longest" if budget >= longest else "a longer sequence gets its own"
     kind = "packed" if config.batch.packed else "padded"
     return f"at most {longest:,} a sequence and {budget:,} a micro-batch, {kind}: {fits}"
 

@@ -119,7 +119,7 @@ def divide(lengths: Sequence[int], ranks: int, budget: int, *, packed: bool) -> 
     """Divide sequences over ranks, balanced by tokens, and those of each rank into micro-batches of `budget` tokens.
 
     A padded micro-batch costs its longest sequence times the number of sequences. A sequence longer than the budget
-    gets a micro-batch of its own.
+    gets its own micro-batch.
     """
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     shares: list[list[int]] = [[] for _ in range(ranks)]

@@ -113,7 +113,7 @@ def _read_rows(source: Path, split: str) -> Rows:
 
 
 def _stable_text(value: Any) -> str:
-    """Return what stands for a value that JSON does not have: its text, or its type where that may be an address."""
+    """Return a stand-in for a value that JSON does not have: its text, or its type where that may be an address."""
     return str(value) if isinstance(value, (bytes, date, time, timedelta, Decimal)) else type(value).__qualname__
 
 

@@ -68,7 +68,7 @@ class StartedEngines(NamedTuple):
 
 
 class EngineStarter(Protocol):
-    """What starts the engines of a run where the trainer's machines do not: a cluster."""
+    """Starts the engines of a run where the trainer's machines do not: a cluster."""
 
     def start(self, engine: str, request: StartRequest) -> StartedEngines:
         """Start the engines, and wait until they are ready."""

@@ -47,7 +47,7 @@ class RunningGroup(NamedTuple):
 
 
 class GroupSampler(Protocol):
-    """Where groups are sampled and scored.
+    """Samples and scores groups.
 
     timeouts   samples so far whose reward took too long, or ended its process
     """
@@ -73,7 +73,7 @@ class GroupSampler(Protocol):
 
 
 class LocalGroups:
-    """Groups that this process samples, in event loops of its own."""
+    """Groups that this process samples, in its own event loops."""
 
     def __init__(
         self,

@@ -81,7 +81,7 @@ def _check_megatron(backend: BackendConfig) -> None:
     try:
         from megatron.core.transformer.transformer_config import MLATransformerConfig
     except ModuleNotFoundError:
-        return  # where it is needed, that is an error of its own
+        return  # where it is needed, that is a separate error
     known = [field.name for field in fields(MLATransformerConfig)]
     for name in backend.megatron:
         if name not in known:
@@ -103,7 +103,7 @@ class ReadData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What rollouts need besides an engine.
+    """Inputs that rollouts need besides an engine.
 
     identity     of the rows, for a resumed run
     max_length   tokens of a sequence at most

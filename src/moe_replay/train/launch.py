@@ -73,7 +73,7 @@ def deterministic_kernels(wanted: bool) -> Iterator[None]:
 def process_group(device: torch.device, silence_s: float = SILENCE_S) -> Iterator[RankWatch]:
     """Open the process group of all ranks: an existing one, the launcher's (torchrun), or this process alone.
 
-    Control messages have a group of their own. Ranks tell each other of failures; the processes of a launcher's are
+    Control messages have their own group. Ranks tell each other of failures; the processes of a launcher's are
     watched too, those of an existing group are left to its owner.
 
     silence_s   seconds without a sign of life after which another rank counts as lost

@@ -189,7 +189,7 @@ class Learner:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether too many updates in a row had a gradient that is not finite."""
+        """Whether too many consecutive updates had a gradient that is not finite."""
         return self.skipped_in_a_row > self._config.optim.max_bad_steps
 
     def _loss(self, metrics: MetricAccumulator, share: float, *, first: bool) -> LossFunction:

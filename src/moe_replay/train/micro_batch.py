@@ -130,7 +130,7 @@ class MicroBatch:
 
 
 def _logit_mask(trajectories: Sequence[Trajectory], tokens: np.ndarray, device: torch.device) -> LogitMask | None:
-    """Return the mask of tokens (n,) of all trajectories in a row; None if none of them has one."""
+    """Return the mask of tokens (n,) of all trajectories, concatenated; None if none of them has one."""
     masks = [trajectory.sampling_mask for trajectory in trajectories]
     known = [mask for mask in masks if mask is not None]
     if not known:

@@ -12,7 +12,7 @@ from moe_replay.train.losses.types import Correction
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """What is replayed, and why.
+    """The routes that are replayed, and why.
 
     mode         off: nothing; r2: the routes of the old-log-prob pass; r3: the routes of the rollout
     reason       why this mode was chosen, for the log

@@ -90,7 +90,7 @@ class Rollouts:
 
     @property
     def state(self) -> dict[str, int]:
-        """What a resumed run needs; groups in flight will be sampled again."""
+        """State that a resumed run needs; groups in flight will be sampled again."""
         if self._pending:
             return {**self._pending[0].stream_state, "group": self._pending[0].number}
         return {**self._stream.state, "group": self._next_group}

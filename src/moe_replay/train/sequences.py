@@ -38,7 +38,7 @@ FirstTurns = Callable[[], Sequence[FirstTurn]]
 
 
 class SequenceSampler:
-    """Samples sequences in an event loop of its own.
+    """Samples sequences in its own event loop.
 
     An engine with a true attribute `one_call_at_a_time` is given first turns in as few calls as possible.
     """
@@ -72,7 +72,7 @@ class SequenceSampler:
     ) -> list[FirstTurns]:
         """Return how each prompt gets its first turns; `params` of each, with the same n.
 
-        With an environment every sample is a call of its own, so that no turn waits for the first turn of another
+        With an environment every sample is a separate call, so that no turn waits for the first turn of another
         sample. Without one every prompt is, so that its samples are scored while others are sampled.
 
         together   the parameters of the first are those of all, and an engine that takes one call at a time gets one
@@ -109,7 +109,7 @@ class SequenceSampler:
     # ---- sequences ----------------------------------------------------------------------------------------------
 
     async def sample(self, prompt: Prompt, params: SamplingParams, first_turns: FirstTurns) -> list[SampledSequence]:
-        """Return the sequences of a prompt; later turns are sampled with `params`, and a seed of their own."""
+        """Return the sequences of a prompt; later turns are sampled with `params`, and their own seed."""
         sequences = (
             self._run_episode(first_turn, prompt, _later_turns(params, index))
             for index, first_turn in enumerate(first_turns())
@@ -186,7 +186,7 @@ def _shared(call: Awaitable[Sequence[Sample]], n: int) -> list[FirstTurn]:
 
 
 def _of_sample(params: SamplingParams, index: int) -> SamplingParams:
-    """Return the parameters of one sample of a group as a call of its own, with a seed of its own."""
+    """Return the parameters of one sample of a group as a separate call, with its own seed."""
     if params.seed is None:
         return replace(params, n=1)
     return replace(params, n=1, seed=int(np.random.SeedSequence([params.seed, index]).generate_state(1)[0] >> 1))

@@ -36,7 +36,7 @@ class SyncedEngine:
 
     An engine of the user's own whose `update_weights` has no parameter `weights_id` is checked by version alone.
 
-    followers   told of every update before and after it; None: only this process samples
+    followers   notified before and after every update; None: only this process samples
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -171,7 +171,7 @@ class SyncedEngine:
         return lacks is not None and lacks()
 
     def wait_for_servers(self) -> bool:
-        """Where lost servers are replaced, wait while none can be reached; return whether one can be then."""
+        """Wait while no server can be reached, if lost ones are replaced; return whether one can be then."""
         wait = getattr(self.engine, "wait_for_servers", None)
         return wait is not None and wait()
 

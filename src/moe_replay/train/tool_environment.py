@@ -10,7 +10,7 @@ from moe_replay.train.episode import Episode, EpisodeError
 from moe_replay.train.tool_calls import ToolCall
 from moe_replay.utils.messages import one_line
 
-_COMPLETION = "MOE-REPLAY-COMPLETION"  # stands for what the model said
+_COMPLETION = "MOE-REPLAY-COMPLETION"  # placeholder for what the model said
 
 
 async def answer_tool_calls(episode: Episode) -> None:

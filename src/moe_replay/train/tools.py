@@ -87,7 +87,7 @@ class ToolSet:
         return await self._run(tool, arguments)
 
     async def _run(self, tool: Tool, arguments: dict[str, Any]) -> str:
-        """Run a function in a thread of its own, so that one that hangs does not block others."""
+        """Run a function in a separate thread, so that one that hangs does not block others."""
 
         def run() -> str:
             result = tool.function(**arguments)

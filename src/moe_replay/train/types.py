@@ -19,7 +19,7 @@ from moe_replay.train.run.completions import Completion
 
 
 class AnyTrajectory(Protocol):
-    """What is known of a trajectory before its routes are decoded; see `Trajectory`."""
+    """The part of a trajectory that is known before its routes are decoded; see `Trajectory`."""
 
     @property
     def row(self) -> int: ...

@@ -38,7 +38,7 @@ Targets = Mapping[str, Receivers]
 
 
 class SyncReport(NamedTuple):
-    """What an update of the engine's weights took, the probe included.
+    """Cost of an update of the engine's weights, the probe included.
 
     reason   why weights went this way
     nbytes   that were sent to an engine: tensors, or their changes; of several engines, the most to any
@@ -109,7 +109,7 @@ def choose_kind(wanted: str, trainer: str, devices: set[str], targets: Targets |
         return Choice("ipc", "trainer and engine share their GPUs")
     if any(name in devices for one in targets.values() for name in one.ids):
         return Choice("http", "some workers are on GPUs of the trainer and some are not")
-    return Choice("nccl", "the engine has GPUs of its own")
+    return Choice("nccl", "the engine has its own GPUs")
 
 
 class EngineSync:

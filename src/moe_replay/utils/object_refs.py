@@ -1,6 +1,6 @@
 """`ObjectRefs`: references of Ray to the parts of a batch, for processes that did not put them.
 
-In a module of its own, so that the actor's process imports nothing else.
+In a separate module, so that the actor's process imports nothing else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names in a configuration that stand for code: built in, or `module:attribute` of the user's own.
+"""Names in a configuration that refer to code: built in, or `module:attribute` of the user's own.
 
 A registry is a plain mapping from name to implementation, or to the `module:attribute` it is imported from when it is
 used. Adding an implementation is one file and one line in its registry.
@@ -145,7 +145,7 @@ def call_user_code(
 ) -> T:
     """Return what a user's function returns; raise if it raises, exits, or takes longer than `limit_s`.
 
-    The function runs in a thread of its own that does not keep the process alive: a thread cannot be ended, so one
+    The function runs in a separate thread that does not keep the process alive: a thread cannot be ended, so one
     that never returns is left behind.
 
     too_long   the remedy for a function that takes too long; others are as in `user_code`
@@ -161,7 +161,7 @@ def call_user_code(
 def start_user_code(
     function: Callable[[], T], name: str, error_type: type[MoeReplayError], **details: Any
 ) -> Future[T]:
-    """Start a user's function in a thread of its own, which does not keep the process alive; errors as in `user_code`.
+    """Start a user's function in a separate thread, which does not keep the process alive; errors as in `user_code`.
 
     The thread of a function that never returns is left behind. Nothing happens if the future was cancelled by then.
     """

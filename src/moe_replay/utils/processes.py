@@ -34,7 +34,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def on_end_of_parent(then: Callable[[], None]) -> threading.Thread:
-    """Call `then` when the parent of this process ends, in a thread of its own."""
+    """Call `then` when the parent of this process ends, in a separate thread."""
     watch = threading.Thread(target=_wait_for_parent, args=(os.getppid(), then), name="parent watch", daemon=True)
     watch.start()
     return watch
@@ -69,7 +69,7 @@ if not sys.stdin.buffer.readline():
 class KilledWithThis:
     """Kills processes when this one ends, however it ends: those that were started with a variable, `mark`.
 
-    For processes of other programs, which cannot be told of their parent.
+    For processes of other programs, which cannot be made to watch their parent.
     """
 
     def __init__(self, mark: str) -> None:
@@ -85,7 +85,7 @@ class KilledWithThis:
 
 
 def leave_process_group() -> None:
-    """Move this process to a group of its own, which signals of the terminal do not reach."""
+    """Move this process to its own group, which signals of the terminal do not reach."""
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
 

@@ -1,4 +1,4 @@
-"""Writing Transformers checkpoint folders: the ranks share the layers, and each writes files of its own.
+"""Writing Transformers checkpoint folders: the ranks share the layers, and each writes its own files.
 
 No rank ever holds more than its share: a layer goes to one rank, the next layer to the next rank.
 """

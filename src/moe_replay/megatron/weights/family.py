@@ -43,7 +43,7 @@ def no_extra_tensors(config: Mapping[str, Any]) -> re.Pattern[str] | None:
 
 @dataclass(frozen=True)
 class Family:
-    """How the models of one `model_type` are built and where their weights are stored.
+    """A model family (one `model_type`): how its models are built and where their weights are stored.
 
     rules          Megatron-Core parameter -> rule, for checkpoints with one tensor per expert
     fused_rules    rules that replace them for checkpoints with all experts of a layer in one tensor

@@ -72,7 +72,7 @@ class LoraPlan:
         return by_kind in self.targets or _leaf(name) in self.targets
 
     def check(self, model: LocalModel) -> None:
-        """Raise, on every rank alike, if a target stands for no layer of the whole model."""
+        """Raise, on every rank alike, if a target matches no layer of the whole model."""
         names: set[str] = set()
         has_router = False
         for shard in model.unsharded():

@@ -1,4 +1,4 @@
-"""Qwen2-MoE: biases in attention, and one shared expert with a gate of its own."""
+"""Qwen2-MoE: biases in attention, and one shared expert with its own gate."""
 
 from __future__ import annotations
 

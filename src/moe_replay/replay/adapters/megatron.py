@@ -1,6 +1,6 @@
 """The routers of Megatron-Core chunks and the hooks that drive them.
 
-From 0.16 on a router calls an object of its own, `router.router_replay`, to choose experts. A `MegatronHook` in its
+From 0.16 on a router calls its `router.router_replay` object to choose experts. A `MegatronHook` in its
 place is all that replay needs: nothing of Megatron is patched, and its process-wide list of replay objects is never
 used. Without Transformer Engine, a name that routers read and Megatron never sets is set (`megatron_gemm.py`). Versions
 before 0.16 have no replay object; `megatron_legacy.py` serves them.
@@ -279,7 +279,7 @@ def _site(modules: Modules, name: str) -> RouterSite:
             f"the router {name} has another layer number than the layer it is in",
             expected=f"layer_number {number}, that of its {DECODER_LAYER.rpartition('.')[2]}",
             found=router.layer_number,
-            remedy="Build the model with Megatron's own specs, so that every router is told its layer",
+            remedy="Build the model with Megatron's own specs, so that every router knows its layer",
         )
     config = router.config
     return RouterSite(

@@ -124,7 +124,7 @@ class PlainVllmEngine(HttpClient):
 
     @cached_property
     def settings(self) -> ServerSettings:
-        """What the server was started with; raises if it cannot be trained with."""
+        """Settings that the server was started with; raises if it cannot be trained with."""
         engine = f"{self.name} at {self.url}"
         check_version(self.name.version, f" at {self.url}")
         with self._developer_mode():

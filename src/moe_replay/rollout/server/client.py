@@ -31,7 +31,7 @@ def start(request: StartRequest) -> Engine:
 
 
 class _Info(BaseModel):
-    """What a server says of itself. Those of older releases have no `weights_id`, and keep no copy of weights."""
+    """A server's `/info`. Servers of older releases have no `weights_id`, and keep no copy of weights."""
 
     engine: tuple[str, str]
     weight_version: int
@@ -75,7 +75,7 @@ class VllmServer(HttpClient):
 
     @cached_property
     def receivers(self) -> Receivers | None:
-        """What takes part in transfers of weights to the server; None in older releases."""
+        """Processes that receive weights in a transfer to the server; None in older releases."""
         found = self._info().receivers
         return None if found is None else Receivers(*found)
 

@@ -1,4 +1,4 @@
-"""Engines in processes of their own on this machine, each on its share of the devices, reached over HTTP.
+"""Engines in separate processes on this machine, each on its share of the devices, reached over HTTP.
 
 A trainer starts them, and they end with it, however it ends. The first line of a process's standard input says what to
 serve, token included; when its engine is ready it writes its port to the pipe that it was given. Nothing here imports
@@ -130,7 +130,7 @@ class EngineProcesses:
         return [process.pid for process in self._processes]
 
     def wait(self, seconds: float) -> int | None:
-        """Return the status of an engine that has ended; None if none has after so many seconds."""
+        """Return the status of an engine that has ended; None if none has within `seconds`."""
         end = time.monotonic() + seconds
         while True:
             ended = [process.poll() for process in self._processes if process.poll() is not None]

@@ -52,7 +52,7 @@ class _Header(BaseModel):
 
 
 def encode_samples(samples: Sequence[Sample]) -> bytes:
-    """Encode the samples of one prompt. A sample whose prompt was routed differently has prompt routes of its own."""
+    """Encode the samples of one prompt. A sample whose prompt was routed differently has its own prompt routes."""
     prompts: list[RouteTrace] = []
     headers, bodies, crc = [], [], 0
     for sample in samples:

@@ -1,4 +1,4 @@
-"""Where routes of vLLM come from: its own capture, or ours in the worker (`slot_routes.py`)."""
+"""Source of vLLM's routes: its own capture, or ours in the worker (`slot_routes.py`)."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def capture_arguments(capture: str, *, on_cpu: bool) -> dict[str, Any]:
 
 
 class RouteSource:
-    """Where an engine gets the routes of a finished request from.
+    """Source of the routes of a finished request.
 
-    capture   who records them: "ours", "vllm" or "checked"
+    capture   which one records them: "ours", "vllm" or "checked"
     """
 
     def __init__(self, capture: str, options: Mapping[str, Any], engine: str, lacks: Sequence[str] = ()) -> None:

@@ -1,7 +1,7 @@
 """What vLLM's processes show on the console: the progress of a start, and no warnings that mean nothing here.
 
 Both hold for engines that `rollout.vllm.start` starts, unless `VLLM_LOGGING_LEVEL` is set: then all of vLLM's log of
-that level is shown. The processes are told by environment variables, which they inherit.
+that level is shown. The processes get this by environment variables, which they inherit.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class CopyRecorder(TorchDispatchMode):
         self._reason = ""
 
     def announce(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Tell which tensors are loaded next; each has memory of its own.
+        """Tell which tensors are loaded next; each has its own memory.
 
         vLLM keeps them until their layer is complete, which may be after tensors that are announced later. Those that
         it has let go of are forgotten: their memory may hold something else.

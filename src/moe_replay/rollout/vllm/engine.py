@@ -333,7 +333,7 @@ class VllmEngine(AsyncSampler):
 
     @cached_property
     def receivers(self) -> Receivers:
-        """What takes part in transfers of weights: every worker of vLLM."""
+        """The receivers of weight transfers: every worker of vLLM."""
         devices = self._loop.run(self._answered(self._replicas.call_workers("replay_device")))
         return Receivers(devices[0].partition(" ")[0], tuple(device.partition(" ")[2] for device in devices))
 

@@ -1,4 +1,4 @@
-"""vLLM's processes: in a group of their own, so that Ctrl-C does not reach them, and ended with the process they serve.
+"""vLLM's processes: in their own group, so that Ctrl-C does not reach them, and ended with the process they serve.
 
 The engine core and its workers are started by vLLM. A core that is spawned imports this module for its executor, before
 it waits for the process that started it; one that is forked first runs ours in the executor. In the workers that is the
@@ -35,7 +35,7 @@ class OwnGroupUniProcExecutor(UniProcExecutor):
 
 
 class OwnGroupMultiprocExecutor(MultiprocExecutor):
-    """Workers in processes of their own, started by the engine core."""
+    """Workers in separate processes, started by the engine core."""
 
     def _init_executor(self) -> None:
         note_failures()

@@ -38,7 +38,7 @@ def wants_routes(request_id: str) -> bool:
 
 
 class RouteSender:
-    """The worker's end: sends in a thread of its own, after the copy from the device has arrived."""
+    """The worker's end: sends in a separate thread, after the copy from the device has arrived."""
 
     def __init__(self, path: str, shape: tuple[int, int]) -> None:
         self._shape = shape

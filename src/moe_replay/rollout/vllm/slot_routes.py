@@ -21,7 +21,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """What is known when a request leaves the worker.
+    """A request that leaves the worker.
 
     request_id   vLLM's internal id
     final        it is done; False: preempted, and it may run again
@@ -36,7 +36,7 @@ class EndedRequest:
 
 
 class Runner(Protocol):
-    """What route capture reads from one of vLLM's two model runners."""
+    """State of one of vLLM's two model runners that route capture reads."""
 
     def slots(self, tokens: int) -> Tensor:
         """(tokens,) int64 on the device: KV slots of the tokens that the last forward computed."""

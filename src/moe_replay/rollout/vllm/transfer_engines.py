@@ -70,7 +70,7 @@ class Server(NamedTuple):
     """A server that waits for weights.
 
     workers     processes of its engine
-    tensor      of which so many share a layer by tensor parallelism
+    tensor      size of its tensor-parallel groups
     is_new      it does not have the weights that it was sent last: it must be told of the trainer again
     """
 

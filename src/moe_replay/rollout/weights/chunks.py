@@ -90,7 +90,7 @@ class ChunkStream:
 
 
 def packed(weights: Iterable[tuple[str, Tensor]], chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """Yield the tensors as safetensors files of about `chunk_bytes`; a larger tensor has a file of its own."""
+    """Yield the tensors as safetensors files of about `chunk_bytes`; a larger tensor has its own file."""
     chunks = weights.whole() if isinstance(weights, ChunkStream) else chunks_of(weights, chunk_bytes)
     for chunk in chunks:
         yield chunk.content

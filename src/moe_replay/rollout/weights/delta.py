@@ -39,7 +39,7 @@ _THREADS = min(16, os.cpu_count() or 1)  # comparing and checksums run without t
 
 
 class _Change(BaseModel):
-    """How one tensor travels."""
+    """Encoding of one tensor in an update."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -183,7 +183,7 @@ def _flat_bits(tensor: Tensor) -> np.ndarray:
 class SentWeights:
     """The weights of the last update, on the side of the sender.
 
-    full_every   every so many updates all weights are sent
+    full_every   all weights are sent every this many updates
     base_id      of the update that the next changes refer to; empty: all weights must be sent
     """
 

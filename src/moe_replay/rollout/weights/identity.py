@@ -24,7 +24,7 @@ INCOMPLETE = "incomplete"
 
 
 class CurrentWeights(NamedTuple):
-    """What an engine says of its weights.
+    """Version and id of an engine's weights, as it reports them.
 
     weights_id   of the update that they come from, empty: of none; None: the engine has no ids
     """

@@ -27,7 +27,7 @@ from moe_replay.utils.messages import one_line
 
 
 class Rendezvous(NamedTuple):
-    """Where the ranks of the trainer and the engines' workers meet for one transfer.
+    """Rendezvous of the trainer's ranks and the engines' workers for one transfer.
 
     ranks   of the trainer that have the weights: with `ipc`, one for each device of the workers
     """

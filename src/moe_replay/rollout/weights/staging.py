@@ -152,8 +152,8 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def fill(groups: Iterator[Group], room: Callable[[int], Tensor], chunk_bytes: int) -> Iterator[list[TensorInfo]]:
     """Copy all groups into a buffer, one tensor behind the other; yield what is in it whenever it is full.
 
-    room          returns a buffer with room for so many bytes; asked for when the last content has been sent
-    chunk_bytes   room to ask for; a larger tensor gets a buffer of its own
+    room          returns a buffer of at least the given bytes; called when the last content has been sent
+    chunk_bytes   size to ask for; a larger tensor gets its own buffer
     """
     infos: list[TensorInfo] = []
     buffer, typed, offset = None, None, 0

@@ -90,7 +90,7 @@ def write_update(
     """Yield the body of a request in chunks. Without an id the header is one that older servers read too.
 
     kept_id   of the weights that the server has a copy of; None: it cannot keep one
-    url       of the server, which has settings of its own in a transfer
+    url       of the server, which has its own settings in a transfer
     """
     stream = weights if isinstance(weights, ChunkStream) and weights_id and kept_id is not None else None
     keep = stream is not None and stream.keep

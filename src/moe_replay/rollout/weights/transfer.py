@@ -34,7 +34,7 @@ class TransferError(EngineUnavailableError):
 
 
 class Receivers(NamedTuple):
-    """What takes part in a transfer on the side of one engine.
+    """Workers of one engine that receive a transfer.
 
     device    type of the workers' devices
     ids       of their devices, one a worker (`staging.device_id`)
@@ -227,7 +227,7 @@ class BroadcastGroup:
         made: Future[Any] = Future()
 
         def make() -> None:
-            # A connection of its own: a store that waits for a member answers nothing else.
+            # A separate connection: a store that waits for a member answers nothing else.
             try:
                 prefixed: dist.Store = dist.TCPStore(store.store.host, store.port, None, False, limit)
                 for prefix in prefixes:

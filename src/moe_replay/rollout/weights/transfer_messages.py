@@ -16,7 +16,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).valu
 
 
 class BufferHandle(BaseModel):
-    """How another process opens a buffer: a file in memory, or the fields of a CUDA IPC handle."""
+    """Handle by which another process opens a buffer: a file in memory, or the fields of a CUDA IPC handle."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -32,7 +32,7 @@ class BufferHandle(BaseModel):
 
 
 class TransferSettings(BaseModel):
-    """What a worker joins a transfer with.
+    """Settings that a worker joins a transfer with.
 
     host, port   of the sender's store
     first        number of the engine's first worker, of all `workers`

@@ -13,5 +13,5 @@ Tensors = Iterable[tuple[str, Tensor]]
 Weights = Tensors | Path | Transfer
 """New weights for an engine, named and shaped as in the model's checkpoint.
 
-Streamed; a folder of safetensors; or a transfer, of which the engine is told where its workers find the tensors.
+Streamed; a folder of safetensors; or a transfer, where the engine learns where its workers find the tensors.
 """

@@ -162,7 +162,7 @@ def _validated_value(config: Sections, key: str) -> Any:
 
 
 def _table(key: str) -> str | None:
-    """Return the table that a key is an entry of; None for a key of its own."""
+    """Return the table that a key is an entry of; None if it is an entry of none."""
     return next((table for table in TABLES if key.startswith(f"{table}.")), None)
 
 

@@ -24,7 +24,7 @@ class Command:
 
 @dataclass(slots=True)
 class Script:
-    """What a script would run.
+    """Commands that a script would run.
 
     commands   in order, with variables filled in
     skipped    parts that were not followed: loops, functions, conditions that are more than a comparison of texts

@@ -1,4 +1,4 @@
-"""Words of a shell script, and what their variables stand for. Nothing is run.
+"""Words of a shell script, and the values of their variables. Nothing is run.
 
 `$(command)` and variables that the script does not assign stay as they are written.
 """
@@ -43,7 +43,7 @@ class Variables:
 def split_words(text: str) -> Iterator[str]:
     """Yield the words of a script as they are written, and the separators of its commands; comments are left out.
 
-    A word keeps its quotes. An opening and a closing parenthesis are words of their own, as in `NAME=( a b )`.
+    A word keeps its quotes. An opening and a closing parenthesis are separate words, as in `NAME=( a b )`.
     """
     position = 0
     text = text.replace("\\\r\n", "").replace("\\\n", "")
@@ -65,7 +65,7 @@ def split_words(text: str) -> Iterator[str]:
 
 
 def expand(word: str, variables: Variables) -> list[str]:
-    """Return what a word stands for: usually one text, none for an empty variable, several for an array."""
+    """Return the expansion of a word: usually one text, none for an empty variable, several for an array."""
     fields, current, quoted, is_array = [], "", False, False
     for text, splits, protected in _parts(word, variables):
         quoted |= protected
@@ -89,7 +89,7 @@ def expand(word: str, variables: Variables) -> list[str]:
 
 
 def expand_text(word: str, variables: Variables) -> str:
-    """Return what a word stands for in an assignment, where nothing is split."""
+    """Return the expansion of a word in an assignment, where nothing is split."""
     return "".join(text.strip("\0").replace("\0", " ") for text, _, _ in _parts(word, variables))
 
 
@@ -145,7 +145,7 @@ def _value(written: str, variables: Variables) -> str:
 
 
 def _arithmetic(expression: str, variables: Variables) -> str:
-    """Return the whole number that `$((...))` stands for; as it is written where it is more than + - * / %."""
+    """Return the whole number that `$((...))` evaluates to; as it is written where it is more than + - * / %."""
     text = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda found: variables.texts.get(found[1]) or "0", expression)
     try:
         return str(_number(ast.parse(text.replace("/", "//").strip(), mode="eval").body))

@@ -218,7 +218,7 @@ class _Verl:
         sleep = self.draft.settings.pop("rollout.sleep", None)
         if engine.value == "sglang_server":
             self.draft.put("rollout.urls", ["http://127.0.0.1:30000"], "the address of your SGLang server")
-            why = "SGLang is a server of its own here, on other GPUs than the trainer: docs/engines.md"
+            why = "SGLang is a separate server here, on other GPUs than the trainer: docs/engines.md"
             self.draft.remark(self.shown(f"{ROLLOUT}.name"), why)
         if sleep is not None and not sleep.is_default:
             self.draft.remark(self.shown(sleep.source), f"{engine.value} does not sleep")

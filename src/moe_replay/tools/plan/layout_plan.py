@@ -60,7 +60,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a layout means for routing replay. `print(plan)` shows the essentials, `to_json` everything.
+    """Consequences of a layout for routing replay. `print(plan)` shows the essentials, `to_json` everything.
 
     rows         rows that every rank's routers see in a micro-batch, padding included
     token_rows   (cp, sequence shards), rows that hold a token

@@ -57,7 +57,7 @@ class Parallel:
 
     @property
     def column_multiple(self) -> int:
-        """What the width of a micro-batch, and each packed sequence, must be a multiple of."""
+        """Number that the width of a micro-batch, and each packed sequence, must be a multiple of."""
         return column_multiple(SimpleNamespace(**self.megatron_settings()))
 
     def megatron_settings(self) -> dict[str, Any]:

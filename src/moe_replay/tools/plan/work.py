@@ -39,7 +39,7 @@ class Work:
         return sum(self.lengths)
 
     def segments(self, multiple: int) -> np.ndarray:
-        """Return the columns of each sequence with padding, (sequences,); in one row if packed, else in a row each."""
+        """Return the columns of each sequence with padding, (sequences,); in one row if packed, else one row each."""
         lengths = np.array(self.lengths, np.int64)
         if not self.packed:
             widest = -(-int(lengths.max()) // multiple) * multiple
@@ -61,7 +61,7 @@ class Work:
     def token_rows(self, parallel: Parallel) -> np.ndarray:
         """Return the rows that hold a token on each rank, (cp, sequence shards) int64.
 
-        Zigzag: a sequence is split into 2 * cp chunks, of which a rank holds two in a row, each with its tokens first.
+        Zigzag: a sequence is split into 2 * cp chunks, of which a rank holds two back to back, tokens first in each.
         What remains is the overlap of these two runs of columns with each sequence shard.
         """
         segments = self.segments(parallel.column_multiple)
@@ -110,7 +110,7 @@ class RouteBytes:
         return Shape(tokens, layers, self.topology.top_k, experts, id_bits, int(not whole), 1).blob_bytes
 
     def record(self, tokens: int, layers: int) -> int:
-        """Return the bytes of a trajectory that a rank with so many routing layers gets, without a sampling mask."""
+        """Return the bytes of a trajectory that a rank with `layers` routing layers gets, without a sampling mask."""
         return record_bytes(
             self.trace(tokens, layers=max(layers, 1)), tokens
         )  # its tokens come with one layer at least

@@ -37,7 +37,7 @@ RouteObserver = Callable[[MicroBatch, int, RouteBatch, RouteBatch | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What the routers of the policy do in a pass.
+    """Action of the policy's routers in a pass.
 
     action    native: choose experts themselves
               record: choose experts themselves, and keep the choice in `batch.recorded_routes`

@@ -128,7 +128,7 @@ class _HeadLogprobs(Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """(rows, V / ranks) in float32, in memory of its own."""
+    """(rows, V / ranks) in float32, in its own memory."""
     return linear(hidden, weight, bias).float().div_(temperature)
 
 

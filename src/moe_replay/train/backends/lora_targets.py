@@ -63,7 +63,7 @@ class Targets(NamedTuple):
 
 
 def find_targets(model: Any, names: Sequence[str], router_family: str | None = None) -> Targets:
-    """Return what `names` mean in a model; a name that stands for nothing is an error."""
+    """Return what `names` mean in a model; a name that matches nothing is an error."""
     routers = set(_router_weights(model, router_family))
     linear, fused = set(_linear_layers(model)), set(_fused_experts(model))
     known = {_leaf(name) for name in linear | fused} | {_router_leaf(name) for name in routers}
@@ -114,7 +114,7 @@ def _fused_experts(model: Any) -> Iterator[str]:
 
 
 def _router_weights(model: Any, router_family: str | None) -> Iterator[str]:
-    """Yield the weight of each router that is a parameter of its own, and the router that is a linear layer."""
+    """Yield the weight of each router that is a bare parameter, and the router that is a linear layer."""
     modules = dict(model.named_modules())
     family = load_router_family(router_family)
     for name in router_numbers(modules, () if family is None else family.routers):

@@ -149,7 +149,7 @@ def _adapter_runs(adapter: LoraAdapter, first_column: int, width: int) -> dict[i
 
 
 class Stepped(NamedTuple):
-    """What an optimizer of Megatron-Core steps for a model parameter: its elements from `first` on."""
+    """The part of a model parameter that an optimizer of Megatron-Core steps: its elements from `first` on."""
 
     parameter: Tensor
     first: int

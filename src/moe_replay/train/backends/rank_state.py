@@ -1,4 +1,4 @@
-"""The part of the policy that one rank holds, in a file of its own: safetensors and JSON, never pickled objects.
+"""The part of the policy that one rank holds, in its own file: safetensors and JSON, never pickled objects.
 
 layout.json               how the ranks shared the model
 rank-00003.safetensors    of that rank: weights, float32 copies of them, moments; plain numbers in the header
@@ -194,7 +194,7 @@ def _write(
 
 
 def _copied(values: Tensor) -> Tensor:
-    """Return the values in host memory of their own: views of one buffer cannot be in a safetensors file."""
+    """Return the values in their own host memory: views of one buffer cannot be in a safetensors file."""
     return values.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 

@@ -107,7 +107,7 @@ class _State:
 
 
 class Reading:
-    """What a rank wants from the files: first all of it is found, then it is read."""
+    """Reads that a rank needs from the files: first all of it is found, then it is read."""
 
     def __init__(self) -> None:
         self._wanted: dict[str, list[_Wanted]] = {}

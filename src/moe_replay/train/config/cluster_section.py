@@ -10,7 +10,7 @@ from moe_replay.train.config.section import Section
 
 
 class ClusterConfig(Section):
-    """Who starts trainer and engines, and on which machines."""
+    """The launcher of trainer and engines, and their machines."""
 
     kind: Literal["torchrun", "ray"] = "torchrun"
     """torchrun: the launcher of this command starts its ranks; ray: this command starts all ranks and engines as Ray
@@ -26,7 +26,7 @@ class ClusterConfig(Section):
     data_parallel_size x pipeline_parallel_size); left out: the cluster starts none, and [rollout] says where the
     engine is."""
     placement: Literal["separate", "colocated"] = "separate"
-    """separate: engines have GPUs of their own; colocated: those of the trainer, evenly on all of its machines."""
+    """separate: engines have their own GPUs; colocated: those of the trainer, evenly on all of its machines."""
     cpus_per_rank: int = Field(1, ge=1, le=65536)
     """CPU cores reserved for each rank, and its threads."""
     cpus_per_engine: int = Field(1, ge=1, le=65536)

@@ -57,7 +57,7 @@ class RewardConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What is kept of a run."""
+    """Checkpoints of a run: when they are saved, what they hold, how many are kept."""
 
     every: int = Field(50, ge=0)
     """Steps between checkpoints; 0: only at the end."""
@@ -89,7 +89,7 @@ class EvalConfig(Section):
 
 
 class LogConfig(Section):
-    """Where metrics go, besides metrics.jsonl and the console."""
+    """Destinations of metrics besides metrics.jsonl and the console."""
 
     tensorboard: bool = False
     """Write TensorBoard files to the run's folder."""

@@ -22,7 +22,7 @@ class PluginName:
     """Annotates a field, or a list, of names.
 
     registry   returns the registry: name -> implementation
-    kind       what a name stands for, for errors: "reward"
+    kind       what a name refers to, for errors: "reward"
     forms      what is accepted besides the names in the registry
     offered    returns the names that are listed, where not all that are known make sense for this key
     """

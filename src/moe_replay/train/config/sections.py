@@ -90,7 +90,7 @@ class ModelConfig(Section):
 
 
 class BackendConfig(Section):
-    """What trains the model, and how it is spread over ranks."""
+    """The backend that trains the model, and its parallel layout."""
 
     kind: Literal["fsdp", "megatron"] = "fsdp"
     """FSDP2 on a Transformers model, or Megatron-Core."""
@@ -139,7 +139,7 @@ class RolloutConfig(Section):
     min_servers: int | None = Field(None, ge=1)
     """Servers that must be reachable when the run starts, the others are warned about; left out: all of them."""
     engines_per_node: int | None = Field(None, ge=1, le=1024)
-    """Engines that each machine of the trainer starts, in processes of their own and on equal shares of its GPUs; left
+    """Engines that each machine of the trainer starts, in separate processes and on equal shares of its GPUs; left
     out: one engine, in the process of rank 0."""
     drivers: int = Field(1, ge=1, le=1024)
     """Processes on rank 0's machine that talk to the servers, play environments and build trajectories, each for a
@@ -159,7 +159,7 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample from the likeliest tokens that together have this probability; 1: from all of them."""
     top_k: int = Field(0, ge=0)
-    """Sample from so many of the likeliest tokens; 0: from all of them."""
+    """Sample from this many of the likeliest tokens; 0: from all of them."""
     sampling_mask: Literal["auto", "off"] = "auto"
     """What the trainer does about top_p and top_k. auto: it scores each token over the tokens that were left, which the
     engine returns; off: over the whole vocabulary, which biases importance ratios."""
@@ -202,7 +202,7 @@ class RolloutConfig(Section):
 
     @property
     def weights_tolerance(self) -> float:
-        """What `probe_tolerance` is where it is left out."""
+        """The value of `probe_tolerance`; a default where it is left out."""
         default = QUANTISED_PROBE_TOLERANCE if self.options.get("quantization") else PROBE_TOLERANCE
         return default if self.probe_tolerance is None else self.probe_tolerance
 
@@ -228,12 +228,12 @@ class RolloutConfig(Section):
 
 
 class ReplayConfig(Section):
-    """Which routes the trainer's routers take."""
+    """The routes that the trainer's routers take."""
 
     mode: ReplayMode = "auto"
     """off: their own; r2: those of the old-log-prob pass; r3: those of the rollout; auto: by updates per rollout."""
     compare_every: int = Field(10, ge=0)
-    """Every so many steps score the batch without replay as well, to see what replay does; 0: never. Every tenth step
+    """Score the batch without replay as well every this many steps, to see what replay does; 0: never. Every tenth step
     adds about 2.5 % to scoring and updates, and less to a run (docs/training.md)."""
     observe: bool = True
     """Compare the rollout's routes with the trainer's own choice: routing/agreement, and a shift test each step."""
@@ -303,11 +303,11 @@ class OptimConfig(Section):
     max_grad_norm: Limit = Field(1.0, gt=0)
     """Gradients are scaled down to this norm."""
     max_bad_steps: int = Field(3, ge=0)
-    """Updates in a row that may be skipped for gradients that are not finite; one more stops the run."""
+    """Consecutive updates that may be skipped for gradients that are not finite; one more stops the run."""
 
 
 class BatchConfig(Section):
-    """How sequences are put into micro-batches."""
+    """Division of sequences into micro-batches."""
 
     packed: bool = True
     """Sequences one after the other without padding; otherwise in rows, padded on the right."""
@@ -348,7 +348,7 @@ class Sections(Section):
 
     @property
     def starts_servers(self) -> bool:
-        """Whether the run starts engines in processes of their own, which it reaches over HTTP."""
+        """Whether the run starts engines in separate processes, which it reaches over HTTP."""
         return self.rollout.engines_per_node is not None or self.cluster.starts_engines
 
     @property

@@ -14,7 +14,7 @@ WeightKindChoice = Annotated[str, PluginName(lambda: WEIGHT_KINDS, "kind of weig
 
 
 class WeightsConfig(Section):
-    """How the policy's weights reach the engine after every update (docs/weights-sync.md)."""
+    """Transfer of the policy's weights to the engine after every update (docs/weights-sync.md)."""
 
     kind: WeightKindChoice = "auto"
     """How weights travel. auto: ipc if trainer and engine share their GPUs, nccl between GPUs of different cards or
@@ -27,4 +27,4 @@ class WeightsConfig(Section):
     """Send only what has changed since the last update, in requests, to servers of `moe-replay rollout`. Rank 0 and
     each server keep a copy of the weights in host memory."""
     full_every: int = Field(20, ge=1)
-    """With delta: all weights are sent every so many updates."""
+    """With delta: all weights are sent every this many updates."""

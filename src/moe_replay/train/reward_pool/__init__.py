@@ -1,1 +1,1 @@
-"""Reward functions in processes of their own, with a limit for each sample."""
+"""Reward functions in separate processes, with a limit for each sample."""

@@ -27,7 +27,7 @@ class RewardLostError(RewardError):
 
 
 class RewardProcess:
-    """A process of its own with these rewards, in a process group of its own. It belongs to the running event loop.
+    """A process with these rewards, in its own process group. It belongs to the running event loop.
 
     It ends when the thread that started it does.
 
@@ -80,7 +80,7 @@ class RewardProcess:
         return message
 
     async def _read(self, count: int) -> bytes:
-        """Return so many bytes; EOFError if the process closes its end before."""
+        """Return `count` bytes; EOFError if the process closes its end before."""
         content, loop = bytearray(count), asyncio.get_running_loop()
         view = memoryview(content)
         while view:

@@ -1,4 +1,4 @@
-"""Scores of sampled groups: `RewardPool` has processes of its own for them, `InProcess` uses threads of this one.
+"""Scores of sampled groups: `RewardPool` has separate processes for them, `InProcess` uses threads of this one.
 
 A function that hangs in C code, needs too long or ends its process costs one sample: the process is killed and
 replaced, and the sample is named in an error or left unscored.
@@ -71,7 +71,7 @@ class Samples:
 
 
 class Scorer(Protocol):
-    """Where reward functions run.
+    """Runs reward functions.
 
     timeouts   samples so far that were left unscored because a function took too long or ended its process
     """

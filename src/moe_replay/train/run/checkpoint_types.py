@@ -68,7 +68,7 @@ class TrainerState:
 
     @property
     def lost(self) -> str:
-        """What the checkpoint does not hold, for a message; empty if it holds everything."""
+        """Description of what the checkpoint does not hold, for a message; empty if it holds everything."""
         if self.counters.get("optimizer", 1.0):
             return ""
         return (

@@ -1,6 +1,6 @@
 """A checkpoint on its way from host memory to the disk: at once, or in a thread while training continues.
 
-Each rank writes, flushes and digests files of its own. When all have finished, rank 0 makes the checkpoint valid.
+Each rank writes, flushes and digests its own files. When all have finished, rank 0 makes the checkpoint valid.
 Ranks agree over a process group that only these threads use, so training's own collectives are not disturbed.
 """
 

@@ -45,7 +45,7 @@ def _write(path: Path, states: dict[str, Tensor]) -> list[Path]:
 
 
 def load(folder: Path, device: torch.device) -> None:
-    """Restore the generator states that `save` wrote; ranks beyond those that saved get streams of their own."""
+    """Restore the generator states that `save` wrote; ranks beyond those that saved get their own streams."""
     from safetensors.torch import load_file
 
     saved = len(list(folder.glob("rank-*.safetensors")))

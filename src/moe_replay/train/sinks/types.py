@@ -14,7 +14,7 @@ Metrics = Mapping[str, float]
 class SinkContext:
     """The run whose metrics a sink receives.
 
-    folder      of the run; a sink writes its files there, under names of its own
+    folder      of the run; a sink writes its files there, under its own names
     name        of the run
     last_step   last completed step: 0 in a new run; what a resumed run had logged for later steps is obsolete
     project     `log.project`

@@ -27,7 +27,7 @@ _REQUEST_BYTES = 2**26
 
 
 class _Offer(NamedTuple):
-    """A batch that is served: its number, a file of its own descriptor, and its sections."""
+    """A batch that is served: its number, its own file descriptor, and its sections."""
 
     number: int
     file: int
@@ -35,7 +35,7 @@ class _Offer(NamedTuple):
 
 
 class SectionServer:
-    """Answers requests in threads of its own, from `offer` to `withdraw`.
+    """Answers requests in its own threads, from `offer` to `withdraw`.
 
     sent_bytes   of all answers
     """

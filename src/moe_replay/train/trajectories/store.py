@@ -71,7 +71,7 @@ class BatchRef(NamedTuple):
 
 
 class TrajectoryStore(Protocol):
-    """What the training loop asks of a store."""
+    """Store interface of the training loop."""
 
     received_bytes: int
 
@@ -128,7 +128,7 @@ class InProcessStore:
 
 
 class _RankLocation(NamedTuple):
-    """Where a rank is, and which trajectories it asks for; ranks of one machine that ask for the same share a copy."""
+    """Location of a rank, and the share it asks for; ranks of one machine that ask for the same one share a copy."""
 
     pid: int
     machine: str

@@ -31,7 +31,7 @@ Buffers = list[memoryview]
 
 
 def table_bytes(count: int) -> int:
-    """Return the size of the table of a section of so many records."""
+    """Return the size of the table of a section of `count` records."""
     return _aligned(8 * (count + 2))
 
 

@@ -218,7 +218,7 @@ GROUPS = {
     "actor_rollout_ref.rollout.profiler.": "torch's profiler can be started around moe_replay.train",
     "actor_rollout_ref.rollout.engine_kwargs.sglang.": "an option of the SGLang server, which is started on its own",
     "reward_model.": "a reward model is a function of yours: reward.functions = module:name",
-    "rollout.": "rollouts are sampled for every step; engines of their own GPUs are servers: rollout.urls",
+    "rollout.": "rollouts are sampled for every step; engines on separate GPUs are servers: rollout.urls",
     "async_training.": "rollout.max_staleness",
     "trainer.v1.": "rollout.max_staleness",
     "transfer_queue.": "samples are sent to the ranks directly",
