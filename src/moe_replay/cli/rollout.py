@@ -47,7 +47,7 @@ class RolloutCommand:
     limits: RequestLimits = field(default_factory=RequestLimits)
     """What one client may ask for."""
     capture: Capture = "auto"
-    """Who records routes (vllm): ours, in its worker; vllm: its own capture; checked: both; auto: ours if possible."""
+    """Capture that records routes (vllm): ours, in its worker; vllm: its own; checked: both; auto: ours if possible."""
     lora_rank: int = 0
     """Take LoRA adapters of up to this rank in place of weights (vllm): model.lora_rank of the recipe."""
     lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")

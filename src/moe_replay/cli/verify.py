@@ -50,7 +50,7 @@ class VerifyCommand:
     rollout_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type that the engine computes in; auto: the type of the weights on disk. Servers have their own."""
     capture: Capture = "auto"
-    """Who records routes (vllm): ours, in its worker; vllm: its own capture; checked: both; auto: ours if possible."""
+    """Capture that records routes (vllm): ours, in its worker; vllm: its own; checked: both; auto: ours if possible."""
     engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)
     """More of the engine's own options, e.g. --engine-options gpu_memory_utilization 0.5. vLLM is started with
     enforce_eager, which saves a minute; enforce_eager False verifies CUDA graphs as well."""
@@ -116,7 +116,7 @@ class VerifyCommand:
             sys.exit(ExitStatus.CHECK_FAILED)
 
     def _wrong_use(self) -> str | None:
-        """What makes no sense in the options, if anything."""
+        """Return what makes no sense in the options; None if all of it does."""
         if any(map(has_password, self.url)):
             return f"a password {READABLE_BY_ALL}: use a token, in $MOE_REPLAY_TOKEN"
         if self.traces and (self.url or self.prompts):

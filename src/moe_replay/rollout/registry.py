@@ -20,11 +20,11 @@ Start = Callable[[StartRequest], Sampler]
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What is known of an engine before it is started.
+    """Properties of an engine that are known before it starts.
 
     start           function, or the `module:function` that it is imported from when it is needed
     description     one line for help texts and docs
-    is_server       runs in processes of its own and is reached by URLs
+    is_server       runs in separate processes and is reached by URLs
     takes_weights   is an `Engine`; otherwise it only samples, and cannot be trained with
     package         that must be installed here to start it; empty: none
     extra           of moe-replay that installs this package; empty: the package itself is named
@@ -33,7 +33,7 @@ class EngineSpec:
     quick_start     options that start it sooner and let it sample more slowly, for a few samples
     returns_masks   can return the sampling mask of its samples, in some release at least
     start_sampler   in place of `start` where the engine need only sample; None: the same
-    takes_capture   has the choice of who records routes (`StartRequest.capture`)
+    takes_capture   lets the user choose which capture records routes (`StartRequest.capture`)
     takes_lora      can be sent an adapter by itself, in place of merged weights
     takes_delta     can be sent changed weights by themselves
     """

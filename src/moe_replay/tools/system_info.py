@@ -30,7 +30,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class SystemInfo:
-    """What `doctor` looks at.
+    """Packages and resources that `doctor` looks at.
 
     versions       of each package of `looked_for`; None if not installed
     shared_bytes   free in /dev/shm; None if there is none

@@ -1,7 +1,7 @@
 """The records of the trainer, in the order a sequence passes through them.
 
 SampledSequence (rollout/types.py) -> Trajectory -> RolloutBatch -> on the way to other ranks EncodedTrajectory and
-TrajectoryHead, there SharedBatch (trajectories/) -> MicroBatch (micro_batch.py)
+TrajectoryHeader, there SharedBatch (trajectories/) -> MicroBatch (micro_batch.py)
 """
 
 from __future__ import annotations
