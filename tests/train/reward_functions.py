@@ -10,6 +10,7 @@ import sys
 import threading
 from datetime import date, datetime, timedelta
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,16 +26,32 @@ COLUMN = {
 }
 
 
+HANGING_FOLDER = "MOE_REPLAY_TEST_HANGING"
+"""Variable with a folder in which a process that is about to hang leaves a file with its number."""
+
+
+def say_that_it_hangs() -> None:
+    if folder := os.environ.get(HANGING_FOLDER):
+        Path(folder, str(os.getpid())).touch()
+
+
+def backtrack(text: str) -> None:
+    """Hang in C code if a text has b after many a."""
+    if text.endswith("ab"):
+        say_that_it_hangs()
+    re.match("(a+)+$", text)
+
+
 def lengths(completions: list[str], level: list[int] | None = None, **_: Any) -> list[float | None]:
     """The length of a completion; None for an empty one."""
     return [float(len(text)) or None for text in completions]
 
 
 def ranks(completions: list[str], **_: Any) -> list[float]:
-    """The rank of a completion in its group, by length; what holds b after many a hangs in C code."""
+    """The rank of a completion in its group, by length; hangs as `backtrack` does."""
     order = sorted(range(len(completions)), key=lambda place: len(completions[place]))
     for text in completions:
-        re.match("(a+)+$", text)
+        backtrack(text)
     return [float(order.index(place)) for place in range(len(completions))]
 
 
@@ -48,13 +65,14 @@ def together_only(completions: list[str], **_: Any) -> list[float]:
     """Needs the whole group, with which it hangs."""
     if len(completions) == 1:
         raise IndexError("a single completion")
+    say_that_it_hangs()
     threading.Event().wait()
     return []
 
 
 def compute_score(data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    """verl's signature; hangs in C code as `ranks` does."""
-    re.match("(a+)+$", solution_str)
+    """verl's signature; hangs as `backtrack` does."""
+    backtrack(solution_str)
     return float(solution_str == ground_truth)
 
 
