@@ -16,6 +16,7 @@ from moe_replay.rollout.types import FinishReason, Probe, SamplingParams
 from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
 from tests.real_sglang.models import sglang_model
 from tests.real_sglang.server import sglang_server
+from tests.rollout.serving import responds
 from tests.rollout.tiny import assert_sampled_from, reference
 
 pytest.importorskip("sglang", reason="the real SGLang is not installed here: see requirements/sglang-cpu.txt")
@@ -36,7 +37,7 @@ def test_what_it_is(engine: SglangServer) -> None:
     assert str(engine.name) == "SGLang 0.5.23"
     assert engine.topology.layers == (1, 2)
     assert engine.weight_version == 0
-    assert engine.healthy()
+    assert responds(engine)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])

@@ -10,6 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 
+def responds(client: Any) -> bool:
+    """Whether a client finds its server healthy; one question has five seconds, for which a machine may stall."""
+    return any(client.healthy() for _ in range(20))
+
+
 @contextmanager
 def serving(app: Any, **settings: Any) -> Iterator[str]:
     """The address of the application; settings are uvicorn's."""

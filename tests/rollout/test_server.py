@@ -21,7 +21,7 @@ from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams
 from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
 from moe_replay.rollout.weights.stream import write_update
-from tests.rollout.serving import serving
+from tests.rollout.serving import responds, serving
 from tests.rollout.tiny import Pause, assert_sampled_from, reference, tiny_model
 
 TOKEN = "open sesame"
@@ -74,7 +74,7 @@ def test_the_client_knows_the_engine(client: VllmServer, engine: TransformersEng
     assert client.name == engine.name
     assert client.topology == engine.topology
     assert client.weight_version == 0
-    assert client.healthy()
+    assert responds(client)
     np.testing.assert_allclose(client.prompt_logprobs(PROBE), engine.prompt_logprobs(PROBE), atol=1e-6)
 
 

@@ -29,7 +29,7 @@ from moe_replay.rollout.sglang.server import SglangServer
 from moe_replay.rollout.types import FinishReason, Probe, SamplingParams
 from moe_replay.routes.topology import MoeLayer, MoeTopology
 from tests.real_sglang.models import FAMILIES, sglang_model
-from tests.rollout.serving import serving
+from tests.rollout.serving import responds, serving
 from tests.rollout.tiny import assert_sampled_from, reference
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -298,7 +298,7 @@ def test_refusals(status: int, kind: type[EngineError]) -> None:
 
 def test_health() -> None:
     with stub() as (server, client):
-        assert client.healthy()
+        assert responds(client)
         server.refusals["/health"] = 503
         assert not client.healthy()
     with SglangServer("http://127.0.0.1:9") as nobody:
