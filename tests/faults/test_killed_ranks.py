@@ -21,9 +21,9 @@ rank_watch.GRACE_S = 60 if sys.argv[1] == "collective" else 0.5  # an error may 
 with launch.process_group(torch.device("cpu")) as watch:
     try:
         with watch:
-            print("ready", flush=True)
             if rank() == 0 and sys.argv[1] == "finished":
-                watch.stop()
+                watch.stop()  # the other one is killed once this one is ready
+            print("ready", flush=True)
             if rank() == 1 or sys.argv[1] == "hangs":
                 threading.Event().wait()
             if sys.argv[1] == "collective":

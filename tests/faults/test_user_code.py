@@ -229,19 +229,27 @@ def test_a_process_ends_although_a_thread_of_a_users_function_does_not() -> None
 @pytest.mark.slow
 def test_a_reward_that_keeps_the_interpreters_lock_ends_the_process_and_is_named() -> None:
     code = textwrap.dedent("""
-        import re
+        import faulthandler, re
         from moe_replay.train.rewards import Reward, score
-        from moe_replay.utils import hang_watch
+
+        start = faulthandler.dump_traceback_later
+
+        def started(seconds, **options):
+            print(seconds, flush=True)
+            start(seconds, **options)
+            started.options = options
 
         def backtracking(completions, **_):
+            if "b" in completions[0]:
+                start(0.1, **started.options)  # the seconds pass while it hangs, however long it took to get here
             return [float(bool(re.match("(a+)+$", text))) for text in completions]
 
-        hang_watch.GRACE_S = 0.1
-        print(score([Reward("quick", backtracking, timeout_s=60)], ["p"], ["aaa"], {}), flush=True)
-        score([Reward("mine", backtracking, timeout_s=0.1)], ["p"], ["a" * 60 + "b"], {})
+        faulthandler.dump_traceback_later = started
+        print(score([Reward("quick", backtracking, timeout_s=600)], ["p"], ["aaa"], {}), flush=True)
+        score([Reward("mine", backtracking, timeout_s=900)], ["p"], ["a" * 60 + "b"], {})
     """)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.stdout == "{'quick': array([1.])}\n"
+    assert done.stdout == "660.0\n{'quick': array([1.])}\n960.0\n"
     assert done.returncode == 1
     assert "in backtracking" in done.stderr
 
@@ -250,17 +258,28 @@ def test_a_reward_that_keeps_the_interpreters_lock_ends_the_process_and_is_named
 def test_the_watch_ends_with_the_wait() -> None:
     """What hangs in Python alone is an error, after which the process lives on."""
     code = textwrap.dedent("""
-        import threading, time
+        import faulthandler, threading
         from moe_replay.train.rewards import Reward, RewardError, score
-        from moe_replay.utils import hang_watch
 
-        hang_watch.GRACE_S = 2.0  # within which a busy machine has to cancel the timer
+        def noting(name):
+            function = getattr(faulthandler, name)
+
+            def noted(*given, **options):
+                function(*given, **options)
+                print(name, flush=True)
+
+            return noted
+
+        for name in ("dump_traceback_later", "cancel_dump_traceback_later"):
+            setattr(faulthandler, name, noting(name))
         try:
             score([Reward("mine", lambda **_: threading.Event().wait(), timeout_s=0.1)], ["p"], ["c"], {})
         except RewardError as error:
             print(error, flush=True)
-        time.sleep(2.5)
         print("alive", flush=True)
     """)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout.endswith("alive\n")) == (0, True)
+    started, cancelled, error, alive = done.stdout.splitlines()
+    assert (started, cancelled) == ("dump_traceback_later", "cancel_dump_traceback_later")
+    assert error.startswith("reward 'mine' did not return within 0.1 s")
+    assert (done.returncode, alive) == (0, "alive")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections import Counter
@@ -19,7 +20,7 @@ from moe_replay.rollout.types import SamplingParams
 from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
 from tests.faults.forked import Forked, fork_command
 from tests.ports import reserved_port
-from tests.rollout.serving import serving
+from tests.rollout.serving import responds, serving
 from tests.rollout.tiny import assert_sampled_from, tiny_model
 
 pytest.importorskip("tenacity", reason="the pool needs tenacity")
@@ -70,6 +71,7 @@ def test_a_server_killed_in_mid_batch_loses_nothing(tmp_path: Path) -> None:
         done = []
         prompts = [[1 + i, 2, 3] for i in range(40)]
         batch = threading.Thread(target=lambda: done.append(pool.generate(prompts, SamplingParams(n=2, max_tokens=24))))
+        victim.send_signal(signal.SIGSTOP)  # it answers none of its requests before it is killed
         batch.start()
         while batch.is_alive() and not pool._members[0].active_requests:
             time.sleep(0.001)
@@ -175,7 +177,7 @@ def test_logprobs_and_commands(engines, urls) -> None:
         np.testing.assert_allclose(pool.prompt_logprobs(ids), engines[0].prompt_logprobs(ids), atol=1e-6)
         assert pool.topology == engines[0].topology
         assert pool.name.name.startswith("2 x ")
-        assert pool.healthy()
+        assert responds(pool)
         pool.sleep()
         with pytest.raises(EngineError, match="is asleep"):
             pool.generate([[1]], SamplingParams())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from functools import cache
 from pathlib import Path
 
@@ -246,7 +247,8 @@ def test_a_call_that_runs_when_the_engine_is_closed_raises() -> None:
     asking.start()
     with paused:
         closing.start()
-        closing.join(0.2)
+        while closing.is_alive() and not engine._abort.is_set():  # by then it is closed
+            time.sleep(0.001)
     asking.join()
     closing.join()
     assert [type(error) for error in errors] == [EngineUnavailableError]
