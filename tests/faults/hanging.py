@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+import time
+from pathlib import Path
 from typing import Any
+
+HELD_BY = "MOE_REPLAY_TEST_HELD_BY"
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -23,4 +28,14 @@ async def environment(episode: Any) -> None:
 def announced(completions: list[str], **_: Any) -> list[float]:
     """Says that a step is being sampled."""
     print("rewarding", flush=True)
+    return [float(len(completion)) for completion in completions]
+
+
+def held(completions: list[str], **_: Any) -> list[float]:
+    """Waits while there is the file that the variable `HELD_BY` names, and says so."""
+    file = Path(os.environ[HELD_BY])
+    if file.exists():
+        print("held", flush=True)
+    while file.exists():
+        time.sleep(0.01)
     return [float(len(completion)) for completion in completions]

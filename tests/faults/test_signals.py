@@ -28,18 +28,18 @@ def recipe(demo_files: Any, folder: Path, **overrides: Any) -> str:
 @pytest.mark.whole_runs
 def test_a_signal_saves_the_step_and_the_run_resumes(demo_files: Any, tmp_path: Path) -> None:
     """With a status of its own; the run goes on where it was."""
-    made = recipe(demo_files, tmp_path, steps=40, replay={"compare_every": 0}, checkpoint={"every": 0})
+    made = recipe(demo_files, tmp_path, steps=1000, replay={"compare_every": 0}, checkpoint={"every": 0})
     reached = 0
     for number, start in ((signal.SIGHUP, start_command), (signal.SIGINT, fork_command)):
         with start("train", made) as run:
             assert run.stdout is not None
-            wait_for_line(run.stdout, f"step {reached + 1}/40")
+            wait_for_line(run.stdout, f"step {reached + 1}/1000")
             run.send_signal(number)
             rest = run.stdout.read()
             assert run.wait(LIMIT_S) == ExitStatus.INTERRUPTED == 75, rest
         (checkpoint,) = [path for path in (tmp_path / "run/checkpoints").iterdir() if path.name > f"step-{reached:08d}"]
         reached = int(checkpoint.name.removeprefix("step-"))
-        assert 0 < reached < 40
+        assert 0 < reached < 1000
         assert "finishing the step, then saving; again to end at once" in rest
         assert "to resume: moe-replay train" in rest
 

@@ -19,6 +19,7 @@ import pytest
 
 from tests.combinations import with_thorough
 from tests.faults.forked import Forked, fork_ranks_with_vllm, fork_with_vllm
+from tests.faults.hanging import HELD_BY
 from tests.faults.processes import (
     LIMIT_S,
     Process,
@@ -86,9 +87,11 @@ def wait_until_healthy(server: subprocess.Popen[str] | Forked, port: int) -> Non
 @pytest.mark.thorough  # test_signals.py has both with the other engine
 def test_ctrl_c_and_a_second_signal(demo_files: Any, tmp_path: Path) -> None:
     """Ctrl-C reaches the whole process group and the step is saved; then an engine that hangs, and two signals."""
-    made = vllm_recipe(demo_files, tmp_path, steps=40, checkpoint={"every": 0})
-    with fork_with_vllm("train", made, environment=WITHOUT_WORKER) as run:
-        wait_for_line(run.stdout, "step 1/40")
+    rewards, holding = {"functions": ["tests.faults.hanging:held"]}, tmp_path / "holding"
+    made = vllm_recipe(demo_files, tmp_path, steps=1000, checkpoint={"every": 0}, reward=rewards)
+    held_by = {HELD_BY: str(holding)}
+    with fork_with_vllm("train", made, environment=WITHOUT_WORKER | held_by) as run:
+        wait_for_line(run.stdout, "step 1/1000")
         below, core = descendants(run.pid), engine_core(run.pid)
         files = shared_memory(below)
         assert os.getpgid(core.pid) != os.getpgid(run.pid)
@@ -98,12 +101,15 @@ def test_ctrl_c_and_a_second_signal(demo_files: Any, tmp_path: Path) -> None:
     assert wait_until_gone(below) == []
     (checkpoint,) = (tmp_path / "run/checkpoints").iterdir()
     assert checkpoint.name > "step-00000000"
-    with fork_with_vllm("train", made, environment=QUIET) as run:
-        wait_for_line(run.stdout, f"step {int(checkpoint.name.removeprefix('step-')) + 1}/40")
+    with fork_with_vllm("train", made, environment=QUIET | held_by) as run:
+        wait_for_line(run.stdout, f"step {int(checkpoint.name.removeprefix('step-')) + 1}/1000")
         below, core = descendants(run.pid), engine_core(run.pid)
         files |= shared_memory(below)
+        holding.touch()
+        wait_for_line(run.stdout, "held")  # in the middle of a step, which ends with new weights for the engine
         os.kill(core.pid, signal.SIGSTOP)  # whatever waits for it waits forever
         run.send_signal(signal.SIGTERM)
+        holding.unlink()
         time.sleep(1)  # it does not end by the first one
         assert run.poll() is None
         run.send_signal(signal.SIGTERM)

@@ -40,6 +40,7 @@ from tests.train.runs import tiny_config, train_on_rank
 
 TOKEN = "secret"
 SHORT = SamplingParams(max_tokens=3)
+TIMEOUT_S = 20.0  # of what hangs, and of all else: a machine may stall for as long in an update of weights
 
 
 @pytest.fixture
@@ -146,7 +147,7 @@ def test_a_server_that_hangs_and_restarts_is_sent_the_weights_while_others_sampl
         urls = [stack.enter_context(serving(build_app(engine, TOKEN))) for engine in (hanging, waiting)]
         for engine in (hanging, waiting):
             stack.callback(lambda engine=engine: engine.close())
-        rollout = {"engine": "vllm_server", "urls": urls, "token": TOKEN, "options": {"timeout": 6.0}}
+        rollout = {"engine": "vllm_server", "urls": urls, "token": TOKEN, "options": {"timeout": TIMEOUT_S}}
         lines = lines_of_run(demo_files, tmp_path / "run", rollout, steps=2, **evaluated(demo_files))
     assert [line["step"] for line in lines] == [1, 2]
     assert hanging.restarts == 1
@@ -174,7 +175,7 @@ def test_a_server_that_is_lost_in_an_evaluation_changes_nothing(
     engine = kind(lambda: TransformersEngine.from_pretrained(demo_files.model))
     settings = {"steps": 2, **evaluated(demo_files)}
     with closing(engine), serving(build_app(engine, TOKEN)) as url:  # type: ignore[arg-type]
-        rollout = {"engine": "vllm_server", "urls": [url], "token": TOKEN, "options": {"timeout": 6.0}}
+        rollout = {"engine": "vllm_server", "urls": [url], "token": TOKEN, "options": {"timeout": TIMEOUT_S}}
         disturbed = lines_of_run(demo_files, tmp_path / "disturbed", rollout, **settings)
         assert engine.restarts == 1
         assert disturbed == lines_of_run(demo_files, tmp_path / "calm", rollout, **settings)

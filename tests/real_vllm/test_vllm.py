@@ -274,10 +274,21 @@ def sample_in_background(engine: Any, params: SamplingParams) -> tuple[threading
     return thread, samples
 
 
+ATTEMPTS = 20  # to abort samples before they end: a busy machine may stall this process until they have
+
+
+def all_aborted(groups: list[list[Sample]]) -> bool:
+    return all(sample.finish_reason is FinishReason.ABORT for group in groups for sample in group)
+
+
 def test_aborted_samples_are_whole_as_far_as_they_went(qwen: Any) -> None:
-    thread, groups = sample_in_background(qwen, SamplingParams(n=2, max_tokens=240))
-    qwen.abort()
-    thread.join()
+    for _ in range(ATTEMPTS):
+        thread, groups = sample_in_background(qwen, SamplingParams(n=2, max_tokens=240))
+        qwen.abort()
+        thread.join()
+        if all_aborted(groups):
+            break
+    assert [len(group) for group in groups] == [2, 2]
     for group in groups:
         for sample in group:
             assert sample.finish_reason is FinishReason.ABORT
@@ -287,12 +298,18 @@ def test_aborted_samples_are_whole_as_far_as_they_went(qwen: Any) -> None:
 
 def test_an_update_aborts_what_is_under_way_and_mixes_no_versions(qwen: Any) -> None:
     old, new = tiny_model("qwen3_moe"), tiny_model("qwen3_moe", seed=1)
-    thread, groups = sample_in_background(qwen, SamplingParams(max_tokens=240))
-    qwen.update_weights(checkpoint_tensors(new), version=1, probe=probe(new))
-    thread.join()
-    for (sample,) in groups:
-        assert (sample.finish_reason, sample.weight_version) == (FinishReason.ABORT, 0)
-        assert_sampled_from(old, sample)
+    for version in range(ATTEMPTS):
+        thread, groups = sample_in_background(qwen, SamplingParams(max_tokens=240))
+        qwen.update_weights(checkpoint_tensors(new), version=version + 1, probe=probe(new))
+        thread.join()
+        assert [len(group) for group in groups] == [1, 1]
+        for (sample,) in groups:
+            assert sample.weight_version == version
+            assert_sampled_from(old, sample)
+        if all_aborted(groups):
+            break
+        old, new = new, old
+    assert all_aborted(groups)
 
 
 def test_requests_that_come_during_an_update_get_the_new_weights(qwen: Any) -> None:
