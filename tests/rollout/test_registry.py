@@ -115,9 +115,9 @@ def test_an_unknown_engine_is_named_with_its_setting() -> None:
 def test_a_capture_is_refused_by_engines_without_the_choice() -> None:
     asked = StartRequest(model="m", urls=("http://127.0.0.1:1",), capture="vllm")
     for name in ("transformers", "vllm_server", "sglang_server", "plain_vllm_server"):
-        with pytest.raises(EngineError, match=f"{name} has no choice of who records routes.*use one of vllm"):
+        with pytest.raises(EngineError, match=f"{name} has no choice of captures.*use one of vllm"):
             start_sampler(name, asked)
-    with pytest.raises(EngineError, match="no choice of who records routes"):
+    with pytest.raises(EngineError, match="no choice of captures"):
         start_engine("tests.rollout.test_registry:start_tiny", asked)
 
 

@@ -209,7 +209,7 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"rollout": {"dtype": "bf16"}}, "dtype"),
         ({"rollout": {"capture": "theirs"}}, "rollout.capture"),
         ({"rollout": {"options": {"capture": "ours"}}}, "rollout.options.capture: set rollout.capture instead"),
-        ({"rollout": {"engine": "transformers", "capture": "ours"}}, "transformers has no choice of who records"),
+        ({"rollout": {"engine": "transformers", "capture": "ours"}}, "transformers has no choice of captures"),
         ({"rollout": SERVER | {"capture": "vllm"}}, "remove it, and choose it where the servers are started"),
         (
             {"rollout": {"capture": "checked", "options": {"pipeline_parallel_size": 2}}},

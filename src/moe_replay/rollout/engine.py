@@ -122,7 +122,7 @@ class StartRequest:
     trust_remote_code   run Python code that comes with the model
     sleep            whether `sleep` will be called
     sampling_mask    whether samples will be asked for with their sampling mask
-    capture          who records routes, in an engine that has the choice (`EngineSpec.takes_capture`)
+    capture          which capture records routes, in an engine that has several (`EngineSpec.takes_capture`)
     urls, token      of servers that run already; without a token, that of $MOE_REPLAY_TOKEN
     min_servers      of `urls` that must be reachable; None: all
     lora             of the adapter that updates will consist of; None: updates have all weights

@@ -103,7 +103,7 @@ def start_sampler(name: str, request: StartRequest, *, key: str = "rollout.engin
 def _start(name: str, spec: EngineSpec, start: str | Start, request: StartRequest, key: str) -> Sampler:
     if request.capture != "auto" and not spec.takes_capture:
         raise EngineOptionError(
-            f"{name} has no choice of who records routes",
+            f"{name} has no choice of captures",
             found=f"capture {request.capture}",
             remedy=f"Leave capture out, or use one of {', '.join(capturing_engines())}",
         )
@@ -130,7 +130,7 @@ def trainable_engines() -> list[str]:
 
 
 def capturing_engines() -> list[str]:
-    """Names of the built-in engines that have the choice of who records routes."""
+    """Names of the built-in engines with a choice of captures."""
     return [name for name, spec in ENGINES.items() if spec.takes_capture]
 
 

@@ -45,7 +45,7 @@ _REPLICAS_ELSEWHERE = (
 
 
 def engine_arguments(engine: EngineName, model: str, capture: str, options: dict[str, Any]) -> Any:
-    """Return vLLM's engine arguments for a model, who records routes, and options of the caller."""
+    """Return vLLM's engine arguments for a model, a capture, and the caller's options."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     fixed: dict[str, Any] = {

@@ -183,7 +183,7 @@ def _flat_bits(tensor: Tensor) -> np.ndarray:
 class SentWeights:
     """The weights of the last update, on the side of the sender.
 
-    full_every   all weights are sent every this many updates
+    full_every   all weights are sent once in this many updates
     base_id      of the update that the next changes refer to; empty: all weights must be sent
     """
 

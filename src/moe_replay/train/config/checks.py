@@ -234,7 +234,7 @@ def _capture(rollout: RolloutConfig, spec: EngineSpec) -> Iterator[str]:
     if not spec.takes_capture:
         if rollout.capture != "auto":
             yield (
-                f"rollout.capture: {rollout.engine} has no choice of who records routes; remove it"
+                f"rollout.capture: {rollout.engine} has no choice of captures; remove it"
                 + (", and choose it where the servers are started" if spec.is_server else "")
             )
     elif "capture" in rollout.options:

@@ -233,8 +233,8 @@ class ReplayConfig(Section):
     mode: ReplayMode = "auto"
     """off: their own; r2: those of the old-log-prob pass; r3: those of the rollout; auto: by updates per rollout."""
     compare_every: int = Field(10, ge=0)
-    """Score the batch without replay as well every this many steps, to see what replay does; 0: never. Every tenth step
-    adds about 2.5 % to scoring and updates, and less to a run (docs/training.md)."""
+    """Score the batch without replay as well once in this many steps, to see what replay does; 0: never. Every tenth
+    step adds about 2.5 % to scoring and updates, and less to a run (docs/training.md)."""
     observe: bool = True
     """Compare the rollout's routes with the trainer's own choice: routing/agreement, and a shift test each step."""
     first_ratio_tolerance: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"

@@ -27,4 +27,4 @@ class WeightsConfig(Section):
     """Send only what has changed since the last update, in requests, to servers of `moe-replay rollout`. Rank 0 and
     each server keep a copy of the weights in host memory."""
     full_every: int = Field(20, ge=1)
-    """With delta: all weights are sent every this many updates."""
+    """With delta: all weights are sent once in this many updates."""
