@@ -155,7 +155,7 @@ def test_engines_and_families_come_from_the_registries(monkeypatch: pytest.Monke
     assert ("my_engine" in text, "your_engine" in text) == (False, True)
     bare = finding(changed(wandb=None, math_verify=None), "sinks, rewards")
     assert bare.text == "usable: jsonl, mlflow, tensorboard, format; not installed: math_verify, wandb"
-    assert (bare.status, bare.remedy) == (Status.NOTE, "pip install math_verify wandb, for those that you use")
+    assert (bare.status, bare.remedy) == (Status.NOTE, "If you use them: pip install math_verify wandb")
     monkeypatch.setattr(system_info, "SINKS", {"mine": SimpleNamespace(requires=("a_package_that_nobody_has",))})
     assert "not installed: a_package_that_nobody_has" in finding(SystemInfo.collect(), "sinks, rewards").text
     monkeypatch.setattr(doctor, "ROUTER_FAMILIES", dict.fromkeys(("my_moe", "your_moe")))

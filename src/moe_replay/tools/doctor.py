@@ -195,7 +195,7 @@ def _plugins(system: SystemInfo) -> Finding:
     usable = [name for name, packages in absent.items() if not packages]
     missing = sorted({package for packages in absent.values() for package in packages})
     text = f"usable: {', '.join(usable)}" + (f"; not installed: {', '.join(missing)}" if missing else "")
-    remedy = f"pip install {' '.join(missing)}, for those that you use" if missing else ""
+    remedy = f"If you use them: pip install {' '.join(missing)}" if missing else ""
     return Finding("sinks, rewards", Status.NOTE if missing else Status.OK, str(len(usable)), text, remedy)
 
 
