@@ -43,7 +43,7 @@ def start_tiny(request: StartRequest) -> Engine:
 
 
 def check_colour(capture: str, options: dict[str, str]) -> None:
-    if capture == "checked" and "colour" in options:
+    if "colour" in options:
         raise EngineOptionError("no colours here", remedy="Leave them out")
 
 
@@ -80,6 +80,8 @@ def test_settings_are_checked_by_what_a_spec_of_the_users_own_says() -> None:
     TrainConfig.model_validate({"rollout": rollout, "weights": {"delta": True}})
     with pytest.raises(ValidationError, match=r"rollout\.capture: no colours here; Leave them out"):
         TrainConfig.model_validate({"rollout": rollout | {"options": {"colour": "blue"}}})
+    with pytest.raises(ValidationError, match=r"rollout\.options: no colours here; Leave them out"):
+        TrainConfig.model_validate({"rollout": rollout | {"capture": "auto", "options": {"colour": "blue"}}})
     server = {"engine": "tests.rollout.test_registry:MY_SERVER", "urls": ["http://a:1"]}
     with pytest.raises(ValidationError, match=r"rollout\.lora: of the built-in engines vllm and vllm_server take"):
         TrainConfig.model_validate({"rollout": server | {"lora": True}, "model": model})

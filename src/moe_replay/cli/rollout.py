@@ -11,7 +11,7 @@ from typing_extensions import Doc
 
 from moe_replay.errors import EngineError, MissingExtraError
 from moe_replay.rollout.engine import TOKEN_VARIABLE, Capture, Engine, LoraSpec, StartRequest
-from moe_replay.rollout.registry import ENGINES, engine_spec, lora_engines, start_engine
+from moe_replay.rollout.registry import ENGINES, engine_names, engine_spec, start_engine
 from moe_replay.rollout.request_limits import RequestLimits
 from moe_replay.utils.secrets import find_token
 
@@ -96,7 +96,7 @@ class RolloutCommand:
         if not self.lora_rank:
             return None
         if not engine_spec(self.engine, key="--engine").takes_lora:
-            expected = " or ".join(name for name in lora_engines() if name in SERVED)
+            expected = " or ".join(engine_names(lambda spec: spec.takes_lora and not spec.is_server))
             raise EngineError(f"--lora-rank: {self.engine} takes no adapters", expected=f"--engine {expected}")
         from moe_replay.train.config.sections import ModelConfig
         from moe_replay.train.engines import lora_spec

@@ -105,7 +105,7 @@ def _start(name: str, spec: EngineSpec, start: str | Start, request: StartReques
         raise EngineOptionError(
             f"{name} has no choice of captures",
             found=f"capture {request.capture}",
-            remedy=f"Leave capture out, or use one of {', '.join(capturing_engines())}",
+            remedy=f"Leave capture out, or use one of {', '.join(engine_names(lambda spec: spec.takes_capture))}",
         )
     return (import_path(start, kind="engine", key=key) if isinstance(start, str) else start)(request)
 
@@ -124,29 +124,19 @@ def start_engine(name: str, request: StartRequest, *, key: str = "rollout.engine
     return sampler
 
 
+def engine_names(condition: Callable[[EngineSpec], bool]) -> list[str]:
+    """Names of the built-in engines that meet a condition."""
+    return [name for name, spec in ENGINES.items() if condition(spec)]
+
+
 def trainable_engines() -> list[str]:
     """Names of the built-in engines that take weights."""
-    return [name for name, spec in ENGINES.items() if spec.takes_weights]
-
-
-def capturing_engines() -> list[str]:
-    """Names of the built-in engines with a choice of captures."""
-    return [name for name, spec in ENGINES.items() if spec.takes_capture]
-
-
-def lora_engines() -> list[str]:
-    """Names of the built-in engines that take adapters by themselves."""
-    return [name for name, spec in ENGINES.items() if spec.takes_lora]
-
-
-def delta_engines() -> list[str]:
-    """Names of the built-in engines that take changed weights by themselves."""
-    return [name for name, spec in ENGINES.items() if spec.takes_delta]
+    return engine_names(lambda spec: spec.takes_weights)
 
 
 def server_engines() -> list[str]:
     """Names of the built-in engines that are reached by URLs and take weights."""
-    return [name for name in trainable_engines() if ENGINES[name].is_server]
+    return engine_names(lambda spec: spec.takes_weights and spec.is_server)
 
 
 def _takes_weights(sampler: Sampler) -> TypeGuard[Engine]:

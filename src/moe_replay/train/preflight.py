@@ -80,13 +80,14 @@ def check_packages(config: TrainConfig, *, starts_engine: bool = True) -> None:
     """Raise for a package that is not installed, and for a release of the engine that cannot be used."""
     missing = [need for need in needed_packages(config, starts_engine=starts_engine) if find_spec(need.module) is None]
     if missing:
-        extras = ",".join(sorted({need.extra for need in missing} - {""}))
-        others = sorted({need.module for need in missing if not need.extra})
-        installed = [f"'moe-replay[{extras}]'"] * bool(extras) + others
-        on_cpu = "; on a CPU see docs/install.md" if "vllm" in extras.split(",") else ""
+        extras = sorted({need.extra for need in missing if need.extra})
+        sources = sorted({need.module for need in missing if not need.extra})
+        if extras:
+            sources.insert(0, f"'moe-replay[{','.join(extras)}]'")
+        on_cpu = "; on a CPU see docs/install.md" if "vllm" in extras else ""
         raise MissingExtraError(
             "; ".join(f"{need.setting} needs the package {need.module}" for need in missing),
-            remedy=f"pip install {' '.join(installed)}{on_cpu}",
+            remedy=f"pip install {' '.join(sources)}{on_cpu}",
         )
     for name in config.log.enabled_sinks:
         load_sink(name)

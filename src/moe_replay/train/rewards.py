@@ -26,7 +26,7 @@ import numpy as np
 
 from moe_replay.errors import ExitStatus, MissingExtraError, MoeReplayError
 from moe_replay.utils.messages import text_of
-from moe_replay.utils.plugins import call_user_code, import_path, is_path, missing_packages, requires, resolve
+from moe_replay.utils.plugins import call_user_code, check_required, import_path, is_path, requires, resolve
 
 RewardFunction = Callable[..., Sequence[float | None]]
 
@@ -71,9 +71,7 @@ def load_reward(name: str, weight: float = 1.0, timeout_s: float = math.inf) -> 
     if style == "verl" and is_path(path):
         return Reward(name, from_verl(import_path(path, kind="verl reward", key="reward.functions")), weight, timeout_s)
     function = resolve(name, REWARDS, kind="reward", key="reward.functions", forms="'module:name', 'verl:module:name'")
-    for package in missing_packages(function):
-        source = "'moe-replay[train]'" if name in REWARDS else package
-        raise MissingExtraError(f"the reward {name!r} needs the package {package}", remedy=f"pip install {source}")
+    check_required(function, f"the reward {name!r}", "train" if name in REWARDS else "")
     return Reward(name, function, weight, timeout_s)
 
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
-from moe_replay.errors import MoeReplayError
+from moe_replay.errors import MissingExtraError, MoeReplayError
 from moe_replay.utils.hang_watch import WATCH
 from moe_replay.utils.messages import one_line
 
@@ -66,9 +66,16 @@ def required_packages(implementation: Any) -> tuple[str, ...]:
     return tuple(getattr(implementation, "requires", ()))
 
 
-def missing_packages(implementation: Any) -> list[str]:
-    """Return those of its required packages that are not installed."""
-    return [package for package in required_packages(implementation) if find_spec(package) is None]
+def check_required(implementation: Any, user: str, extra: str) -> None:
+    """Raise if a package that an implementation requires is not installed.
+
+    user    what needs it, for the error: "log.wandb"
+    extra   of moe-replay that installs it; empty: the package itself is named
+    """
+    for package in required_packages(implementation):
+        if find_spec(package) is None:
+            source = f"'moe-replay[{extra}]'" if extra else package
+            raise MissingExtraError(f"{user} needs the package {package}", remedy=f"pip install {source}")
 
 
 def is_path(name: str) -> bool:

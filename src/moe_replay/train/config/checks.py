@@ -12,9 +12,8 @@ from urllib.parse import urlsplit
 from moe_replay.errors import EngineOptionError
 from moe_replay.rollout.registry import (
     EngineSpec,
-    delta_engines,
+    engine_names,
     engine_spec,
-    lora_engines,
     server_engines,
     trainable_engines,
 )
@@ -196,7 +195,7 @@ def _rollout(rollout: RolloutConfig) -> Iterator[str]:
             f"rollout.sampling_mask: {rollout.engine} does not return the tokens that top_p and top_k leave, so ratios "
             "would be biased; set top_p = 1 and top_k = 0, or accept the bias with sampling_mask = off"
         )
-    yield from _capture(rollout, spec)
+    yield from _engine_options(rollout, spec)
     if rollout.is_server and not rollout.urls:
         yield f"rollout.urls: {rollout.engine} needs the addresses of its servers, e.g. http://127.0.0.1:8000"
     if not rollout.is_server and rollout.urls:
@@ -230,7 +229,7 @@ def _rollout(rollout: RolloutConfig) -> Iterator[str]:
         )
 
 
-def _capture(rollout: RolloutConfig, spec: EngineSpec) -> Iterator[str]:
+def _engine_options(rollout: RolloutConfig, spec: EngineSpec) -> Iterator[str]:
     if not spec.takes_capture:
         if rollout.capture != "auto":
             yield (
@@ -239,11 +238,12 @@ def _capture(rollout: RolloutConfig, spec: EngineSpec) -> Iterator[str]:
             )
     elif "capture" in rollout.options:
         yield "rollout.options.capture: set rollout.capture instead"
-    elif spec.check_options:
+    if spec.check_options:
         try:
             import_path(spec.check_options, kind="check", key="rollout.engine")(rollout.capture, rollout.options)
         except EngineOptionError as refused:
-            yield f"rollout.capture: {refused.problem}; {refused.remedy}"
+            key = "rollout.options" if rollout.capture == "auto" else "rollout.capture"
+            yield f"{key}: {refused.problem}; {refused.remedy}"
 
 
 def _adapters(config: Sections) -> Iterator[str]:
@@ -251,7 +251,7 @@ def _adapters(config: Sections) -> Iterator[str]:
         yield "rollout.lora: there is no adapter to send; set model.lora_rank"
     spec = _spec(config.rollout)
     if config.rollout.lora and spec is not None and not spec.takes_lora:
-        takers = " and ".join(lora_engines())
+        takers = " and ".join(engine_names(lambda spec: spec.takes_lora))
         yield f"rollout.lora: of the built-in engines {takers} take adapters; remove it, and merged weights are sent"
 
 
@@ -268,9 +268,10 @@ def _weights(config: Sections) -> Iterator[str]:
         yield f"weights.delta: changes travel in requests, not by {config.weights.kind}; set weights.kind = http"
     spec = _spec(config.rollout)
     if spec is not None and not spec.takes_delta and not config.starts_servers:
+        takers = " or ".join(engine_names(lambda spec: spec.takes_delta))
         yield (
-            f"weights.delta: {config.rollout.engine} takes whole weights only; set rollout.engine = "
-            f"{' or '.join(delta_engines())}, rollout.engines_per_node or cluster.engines, or remove it"
+            f"weights.delta: {config.rollout.engine} takes whole weights only; set rollout.engine = {takers}, "
+            "rollout.engines_per_node or cluster.engines, or remove it"
         )
     if config.rollout.lora:
         yield "weights.delta: with rollout.lora the adapter alone is sent; remove one of them"

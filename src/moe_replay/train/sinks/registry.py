@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 
-from moe_replay.errors import MissingExtraError, MoeReplayError
+from moe_replay.errors import MoeReplayError
 from moe_replay.train.sinks.types import Metrics, OpenSink, Sink, SinkContext
-from moe_replay.utils.plugins import missing_packages, resolve, user_code
+from moe_replay.utils.plugins import check_required, resolve, user_code
 
 SINKS: Mapping[str, OpenSink | str] = {
     "jsonl": "moe_replay.train.sinks.jsonl:JsonLines",
@@ -31,11 +31,8 @@ class SinkError(MoeReplayError):
 def load_sink(name: str) -> OpenSink:
     """Return what opens the sink called `name`; raise if a package that it requires is not installed."""
     found: OpenSink = resolve(name, SINKS, kind="metric sink", key="log.sinks")
-    for package in missing_packages(found):
-        is_built_in = name in SINKS
-        key = f"log.{name}" if is_built_in else f"log.sinks: {name}"
-        source = f"'moe-replay[{package}]'" if is_built_in else package
-        raise MissingExtraError(f"{key} needs the package {package}", remedy=f"pip install {source}")
+    is_built_in = name in SINKS
+    check_required(found, f"log.{name}" if is_built_in else f"log.sinks: {name}", name if is_built_in else "")
     return found
 
 
