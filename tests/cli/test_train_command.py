@@ -427,6 +427,31 @@ def test_a_dry_run_finds_a_package_that_is_missing(
     assert told in said
 
 
+@pytest.mark.usefixtures("own")
+def test_a_dry_run_names_all_packages_that_are_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = ("vllm", "math_verify")
+    monkeypatch.setattr(
+        "moe_replay.train.preflight.find_spec", lambda name: None if name in absent else find_spec(name)
+    )
+    code, told = ready(capsys)
+    assert code == 3
+    assert "needs the package vllm; the reward 'accuracy' needs the package math_verify" in told
+    assert "pip install 'moe-replay[train,vllm]'" in told
+
+
+@pytest.mark.usefixtures("own")
+def test_a_dry_run_finds_a_release_that_is_too_old(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("vllm")
+    monkeypatch.setattr("moe_replay.train.preflight.version", lambda package: "0.20.0")
+    code, told = ready(capsys)
+    assert code != 0
+    assert "vLLM 0.20.0 cannot be used for rollouts with routes" in told
+
+
 def test_a_run_finds_it_before_the_warm_start(
     own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,8 @@ from torch import nn
 import moe_replay as mr
 from moe_replay.cli.main import main
 from moe_replay.cli.verify import stdout_on_stderr
+from moe_replay.errors import EngineError
+from moe_replay.rollout.engine import StartRequest
 from moe_replay.rollout.transformers import TransformersEngine
 from moe_replay.rollout.types import Sample, SamplingParams
 from moe_replay.tools.attribution.result import Attribution
@@ -75,6 +77,21 @@ def test_random_prompts_on_the_same_weights_pass(folder: str, capsys: pytest.Cap
     assert found["routing"]["agreement"] == [1.0, 1.0, 1.0]
     assert found["alignment"]["status"] == "aligned"
     assert found["labels"]["engine"].startswith("Transformers ")
+
+
+@pytest.mark.parametrize(("words", "eager"), [((), True), (("--engine-options", "enforce_eager", "False"), False)])
+def test_vllm_starts_quickly_unless_told_otherwise(
+    words: tuple[str, ...], eager: bool, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[StartRequest] = []
+
+    def start(name: str, request: StartRequest, *, key: str) -> None:
+        started.append(request)
+        raise EngineError("not in this test")
+
+    monkeypatch.setattr("moe_replay.cli.verify.start_sampler", start)
+    assert status("--model", folder, *SMALL, "--engine", "vllm", *words) != 0
+    assert started[0].options["enforce_eager"] is eager
 
 
 def test_the_table_and_what_fails(folder: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_replay.errors import EngineError
-from moe_replay.rollout.sampling import draw, sampled_logprobs, uniforms
+from moe_replay.rollout.sampling import draw, request_seed, sampled_logprobs, uniforms
 from moe_replay.rollout.types import SamplingParams
 
 
@@ -73,3 +73,10 @@ def test_seeds_differ_by_prompt_and_sample() -> None:
 def test_parameters_that_make_no_sense(wrong: dict[str, int]) -> None:
     with pytest.raises(EngineError, match=next(iter(wrong))):
         SamplingParams(**wrong)
+
+
+def test_the_seed_of_a_request_depends_on_its_prompt() -> None:
+    params = SamplingParams(seed=3)
+    assert request_seed(params, [1, 2]) == request_seed(params, (1, 2))
+    assert len({request_seed(SamplingParams(seed=seed), prompt) for seed in (3, 4) for prompt in ([1, 2], [2, 1])}) == 4
+    assert request_seed(SamplingParams(), [1, 2]) is None

@@ -309,6 +309,7 @@ def test_what_cannot_work_is_refused(tables: dict[str, Any], told: str) -> None:
         {"reward": {"functions": ["accuracy", "format"], "weights": [1.0, 0.5]}},
         {"weights": {"delta": True}, "rollout": {"engines_per_node": 2}},
         {"weights": {"delta": True}, "cluster": RAY},
+        {"weights": {"delta": True}, "rollout": SERVER},
         {"cluster": RAY | COLOCATED},
         {"cluster": RAY, "rollout": {"lora": True}, "model": {"lora_rank": 2}},
         {"rollout": SERVER | {"lora": True}, "model": {"lora_rank": 2}},
