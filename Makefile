@@ -7,11 +7,12 @@ KILLS ?= 20
 # A file of tests runs in one worker, so that what its tests share is made once; those that take long come first.
 # Not loadgroup: with pytest 9.2, pytest-xdist 3.8 ignores its groups without a word.
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-TRANSFORMERS4_TESTS ?= tests/replay/adapters tests/replay/test_silent_faults.py tests/replay/test_compile.py::test_a_compiled_model_recomputes_with_its_own_routes tests/routes/test_topology.py tests/rollout/test_transformers.py tests/rollout/test_session.py tests/faults/test_model_folders.py
+TRANSFORMERS4_TESTS ?= tests/replay/adapters tests/replay/test_silent_faults.py tests/replay/test_compile.py::test_a_compiled_model_recomputes_with_its_own_routes tests/routes/test_topology.py tests/engines/test_transformers.py tests/engines/test_session.py tests/faults/test_model_folders.py
 
-EXTRAS ?= ray train lora tensorboard wandb mlflow trl megatron transformers serve report cli vllm
+EXTRAS ?= ray train lora tensorboard wandb mlflow trackio trl megatron transformers serve report cli vllm
 # Versions for `make test-extras`, as far as an extra needs these packages at all.
 PINS ?= requirements/test.txt
+VERL_VERSIONS ?= 0.8.0 0.9.0 0.9.1
 MEGATRON_VERSIONS ?= 0.12.1 0.13.1 0.14.0 0.15.3 0.17.1 0.18.2 0.19.2
 
 # Tests of what is not installed are skipped, so nothing may be missing where everything is to be tested.
@@ -25,7 +26,7 @@ SHELL := /bin/bash
 # The tests start hundreds of Python processes: without bytecode each of them would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
-.PHONY: help train test-extras docs site test test-all test-quick test-long test-faults lint types unit unit-all test-transformers4 test-transformers-between test-sglang test-gpu test-megatron-versions mutants format bench clean
+.PHONY: help train test-extras docs site test test-all test-quick test-long test-faults lint types unit unit-all test-transformers4 test-transformers-between test-sglang test-plugins test-gpu test-megatron-versions mutants format bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-26s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -100,6 +101,16 @@ test-sglang: .venv-sglang/.ready ## Sampling and training with the real SGLang o
 	@echo "==> tests on SGLang"
 	OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest $(PARALLEL) tests/real_sglang
 
+test-plugins: .venv-plugins/.pinned ## The integrations in every known release of other trainers; not part of `make test-all`
+	@for version in $(VERL_VERSIONS); do \
+	  echo "==> verl $$version"; \
+	  test -d .plugins/verl-$$version/verl || .venv-plugins/bin/python -m pip -qq install --no-deps \
+	    --target .plugins/verl-$$version verl==$$version; \
+	  rm -rf .plugins/verl-$$version/tests; \
+	  PYTHONPATH=$(CURDIR)/src:$(CURDIR)/.plugins/verl-$$version OMP_NUM_THREADS=1 .venv-plugins/bin/python -m pytest -q \
+	    tests/plugins; \
+	done
+
 test-megatron-versions: .venv/.ready ## Routers on every Megatron-Core from 0.12 on; not part of `make test-all`
 	@test -d .megatron/triton || .venv/bin/python -m pip -qq install --no-deps --target .megatron/triton triton
 	@for version in $(MEGATRON_VERSIONS); do \
@@ -133,7 +144,7 @@ bench: .venv/.ready ## Run every script in benchmarks/
 	@for script in benchmarks/*.py; do echo "==> $$script"; .venv/bin/python "$$script"; done
 
 clean: ## Remove environments, caches and build products
-	rm -rf .venv .venv-tf4 .venv-sglang .megatron .mkdocs .transformers .uv build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-tf4 .venv-sglang .venv-plugins .megatron .plugins .mkdocs .transformers .uv build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -exec rm -rf {} +
 
 # ---- environments ----------------------------------------------------------------------------------------------------
@@ -153,8 +164,10 @@ UV = $(@D)/bin/python requirements/uv.py .uv/bin/uv $(SILENT:-qq=-q) --no-python
 .venv-tf4/.pinned: requirements/transformers4.txt requirements/torch.txt
 .venv-sglang/.pinned: requirements/sglang-cpu.txt requirements/torch.txt
 .venv-sglang/.pinned: PINS_FLAGS := --no-deps
+.venv-plugins/.pinned: requirements/plugins.txt requirements/torch.txt
+.venv-plugins/.pinned: PINS_FLAGS := --no-deps
 
-$(addsuffix /.pinned,.venv .venv-tf4 .venv-sglang):
+$(addsuffix /.pinned,.venv .venv-tf4 .venv-sglang .venv-plugins):
 	@echo "==> $(@D): new environment ($$($(PYTHON) --version)): downloads up to 1 GB, once"
 	@$(PYTHON) -m venv --clear $(@D)
 	@$(call GET_UV,$(@D)) || echo "==> $(@D): no uv, so pip installs, which takes minutes more"

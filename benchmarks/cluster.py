@@ -1,14 +1,14 @@
-"""What a Ray cluster costs: steps of one recipe on Ray and under torchrun with two servers, in turns, and their start.
+"""Cost of Ray: steps of one recipe on Ray and under torchrun with two servers, alternating, and their startup time.
 
     python benchmarks/cluster.py             # two ranks and two Transformers engines on this machine, a tiny model
     python benchmarks/cluster.py --prompts 48 256 --pairs 20 5
 
-Both runs are there all the time, and one of them takes a step while the reward function of the other one waits, so that
-whatever else the machine does slows both alike; in every second pair the other one begins. A step lasts from the last
-reward of one to that of the next: scoring, updates, weights to the engines, sampling. The start is the time from the
-first command to the rewards of the first step, while the other run waits or is not there yet. CPU time is that of all
-processes of a run. The second table says which ones use it, in a step and in a second in which the run waits: names
-with "Ray:" are processes of Ray itself, all others run our code.
+Both runs stay up, and one takes a step while the reward function of the other waits, so that other load on the machine
+slows both equally; in every second pair the other run goes first. A step lasts from the last reward of one step to that
+of the next: scoring, updates, weight sync, sampling. Startup is the time from the first command to the rewards of the
+first step, while the other run waits or does not exist yet. CPU time is that of all processes of a run. The second
+table splits it by process, per step and per second of waiting: names with "Ray:" are Ray's own processes, all others
+run our code.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ IDLE_S, END_S = 20.0, 120.0
 TICKS = os.sysconf("SC_CLK_TCK")
 PARTS = {
     "torch.distributed.run": "command, torchrun", "ray::RankActor": "ranks", "ray::EngineActor": "actors of engines",
-    "ray::RunBoard": "board", "ray::ObjectRefs": "references to trajectories", "gcs_server": "Ray: GCS",
+    "ray::RunState": "state actor", "ray::ObjectRefs": "references to trajectories", "gcs_server": "Ray: GCS",
     "raylet/raylet": "Ray: raylet", "dashboard/agent.py": "Ray: agents", "ray::DashboardAgent": "Ray: agents",
     "runtime_env/agent": "Ray: agents", "ray::RuntimeEnvAgent": "Ray: agents", "log_monitor.py": "Ray: log monitor",
     "autoscaler": "Ray: autoscaler", "ray::": "Ray: idle workers",
@@ -207,8 +207,8 @@ def settings(files: demo.DemoFiles, output: Path, prompts: int) -> list[str]:
     """The options that both runs have."""
     options = {
         "output": output, "steps": 10**6, "model.path": files.model, "model.dtype": "float32", "data.path": files.train,
-        "data.max_prompt_tokens": 32, "rollout.prompts_per_step": prompts, "rollout.num_generations": GENERATIONS,
-        "rollout.max_tokens": 16, "replay.mode": "r3", "replay.compare_every": 0, "backend.device": "cpu",
+        "data.max_prompt_length": 32, "rollout.prompts_per_step": prompts, "rollout.num_generations": GENERATIONS,
+        "rollout.max_tokens": 16, "replay.mode": "r3", "replay.score_native_every": 0, "backend.device": "cpu",
         "checkpoint.every": 0, "reward.functions": "benchmarks.cluster:gate", "reward.workers": 0,
     }  # fmt: skip
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
@@ -222,13 +222,13 @@ def with_torchrun(words: Sequence[str], files: demo.DemoFiles, log: IO[bytes]) -
     for port, process in zip(ports, started, strict=True):
         while socket.socket().connect_ex(("127.0.0.1", port)) and process.poll() is None:
             time.sleep(0.1)
-    rollout = ["--rollout.engine", "vllm_server", "--rollout.urls", *(f"http://127.0.0.1:{port}" for port in ports)]
+    rollout = ["--rollout.engine", "rollout_server", "--rollout.urls", *(f"http://127.0.0.1:{port}" for port in ports)]
     return [*started, _start([*TORCHRUN, *COMMAND[1:], "train", *words, *rollout], log, token)]
 
 
 def with_ray(words: Sequence[str], log: IO[bytes]) -> list[subprocess.Popen[bytes]]:
     """Start all of that by one command."""
-    cluster = ["--cluster.kind", "ray", "--cluster.ranks_per_node", "2", "--cluster.engines", "2"]
+    cluster = ["--cluster.launcher", "ray", "--cluster.ranks_per_node", "2", "--cluster.engines", "2"]
     words = [*COMMAND, "train", *words, *cluster, "--rollout.engine", "transformers"]
     return [_start(words, log, {"RAY_ADDRESS": ""})]
 

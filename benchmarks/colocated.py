@@ -1,9 +1,9 @@
-"""Trainer and vLLM in turns on one GPU: the memory of each part of a step, beside what `moe-replay plan` says.
+"""Trainer and vLLM alternating on one GPU: memory of each phase of a step, next to the estimate of `moe-replay plan`.
 
-    python benchmarks/colocated.py                  # a tiny model on the CPU: shows that it runs
-    python benchmarks/colocated.py --device cuda    # 8 layers of Qwen3-30B-A3B in full width, bfloat16
+    python benchmarks/colocated.py                  # a tiny model on the CPU: a smoke test
+    python benchmarks/colocated.py --device cuda    # 8 layers of Qwen3-30B-A3B at full width, bfloat16
 
-FSDP2 with offload, R3, vLLM asleep while the trainer learns. Nothing is saved: the state of the slice has 67 GB.
+FSDP2 with offload, R3, vLLM asleep while the trainer learns. Nothing is saved: the training state has 67 GB.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 from parts.qwen3_moe import SLICE, TINY
 from parts.word_task import REWARD, write_task
 
-from moe_replay.tools.model_config import model_config
-from moe_replay.tools.plan.memory import GIB, plan_memory
-from moe_replay.tools.plan.sizes import ModelSizes
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.loop import train
+from moe_replay.train.setup.memory_plan import GIB, plan_memory
+from moe_replay.weights.model_folder import read_config
+from moe_replay.weights.model_sizes import ModelSizes
 
 PARTS = ("rollout", "score", "train", "sync")
 ROUTES = ("mismatch/rollout_vs_old/k3_kl", "routing/agreement", "reward/mean")
@@ -51,7 +51,7 @@ def main() -> None:
         plan = None
         if chosen.device == "cuda":
             total = torch.cuda.get_device_properties(0).total_memory / GIB
-            plan = plan_memory(config, ModelSizes.of(model_config(Path(folder) / "model")), gpus=1, gpu_gib=total)
+            plan = plan_memory(config, ModelSizes.of(read_config(Path(folder) / "model")), gpus=1, gpu_gib=total)
     report([json.loads(line) for line in lines])
     if plan is not None:
         print(plan)
@@ -69,7 +69,7 @@ def settings(folder: Path, chosen: argparse.Namespace) -> TrainConfig:
             "output": str(folder / "run"),
             "model": {"path": str(folder / "model"), "dtype": dtype, "gradient_checkpointing": True},
             "backend": {"offload": True, "device": chosen.device},
-            "data": {"path": str(folder / "train.jsonl"), "max_prompt_tokens": 512},
+            "data": {"path": str(folder / "train.jsonl"), "max_prompt_length": 512},
             "rollout": {
                 "engine": "vllm",
                 "dtype": dtype,

@@ -1,11 +1,11 @@
-"""What `replay.compare_every` costs: steps that also score their batch natively against steps that do not.
+"""Cost of `replay.score_native_every`: steps that also score their batch natively against steps that do not.
 
     python benchmarks/compare_every.py                           # the embedded recipe, with rollouts by vLLM on the CPU
-    python benchmarks/compare_every.py --engine transformers --max-tokens 4      # the trainer's share at its largest
+    python benchmarks/compare_every.py --engine transformers --max-tokens 4      # mostly trainer time
 
-One run with R3 in which every second step compares. Each such step is divided by the one before it, so that other work
-of the machine falls on both. Steps differ in their samples, hence medians. With the default, every tenth step, a run
-takes longer by a tenth of what a comparing step takes longer.
+One run with R3 in which every second step compares. Each comparing step is divided by the step before it, so that other
+load on the machine affects both. Steps differ in their samples, hence medians. With the default, every tenth step, the
+overhead of a run is a tenth of the overhead of a comparing step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from moe_replay import demo
 from moe_replay.train.config.file import load_config
 from moe_replay.train.loop import train
-from moe_replay.train.sinks.types import SinkContext
+from moe_replay.train.output.sinks import SinkContext
 from moe_replay.utils.device import cpu_has_bfloat16
 
 NATIVE = "mismatch/rollout_vs_native/k3_kl"
@@ -78,7 +78,7 @@ def settings(arguments: argparse.Namespace, output: Path) -> list[str]:
         "rollout.engine": arguments.engine,
         "rollout.dtype": engine_dtype(arguments.engine),
         "rollout.max_tokens": arguments.max_tokens,
-        "replay.compare_every": 2,
+        "replay.score_native_every": 2,
         "checkpoint.every": 0,
         "log.sinks": "__main__:CpuTime",
     }

@@ -1,20 +1,20 @@
-"""What it costs to bring the trajectories of a step to the ranks that train on them, against sending all to everyone.
+"""Cost of distributing a step's trajectories to the training ranks, against broadcasting everything.
 
     python benchmarks/data_plane.py [--ranks 2 4 8] [--megabytes 250] [--sequence 8192]     (Linux; gloo; minutes)
 
-Rank 0 has the trajectories of a step, with the routes of 48 layers, top 8 of 128 experts; every rank trains on an equal
-share of the sequences. `--megabytes` is the share of one rank: ranks and payload grow together.
+Rank 0 has the trajectories of a step, with routes of 48 layers, top 8 of 128 experts; every rank trains on an equal
+number of sequences. `--megabytes` is the payload per rank: ranks and payload grow together.
 
-  broadcast   all trajectories in one broadcast, decoded by every rank
-  one machine the store, with all ranks on the machine of rank 0: they map its memory
-  machines    the store, with every rank on a machine of its own: they fetch over TCP (here over the loopback)
+  broadcast     all trajectories in one broadcast, decoded by every rank
+  one machine   the store, with all ranks on rank 0's machine: they map its memory
+  machines      the store, with every rank on a separate machine: they fetch over TCP (here over loopback)
 
-Received bytes are those of ranks but rank 0, at most, over the bytes of tokens, log-probs and routes that a rank trains
-on; so is the peak of host memory, less what the process had before. Shared pages count for every rank that maps them,
-and the file that rank 0 serves from counts for rank 0, beyond the trajectories that it has.
+Received bytes are the maximum over ranks other than 0, relative to the bytes of tokens, log-probs and routes that a
+rank trains on; so is the peak of host memory above the start. Shared pages count for every rank that maps them, and
+the file that rank 0 serves from counts for rank 0, in addition to its trajectories.
 
-CPU is user and system time: the most of any rank but rank 0, and of rank 0 for each rank that it serves. Wall time is
-that of all processes on the cores that there are. "flat": CPU grows by less than half from fewest to most ranks.
+CPU is user and system time: the maximum over ranks other than 0, and rank 0's per rank served. Wall time is that of all
+processes on the available cores. "flat": CPU grows by less than half from the fewest to the most ranks.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ from typing import NamedTuple
 import numpy as np
 import torch.distributed as dist
 
-from moe_replay.distributed.collectives import broadcast_bytes
-from moe_replay.distributed.control import open_control_group
+from moe_replay.distributed.collectives import broadcast_bytes, open_control_group
 from moe_replay.distributed.ranks import barrier
-from moe_replay.rollout.types import FinishReason
+from moe_replay.records import FinishReason, Trajectory
 from moe_replay.routes.trace import RouteTrace
-from moe_replay.train.trajectories.shared_batch import SharedBatch
 from moe_replay.train.trajectories.store import RankStore
-from moe_replay.train.trajectories.wire import trajectories_from_bytes, trajectories_to_bytes
-from moe_replay.train.types import RolloutBatch, Trajectory
+from moe_replay.train.trajectories.wire import (
+    batch_from_bytes,
+    batch_to_bytes,
+    trajectories_from_bytes,
+    trajectories_to_bytes,
+)
 
 LAYERS, TOP_K, EXPERTS = tuple(range(48)), 8, 128
 TOKEN_BYTES = len(LAYERS) * TOP_K + 4 + 4
@@ -99,10 +101,10 @@ def measured(way: str, rank: int, ranks: int, sequences: int, tokens: int) -> Co
             everything = trajectories_from_bytes(content)
             own, received = [everything[number] for number in numbers], len(content)
         else:
-            made = SharedBatch.put(RolloutBatch(held, {}), store) if rank == 0 else None
-            file = 0 if made is None else sum(size for _, size in made.ref.sections)
-            headers = broadcast_bytes(None if made is None else made.to_bytes())
-            own = SharedBatch.from_bytes(headers, store).get(numbers, LAYERS)
+            batch = store.put(held) if rank == 0 else None
+            file = 0 if batch is None else sum(size for _, size in batch.sections)
+            headers = broadcast_bytes(None if batch is None else batch_to_bytes(batch))
+            own = store.get(batch_from_bytes(headers), numbers, LAYERS)
             received = store.received_bytes + len(headers)
         used = time.process_time() - used
         barrier()

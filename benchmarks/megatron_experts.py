@@ -1,12 +1,12 @@
-"""What a training step of the Megatron-Core backend takes: experts one after another or grouped, padded or packed.
+"""Time of a Megatron-Core training step: sequential or grouped experts, padded or packed.
 
     python benchmarks/megatron_experts.py                   # a small model on the CPU
     python benchmarks/megatron_experts.py --device cuda     # 128 experts, top 8, the widths of Qwen3-30B-A3B, bfloat16
 
 Sequences of different lengths are scored with their routes recorded, then trained on with these routes replayed (R2).
-`apart` is how far log-probs of the update are from those of the scoring pass, at most; `noise` is the same for two
-identical scoring passes. With `deterministic` both are 0. Each row is measured in a process of its own: Megatron-Core's
-hooks on gradients keep a model alive as long as its process, so a second model would add to the peak of the first.
+`apart` is the largest log-prob difference between update and scoring pass; `noise` is the same for two identical
+scoring passes. With `deterministic` both are 0. Each row is measured in a separate process: Megatron-Core's gradient
+hooks keep a model alive as long as its process, so a second model would add to the peak of the first.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ import torch
 from parts.training import config_of, made_up, now, write_model
 from torch import Tensor
 
+from moe_replay.records import MicroBatch, Trajectory
 from moe_replay.routes.trace import RouteTrace
-from moe_replay.train import launch
 from moe_replay.train.backends.base import Backend, Routing
-from moe_replay.train.batches import mini_batches
-from moe_replay.train.micro_batch import MicroBatch
-from moe_replay.train.trajectories.shared_batch import SharedBatch
-from moe_replay.train.types import Trajectory
+from moe_replay.train.learn.batches import mini_batches
+from moe_replay.train.setup import launch
+from moe_replay.train.trajectories.store import InProcessStore
 
 SIZES: dict[str, dict[str, Any]] = {
     "cpu": {
@@ -112,11 +111,13 @@ def measured(setup: Setup, folder: Path, trajectories: list[Trajectory], device:
         batch={"tokens_per_micro_batch": 8192, "packed": setup.packed},
     )
     backend = launch.open_backend(config, str(folder), device)
+    store = InProcessStore()
     (batches,) = mini_batches(
-        SharedBatch.of(trajectories),
+        store.put(trajectories),
+        store,
         backend,
         updates=1,
-        aggregation="grpo",
+        aggregation="seq_mean_token_mean",
         max_tokens=WORK[device.type][1],
         budget=config.batch.tokens_per_micro_batch,
         packed=setup.packed,

@@ -1,10 +1,10 @@
 """Training runs of the Megatron-Core backend with vLLM on the same device: R2 and R3, padded and packed.
 
-    python benchmarks/megatron_runs.py                  # tiny, one run on the CPU: shows that it works
+    python benchmarks/megatron_runs.py                  # tiny, one run on the CPU: a smoke test
     python benchmarks/megatron_runs.py --device cuda    # 8 layers, hidden size 1024, 64 experts, top 8, bfloat16
 
-Each run is a process with a vLLM of its own. A first update that differs from the scoring pass is held to noise, or is
-an error: either is a line of the log, which is printed.
+Each run is a process with its own vLLM. If the first update differs from the scoring pass, the log says whether that is
+noise or an error; it is printed.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def start(name: str, folder: Path, device: str, steps: int) -> subprocess.Popen[
     command = [
         *(sys.executable, "-m", "moe_replay.cli.main", "train", "--name", output.name, "--steps", str(steps)),
         *("--output", str(output), "--model.path", str(folder / "model"), "--model.dtype", dtype),
-        *("--data.path", str(folder / "train.jsonl"), "--data.max_prompt_tokens", "64", "--reward.functions", REWARD),
+        *("--data.path", str(folder / "train.jsonl"), "--data.max_prompt_length", "64", "--reward.functions", REWARD),
         *("--rollout.engine", "vllm", "--rollout.dtype", dtype, "--rollout.probe_tolerance", "0.1"),
         *("--rollout.options", "enforce_eager", "true", *cache),
         *("--rollout.prompts_per_step", sequences[0], "--rollout.num_generations", sequences[1]),

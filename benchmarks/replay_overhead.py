@@ -1,4 +1,4 @@
-"""What recording and replaying cost: forward + backward of one micro-batch, against native routing, side by side.
+"""Cost of recording and replaying: forward and backward of one micro-batch against native routing.
 
 python benchmarks/replay_overhead.py                      # a small model on the CPU, about a minute
 python benchmarks/replay_overhead.py --device cuda        # 24 MoE layers, 64 experts, top 8, 16k tokens, bf16
@@ -168,7 +168,7 @@ class Bench:
         layout = layout.sequence_major() if self.kind == "megatron" else layout
         traces = recording.traces(layout, ids.numpy())
         holes = np.arange(ids.shape[1]) % 16 != 15
-        cut = [mr.RouteTrace(t.token_ids, t.experts, t.layers, holes, num_experts=t.num_experts) for t in traces]
+        cut = [mr.RouteTrace(t.token_ids, t.routed_experts, t.layers, holes, num_experts=t.num_experts) for t in traces]
         return mr.RouteBatch.from_traces(traces, layout), mr.RouteBatch.from_traces(cut, layout)
 
     @contextmanager

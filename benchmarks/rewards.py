@@ -1,13 +1,13 @@
-"""What rank 0 can take: answers that the reward `accuracy` scores a second, and sequences that one driver receives.
+"""Throughput of rank 0: answers per second scored by the reward `math_verify`, and sequences per second received.
 
     python benchmarks/rewards.py [--answers 400] [--groups 32] [--tokens 1024]     (needs the extra `train`; a minute)
 
-Answers: short ones of mathematics, in groups of 8, in threads of one process (`reward.workers = 0`) and in 1, 2 and 4
-processes. CPU is that of the trainer's process: while it scores, it can do nothing else with it.
+Answers: short mathematical ones in groups of 8, in threads of one process (`reward.workers = 0`) and in 1, 2 and 4
+processes. CPU is that of the trainer process, which is blocked for that time.
 
-Sequences: `Rollouts` against a server in a process of its own that answers every request with a finished body of 8
-samples (48 MoE layers, top 8 of 128 experts), so that everything but reading HTTP, decoding and checking samples and
-making trajectories of them is free: the most that one event loop in one process can take, reward included.
+Sequences: `Rollouts` against a server in a separate process that answers every request with a prebuilt body of 8
+samples (48 MoE layers, top 8 of 128 experts), so that only reading HTTP, decoding and checking samples and building
+trajectories cost anything: the maximum for one event loop in one process, reward included.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from typing import Any
 import numpy as np
 from parts.finished_bodies import PROMPT, sample, serve
 
-from moe_replay.rollout.loop import LoopThread
-from moe_replay.rollout.pool import EnginePool
-from moe_replay.rollout.server.client import VllmServer
-from moe_replay.rollout.server.sample_wire import encode_samples
+from moe_replay.engines.event_loop import LoopThread
+from moe_replay.engines.pool import EnginePool
+from moe_replay.engines.server.client import RolloutClient
+from moe_replay.engines.server.sample_wire import encode_samples
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.data import Prompt, PromptStream
-from moe_replay.train.reward_pool.scoring import InProcess, RewardPool, Samples, Scorer
-from moe_replay.train.rewards import load_reward
-from moe_replay.train.rollouts import Rollouts
-from moe_replay.train.synced_engine import SyncedEngine
+from moe_replay.train.rollout.prompts import Prompt, PromptStream
+from moe_replay.train.rollout.reward_pool import InProcess, RewardPool, Samples, Scorer
+from moe_replay.train.rollout.rewards import load_reward
+from moe_replay.train.rollout.rollouts import Rollouts
+from moe_replay.train.sync.synced_engine import SyncedEngine
 
 N = 8
 SERVERS = 4
@@ -69,9 +69,9 @@ def cpu_s() -> float:
 def measure_answers(answers: int) -> None:
     """Print a line for each way."""
     groups = [group(number) for number in range(answers // N)]
-    print(f"| accuracy, {len(groups)} groups of {N} | answers/s | CPU of rank 0 |\n|---|---|---|")
+    print(f"| math_verify, {len(groups)} groups of {N} | answers/s | CPU of rank 0 |\n|---|---|---|")
     for name, workers in (("threads", 0), ("1 process", 1), ("2 processes", 2), ("4 processes", 4)):
-        reward = load_reward("accuracy", 1.0, 600.0)
+        reward = load_reward("math_verify", 1.0, 600.0)
         scorer = RewardPool([reward], workers) if workers else InProcess([reward])
         loop = LoopThread("scoring")
         loop.run(score_all(scorer, groups[: 4 * max(1, workers)]))  # processes start, modules are imported
@@ -109,22 +109,22 @@ def measure_sequences(groups: int, tokens: int) -> None:
     urls = [f"http://127.0.0.1:{port}" for port in receiving.recv()]
     settings = {
         "rollout": {"prompts_per_step": groups, "num_generations": N, "max_tokens": tokens, "max_staleness": 0},
-        "reward": {"functions": ["format"], "workers": 1},
+        "reward": {"functions": ["think_format"], "workers": 1},
         "log": {"completions": False},
     }
     config = TrainConfig.model_validate(settings)
     for count in (1, SERVERS):
-        engine = EnginePool([VllmServer(url) for url in urls[:count]], any_version=True)
+        engine = EnginePool([RolloutClient(url) for url in urls[:count]], any_version=True)
         prompts = [Prompt(row, "p", PROMPT, {}) for row in range(groups)]
-        stream, rewards = PromptStream(prompts), [load_reward("format")]
+        stream, rewards = PromptStream(prompts), [load_reward("think_format")]
         rollouts = Rollouts(config, SyncedEngine(engine), stream, Words(), rewards, len(PROMPT) + tokens)
-        rollouts.next(0)
+        rollouts.next_batch(0)
         begun, cpu = time.perf_counter(), cpu_s()
-        batch = rollouts.next(0)
+        batch = rollouts.next_batch(0)
         seconds, used = time.perf_counter() - begun, cpu_s() - cpu
         rollouts.close()
         engine.close()
-        sampled = len(batch.trajectories)
+        sampled = len(batch.headers) if batch is not None else 0
         each = f"{1000 * used / sampled:.2f} ms a sequence"
         name = f"{count} server{'s' * (count > 1)}"
         print(f"| {name} | {sampled / seconds:.0f} | {sampled * tokens / seconds:.0f} | {each} |", flush=True)

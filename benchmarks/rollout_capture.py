@@ -1,6 +1,6 @@
-"""What routes cost a rollout: tokens per second with and without capture, and bytes per token from server to trainer.
+"""Cost of routes for a rollout: tokens/s with and without capture, and bytes per token from server to trainer.
 
-python benchmarks/rollout_capture.py               # vLLM on CPU, three engines side by side: a few minutes
+python benchmarks/rollout_capture.py               # vLLM on CPU, three engines in one run: a few minutes
 python benchmarks/rollout_capture.py --bytes-only  # only the bytes, at the sizes of real models: seconds
 
 Each repeat runs every engine once; a ratio is the median over repeats of (engine / vLLM without routes) within one.
@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 import moe_replay as mr
-from moe_replay.rollout.server.sample_wire import encode_samples
-from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
+from moe_replay.engines.server.sample_wire import encode_samples
+from moe_replay.records import FinishReason, Sample, SamplingParams
 
 PROMPTS, PROMPT_TOKENS, GROUP, NEW_TOKENS, VOCABULARY = 4, 256, 4, 64, 1024
 ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "kv_cache_memory_bytes": 2**28}
@@ -70,7 +70,7 @@ def plain_vllm(folder: str, prompts: list[list[int]], routes: bool) -> Callable[
 
 def speed(repeats: int) -> None:
     """Tokens per second of three engines, against vLLM without routes."""
-    from moe_replay.rollout.vllm.engine import VllmEngine
+    from moe_replay.engines.vllm.engine import VllmEngine
 
     random = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -131,7 +131,7 @@ def group_of(decoder_layers: int, dense: int, experts: int, top_k: int, n: int, 
 def engine_bytes(sample: Sample, decoder_layers: int, dtype: type, npy: bool) -> int:
     """Bytes of the routes of one sample as engines send them: every layer, every prompt row, base64."""
     rows = np.zeros((len(sample.trace) - 1, decoder_layers, sample.trace.top_k), dtype)
-    rows[:, list(sample.trace.layers)] = sample.trace.experts[:-1]
+    rows[:, list(sample.trace.layers)] = sample.trace.routed_experts[:-1]
     file = io.BytesIO()
     np.save(file, rows) if npy else file.write(rows.tobytes())
     return len(base64.b64encode(file.getvalue()))

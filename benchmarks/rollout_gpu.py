@@ -1,17 +1,17 @@
-"""What captured routes and sampling masks cost vLLM on a GPU: tokens/s, with all variants in one run.
+"""Cost of captured routes and sampling masks for vLLM on a GPU: tokens/s, all variants in one run.
 
 python benchmarks/rollout_gpu.py                                  # 64, 512 and 1024 sequences, CUDA graphs
-python benchmarks/rollout_gpu.py --sequences 512 --variants plain ours --profile
+python benchmarks/rollout_gpu.py --sequences 512 --variants plain kv_slot --profile
 python benchmarks/rollout_gpu.py --beside vllm-0.30               # a folder with another vLLM, in the same run
 
-plain       vLLM without routes
-ours, vllm  our engine with routes, by our capture and by vLLM's own
-masks       vLLM without routes, with sampling masks; compared with plain at the same top_k and top_p
+plain           vLLM without routes
+kv_slot, vllm   our engine with routes, by our capture and by vLLM's own
+masks           vLLM without routes, with sampling masks; compared with plain at the same top_k and top_p
 
 A random Qwen3-MoE of 0.8 B parameters (15 MoE layers, 64 experts, top 8) samples after prompts of 64 tokens. Each
-variant has a process of its own; they start side by side and then sample in turn, so that a share compares neighbours
-in time. A short batch of each comes first and is not counted. --profile samples one more batch of each size with
-timers in the worker. --tiny tries all of it on a CPU.
+variant runs in a separate process; they start together and then alternate, so that a ratio compares neighbours in time.
+A short warm-up batch of each is not counted. --profile samples one more batch of each size with timers in the worker.
+--tiny is a smoke test on a CPU.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--sequences", type=int, nargs="+", default=[64, 512, 1024])
     options.add_argument("--tokens", type=int, nargs="+", default=[512, 256, 192], help="of a completion, per size")
-    options.add_argument("--variants", nargs="+", default=["plain", "ours", "vllm"])
+    options.add_argument("--variants", nargs="+", default=["plain", "kv_slot", "vllm"])
     options.add_argument("--beside", type=Path, help="folder with another vLLM: its variants sample in turn with these")
     options.add_argument("--mask-sequences", type=int, default=512, help="size of the batches with masks")
     options.add_argument("--repeats", type=int, default=3)
@@ -190,8 +190,8 @@ def serve(chosen: argparse.Namespace) -> None:
         }
         if not options["enforce_eager"]:
             options["cudagraph_capture_sizes"] = sorted({1, 2, 4, 8, *chosen.sequences})  # a quick start
-        routes = chosen.child in ("ours", "vllm")
-        sampler = Ours(folder, options, chosen.child) if routes else Plain(folder, options, chosen)
+        routes = chosen.child in ("kv_slot", "vllm")
+        sampler = RoutedEngine(folder, options, chosen) if routes else Plain(folder, options, chosen)
         print(ANSWER + json.dumps(vllm.__version__), flush=True)
         for line in sys.stdin:
             batch = Batch(**json.loads(line))
@@ -207,18 +207,22 @@ def serve(chosen: argparse.Namespace) -> None:
         sampler.close()
 
 
-class Ours:
+class RoutedEngine:
     """The engine that the trainer uses."""
 
-    def __init__(self, folder: str, options: dict[str, Any], capture: str) -> None:
-        from moe_replay.rollout.vllm.engine import VllmEngine
+    def __init__(self, folder: str, options: dict[str, Any], chosen: argparse.Namespace) -> None:
+        from parts.step_timers import use_timed_workers
 
-        self.engine = VllmEngine(folder, capture=capture, **options)
+        from moe_replay.engines.vllm.engine import VllmEngine
+
+        if chosen.profile:
+            use_timed_workers()
+        self.engine = VllmEngine(folder, capture=chosen.child, **options)
         self.timed: dict[str, float] = {}
 
     def run(self, prompts: list[list[int]], batch: Batch) -> int:
         """Sample, and return the number of tokens."""
-        from moe_replay.rollout.types import SamplingParams
+        from moe_replay.records import SamplingParams
 
         params = SamplingParams(n=1, max_tokens=batch.tokens, ignore_eos=True)
         found = self.engine.generate(prompts, params)
@@ -251,7 +255,7 @@ class Ours:
 
     def time_steps(self, on: bool) -> dict[str, float]:
         """Start or stop the timers of our worker; vLLM's own has none."""
-        if self.engine.capture != "ours":
+        if self.engine.capture != "kv_slot":
             return {}
         return self.engine._loop.run(self.engine._llm.collective_rpc("replay_profile", args=(on,)))[0]
 
@@ -278,7 +282,7 @@ class Plain:
             settings["return_sampling_mask"] = True
         elif chosen.profile:
             kind = "CpuTimedWorker" if chosen.tiny else "GpuTimedWorker"
-            settings["worker_cls"] = f"moe_replay.rollout.vllm.capture_worker.{kind}"
+            settings["worker_cls"] = f"parts.step_timers.{kind}"
         self.llm = self.loop.run_until_complete(self.start(AsyncEngineArgs(model=folder, **settings, **options)))
 
     async def start(self, arguments: Any) -> Any:

@@ -1,11 +1,11 @@
-"""How fast are the traces of a micro-batch turned into what routers read?
+"""Throughput of building the routers' input from the traces of a micro-batch.
 
     python benchmarks/route_batch.py [--tokens 65536] [--repeats 9] [--threads 1]
 
-Prints one table for each model: GB/s of narrow route ids, and how many times faster than two common ways
+Prints one table per model: GB/s of narrow route ids, the speed-up over two common ways
  - `transpose`  concatenate the traces, gather the rows, one plain transposition of the axes;
  - `int64 pad`  an int64 array [B, T, L, K] padded to the longest sequence, then per layer [L, B * T, K],
-and which share of the speed of a plain copy of the same bytes (`memcpy`, into memory that is already there).
+and the fraction of the speed of a plain copy of the same bytes (`memcpy`, into allocated memory).
 The other ways produce the same ids; that is asserted before anything is timed.
 """
 
@@ -55,17 +55,17 @@ def layouts(lengths: Sequence[int]) -> dict[str, TokenLayout]:
 
 def by_transpose(traces: Sequence[RouteTrace], layout: TokenLayout, layers: slice) -> np.ndarray:
     """(L, R, K) by whole-array operations."""
-    zero = np.zeros((1, *traces[0].experts.shape[1:]), traces[0].experts.dtype)
-    rows = np.concatenate([*(trace.experts for trace in traces), zero])[layout.rows]
+    zero = np.zeros((1, *traces[0].routed_experts.shape[1:]), traces[0].routed_experts.dtype)
+    rows = np.concatenate([*(trace.routed_experts for trace in traces), zero])[layout.rows]
     return np.ascontiguousarray(rows[:, layers].transpose(1, 0, 2))
 
 
 def by_int64_padding(traces: Sequence[RouteTrace], layout: TokenLayout, layers: slice) -> np.ndarray:
     """(L, B * T, K): every sequence padded to the longest, in int64. Batch-major and whole, whatever the layout."""
     longest = max(layout.lengths)
-    padded = np.zeros((len(traces), longest, *traces[0].experts.shape[1:]), np.int64)
+    padded = np.zeros((len(traces), longest, *traces[0].routed_experts.shape[1:]), np.int64)
     for row, trace in zip(padded, traces, strict=True):
-        row[: len(trace)] = trace.experts
+        row[: len(trace)] = trace.routed_experts
     flat = padded.reshape(-1, *padded.shape[2:])[:, layers]
     return np.ascontiguousarray(flat.transpose(1, 0, 2))
 
@@ -83,7 +83,7 @@ def seconds(work: Callable[[], object], repeats: int) -> float:
 
 def check_same(batch: RouteBatch, other: np.ndarray) -> None:
     """Raise unless another way gives the same ids."""
-    if not np.array_equal(batch.experts.numpy().astype(np.int64), other):
+    if not np.array_equal(batch.routed_experts.numpy().astype(np.int64), other):
         raise AssertionError("two ways to make a batch disagree")
 
 
@@ -92,7 +92,7 @@ def measure(traces: Sequence[RouteTrace], layout: TokenLayout, layers: slice, re
     wanted = traces[0].layers[layers]
     batch = RouteBatch.from_traces(traces, layout, wanted)
     check_same(batch, by_transpose(traces, layout, layers))
-    source = batch.experts.numpy()
+    source = batch.routed_experts.numpy()
     target = np.zeros_like(source)
     ours = seconds(lambda: RouteBatch.from_traces(traces, layout, wanted), repeats)
     plain = seconds(lambda: by_transpose(traces, layout, layers), repeats)

@@ -1,11 +1,11 @@
-"""What routing replay costs in a training step: old log-probs and updates with R2 and R3 against native routing.
+"""Cost of routing replay in a training step: old log-probs and updates with R2 and R3 against native routing.
 
     python benchmarks/training_step.py                      # a small model on the CPU
     python benchmarks/training_step.py --device cuda        # 16 MoE layers, 64 experts, top 8, bfloat16
 
-The FSDP2 backend and the learner of the trainer on made-up sequences whose routes the model itself has chosen, as an
-engine would have recorded them. `watched` is native routing with the comparison of routes and the shift test of each
-step. Ratios are medians of runs that take turns.
+The trainer's FSDP2 backend and learner on synthetic sequences whose routes the model itself chose, as an engine would
+have recorded them. `watched` is native routing with the route comparison and the shift test of each step. Ratios are
+medians of alternating runs.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from parts.training import config_of, made_up, now, write_model
+from parts.training import config_of, now, routed, write_model
 
-from moe_replay.routes.layout import TokenLayout
-from moe_replay.train import launch
+from moe_replay.records import Trajectory
 from moe_replay.train.backends.fsdp import FsdpBackend
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.learner import Learner
-from moe_replay.train.trajectories.shared_batch import SharedBatch
-from moe_replay.train.types import Trajectory
+from moe_replay.train.learn.learner import Learner
+from moe_replay.train.setup import launch
+from moe_replay.train.trajectories.store import InProcessStore
 
 SIZES: dict[str, dict[str, Any]] = {
     "cpu": {
@@ -94,26 +92,12 @@ def config(folder: Path, device: torch.device, mode: str, observe: bool) -> Trai
     )
 
 
-def routed(backend: FsdpBackend, sequences: int, tokens: int) -> list[Trajectory]:
-    """Random sequences, routed as the model routes them."""
-    random = np.random.default_rng(0)
-    vocabulary = backend.model.config.vocab_size
-    found = []
-    for number in range(sequences):
-        ids = random.integers(0, vocabulary, tokens).astype(np.int32)
-        fed = torch.from_numpy(ids[None]).long().to(backend.device)
-        with torch.no_grad(), backend.replay.record() as recording:
-            backend.model(input_ids=fed, use_cache=False)
-        (trace,) = recording.traces(TokenLayout.packed([tokens]), [ids])
-        found.append(made_up(number, ids, trace, vocabulary))
-    return found
-
-
 def step(learner: Learner, trajectories: list[Trajectory], device: torch.device) -> float:
     """Seconds of old log-probs and one update, batches made anew as in training."""
     began = now(device)
     metrics = learner.new_metrics()
-    updates = learner.prepare(SharedBatch.of(trajectories))
+    store = InProcessStore()
+    updates = learner.prepare(store.put(trajectories), store)
     learner.score(updates, metrics, step=1)
     learner.update(updates, metrics, step=1)
     learner.summarize(metrics, updates)

@@ -1,12 +1,12 @@
-"""What the alignment watch costs in training, as a share of a step: a scoring pass and an update with replay.
+"""Cost of the alignment watch as a fraction of a training step: a scoring pass and an update with replay.
 
-python benchmarks/verify_cost.py                    # a model of the proportions of Qwen3-30B-A3B, small, on the CPU
+python benchmarks/verify_cost.py                    # a small model with the proportions of Qwen3-30B-A3B, on the CPU
 python benchmarks/verify_cost.py --device cuda      # larger
 
-Watching a step needs the routers' own choice besides the replayed one in the scoring pass (one more top-k a layer), the
-sums of one micro-batch, and the verdict with its transfer to the host. Each is timed by itself, with the device idle
-before and after; times are medians. Then whole steps with and without all of it are timed in turn: what is launched
-while the device still computes costs nothing. A step is one micro-batch here; with more only the top-k is repeated.
+Watching a step needs the routers' own choice in addition to the replayed one in the scoring pass (one more top-k per
+layer), the sums of one micro-batch, and the verdict with its transfer to the host. Each is timed alone, with the device
+idle before and after; times are medians. Then whole steps with and without all of it alternate: launches that overlap
+with device work cost nothing. A step is one micro-batch here; with more, only the top-k is repeated.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 import moe_replay as mr
-from moe_replay.diagnostics.sequential import EvidenceHistory
-from moe_replay.diagnostics.verdict import judge
-from moe_replay.diagnostics.watch import AlignmentWatch
+from moe_replay.verification.alignment_verdict import judge
+from moe_replay.verification.sequential import EvidenceHistory
+from moe_replay.verification.watch import AlignmentWatch
 
 SHAPES = {
     "cpu": {"layers": 4, "experts": 64, "top_k": 8, "hidden": 512, "intermediate": 192, "batch": 4, "width": 512},

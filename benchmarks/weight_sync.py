@@ -1,12 +1,12 @@
-"""What it takes for weights to reach vLLM: seconds, GB/s and extra memory of each kind, in one run.
+"""Cost of sending weights to vLLM: seconds, GB/s and extra memory of each transport, in one run.
 
 python benchmarks/weight_sync.py                                  # a GPU that trainer and vLLM share
 python benchmarks/weight_sync.py --models tiny --kinds http ipc nccl    # on a CPU
 
 small: a random Qwen3-MoE of 0.8 B parameters, 1.6 GB. slice: 8 layers of Qwen3-30B-A3B at full width, 10.9 GB. The
 trainer is this process, with all weights on its device. Two sets of weights, whose experts are numbered differently,
-are sent in turn; each update is checked with the log-probs that the engine has after an update by the first kind.
-Extra memory is what the device has less of at the worst moment of an update, over all processes.
+are sent alternately; each update is checked against the log-probs of the engine after an update by the first transport.
+Extra memory is the peak increase on the device during an update, over all processes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import torch
 from parts.qwen3_moe import SLICE, SMALL, TINY
 from torch import Tensor
 
-from moe_replay.rollout.types import Probe
-from moe_replay.rollout.vllm.engine import VllmEngine
-from moe_replay.rollout.weights.source import Group, TensorInfo, layer_prefix
-from moe_replay.train.config.weights_section import WeightsConfig
-from moe_replay.train.synced_engine import SyncedEngine
-from moe_replay.train.weight_sync import EngineSync, SyncReport
+from moe_replay.engines.vllm.engine import VllmEngine
+from moe_replay.train.config.sections import WeightSyncConfig
+from moe_replay.train.sync.synced_engine import SyncedEngine
+from moe_replay.train.sync.weight_sync import EngineSync, SyncReport
+from moe_replay.weights.probe import Probe
+from moe_replay.weights.source import Group, TensorInfo, layer_prefix
 
 MODELS = {"tiny": TINY, "small": SMALL, "slice": SLICE}
 
@@ -132,7 +132,7 @@ def measure(name: str, options: argparse.Namespace, device: torch.device, folder
     try:
         synced, version = SyncedEngine(engine), 0
         for kind in options.kinds:
-            sync = EngineSync(WeightsConfig(kind=kind, chunk_mib=options.chunk_mib), device)
+            sync = EngineSync(WeightSyncConfig(transport=kind, chunk_mib=options.chunk_mib), device)
             reports: list[tuple[SyncReport, float]] = []
             for number in range(2 + (kind != "http") * 2 + options.repeats):
                 version += 1

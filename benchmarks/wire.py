@@ -1,16 +1,16 @@
-"""What it costs to carry the routes of one response from an engine to a trainer over HTTP, against JSON.
+"""Cost of carrying the routes of one response from an engine to a trainer over HTTP, against JSON.
 
     python benchmarks/wire.py [--tokens 8192] [--seconds 2.0]        (needs the extra `train`; Linux; two minutes)
 
-A server in a process of its own encodes the routes for every request and sends them over loopback; the client decodes
-them. CPU is that of both processes, kernel included, the median over the requests. There are two baselines, both base64
-of raw int32 over all layers, dense ones too, in a JSON body: with Python's own json and base64, and with orjson and
-pybase64. SGLang's server writes with the fast ones, vLLM's with pybase64 and json; slime reads with json and pybase64.
+A server in a separate process encodes the routes for every request and sends them over loopback; the client decodes
+them. CPU is that of both processes, kernel included, the median over requests. There are two baselines, both base64 of
+raw int32 over all layers, dense ones too, in a JSON body: with Python's json and base64, and with orjson and pybase64.
+SGLang's server writes with the fast ones, vLLM's with pybase64 and json; slime reads with json and pybase64.
 
-"The same bytes, no codec" is a finished body that nobody looks into: what the transport alone costs, and so the most
-that any codec could gain. The last two columns are encode and decode alone, in 10^9 expert ids of MoE layers a second
-on one core. Each side starts from what it holds in memory: int32 arrays for JSON, a `RouteTrace` for this format; the
-latter is read with all its checks, JSON with none.
+"The same bytes, no codec" is a prebuilt body that nobody parses: the cost of the transport alone, and so the most that
+any codec could gain. The last two columns are encode and decode alone, in 10^9 expert ids of MoE layers per second on
+one core. Each side starts from its in-memory form: int32 arrays for JSON, a `RouteTrace` for this format; the latter is
+read with all its checks, JSON with none.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ import numpy as np
 import orjson
 import pybase64
 
-from moe_replay.routes.trace import RouteTrace
-from moe_replay.routes.wire import decode_trace, encode_parts, encode_trace
+from moe_replay.routes.trace import RouteTrace, decode_trace, encode_parts, encode_trace
 
 Result = TypeVar("Result", "Cost", "Speed")
 
@@ -227,7 +226,7 @@ def codec_speed(routes: Routes, way: Way, body: bytes) -> Speed:
     way.encode(routes)
     middle = time.process_time()
     way.decode(body)
-    ids = routes.trace.experts.size / 1e9
+    ids = routes.trace.routed_experts.size / 1e9
     return Speed(ids / (middle - begin), ids / (time.process_time() - middle))
 
 

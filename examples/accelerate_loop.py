@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moe_replay as mr
-from moe_replay.diagnostics.metrics import route_agreement
+from moe_replay.verification.agreement import route_agreement
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 torch.manual_seed(0)

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moe_replay as mr
-from moe_replay.diagnostics.metrics import route_agreement
+from moe_replay.verification.agreement import route_agreement
 
 dist.init_process_group("gloo")  # "nccl" on GPUs
 torch.manual_seed(0)

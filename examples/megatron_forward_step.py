@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 import moe_replay as mr
-from moe_replay.diagnostics.metrics import route_agreement
 from moe_replay.megatron import cpu as megatron_cpu
-from moe_replay.replay.adapters.megatron_layout import layout_for
+from moe_replay.replay.adapters.megatron_settings import layout_for
+from moe_replay.verification.agreement import route_agreement
 
 megatron_cpu.enable()  # without a GPU only, together with megatron_cpu.SETTINGS below
 

@@ -10,9 +10,9 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moe_replay as mr
-from moe_replay.diagnostics.metrics import route_agreement
-from moe_replay.rollout.transformers import TransformersEngine
-from moe_replay.rollout.types import SamplingParams
+from moe_replay.engines.transformers import TransformersEngine
+from moe_replay.records import SamplingParams
+from moe_replay.verification.agreement import route_agreement
 
 mode = sys.argv[1] if len(sys.argv) > 1 else "r3"
 torch.manual_seed(0)

@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moe_replay as mr
-from moe_replay.diagnostics.metrics import route_agreement
+from moe_replay.verification.agreement import route_agreement
 
 torch.manual_seed(0)
 config = Qwen3MoeConfig(

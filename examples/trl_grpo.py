@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from moe_replay.demo.tokenizer import build_tokenizer
+from moe_replay.demo.model import build_tokenizer
 from moe_replay.integrations.trl import RouterReplayMixin
 
 

@@ -19,10 +19,10 @@ STUDIES = (
 def main() -> None:
     """Go through the studies; those without results are named."""
     for study in STUDIES:
-        found = results.read(study.arms)
+        runs = results.read(study.arms)
         print(f"\n## {study.name}: {study.question}\n")
-        if found:
-            print(table_text(study.table(found)), draw(study, found), sep="\n\n")
+        if runs:
+            print(table_text(study.table(runs)), draw(study, runs), sep="\n\n")
         else:
             print("nothing has been run")
 

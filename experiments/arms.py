@@ -23,7 +23,7 @@ class Arm:
     updates       optimizer steps on each rollout
     rollout       precision of the engine
     trainer       precision of the trainer
-    correction    algorithm.correction
+    correction    algorithm.rollout_correction
     top_p         1: the whole distribution is sampled from
     mask          replay the sampling mask where top_p < 1
     staleness     steps that samples may be behind the weights
@@ -66,7 +66,7 @@ class Arm:
             "data": {
                 "path": str(data / "train.jsonl"),
                 "eval_path": str(data / "eval.jsonl"),
-                "max_prompt_tokens": 512,
+                "max_prompt_length": 512,
             },
             "rollout": {
                 "engine": "transformers" if cpu else "vllm",
@@ -79,8 +79,8 @@ class Arm:
                 "sampling_mask": "auto" if self.mask else "off",
                 "options": {} if cpu else self._engine_options(scale.prompts * scale.samples),
             },
-            "replay": {"mode": self.mode, "compare_every": 10 if self.mode == "r3" else 0},
-            "algorithm": {"updates_per_rollout": self.updates, "correction": self.correction},
+            "replay": {"mode": self.mode, "score_native_every": 10 if self.mode == "r3" else 0},
+            "algorithm": {"updates_per_rollout": self.updates, "rollout_correction": self.correction},
             "optim": {"lr": self.lr},
             "reward": {"functions": ["experiments.task:exact"]},
             "batch": {"tokens_per_micro_batch": 8192},

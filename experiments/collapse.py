@@ -18,9 +18,9 @@ UPDATES = (1, 4, 16)
 MODES = ("off", "r2", "r3")
 
 
-def _draw(figure: Any, found: Sequence[Result]) -> None:
+def _draw(figure: Any, runs: Sequence[Result]) -> None:
     columns = {
-        f"reward, {updates} updates a rollout": [one for one in found if one.arm.updates == updates]
+        f"reward, {updates} updates a rollout": [run for run in runs if run.arm.updates == updates]
         for updates in UPDATES
     }
     grid(figure, columns, "mismatch/rollout_vs_train/k3_kl", "k3 of rollout and train")

@@ -20,14 +20,16 @@ SEED = 1
 """Times of runs that share a GPU in different ways cannot be compared: those with this seed shared it in one way."""
 
 
-def _draw(figure: Any, found: Sequence[Result]) -> None:
+def _draw(figure: Any, runs: Sequence[Result]) -> None:
     axes = figure.subplots()
-    groups = same_but_seed(found)
-    for place, (arm, group) in enumerate(groups.items()):
+    groups = same_but_seed(runs)
+    for position, (arm, group) in enumerate(groups.items()):
         below = 0.0
         for part, alpha in zip(PARTS, (0.4, 0.6, 0.8, 1.0), strict=True):
-            height = float(np.median([np.nanmedian(one.metrics[f"time/{part}"]) for one in group]))
-            axes.bar(place, height, bottom=below, color=COLOURS[arm.mode], alpha=alpha, label=part if not place else "")
+            height = float(np.median([np.nanmedian(run.metrics[f"time/{part}"]) for run in group]))
+            axes.bar(
+                position, height, bottom=below, color=COLOURS[arm.mode], alpha=alpha, label=part if not position else ""
+            )
             below += height
     names = [f"{LABELS[arm.mode]}\n{arm.updates} updates" for arm in groups]
     axes.set_xticks(range(len(groups)), names, fontsize=7)
@@ -35,9 +37,9 @@ def _draw(figure: Any, found: Sequence[Result]) -> None:
     axes.legend(frameon=False, fontsize=8)
 
 
-def _table(found: Sequence[Result]) -> list[list[str]]:
+def _table(runs: Sequence[Result]) -> list[list[str]]:
     columns = {part: f"time/{part}" for part in PARTS} | {"tokens/s": "time/tokens_per_second"}
-    return outcome_table(found, columns)
+    return outcome_table(runs, columns)
 
 
 STUDY = Study(

@@ -17,10 +17,10 @@ RATES = (1e-5, 3e-5, 1e-4)
 MODES = ("off", "r2", "r3")
 
 
-def _draw(figure: Any, found: Sequence[Result]) -> None:
+def _draw(figure: Any, runs: Sequence[Result]) -> None:
     row = figure.subplots(1, len(RATES), sharey=True)
     for axes, rate in zip(row, RATES, strict=True):
-        curves(axes, [one for one in found if one.arm.lr == rate], "reward/mean", f"reward, learning rate {rate:g}")
+        curves(axes, [run for run in runs if run.arm.lr == rate], "reward/mean", f"reward, learning rate {rate:g}")
     legend_of_modes(figure)
 
 

@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
 MEASURES = {
     "k3": "mismatch/{}/k3_kl",
     "mean difference of log-probs": "mismatch/{}/logprob_abs_diff/mean",
-    "F(2)": "mismatch/{}/beyond_two",
+    "F(2)": "mismatch/{}/frac_ratio_gt2",
 }
 
 
@@ -40,18 +40,18 @@ def mean_over_steps(result: Result, measure: str, pair: str = "rollout_vs_old") 
     return float("nan") if np.isnan(values).all() else float(np.nanmean(values))
 
 
-def _of(found: Sequence[Result], mode: str, case: dict[str, Any]) -> list[Result]:
-    return [one for one in found if one.arm == Arm(mode=mode, seed=one.arm.seed, **case)]
+def _of(runs: Sequence[Result], mode: str, case: dict[str, Any]) -> list[Result]:
+    return [run for run in runs if run.arm == Arm(mode=mode, seed=run.arm.seed, **case)]
 
 
-def _draw(figure: Any, found: Sequence[Result]) -> None:
+def _draw(figure: Any, runs: Sequence[Result]) -> None:
     panels = {"k3": "k3 of rollout and old log-probs", "F(2)": "tokens off by more than a factor of 2"}
     row = figure.subplots(1, len(panels), sharey=True)
     for axes, (measure, title) in zip(row, panels.items(), strict=True):
-        for place, case in enumerate(CASES.values()):
+        for position, case in enumerate(CASES.values()):
             for mode in MODES:
-                values = [mean_over_steps(one, measure) for one in _of(found, mode, case)]
-                axes.plot(values, [place] * len(values), "o", color=COLOURS[mode], label=LABELS[mode], markersize=7)
+                values = [mean_over_steps(run, measure) for run in _of(runs, mode, case)]
+                axes.plot(values, [position] * len(values), "o", color=COLOURS[mode], label=LABELS[mode], markersize=7)
         axes.set_xscale("log")
         axes.set_title(title, fontsize=9)
         axes.set_yticks(range(len(CASES)), list(CASES), fontsize=8)
@@ -60,17 +60,17 @@ def _draw(figure: Any, found: Sequence[Result]) -> None:
     legend_of_modes(figure)
 
 
-def _table(found: Sequence[Result]) -> list[list[str]]:
+def _table(runs: Sequence[Result]) -> list[list[str]]:
     native = ("k3", "F(2)")
     rows = [["", "mode", *MEASURES, *(f"{name} of the same samples without replay" for name in native)]]
     for label, case in CASES.items():
         for mode in MODES:
-            group = _of(found, mode, case)
+            group = _of(runs, mode, case)
             if group:
-                own = [spread([mean_over_steps(one, name) for one in group]) for name in MEASURES]
+                measured = [spread([mean_over_steps(run, name) for run in group]) for name in MEASURES]
                 pair = "rollout_vs_native"
-                without = [spread([mean_over_steps(one, name, pair) for one in group]) for name in native]
-                rows.append([label, LABELS[mode], *own, *without])
+                without = [spread([mean_over_steps(run, name, pair) for run in group]) for name in native]
+                rows.append([label, LABELS[mode], *measured, *without])
     return rows
 
 

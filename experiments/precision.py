@@ -17,9 +17,9 @@ MODES = ("off", "r3")
 KINDS = {"FP8 rollout": "fp8", "bfloat16 rollout": "bf16", "float32 on both sides": "fp32"}
 
 
-def _draw(figure: Any, found: Sequence[Result]) -> None:
+def _draw(figure: Any, runs: Sequence[Result]) -> None:
     columns = {
-        f"reward, {label}": [one for one in found if one.arm.rollout == precision] for label, precision in KINDS.items()
+        f"reward, {label}": [run for run in runs if run.arm.rollout == precision] for label, precision in KINDS.items()
     }
     grid(figure, columns, "mismatch/rollout_vs_old/k3_kl", "k3 of rollout and old")
 

@@ -1,4 +1,4 @@
-"""Replay beside other remedies and other causes: importance sampling, stale samples, truncated sampling.
+"""Replay combined with other remedies and other causes: importance sampling, stale samples, truncated sampling.
 
 python -m experiments.remedies --device cuda --together 6 --minutes 9
 """
@@ -21,21 +21,21 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def _draw(figure: Any, found: Sequence[Result]) -> None:
+def _draw(figure: Any, runs: Sequence[Result]) -> None:
     columns = {
-        label: [one for one in found if one.arm == Arm(mode=one.arm.mode, seed=one.arm.seed, **case)]
+        label: [run for run in runs if run.arm == Arm(mode=run.arm.mode, seed=run.arm.seed, **case)]
         for label, case in CASES.items()
     }
     grid(figure, columns, "mismatch/rollout_vs_train/k3_kl", "k3 of rollout and train")
 
 
-def _table(found: Sequence[Result]) -> list[list[str]]:
-    return outcome_table(found, OUTCOMES | {"mean ratio, rollout and old": "mismatch/rollout_vs_old/ratio/mean"})
+def _table(runs: Sequence[Result]) -> list[list[str]]:
+    return outcome_table(runs, OUTCOMES | {"mean ratio, rollout and old": "mismatch/rollout_vs_old/ratio/mean"})
 
 
 STUDY = Study(
     name="remedies",
-    question="Replay beside importance sampling, with stale samples, and with truncated sampling.",
+    question="Replay with importance sampling, with stale samples, and with truncated sampling.",
     arms=with_seeds([Arm(mode=mode, **case) for case in CASES.values() for mode in ("off", "r3")]),
     draw=_draw,
     table=_table,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from experiments.arms import Arm
-from moe_replay.train.sinks.jsonl import read_lines
+from moe_replay.train.output.sinks import read_lines
 from moe_replay.version import __version__
 
 FOLDER = Path(__file__).with_name("results")
@@ -23,12 +23,12 @@ LIBRARIES = ("torch", "transformers", "vllm", "triton", "numpy")
 PREFIXES = ("reward/mean", "eval/", "mismatch/", "routing/", "loss/", "completion/", "time/", "memory/", "weights/")
 DIGITS = 5
 WINDOW = 5
-"""Steps that a smoothed value is the mean of."""
+"""Steps averaged in a smoothed value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The metrics of one run, a value a step; NaN in steps that have none."""
+    """The metrics of one run, one value per step; NaN in steps without one."""
 
     arm: Arm
     steps: int
@@ -85,7 +85,7 @@ def write(arm: Arm, run: Path, wanted_steps: int, device: str, seconds: float, f
 
 def read(arms: Iterable[Arm], folder: Path = FOLDER) -> list[Result]:
     """Return the results of those arms that have been run."""
-    found = []
+    runs = []
     for arm in arms:
         path = folder / f"{arm.name}.json"
         if path.exists():
@@ -96,17 +96,17 @@ def read(arms: Iterable[Arm], folder: Path = FOLDER) -> list[Result]:
                 key: np.array([math.nan if value is None else value for value in values], np.float64)
                 for key, values in content["metrics"].items()
             }
-            found.append(Result(arm, content["steps"], content["wanted_steps"], metrics))
-    return found
+            runs.append(Result(arm, content["steps"], content["wanted_steps"], metrics))
+    return runs
 
 
 def spread(values: Sequence[float]) -> str:
     """Return the median of the seeds, and their range where there are several."""
-    known = [value for value in values if not math.isnan(value)]
-    if not known:
+    finite = [value for value in values if not math.isnan(value)]
+    if not finite:
         return "-"
-    middle = f"{float(np.median(known)):.3g}"
-    return middle if len(known) == 1 else f"{middle} ({min(known):.3g} to {max(known):.3g})"
+    middle = f"{float(np.median(finite)):.3g}"
+    return middle if len(finite) == 1 else f"{middle} ({min(finite):.3g} to {max(finite):.3g})"
 
 
 def _version(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Runs arms: several at a time, each in a process of its own, within a time limit; the same command continues them."""
+"""Runs arms: several at a time, each in a separate process, within a time limit; the same command continues them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 Running = dict[Arm, tuple[subprocess.Popen[bytes], float]]
 """Processes of arms, and when they were started."""
 LAST_S = 45.0
-"""Seconds before the end of the time in which runs finish their step and save."""
+"""Seconds reserved before the time limit for runs to finish their step and save."""
 
 
 def run_arms(
@@ -37,7 +37,7 @@ def run_arms(
     scale = SCALES[device]
     until = time.monotonic() + 60 * minutes
     data = prepare(scale, device, work, minutes)
-    waiting = [arm for arm in arms if not any(one.finished for one in results.read([arm], into))]
+    waiting = [arm for arm in arms if not any(run.finished for run in results.read([arm], into))]
     running: Running = {}
 
     def start(arm: Arm) -> subprocess.Popen[bytes]:
@@ -51,7 +51,7 @@ def run_arms(
     finally:
         for process, _ in running.values():
             process.kill()
-    return all(any(one.finished for one in results.read([arm], into)) for arm in arms)
+    return all(any(run.finished for run in results.read([arm], into)) for arm in arms)
 
 
 def _run_all(
@@ -85,7 +85,7 @@ def output_of(arm: Arm, work: Path) -> Path:
 
 
 def _start(arm: Arm, scale: Scale, data: Path, work: Path, device: str, together: int) -> subprocess.Popen[bytes]:
-    """Start `moe-replay train` on the recipe of an arm, which is written beside its log."""
+    """Start `moe-replay train` on the recipe of an arm, which is written next to its log."""
     from moe_replay.train.config.file import to_toml
     from moe_replay.train.config.train_config import TrainConfig
 
@@ -95,7 +95,7 @@ def _start(arm: Arm, scale: Scale, data: Path, work: Path, device: str, together
     recipe.write_text(to_toml(TrainConfig.model_validate(settings)), encoding="utf-8")
     command = [sys.executable, "-m", "moe_replay.cli.main", "train", str(recipe)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    # Trainer and engine of each run would take all cores for themselves: eight runs did not start in minutes.
+    # Trainer and engine of each run would otherwise use all cores: eight runs did not start within minutes.
     threads = str(max(1, (os.cpu_count() or 1) // (2 * together)))
     environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": path}
     with open(recipe.with_suffix(".log"), "ab") as log:

@@ -14,6 +14,7 @@ from experiments.arms import Arm
 from experiments.results import Result
 from experiments.scales import SCALES
 from moe_replay.demo.files import default_cache
+from moe_replay.errors import MissingExtraError
 
 FIGURES = Path(__file__).resolve().parents[1] / "docs" / "images" / "experiments"
 SEEDS = (0, 1, 2)
@@ -21,7 +22,7 @@ SEEDS = (0, 1, 2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """A question, the arms that answer it in the order in which they are run, and how the answer is drawn.
+    """A question, the arms that answer it, in the order in which they run, and how to draw the answer.
 
     draw    takes a matplotlib figure and the results of those arms that have been run
     table   takes the same results, returns the rows of a table, its header first
@@ -40,23 +41,28 @@ def with_seeds(arms: Sequence[Arm], seeds: Sequence[int] = SEEDS) -> tuple[Arm, 
     return tuple(replace(arm, seed=seed) for seed in seeds for arm in arms)
 
 
-def same_but_seed(found: Sequence[Result]) -> dict[Arm, list[Result]]:
-    """Return results grouped by arm, whatever their seed."""
+def same_but_seed(runs: Sequence[Result]) -> dict[Arm, list[Result]]:
+    """Return results grouped by arm, seeds together."""
     groups: dict[Arm, list[Result]] = {}
-    for result in found:
+    for result in runs:
         groups.setdefault(replace(result.arm, seed=0), []).append(result)
     return groups
 
 
-def draw(study: Study, found: Sequence[Result], figures: Path = FIGURES) -> Path:
+def draw(study: Study, runs: Sequence[Result], figures: Path = FIGURES) -> Path:
     """Draw the figure of a study, and return its file."""
-    from matplotlib.figure import Figure
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as missing:
+        raise MissingExtraError("figures need matplotlib", remedy="pip install 'moe-replay[report]'") from missing
 
     figure = Figure(figsize=study.size, layout="constrained")
-    study.draw(figure, found)
+    study.draw(figure, runs)
     figures.mkdir(parents=True, exist_ok=True)
     path = figures / f"{study.name}.svg"
-    figure.savefig(path, metadata={"Date": None})
+    with matplotlib.rc_context({"svg.hashsalt": "moe-replay"}):  # the same results make the same file
+        figure.savefig(path, metadata={"Date": None})
     return path
 
 
@@ -76,19 +82,19 @@ def main(study: Study) -> None:
     options.add_argument("--together", type=int, default=1, help="runs at the same time on the device")
     options.add_argument("--seeds", type=int, nargs="+", help="only these")
     options.add_argument("--work", type=Path, default=default_cache() / "experiments", help="folder of model and runs")
-    options.add_argument("--results", type=Path, help="folder of the results; on the CPU, one in the folder of runs")
-    options.add_argument("--figures", type=Path, help="folder of the figures; on the CPU, that of the results")
+    options.add_argument("--results", type=Path, help="results folder; on the CPU, inside the folder of runs")
+    options.add_argument("--figures", type=Path, help="figures folder; on the CPU, the results folder")
     chosen = options.parse_args()
-    own = chosen.device == "cpu" and not chosen.draw  # tiny runs are no results
-    into = chosen.results or (chosen.work / "tiny-results" if own else results.FOLDER)
+    is_tiny = chosen.device == "cpu" and not chosen.draw  # tiny runs are not results
+    into = chosen.results or (chosen.work / "tiny-results" if is_tiny else results.FOLDER)
     arms = [arm for arm in study.arms if chosen.seeds is None or arm.seed in chosen.seeds]
     if not chosen.draw:
         from experiments.runs import run_arms
 
         run_arms(arms, chosen.device, chosen.work, together=chosen.together, minutes=chosen.minutes, into=into)
-    found = results.read(study.arms, into)
-    if not found:
+    runs = results.read(study.arms, into)
+    if not runs:
         print(f"{study.name}: nothing has been run")
         return
-    print(table_text(study.table(found)))
-    print(draw(study, found, chosen.figures or (into if own else FIGURES)))
+    print(table_text(study.table(runs)))
+    print(draw(study, runs, chosen.figures or (into if is_tiny else FIGURES)))

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from moe_replay.demo.tokenizer import END, PAD, UNKNOWN, character_tokenizer
-from moe_replay.utils.messages import text_of
+from moe_replay.demo.model import END, PAD, UNKNOWN, character_tokenizer
+from moe_replay.utils.misc import text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -71,5 +71,7 @@ def uncover(batch: mr.RouteBatch, every: int) -> mr.RouteBatch:
     for trace in traces:
         valid = trace.valid.copy()
         valid[::every] = False
-        cut.append(mr.RouteTrace(trace.token_ids, trace.experts, trace.layers, valid, num_experts=trace.num_experts))
+        cut.append(
+            mr.RouteTrace(trace.token_ids, trace.routed_experts, trace.layers, valid, num_experts=trace.num_experts)
+        )
     return mr.RouteBatch.from_traces(cut, layout)

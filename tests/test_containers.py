@@ -47,7 +47,7 @@ def test_the_server_and_the_trainer_of_the_compose_file_fit_together() -> None:
 def test_the_health_of_the_server_is_asked_where_it_answers() -> None:
     service = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["rollout"]
     assert service["healthcheck"]["test"][-1] == "http://127.0.0.1:8000/health"
-    assert "/health" in (ROOT / "src/moe_replay/rollout/server/app.py").read_text()
+    assert "/health" in (ROOT / "src/moe_replay/engines/server/app.py").read_text()
 
 
 def test_the_image_copies_and_installs_what_there_is() -> None:

@@ -41,8 +41,8 @@ def test_experts_are_pinned_from_a_batch_on_the_host(model):
     with torch.no_grad(), replay.replay(batch.to("cpu"), observe=True) as replaying:
         model(ids)
     for slot, layer in enumerate(replay.layers):
-        assert torch.equal(seen[layer].view(-1, 2).to(torch.uint8), batch.experts[slot])
-    assert (replaying.native().experts != batch.experts).any(-1).float().mean() > 0.3
+        assert torch.equal(seen[layer].view(-1, 2).to(torch.uint8), batch.routed_experts[slot])
+    assert (replaying.native().routed_experts != batch.routed_experts).any(-1).float().mean() > 0.3
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

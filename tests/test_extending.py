@@ -22,15 +22,14 @@ pytest.importorskip("pydantic")
 from pydantic import ValidationError
 
 import moe_replay as mr
+from moe_replay.engines.base import StartRequest
+from moe_replay.engines.registry import start_engine, start_sampler
 from moe_replay.megatron import weights
-from moe_replay.rollout.engine import StartRequest
-from moe_replay.rollout.registry import start_engine, start_sampler
-from moe_replay.rollout.types import SamplingParams
-from moe_replay.train.advantages import load_advantages
+from moe_replay.records import SamplingParams
+from moe_replay.train.learn.losses import LossInputs, LossSettings, load_loss
 from moe_replay.train.loop import train
-from moe_replay.train.losses.registry import load_loss
-from moe_replay.train.losses.types import LossInputs, LossSettings
-from moe_replay.train.preflight import check_packages
+from moe_replay.train.rollout.advantages import load_advantages
+from moe_replay.train.setup.preflight import check_packages
 from tests.train.runs import tiny_config
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "extending.md"
@@ -70,7 +69,7 @@ def test_examples_are_short_and_each_is_run_here() -> None:
     assert [name for name in EXAMPLES if not re.search(rf'"{name}[":]', here)] == []
 
 
-@pytest.mark.parametrize("name", re.findall(r"^\| \[.*?\| `([\w.]+)` \|", PAGE.read_text(), re.MULTILINE))
+@pytest.mark.parametrize("name", re.findall(r"^\| \[[^|]*\| `([\w.]+)` \|", PAGE.read_text(), re.MULTILINE))
 def test_the_registries_of_the_table_exist(name: str) -> None:
     module, _, registry = name.rpartition(".")
     assert isinstance(getattr(importlib.import_module(f"moe_replay.{module}"), registry), (Mapping, tuple))
@@ -88,7 +87,7 @@ def test_an_advantage_estimator(run: Run) -> None:
     rewards = np.array([[1.0, 2.0, 9.0], [np.nan, 4.0, 2.0]])
     found = load_advantages("my_advantage:median_centered")(rewards)
     np.testing.assert_array_equal(found, [[-1, 0, 7], [0, 1, -1]])
-    assert [line["step"] for line in run(algorithm={"baseline": "my_advantage:median_centered"})] == [1, 2]
+    assert [line["step"] for line in run(algorithm={"advantage": "my_advantage:median_centered"})] == [1, 2]
 
 
 def test_an_environment(run: Run) -> None:
@@ -112,7 +111,7 @@ def test_an_engine_spec(demo_files: Any, tmp_path: Path) -> None:
     start_engine("my_spec:GENERATE", StartRequest(model=str(demo_files.model))).close()
     rollout = {"engine": "my_spec:GENERATE"}
     check_packages(tiny_config(demo_files.model, demo_files.train, tmp_path, rollout=rollout))
-    with pytest.raises(ValidationError, match="my_spec:GENERATE does not return the tokens that top_p"):
+    with pytest.raises(ValidationError, match="my_spec:GENERATE does not return sampling masks"):
         tiny_config(demo_files.model, demo_files.train, tmp_path, rollout=rollout | {"top_p": 0.9})
 
 
@@ -126,13 +125,13 @@ def test_an_engine(run: Run, demo_files: Any) -> None:
 
 
 def test_a_weight_sync(run: Run) -> None:
-    lines = run(weights={"kind": "my_sync:FolderSync"})
+    lines = run(weight_sync={"transport": "my_sync:FolderSync"})
     assert all(line["routing/agreement"] > 0.99 for line in lines)  # the weights of every step have arrived
     assert all(line["weights/gb"] > 0 for line in lines)
 
 
 def test_a_policy_loss(run: Run) -> None:
-    lines = run(algorithm={"policy_loss": "my_loss:cispo", "updates_per_rollout": 2})
+    lines = run(algorithm={"loss": "my_loss:cispo", "updates_per_rollout": 2})
     assert all("loss/capped" in line and line["loss/ratio"] > 0 for line in lines)
     assert all(line["loss/grad_norm"] > 0 for line in lines)
     assert all("loss/clip_low" not in line for line in lines)  # a metric of the built-in loss
@@ -159,8 +158,8 @@ def test_a_metric_sink(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_megatron_weight_family() -> None:
-    """It is the one of docs/megatron-weights.md, which is compared with Transformers in tests/distributed."""
-    page = PAGE.with_name("megatron-weights.md").read_text()
+    """It is the one of docs/megatron.md, which is compared with Transformers in tests/distributed."""
+    page = PAGE.with_name("megatron.md").read_text()
     assert f"<!-- dots1_weights.py -->\n```python\n{EXAMPLES['dots1_weights']}```" in page
     family = weights.family_of("dots1", "dots1_weights:DOTS1")
     assert "decoder.layers.{layer}.mlp.router.expert_bias" in family.rules
@@ -214,5 +213,5 @@ def test_a_router_family() -> None:
             site.module.weight.normal_()
     with replay.replay(recorded, observe=True) as replaying:
         model(ids).sum().backward()
-    assert (replaying.native().experts != recorded.experts).any()
+    assert (replaying.native().routed_experts != recorded.routed_experts).any()
     assert all(site.module.weight.grad.norm() > 0 for site in replay.sites.values())

@@ -33,11 +33,14 @@ class Import(NamedTuple):
 
 
 def documented_layers() -> list[list[str]]:
-    """The layers from the lowest to the highest, each with the names of its folders or files."""
+    """The layers from the lowest to the highest, each with its folders and files; several rows may share one."""
     text = ARCHITECTURE.read_text()
     table = text[text.index("<!-- layers -->") : text.index("<!-- /layers -->")]
-    rows = [line.split("|")[2] for line in table.splitlines() if re.match(r"\|\s*\d+\s*\|", line)]
-    return [re.findall(r"`([\w/.]+?)/?`", row) for row in rows]
+    layers: dict[int, list[str]] = {}
+    for line in table.splitlines():
+        if row := re.match(r"\|\s*(\d+)\s*\|([^|]*)", line):
+            layers.setdefault(int(row[1]), []).extend(re.findall(r"`([\w/.]+?)/?`", row[2]))
+    return [layers[number] for number in sorted(layers)]
 
 
 def read_modules(source: Path = SOURCE) -> dict[str, str]:
@@ -65,7 +68,7 @@ def imports_of(modules: Mapping[str, str]) -> Iterator[Import]:
 
 
 def named_by(modules: Mapping[str, str]) -> Iterator[Import]:
-    """Texts such as "moe_replay.rollout.vllm.engine:start", which are imported when they are used."""
+    """Texts such as "moe_replay.engines.vllm.engine:start", which are imported when they are used."""
     for name, text in modules.items():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Constant) and re.fullmatch(rf"{PACKAGE}\.[\w.]+(:\w+)?", str(node.value)):
@@ -137,6 +140,24 @@ def closing(edges: Mapping[str, list[Import]]) -> list[str]:
     return found
 
 
+def floors(modules: Mapping[str, str], folder: str) -> int:
+    """The length of the longest chain of imports among the folders and files of a folder."""
+    inside = f"{folder}."
+    below: dict[str, set[str]] = {}
+    for found in imports_of(modules):
+        if found.importer.startswith(inside) and found.imported.startswith(inside):
+            importer, imported = (
+                name.removeprefix(inside).partition(".")[0] for name in (found.importer, found.imported)
+            )
+            if importer != imported:
+                below.setdefault(importer, set()).add(imported)
+
+    def floor(name: str) -> int:
+        return 1 + max(map(floor, below.get(name, ())), default=0)
+
+    return max(map(floor, below), default=0)
+
+
 def test_every_module_imports_lower_layers_only() -> None:
     assert upward(read_modules(), documented_layers()) == []
 
@@ -147,6 +168,10 @@ def test_there_is_no_circle_of_imports() -> None:
 
 def test_there_is_no_circle_of_folders() -> None:
     assert folder_circles(read_modules()) == []
+
+
+def test_the_trainer_has_at_most_nine_floors() -> None:
+    assert floors(read_modules(), f"{PACKAGE}.train") <= 9
 
 
 def test_every_layer_exists() -> None:
@@ -193,20 +218,20 @@ def test_imports_of_lower_layers_pass() -> None:
 @pytest.mark.parametrize(
     "closing",
     [
-        "from moe_replay.routes.wire import encode",
-        "def f():\n    from moe_replay.routes import wire",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from moe_replay.routes.wire import encode",
+        "from moe_replay.routes.codec import encode",
+        "def f():\n    from moe_replay.routes import codec",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from moe_replay.routes.codec import encode",
     ],
 )
 def test_a_circle_is_found(closing: str) -> None:
     modules = {
         "moe_replay.routes": "",
-        "moe_replay.routes.wire": "from moe_replay.routes.trace import RouteTrace",
+        "moe_replay.routes.codec": "from moe_replay.routes.trace import RouteTrace",
         "moe_replay.routes.trace": closing,
     }
     (offence,) = circles(modules)
     assert "moe_replay.routes.trace" in offence
-    assert "moe_replay.routes.wire" in offence
+    assert "moe_replay.routes.codec" in offence
     assert circles({**modules, "moe_replay.routes.trace": ""}) == []
 
 
@@ -220,13 +245,13 @@ def test_a_circle_of_folders_is_found() -> None:
     modules = {
         "moe_replay.train": "",
         "moe_replay.train.config": "",
-        "moe_replay.train.config.sections": "from moe_replay.train.run.sinks import SINKS",
-        "moe_replay.train.run": "",
-        "moe_replay.train.run.sinks": "",
-        "moe_replay.train.run.folder": "def f():\n    from moe_replay.train.config.sections import Section",
+        "moe_replay.train.config.sections": "from moe_replay.train.output.sinks import SINKS",
+        "moe_replay.train.output": "",
+        "moe_replay.train.output.sinks": "",
+        "moe_replay.train.output.run_folder": "def f():\n    from moe_replay.train.config.sections import Section",
     }
     assert circles(modules) == []
     (offence,) = folder_circles(modules)
     assert "moe_replay.train.config" in offence
-    assert "moe_replay.train.run" in offence
-    assert folder_circles({**modules, "moe_replay.train.run.folder": ""}) == []
+    assert "moe_replay.train.output" in offence
+    assert folder_circles({**modules, "moe_replay.train.output.run_folder": ""}) == []

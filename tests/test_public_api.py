@@ -114,27 +114,3 @@ def test_an_old_promise_is_kept() -> None:
     errors = [thing for name, thing in NAMES.items() if name.endswith("Error")]
     assert len(errors) >= 8
     assert all(issubclass(error, ValueError) for error in errors)
-
-
-def test_the_changelog_names_modules_that_exist() -> None:
-    """The right column of its table of modules: of a name that moved twice, the last place counts."""
-    root = DOCUMENT.parents[1]
-    text = (root / "CHANGELOG.md").read_text()
-    table = text[text.index("Modules of `moe_replay`:") : text.index("Classes, functions and constants:")]
-    named, last = list[str](), ""
-    for row in re.findall(r"^\| `.*\| (.*) \|$", table, re.MULTILINE):
-        for name in re.findall(r"`([a-z_]*\.[a-z_.]+)`", re.sub(r"\([^)]*\)", "", row)):
-            last = last.rpartition(".")[0] + name if name.startswith(".") else name
-            named.append(last)
-    assert len(named) > 80
-    source = root / "src" / "moe_replay"
-    paths = [source / name.replace(".", "/") for name in named]
-    parents = {name: path.parent.with_suffix(".py") for name, path in zip(named, paths, strict=True)}
-    missing = [
-        name
-        for name, path in zip(named, paths, strict=True)
-        if not path.is_dir()
-        and not path.with_suffix(".py").is_file()
-        and not (parents[name].is_file() and f"def {path.name}(" in parents[name].read_text())
-    ]
-    assert missing == []

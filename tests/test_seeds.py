@@ -1,4 +1,4 @@
-"""docs/seeds.md is whole and true to the repository: 106 lines, and every file, test and key that it names exists."""
+"""docs/lab/seeds.md is whole and true to the repository: 106 lines; every file, test and key that it names exists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("pydantic", reason="keys of the configuration are looked up"
 from moe_replay.train.config.keys import all_fields, sections
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "seeds.md"
+PAGE = ROOT / "docs" / "lab" / "seeds.md"
 
 
 class Line(NamedTuple):

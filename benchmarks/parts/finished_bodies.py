@@ -1,4 +1,4 @@
-"""Servers that answer every request with samples that are finished, so that only receiving them costs anything."""
+"""Servers that answer every request with prebuilt samples, so that only receiving them costs anything."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from moe_replay.rollout.types import FinishReason, Sample
+from moe_replay.records import FinishReason, Sample
 from moe_replay.routes.trace import RouteTrace
 
 LAYERS, EXPERTS, TOP_K = 48, 128, 8

@@ -1,4 +1,4 @@
-"""What benchmarks of training steps share: a model with random weights, made-up sequences, settings, a clock."""
+"""Helpers for benchmarks of training steps: a model with random weights, synthetic sequences, settings, a timer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe_replay.rollout.types import FinishReason
+from moe_replay.records import FinishReason, Trajectory
+from moe_replay.routes.layout import TokenLayout
+from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
+from moe_replay.train.backends.fsdp import FsdpBackend
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.types import Trajectory
 
 
 def write_model(folder: Path, sizes: dict[str, Any], device: torch.device) -> None:
@@ -62,6 +64,34 @@ def made_up(number: int, ids: np.ndarray, trace: RouteTrace, vocabulary: int) ->
         reward=float(number % 2),
         advantage=float(number % 2) - 0.5,
     )
+
+
+def random_ids(vocabulary: int, sequences: int, tokens: int) -> list[np.ndarray]:
+    """Return the token ids of each sequence, the same ones for the same sizes."""
+    return list(np.random.default_rng(0).integers(0, vocabulary, (sequences, tokens)).astype(np.int32))
+
+
+def unrouted(config: Any, sequences: int, tokens: int) -> list[Trajectory]:
+    """Return the sequences of `routed` without routes, for a model with this config."""
+    topology, vocabulary = MoeTopology.from_config(config), config.vocab_size
+    model = (topology.layers, topology.top_k)
+    return [
+        made_up(number, ids, RouteTrace.uncovered(ids, *model, num_experts=topology.num_experts), vocabulary)
+        for number, ids in enumerate(random_ids(vocabulary, sequences, tokens))
+    ]
+
+
+def routed(backend: FsdpBackend, sequences: int, tokens: int) -> list[Trajectory]:
+    """Return random sequences, routed as the model routes them."""
+    vocabulary = backend.model.config.vocab_size
+    found = []
+    for number, ids in enumerate(random_ids(vocabulary, sequences, tokens)):
+        fed = torch.from_numpy(ids[None]).long().to(backend.device)
+        with torch.no_grad(), backend.replay.record() as recording:
+            backend.model(input_ids=fed, use_cache=False, logits_to_keep=1)
+        (trace,) = recording.traces(TokenLayout.packed([tokens]), [ids])
+        found.append(made_up(number, ids, trace, vocabulary))
+    return found
 
 
 def now(device: torch.device) -> float:

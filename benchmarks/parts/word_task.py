@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moe_replay.utils.messages import text_of
+from moe_replay.utils.misc import text_of
 
 REWARD = "parts.word_task:even_words"
 

@@ -7,13 +7,11 @@ Nothing is imported before it is used: commands that need no torch start without
 
 from typing import TYPE_CHECKING
 
-from moe_replay.utils.lazy import lazy_names
+from moe_replay.utils.misc import lazy_names
 from moe_replay.version import __version__
 
 if TYPE_CHECKING:
     from moe_replay import errors, interop, replay, routes
-    from moe_replay.diagnostics.verify import verify
-    from moe_replay.diagnostics.watch import AlignmentWatch
     from moe_replay.errors import AlignmentError, MoeReplayError
     from moe_replay.replay.controller import RouterReplay, attach
     from moe_replay.routes.batch import RouteBatch
@@ -21,8 +19,11 @@ if TYPE_CHECKING:
     from moe_replay.routes.topology import MoeTopology
     from moe_replay.routes.trace import RouteTrace
     from moe_replay.routes.trace_file import TraceFile, TraceWriter
+    from moe_replay.verification.verify import verify
+    from moe_replay.verification.watch import AlignmentCheck, AlignmentWatch
 
 __all__ = [
+    "AlignmentCheck",
     "AlignmentError",
     "AlignmentWatch",
     "MoeReplayError",
@@ -45,8 +46,9 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
+        "AlignmentCheck": "moe_replay.verification.watch",
         "AlignmentError": "moe_replay.errors",
-        "AlignmentWatch": "moe_replay.diagnostics.watch",
+        "AlignmentWatch": "moe_replay.verification.watch",
         "MoeReplayError": "moe_replay.errors",
         "MoeTopology": "moe_replay.routes.topology",
         "RouteBatch": "moe_replay.routes.batch",
@@ -60,7 +62,7 @@ __getattr__ = lazy_names(
         "interop": "moe_replay.interop",
         "replay": "moe_replay.replay",
         "routes": "moe_replay.routes",
-        "verify": "moe_replay.diagnostics.verify",
+        "verify": "moe_replay.verification.verify",
     },
 )
 

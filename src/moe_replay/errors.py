@@ -27,9 +27,9 @@ __all__ = [
 
 
 class ExitStatus(IntEnum):
-    """Why a command has ended.
+    """Exit status of a command.
 
-    OK            it has done what was asked
+    OK            done
     CHECK_FAILED  the answer is no: routes misaligned, a threshold exceeded, a layout that does not fit, divergence
     WRONG_INPUT   something must be corrected: an option, a recipe, a file, a row of the data
     FAILED        an engine, a reward, an environment, a library or the machine failed, or a package is missing

@@ -12,10 +12,20 @@ import pytest
 
 from moe_replay.cli.doctor import findings_text
 from moe_replay.cli.main import main
-from moe_replay.rollout.registry import ENGINES, EngineSpec
-from moe_replay.tools import doctor, system_info
-from moe_replay.tools.doctor import CHECKS, Finding, Status, diagnose, diagnose_model, numbers
-from moe_replay.tools.system_info import Gpu, SystemInfo, installed_version, looked_for
+from moe_replay.engines.registry import ENGINES, EngineSpec
+from moe_replay.engines.vllm.release import release_numbers
+from moe_replay.tools import doctor
+from moe_replay.tools.doctor import (
+    CHECKS,
+    Finding,
+    Gpu,
+    Status,
+    SystemInfo,
+    checked_packages,
+    diagnose,
+    diagnose_model,
+    installed_version,
+)
 
 pytest.importorskip("tyro", reason="the command line needs tyro")
 
@@ -30,10 +40,12 @@ GOOD = SystemInfo(
         "vllm": "0.30.0",
         "sglang": "0.5.23",
         "trl": "1.16.0",
+        "verl": "0.9.1",
         "ray": "2.60.0",
         "tyro": "1.0",
         "mlflow": "3.0",
         "tensorboard": "2.20",
+        "trackio": "0.43",
         "wandb": "0.25",
         "math_verify": "0.8",
     },
@@ -96,6 +108,10 @@ def test_a_good_machine() -> None:
         (changed(vllm=None), "vllm", "note", "moe-replay[vllm]"),
         (changed(sglang="0.5.12"), "sglang", "note", "engines.md"),
         (changed(trl=None), "trl", "note", ""),
+        (changed(verl=None), "verl", "note", ""),
+        (changed(verl="0.8.0"), "verl", "ok", ""),
+        (changed(verl="0.7.1"), "verl", "broken", "0.9.1"),
+        (changed(verl="0.10.0"), "verl", "broken", "0.9.1"),
         (replace(GOOD, gpus=()), "gpu", "note", ""),
         (replace(GOOD, shared_bytes=64 * 2**20), "shared memory", "broken", "--shm-size"),
         (replace(GOOD, shared_bytes=None), "shared memory", "note", ""),
@@ -115,6 +131,13 @@ def test_doctor_says_what_was_run_on_which_hardware() -> None:
     assert "rollout.capture" in finding(GOOD, "vllm").text
 
 
+def test_doctor_says_what_a_trainer_loads_and_where() -> None:
+    found = finding(changed(verl="0.9.0"), "verl").text
+    assert "FSDP: replays R2 and R3 in the workers of the actor" in found
+    assert "external_lib=moe_replay.integrations.verl" in found
+    assert "too old" in finding(changed(verl="0.7.1"), "verl").text
+
+
 def test_what_is_needed_and_absent_is_broken() -> None:
     bare = replace(changed(vllm=None, sglang=None), gpus=())
     assert finding(bare, "vllm").status is Status.NOTE
@@ -124,7 +147,7 @@ def test_what_is_needed_and_absent_is_broken() -> None:
 
 
 def test_versions_as_numbers() -> None:
-    assert [numbers(text) for text in ("0.30.1rc2", "2.13.0+cpu", "5.0.0.dev0", "0.5.23")] == [
+    assert [release_numbers(text) for text in ("0.30.1rc2", "2.13.0+cpu", "5.0.0.dev0", "0.5.23")] == [
         (0, 30, 1),
         (2, 13, 0),
         (5, 0, 0),
@@ -139,14 +162,14 @@ def test_versions_are_read_without_importing(monkeypatch: pytest.MonkeyPatch) ->
         raise metadata.PackageNotFoundError(name)
 
     assert installed_version("torch") == metadata.version("torch")
-    assert list(SystemInfo.collect().versions) == looked_for()
+    assert list(SystemInfo.collect().versions) == checked_packages()
     monkeypatch.setattr(metadata, "version", version)
     assert installed_version("vllm") == "0.30.0"
     assert installed_version("sglang") is None
 
 
 def test_engines_and_families_come_from_the_registries(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "vllm, transformers; on servers: vllm_server" in finding(GOOD, "engines").text
+    assert "vllm, transformers; on servers: rollout_server" in finding(GOOD, "engines").text
     alone = finding(changed(vllm=None, transformers=None), "engines")
     assert (alone.status, alone.remedy) == (Status.NOTE, "Install transformers or vllm, or use servers")
     for name, package in (("my_engine", "a-package-that-nobody-has"), ("your_engine", "numpy")):
@@ -154,14 +177,14 @@ def test_engines_and_families_come_from_the_registries(monkeypatch: pytest.Monke
     text = finding(SystemInfo.collect(), "engines").text
     assert ("my_engine" in text, "your_engine" in text) == (False, True)
     bare = finding(changed(wandb=None, math_verify=None), "sinks, rewards")
-    assert bare.text == "usable: jsonl, mlflow, tensorboard, format; not installed: math_verify, wandb"
+    assert bare.text == "usable: jsonl, mlflow, tensorboard, trackio, think_format, format; not installed: math_verify, wandb"
     assert (bare.status, bare.remedy) == (Status.NOTE, "If you use them: pip install math_verify wandb")
-    monkeypatch.setattr(system_info, "SINKS", {"mine": SimpleNamespace(requires=("a_package_that_nobody_has",))})
+    monkeypatch.setattr(doctor, "SINKS", {"mine": SimpleNamespace(requires=("a_package_that_nobody_has",))})
     assert "not installed: a_package_that_nobody_has" in finding(SystemInfo.collect(), "sinks, rewards").text
     monkeypatch.setattr(doctor, "ROUTER_FAMILIES", dict.fromkeys(("my_moe", "your_moe")))
     assert "on 2 model types" in finding(GOOD, "transformers").text
     monkeypatch.setattr(doctor, "WEIGHT_MAPS", {"my_moe": "my_package:MY_MOE"})
-    assert "weight maps of my_moe;" in finding(GOOD, "megatron-core").text
+    assert "weight maps: my_moe;" in finding(GOOD, "megatron-core").text
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -218,7 +241,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert ended.value.code == 1
     assert "BROKEN  model" in capsys.readouterr().out
     (tmp_path / "config.json").write_text("{not json")
-    with pytest.raises(SystemExit, match="config cannot be read"):
+    with pytest.raises(SystemExit, match="the model cannot be read"):
         main(["doctor", "--model", str(tmp_path)])
 
 

@@ -122,14 +122,14 @@ def test_a_model_that_fits_and_models_that_do_not() -> None:
     assert summary.differences(model()) == []
     summary.check(model())
     for wrong, words in (
-        (model(layers=(0, 1)), "the model routes in"),
+        (model(layers=(0, 1)), r"layers: \[0, 1\] in the model"),
         (model(top_k=1), "experts per token"),
         (model(experts=8), "experts: 8 in the model, 4"),
     ):
         with pytest.raises(AlignmentError, match=words):
             summary.check(wrong)
     unknown = RouteTrace([1], [[[7, 3], [1, 2]]], layers=(1, 3))
-    with pytest.raises(AlignmentError, match="expert 7 was chosen"):
+    with pytest.raises(AlignmentError, match="expert 7 was selected"):
         summarize([unknown]).check(model())
 
 
@@ -141,7 +141,7 @@ def test_check_reads_the_config_of_a_folder(file: Path, tmp_path: Path, capsys: 
     assert told(capsys, str(file), "--check", str(tmp_path / "fits"))["differences"] == []
     config.mlp_only_layers = [0]
     config.save_pretrained(tmp_path / "other")
-    with pytest.raises(SystemExit, match="not routes of this model"):
+    with pytest.raises(SystemExit, match="the traces do not match the model"):
         main(["inspect", str(file), "--check", str(tmp_path / "other"), "--json"])
     assert len(json.loads(capsys.readouterr().out)["differences"]) == 1
 

@@ -15,13 +15,13 @@ import pytest
 
 import moe_replay as mr
 from moe_replay.cli.main import COMMANDS, main
-from moe_replay.cli.recipe_keys import SCHEMA
-from moe_replay.demo.settings import RECIPE
+from moe_replay.cli.train import SCHEMA
+from moe_replay.demo import RECIPE
 from moe_replay.errors import EXIT_CODES, AlignmentError, EngineError, ExitStatus, MissingExtraError, MoeReplayError
-from moe_replay.train.config.schema import schema_text
-from moe_replay.train.job import DivergedError
-from moe_replay.train.rewards import RewardError
-from moe_replay.train.run.folder import RunWriteError
+from moe_replay.train.config.reference import schema_text
+from moe_replay.train.output.run_folder import RunWriteError
+from moe_replay.train.rollout.rewards import RewardError
+from moe_replay.train.run import DivergedError
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "moe_replay.cli.main"]
@@ -75,7 +75,7 @@ def test_names_of_the_package_are_imported_when_they_are_used() -> None:
 
 def test_settings_are_read_and_ray_is_driven_without_torch(tmp_path: Path) -> None:
     """A recipe with an error is refused at once; ranks and engines import what they need."""
-    (tmp_path / "recipe.toml").write_text('[rollout]\nengine = "vllm"\n')
+    (tmp_path / "recipe.toml").write_text('model.path = ""\n[rollout]\nengine = "vllm"\n')
     code = (
         "import sys, moe_replay.cluster.control, moe_replay.cluster.driver\n"
         "from pathlib import Path\nfrom moe_replay.train.config.file import load_config\n"
@@ -97,8 +97,9 @@ def test_the_table_in_the_documentation_is_this_one() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_wrong_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = ["nonsense", "--nonsense", "1"] if name in ("convert", "report", "compare") else ["--nonsense", "1"]
-    assert status(name, *wrong) == ExitStatus.WRONG_INPUT
+    positional = {"convert": "nonsense", "report": "run", "compare": "run", "cluster": "status", "completion": "bash"}
+    words = [positional[name]] if name in positional else []
+    assert status(name, *words, "--nonsense", "1") == ExitStatus.WRONG_INPUT
     assert "nonsense" in "".join(capsys.readouterr())
 
 
@@ -152,6 +153,15 @@ def test_what_nobody_expects(error: str, expected: int) -> None:
     assert ("OSError: no device" in done.stderr) is (expected == 3)
 
 
+def test_every_limit_of_the_server_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tyro")
+    with pytest.raises(SystemExit):
+        main(["rollout", "--help"])
+    told = " ".join(re.sub(r"[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    for name, text in (("max-samples", "Maximum samples per request"), ("update-s", "Timeout for the whole body")):
+        assert re.search(rf"--limits\.{name} \S+ {text}", told), told
+
+
 @pytest.mark.parametrize("words", ["--help", "train --help", "inspect --help"])
 def test_a_reader_that_has_seen_enough(words: str) -> None:
     """`| head` ends the command as SIGPIPE ends others, without a traceback."""
@@ -165,39 +175,41 @@ def test_a_reader_that_has_seen_enough(words: str) -> None:
 # ---- shell completion and the schema of recipes ----------------------------------------------------------------------
 
 
-def words_after(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    main(["completion", "words", *words])
-    return capsys.readouterr().out.split()
-
-
-def test_completion_knows_commands_options_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    assert words_after(capsys, "tr") == [*COMMANDS, "--help", "--version"]
-    keys = words_after(capsys, "train", "recipe.toml", "--repl")
-    assert {"--replay.mode", "--rollout.max-tokens", "--steps", "--dry-run"} <= set(keys)
-    assert words_after(capsys, "train", "--replay.mode", "") == ["off", "r2", "r3", "auto"]
-    assert words_after(capsys, "train", "--rollout.engine", "v")[0] == "vllm"
-    assert words_after(capsys, "train", "--replay.observe", "") == ["true", "false"]
-    assert words_after(capsys, "train", "") == []  # a file, which the shell completes
-    assert {"--capture", "--max-k3", "--help"} <= set(words_after(capsys, "verify", "--"))
-    assert words_after(capsys, "verify", "--capture", "") == ["auto", "ours", "vllm", "checked"]
-    assert "vllm" in words_after(capsys, "doctor", "--need", "")
-    assert words_after(capsys, "nonsense", "") == []
-    assert status("completion", "tcsh") == ExitStatus.WRONG_INPUT
+COMPLETE = """
+complete() { shift $(($# - 2)); function=$1; }
+eval "$(moe-replay completion bash)"
+next() { COMP_WORDS=(moe-replay "$@"); COMP_CWORD=$#; COMPREPLY=(); $function; echo "${COMPREPLY[@]}"; }
+"""
 
 
 def test_completion_in_bash(tmp_path: Path) -> None:
+    pytest.importorskip("tyro", reason="completion is tyro's")
     command = tmp_path / "moe-replay"
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m moe_replay.cli.main "$@"\n')
     command.chmod(0o755)
-    script = (
-        'eval "$(moe-replay completion bash)"; complete -p moe-replay;'
-        "COMP_WORDS=(moe-replay train r.toml --algorithm.corr); COMP_CWORD=3; _moe_replay; echo ${COMPREPLY[@]}"
-    )
-    found = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=300, env=found)
-    assert done.stdout.splitlines()[1:] == [
-        "--algorithm.correction --algorithm.correction-low --algorithm.correction-high"
-    ], done.stderr
+    lines = {
+        "tr": ["train"],
+        "train recipe.toml --algorithm.rollout": [
+            "--algorithm.rollout-correction",
+            "--algorithm.rollout-correction-low",
+            "--algorithm.rollout-correction-high",
+        ],
+        "train --replay.mode ''": ["off", "r2", "r3", "auto"],
+        "train --dry": ["--dry-run"],
+        "verify --device ''": ["auto", "cpu", "cuda", "npu"],
+        "doctor --need v": ["vllm", "verl"],
+        "cluster status --eng": ["--engines"],
+        "conv": ["convert"],
+        "train rec": [],  # a file, which the shell completes
+    }
+    script = COMPLETE + "\n".join(f"next {line}" for line in lines)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=300, env=environment)
+    assert dict(zip(lines, map(str.split, done.stdout.splitlines()), strict=True)) == lines, done.stderr
+
+
+def test_completion_for_an_unknown_shell() -> None:
+    assert status("completion", "tcsh") == ExitStatus.WRONG_INPUT
 
 
 def test_the_schema_in_the_package_is_that_of_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,8 @@ pytest.importorskip("pydantic", reason="the trainer's own dependency")
 pytest.importorskip("tyro", reason="the command line needs tyro")
 
 from moe_replay.cli.main import main
-from moe_replay.demo.settings import FULL, RECIPE
+from moe_replay.demo import RECIPE
+from moe_replay.demo.model import FULL, build_tokenizer
 from moe_replay.train.config.file import load_config
 from moe_replay.train.config.train_config import TrainConfig
 from tests.faults.forked import fork_command
@@ -88,24 +90,41 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     return given
 
 
+def model_folder(folder: Path, config: dict[str, Any] = QWEN3_30B_A3B) -> Path:
+    """A folder that a dry run takes for a model: a config, a tokenizer, and a file for weights, which is not read."""
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").touch()
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def qwen(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
-    return tmp_path
+    return model_folder(tmp_path)
 
 
-def dry_run(capsys: pytest.CaptureFixture[str], *words: object, missing: str = "no data at ") -> str:
-    """What a dry run prints; where the data of a recipe is not on this machine, its status is 2."""
+def dry_run(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """What a dry run prints; the data of a recipe and its cluster may not be here, and nothing else is missing."""
     status: object = 0
     try:
         main(["train", *map(str, words), "--dry-run"])
     except SystemExit as left:
         status = left.code
     printed = capsys.readouterr()
-    assert (status == 2) is (missing in printed.err)
-    too_small = ("config cannot" in printed.out) + ("the cluster cannot hold" in printed.err)
-    assert printed.err.count("not ready: ") == (status == 2) + too_small
+    problems = printed.err.splitlines()
+    assert all(line.startswith(("not ready: no data at ", "not ready: the cluster is too small")) for line in problems)
+    assert bool(status) == bool(problems)
     return printed.out
+
+
+def not_ready(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """What a dry run finds that would stop the run."""
+    with pytest.raises(SystemExit) as left:
+        main(["train", *map(str, words), "--dry-run"])
+    printed = capsys.readouterr()
+    assert printed.out.startswith("replay ")
+    assert left.value.code == 2
+    return printed.err
 
 
 def failure(capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -123,7 +142,7 @@ def test_a_module_in_the_working_directory_can_be_named(
     trained: list[TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "engine_of_this_folder.py").write_text(
-        "from moe_replay.rollout.registry import EngineSpec\n"
+        "from moe_replay.engines.registry import EngineSpec\n"
         "mine = EngineSpec('engine_of_this_folder:start', 'mine', is_server=True)\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -202,11 +221,11 @@ def test_the_help_is_there_without_loading_transformers() -> None:
 def test_the_dry_run_of_qwen_on_megatron(capsys: pytest.CaptureFixture[str], qwen: Path) -> None:
     told = dry_run(capsys, ROOT / "recipes" / "qwen3-30b-a3b-megatron.toml", "--model.path", qwen)
     assert told.startswith("replay   r3: as configured\n")
-    assert "megatron on 8 ranks, the fewest for this layout" in told
+    assert "megatron on 8 ranks, the minimum for this layout" in told
     assert "16 prompts x 8 generations = 128 sequences; 2 updates of 64" in told
     assert "48 decoder layers, 48 of them route, top 8 of 128" in told
     assert "tp 2 with sequence parallel, cp 2, pp 2, vpp 1, dp 1; experts: ep 4, etp 1" in told
-    assert "16,384 a micro-batch" in told
+    assert "16,384 per micro-batch" in told
     assert [line.split()[-1] for line in told.splitlines() if line[:2] in ("0 ", "1 ")] == ["0-23", "24-47"]
 
 
@@ -216,14 +235,14 @@ def test_the_dry_run_of_qwen_on_fsdp(
     monkeypatch.setenv("WORLD_SIZE", "8")
     told = dry_run(capsys, ROOT / "recipes" / "qwen3-30b-a3b-fsdp.toml", "--model.path", qwen)
     assert "fsdp on 8 ranks\n" in told
-    assert "vllm_server at http://127.0.0.1:8000" in told
+    assert "rollout_server at http://127.0.0.1:8000" in told
     assert "16 micro-batches on each of 8 data-parallel ranks" in told
 
 
 def test_the_dry_run_of_the_librarys_own_model(capsys: pytest.CaptureFixture[str]) -> None:
     told = dry_run(capsys, RECIPE)
     assert "replay   r3: as configured" in told
-    assert "the embedded default model" in told
+    assert "the embedded tiny model" in told
     assert f"top {FULL.top_k} of {FULL.num_experts}\n" in told
 
 
@@ -245,19 +264,19 @@ def test_a_layout_that_cannot_be_is_an_error(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str], qwen: Path
 ) -> None:
     recipe = ROOT / "recipes" / "qwen3-30b-a3b-megatron.toml"
-    assert told in failure(capsys, recipe, "--model.path", qwen, "--dry-run", *words)
+    assert told in not_ready(capsys, recipe, "--model.path", qwen, *words)
 
 
 def test_adapters_that_vllm_does_not_take_are_an_error(capsys: pytest.CaptureFixture[str], qwen: Path) -> None:
     recipe = ROOT / "recipes" / "qwen3-30b-a3b-lora.toml"
-    words = (recipe, "--model.path", qwen, "--model.lora-targets", "q_proj", "down_proj", "--rollout.lora")
-    assert "adapters of all projections of an expert, or of none" in failure(capsys, *words, "true", "--dry-run")
+    words = (recipe, "--model.path", qwen, "--model.lora-target-modules", "q_proj", "down_proj", "--rollout.lora")
+    assert "adapters of all projections of an expert, or of none" in not_ready(capsys, *words, "true")
     dry_run(capsys, *words, "false")
 
 
 def test_adapters_of_experts_and_routers_can_be_sent_alone(capsys: pytest.CaptureFixture[str], qwen: Path) -> None:
     recipe = ROOT / "recipes" / "qwen3-30b-a3b-lora.toml"
-    targets = ("--model.lora-targets", "all-linear", "router")
+    targets = ("--model.lora-target-modules", "all-linear", "router")
     dry_run(capsys, recipe, "--model.path", qwen, *targets, "--rollout.lora", "true")
 
 
@@ -266,19 +285,20 @@ def test_ranks_that_the_layout_does_not_divide_are_an_error(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "12")
     recipe = ROOT / "recipes" / "qwen3-30b-a3b-megatron.toml"
-    assert "a multiple of 8" in failure(capsys, recipe, "--model.path", qwen, "--dry-run")
+    assert "a multiple of 8" in not_ready(capsys, recipe, "--model.path", qwen)
 
 
 def test_a_model_that_cannot_be_read_is_said_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    told = dry_run(capsys, ROOT / "recipes" / "qwen3-30b-a3b-fsdp.toml", "--model.path", tmp_path)
-    assert "The layout is not checked: the model's config cannot be read" in told
-    assert "128 sequences" in told
+    told = not_ready(capsys, ROOT / "recipes" / "qwen3-30b-a3b-fsdp.toml", "--model.path", tmp_path)
+    assert "not ready: the model cannot be read" in told
+    assert f"not ready: model.path: no weights in {tmp_path}" in told
+    assert f"not ready: no tokenizer in {tmp_path}" in told
 
 
 def test_a_dense_model_can_only_be_trained_without_replay(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    model_folder(tmp_path, {"model_type": "qwen3"})
     recipe = ROOT / "recipes" / "qwen3-30b-a3b-fsdp.toml"
-    assert "has no routers" in failure(capsys, recipe, "--model.path", tmp_path, "--dry-run")
+    assert "has no routers" in not_ready(capsys, recipe, "--model.path", tmp_path)
     assert "has no routers" in dry_run(capsys, recipe, "--model.path", tmp_path, "--replay.mode", "off")
 
 
@@ -301,7 +321,7 @@ def test_of_several_ranks_one_speaks() -> None:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_can_be_loaded_and_is_in_the_docs(recipe: Path) -> None:
     assert load_config(recipe).replay.mode == "r3"
-    assert f"recipes/{recipe.name}" in (ROOT / "docs" / "recipes.md").read_text()
+    assert f"recipes/{recipe.name}" in (ROOT / "docs" / "first-run.md").read_text()
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -310,11 +330,11 @@ def test_the_dry_run_of_every_recipe(
 ) -> None:
     monkeypatch.chdir(ROOT)  # where the environment of a recipe is imported from
     shape = MOONLIGHT_16B_A3B if "moonlight" in recipe.stem else QWEN3_30B_A3B
-    (tmp_path / "config.json").write_text(json.dumps(shape))
+    model_folder(tmp_path, shape)
     told = dry_run(capsys, recipe, "--model.path", tmp_path)
     assert told.startswith("replay   r3: as configured\n")
     assert f"{shape['num_hidden_layers']} decoder layers" in told
-    assert "The layout is not checked" not in told
+    assert "Layout not checked" not in told
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -323,7 +343,7 @@ def test_every_recipe_can_be_tried_on_the_embedded_model(
 ) -> None:
     monkeypatch.chdir(ROOT)
     told = dry_run(capsys, recipe, "--tiny")
-    assert "the embedded default model" in told
+    assert "the embedded tiny model" in told
     assert "on 1 rank" in told
     given, tiny = load_config(recipe), load_config(recipe, tiny=True)
     assert tiny.name == f"{given.name}-tiny"
@@ -332,7 +352,8 @@ def test_every_recipe_can_be_tried_on_the_embedded_model(
         update={"updates_per_rollout": 1}
     )
     assert (tiny.backend.kind, tiny.batch.packed) == (given.backend.kind, given.batch.packed)
-    assert (tiny.model.lora_rank, tiny.model.lora_targets) == (given.model.lora_rank, given.model.lora_targets)
+    assert tiny.model.lora_rank == given.model.lora_rank
+    assert tiny.model.lora_target_modules == given.model.lora_target_modules
     assert tiny.rollout.max_staleness == given.rollout.max_staleness
     assert (tiny.rollout.environment is None) == (given.rollout.environment is None)
     assert (tiny.model.path, tiny.data.path, tiny.rollout.is_server) == ("", "", False)
@@ -347,7 +368,7 @@ def test_the_command_line_wins_over_the_sizes_of_tiny(trained: list[TrainConfig]
 
 
 def test_tiny_without_vllm_samples_with_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_replay.train.config.tiny.find_spec", lambda name: None)
+    monkeypatch.setattr("moe_replay.train.config.file.find_spec", lambda name: None)
     assert load_config(RECIPES[0], tiny=True).rollout.engine == "transformers"
 
 
@@ -362,7 +383,7 @@ def needs_nothing(prompts, completions, completion_ids, **columns): return [1.0 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model's config, rewards and data, that a recipe can name."""
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+    model_folder(tmp_path)
     (tmp_path / "rewards_of_my_own.py").write_text(REWARDS_OF_MY_OWN)
     rows = [{"prompt": "1+1", "solution": "2", "answer": "2"}, {"prompt": "1+2", "solution": "3"}]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -397,6 +418,24 @@ def test_a_dry_run_finds_a_column_that_a_reward_needs(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.usefixtures("own")
+def test_a_dry_run_warns_of_settings_without_effect(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4096")
+    main(["train", "recipe.toml", "--dry-run", "--rollout.max-turns", "3", "--cluster.ranks-per-node", "8"])
+    printed = capsys.readouterr().out
+    assert "warning  rollout.max_turns = 3 has no effect without rollout.environment\n" in printed
+    assert 'warning  cluster.ranks_per_node = 8 has no effect without cluster.launcher = "ray"\n' in printed
+    assert "warning  4096 ranks share " in printed
+
+
+@pytest.mark.usefixtures("own")
+def test_a_rank_of_adapters_above_that_of_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    _, told = ready(capsys, "--model.lora-rank", "1000000")
+    assert "model.lora_rank: adapters would be larger than the weights they adapt: expected at most 2048" in told
+
+
+@pytest.mark.usefixtures("own")
 def test_a_dry_run_finds_data_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     code, told = ready(capsys, "--data.path", "nowhere.jsonl")
     assert (code, told.count("\n")) == (2, 1)
@@ -405,10 +444,70 @@ def test_a_dry_run_finds_data_that_is_not_there(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--backend.device", "npu"], "the device npu needs torch_npu"),
+        (["--weight-sync.transport", "ipc", "--rollout.options", "tensor_parallel_size", "2"], None),
+        (["--rollout.options", "tensor_paralel_size", "2"], "Did you mean 'tensor_parallel_size'?"),
+        (["--rollout.engine", "transformers", "--output", "data.jsonl"], "data.jsonl is not a folder"),
+        (["--rollout.engine", "transformers", "--output", "data.jsonl/run"], "data.jsonl is not a folder"),
+        (["--output", "used", "--resume", "false"], "used already contains a run"),
+        (["--algorithm.beta", "0.1", "--model.reference", "nowhere"], "model.reference: no weights in nowhere"),
+        (["--data.max-prompt-length", "2"], "every prompt is empty or too long: expected at most 2 tokens"),
+        (["--eval.every", "5", "--data.eval-path", "nowhere.jsonl"], "no data at nowhere.jsonl"),
+        (["--data.epochs", "1", "--optim.warmup-steps", "99"], "longer than the run"),
+        (["--rollout.environment", "nowhere:play"], "environment 'nowhere:play' cannot be loaded"),
+        (["--model.attn-implementation", "flsh"], "Transformers has no such attention"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_refuses(
+    words: list[str], told: str | None, own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (own / "used").mkdir()
+    (own / "used" / "metrics.jsonl").touch()
+    code, said = ready(capsys, *words)
+    assert (code != 0, said.count("not ready: ")) == ((False, 0) if told is None else (True, 1))
+    assert (told or "") in said
+    assert not (own / "runs").exists()
+
+
+def test_a_dry_run_imports_neither_vllm_nor_models(own: Path) -> None:
+    """They take most of the time of a command that reads a few small files."""
+    code = (
+        "import sys\nfrom moe_replay.cli.main import main\nmain(['train', 'recipe.toml', '--dry-run'])\n"
+        "slow = ('vllm', 'transformers.modeling_utils', 'torch._dynamo', 'ray')\n"
+        "print('loaded:', [name for name in slow if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=own, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.stdout.endswith("loaded: []\n"), done.stderr
+
+
+@pytest.mark.usefixtures("own")
+def test_a_dry_run_finds_all_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    code, told = ready(
+        capsys,
+        *("--output", "data.jsonl", "--model.lora-rank", "4096", "--rollout.environment", "nowhere:play"),
+        *(
+            "--reward.functions",
+            "nowhere:reward",
+            "--data.path",
+            "nowhere.jsonl",
+            "--model.attn-implementation",
+            "flsh",
+        ),
+    )
+    assert code == 2
+    assert [line.split()[2] for line in told.splitlines()] == [
+        *("environment", "reward", "model.attn_implementation:", "the", "no", "model.lora_rank:")
+    ]
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
     ("words", "absent", "told"),
     [
         ((), "vllm", "rollout.engine = \"vllm\" needs the package vllm. pip install 'moe-replay[vllm]'"),
-        (("--rollout.engine", "transformers"), "math_verify", "the reward 'accuracy' needs the package math_verify"),
+        (("--rollout.engine", "transformers"), "math_verify", "the reward 'math_verify' needs the package math_verify"),
         (("--model.lora-rank", "8"), "peft", "model.lora_rank needs the package peft. pip install 'moe-replay[lora]'"),
         (("--backend.kind", "megatron"), "megatron", "pip install 'moe-replay[megatron]'"),
         (("--log.wandb",), "wandb", "log.wandb needs the package wandb. pip install 'moe-replay[wandb]'"),
@@ -420,7 +519,7 @@ def test_a_dry_run_finds_a_package_that_is_missing(
     def find(name: str) -> object:
         return None if name == absent else find_spec(name)
 
-    monkeypatch.setattr("moe_replay.train.preflight.find_spec", find)
+    monkeypatch.setattr("moe_replay.train.setup.preflight.find_spec", find)
     monkeypatch.setattr("moe_replay.utils.plugins.find_spec", find)
     code, said = ready(capsys, *words)
     assert code == 3
@@ -433,11 +532,11 @@ def test_a_dry_run_names_all_packages_that_are_missing(
 ) -> None:
     absent = ("vllm", "math_verify")
     monkeypatch.setattr(
-        "moe_replay.train.preflight.find_spec", lambda name: None if name in absent else find_spec(name)
+        "moe_replay.train.setup.preflight.find_spec", lambda name: None if name in absent else find_spec(name)
     )
     code, told = ready(capsys)
     assert code == 3
-    assert "needs the package vllm; the reward 'accuracy' needs the package math_verify" in told
+    assert "needs the package vllm; the reward 'math_verify' needs the package math_verify" in told
     assert "pip install 'moe-replay[train,vllm]'" in told
 
 
@@ -446,7 +545,7 @@ def test_a_dry_run_finds_a_release_that_is_too_old(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("vllm")
-    monkeypatch.setattr("moe_replay.train.preflight.version", lambda package: "0.20.0")
+    monkeypatch.setattr("moe_replay.train.setup.preflight.version", lambda package: "0.20.0")
     code, told = ready(capsys)
     assert code != 0
     assert "vLLM 0.20.0 cannot be used for rollouts with routes" in told
@@ -460,13 +559,13 @@ def test_a_run_finds_it_before_the_warm_start(
     def find_sources(config: object, status: object) -> None:
         raise AssertionError("too late")
 
-    monkeypatch.setattr("moe_replay.train.sources.find_sources", find_sources)
+    monkeypatch.setattr("moe_replay.train.setup.sources.find_sources", find_sources)
     words = ["train", "--output", str(own / "run"), "--rollout.engine", "transformers"]
     with pytest.raises(SystemExit) as left:
         main([*words, "--data.path", "data.jsonl", "--reward.functions", "rewards_of_my_own:needs"])
     assert left.value.code == 2
     assert "expected a column 'answer'" in capsys.readouterr().err
-    monkeypatch.setattr("moe_replay.train.preflight.find_spec", lambda name: None)
+    monkeypatch.setattr("moe_replay.train.setup.preflight.find_spec", lambda name: None)
     with pytest.raises(SystemExit) as left:
         main(words)
     assert left.value.code == 3
@@ -495,12 +594,12 @@ def test_memory_of_gpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     monkeypatch.setattr("moe_replay.tools.dry_run.accelerator", lambda: "cuda")
     monkeypatch.setattr("torch.get_device_module", lambda kind: gpu)
     monkeypatch.setenv("WORLD_SIZE", "8")
-    code, told = ready(capsys, "--model.gradient-checkpointing")
+    code, told = ready(capsys, "--model.gradient-checkpointing", "true")
     assert code == 1
-    assert "does not fit into the memory of a GPU, by estimate: expected at most 80.0 GiB" in told
-    served = ["--rollout.engine", "vllm_server", "--rollout.urls", "http://127.0.0.1:1"]
-    main(["train", "recipe.toml", "--dry-run", "--model.gradient-checkpointing", *served])
-    assert "of 80.0 GiB on the fullest of 8 GPUs, in the phase 'forward, backward'" in capsys.readouterr().out
+    assert "the run is estimated not to fit into GPU memory: expected at most 80.0 GiB" in told
+    served = ["--rollout.engine", "rollout_server", "--rollout.urls", "http://127.0.0.1:1"]
+    main(["train", "recipe.toml", "--dry-run", "--model.gradient-checkpointing", "true", *served])
+    assert "of 80.0 GiB on the fullest of 8 GPUs, in phase 'forward, backward'" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("own")
@@ -520,11 +619,11 @@ def test_engines_that_do_not_share_the_gpus_of_a_machine_evenly(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--rollout.engines-per-node", "2"], "vllm (2 on every machine of the trainer, 4 GPUs each)"),
-        (["--cluster.kind", "ray", "--cluster.engines", "3"], "vllm (3 on GPUs of their own, 4 GPUs each)"),
+        (["--rollout.engines-per-node", "2"], "vllm (2 on every trainer node, 4 GPUs each)"),
+        (["--cluster.launcher", "ray", "--cluster.engines", "3"], "vllm (3 on separate GPUs, 4 GPUs each)"),
         (
             [
-                "--cluster.kind",
+                "--cluster.launcher",
                 "ray",
                 "--cluster.engines",
                 "4",
@@ -533,7 +632,7 @@ def test_engines_that_do_not_share_the_gpus_of_a_machine_evenly(
                 "--cluster.placement",
                 "colocated",
             ],
-            "vllm (4 on the trainer's 2 machines, 4 GPUs each)",
+            "vllm (4 on the 2 trainer nodes, 4 GPUs each)",
         ),
     ],
 )
@@ -541,7 +640,7 @@ def test_where_engines_are_started(words: list[str], told: str) -> None:
     from moe_replay.tools.dry_run import dry_run as report
 
     options = ["--rollout.engine", "vllm", "--rollout.options", "tensor_parallel_size", "2", "data_parallel_size", "2"]
-    assert told in report(load_config(None, [*options, *words]))
+    assert told in report(load_config(None, [*options, *words])).report
 
 
 def test_sequences_of_a_step_are_divided_evenly(capsys: pytest.CaptureFixture[str], qwen: Path) -> None:

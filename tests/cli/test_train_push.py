@@ -11,7 +11,7 @@ pytest.importorskip("pydantic", reason="the trainer's own dependency")
 pytest.importorskip("tyro", reason="the command line needs tyro")
 
 from moe_replay.cli.main import main
-from moe_replay.demo.settings import RECIPE
+from moe_replay.demo import RECIPE
 from moe_replay.train.config.file import ConfigError, load_config
 from tests.report.folders import write_run
 
@@ -37,7 +37,7 @@ def test_a_complete_run_is_pushed_with_its_card(
 
     monkeypatch.setattr("moe_replay.train.loop.train", train)
     monkeypatch.setattr("moe_replay.report.run_report.write_run_report", lambda folder: folder / "report.html")
-    monkeypatch.setattr("moe_replay.tools.hub.push_folder", push)
+    monkeypatch.setattr("moe_replay.report.model_card.push_folder", push)
     command = ["train", str(RECIPE), "--checkpoint.push_to_hub", "me/model", "--checkpoint.export"]
     if stopped_after is not None:
         with pytest.raises(SystemExit):

@@ -14,12 +14,12 @@ from torch import nn
 import moe_replay as mr
 from moe_replay.cli.main import main
 from moe_replay.cli.verify import stdout_on_stderr
+from moe_replay.engines.base import StartRequest
+from moe_replay.engines.transformers import TransformersEngine
 from moe_replay.errors import EngineError
-from moe_replay.rollout.engine import StartRequest
-from moe_replay.rollout.transformers import TransformersEngine
-from moe_replay.rollout.types import Sample, SamplingParams
-from moe_replay.tools.attribution.result import Attribution
-from tests.rollout.tiny import VOCABULARY, tiny_model
+from moe_replay.records import Sample, SamplingParams
+from moe_replay.verification.attribution import Attribution
+from tests.engines.tiny import VOCABULARY, tiny_model
 
 pytest.importorskip("tyro", reason="the command line needs tyro")
 pytest.importorskip("pydantic", reason="engines are opened by the trainer's configuration")
@@ -100,7 +100,7 @@ def test_the_table_and_what_fails(folder: str, capsys: pytest.CaptureFixture[str
     assert "FAILED: native agreement is 1, less than 1.01" in printed.out
     assert "FAILED: k3 KL with R3" in printed.out
     assert "F(2)" in printed.out
-    assert "samples 4 prompts" in printed.err
+    assert "sampling 4 prompts" in printed.err
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def test_without_matplotlib_there_is_no_page(
 
 def test_prompts_of_a_file(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Fewer prompts than samples: each is continued several times."""
-    from moe_replay.demo.tokenizer import build_tokenizer
+    from moe_replay.demo.model import build_tokenizer
 
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes(Path(folder, name).read_bytes())
@@ -135,7 +135,7 @@ def test_prompts_of_a_file(folder: str, tmp_path: Path, capsys: pytest.CaptureFi
     words = ("--model", str(tmp_path), *SMALL, "--prompts", str(data), "--samples", "3")
     found = told(capsys, *words)
     assert found["samples"] == 3
-    assert found["tokens"] - found["scored"] == 4 + 4 + 6
+    assert found["tokens"] - found["scored"] == 7 + 7 + 9  # with the three tokens of a user turn
 
 
 def test_stdout_is_for_the_result_alone(capfd: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +159,7 @@ def test_misaligned_traces_fail_by_name(
     folder: str, samples: list[Sample], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rolled = [
-        mr.RouteTrace(t.token_ids, np.roll(t.experts, 1, axis=1), t.layers, t.valid, num_experts=t.num_experts)
+        mr.RouteTrace(t.token_ids, np.roll(t.routed_experts, 1, axis=1), t.layers, t.valid, num_experts=t.num_experts)
         for t in (sample.trace for sample in samples)
     ]
     assert status("--model", folder, "--traces", file_of(tmp_path / "bad.mrt", rolled)) == 1
@@ -170,7 +170,7 @@ def test_traces_of_another_model_end_with_an_error(
     folder: str, samples: list[Sample], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = samples[0].trace
-    other = mr.RouteTrace(trace.token_ids, trace.experts, (0, 1, 2), trace.valid, num_experts=trace.num_experts)
+    other = mr.RouteTrace(trace.token_ids, trace.routed_experts, (0, 1, 2), trace.valid, num_experts=trace.num_experts)
     assert status("--model", folder, "--traces", file_of(tmp_path / "other.mrt", [other])) == 1
     assert "layers [1, 2, 3]" in capsys.readouterr().err
 
@@ -181,7 +181,7 @@ def test_traces_of_another_model_end_with_an_error(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("--engine", "vllm_server"), "needs the addresses"),
+        (("--engine", "rollout_server"), "needs --url"),
         (("--engine", "transformers", "--url", "http://127.0.0.1:8000"), "leave --url out"),
         (("--traces", "x.mrt", "--prompts", "y.jsonl"), "leave --url and --prompts out"),
         (("--temperature", "0"), "greedy"),
@@ -212,4 +212,4 @@ def test_a_model_that_is_too_large_is_warned_about(
     assert "warning" not in capsys.readouterr().err
     monkeypatch.setattr(memory_check, "weights_memory", lambda model, dtype, device: (122 * 2**30, 80 * 2**30))
     VerifyCommand(device="cpu")._trainer(folder)
-    assert "needs 122.0 GiB on cpu, where 80.0 are free" in capsys.readouterr().err
+    assert "needs 122.0 GiB on cpu, but only 80.0 GiB are free" in capsys.readouterr().err

@@ -37,7 +37,7 @@ def train_on(cluster: Any, config: Any, disturb: Callable[[Events], None] | None
     from moe_replay.cli.train import run_rank
     from moe_replay.cluster.driver import run_on_ray
 
-    settings = config.cluster.model_copy(update={"kind": "ray", "address": cluster.address})
+    settings = config.cluster.model_copy(update={"launcher": "ray", "address": cluster.address})
     config = config.model_copy(update={"cluster": settings})
     failures: list[BaseException] = []
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_replay.cli.main import main
-from moe_replay.cluster.capacity import CapacityError, Demand, Node, Resources, check_capacity, demand_of, most_engines
+from moe_replay.cluster.capacity import CapacityError, Demand, Node, Resources, check_capacity, demand_of
 from moe_replay.errors import ExitStatus
 from moe_replay.train.config.file import load_config
 
@@ -24,7 +24,7 @@ def node(name: str, cpus: float, gpus: float = 0, memory: float = 0, used: Resou
 
 
 def demand(*settings: str, gpus: float = 8) -> Demand:
-    words = ["--cluster.kind", "ray", "--rollout.engine", "vllm", *settings]
+    words = ["--cluster.launcher", "ray", "--rollout.engine", "vllm", *settings]
     return demand_of(load_config(None, words), [node("a", 64, gpus)])
 
 
@@ -48,19 +48,22 @@ def test_a_run_on_cpus_asks_for_no_gpu() -> None:
     sizes = ("--cluster.ranks_per_node", "2", "--cluster.engines", "2")
     asked = demand("--backend.device", "cpu", *sizes)
     assert asked == demand(*sizes, gpus=0) == Demand(1, Resources(2, 0), 2, Resources(1, 0))
-    assert asked.cpus == 4
     assert demand("--backend.device", "cuda", *sizes, gpus=0).trainer == Resources(2, 2)
 
 
 def test_a_run_that_fits_says_how() -> None:
     told = check_capacity([node("a", 64, 8), node("b", 64, 8)], Demand(1, Resources(8, 8), 2, Resources(1, 4)))
-    assert told == "1 machine of the trainer with 8 GPUs, 8 CPUs each, 2 engines with 4 GPUs, 1 CPU each on 2 nodes"
+    assert told == "1 trainer node with 8 GPUs, 8 CPUs each, 2 engines with 4 GPUs, 1 CPU each on 2 nodes"
 
 
 def test_the_trainer_gets_machines_that_engines_do_not_need() -> None:
     nodes = [node("big", 64, 8), node("small", 8, 2)]
-    assert most_engines(nodes, Demand(1, Resources(2, 2), 0, Resources(1, 4))) == 2
-    assert most_engines(nodes[:1], Demand(1, Resources(2, 2), 0, Resources(1, 4))) == 1
+    demand = Demand(1, Resources(2, 2), 2, Resources(1, 4))
+    check_capacity(nodes, demand)
+    with pytest.raises(CapacityError, match="1 of 2 engines fit next to the trainer"):
+        check_capacity(nodes[:1], demand)
+    with pytest.raises(CapacityError, match="2 of 3 engines fit next to the trainer"):
+        check_capacity(nodes, demand._replace(engines=3))
 
 
 @pytest.mark.parametrize(
@@ -69,40 +72,40 @@ def test_the_trainer_gets_machines_that_engines_do_not_need() -> None:
         (
             [node("a", 64, 4), node("b", 64, 8)],
             Demand(2, Resources(8, 8), 0, Resources(1, 1)),
-            "1 of 2 machines of the trainer found a place, each needs 8 GPUs, 8 CPUs on one machine",
+            "1 of 2 trainer nodes found, each needs 8 GPUs, 8 CPUs on one machine",
             "Add 1 machine with 8 GPUs, 8 CPUs free, or set cluster.trainer_nodes = 1",
         ),
         (
             [node("a", 64, 8)],
             Demand(1, Resources(4, 4), 3, Resources(1, 2)),
-            "2 of 3 engines found a place beside the trainer, each needs 2 GPUs, 1 CPU on one machine",
+            "2 of 3 engines fit next to the trainer, each needs 2 GPUs, 1 CPU on one machine",
             "Add machines with 2 GPUs, 1 CPU free for 1 engine, or set cluster.engines = 2",
         ),
         (
             [node("a", 64, 2), node("b", 64, 2)],  # together there are 4, but not on one machine
             Demand(1, Resources(4, 4), 0, Resources(1, 1)),
-            "0 of 1 machine of the trainer found a place, each needs 4 GPUs, 4 CPUs on one machine",
+            "0 of 1 trainer node found, each needs 4 GPUs, 4 CPUs on one machine",
             "Add 1 machine with 4 GPUs, 4 CPUs free, or lower cluster.ranks_per_node",
         ),
         (
             [node("a", 4, 0, 8 * GIB)],
             Demand(1, Resources(2, 0, 16 * GIB), 0, Resources(1)),
-            "0 of 1 machine of the trainer found a place, each needs 2 CPUs, 16.0 GiB on one machine",
+            "0 of 1 trainer node found, each needs 2 CPUs, 16.0 GiB on one machine",
             "Add 1 machine with 2 CPUs, 16.0 GiB free",
         ),
         (
             [node("a", 8, 8, used=Resources(1, 4))],
             Demand(1, Resources(8, 8), 0, Resources(1, 1)),
-            "0 of 1 machine of the trainer found a place",
-            "Wait for other jobs of the cluster, which have reserved the rest",
+            "0 of 1 trainer node found",
+            "Wait for the other jobs that hold these resources",
         ),
-        ([], Demand(1, Resources(1), 0, Resources(1)), "0 of 1 machine", "found no nodes"),
+        ([], Demand(1, Resources(1), 0, Resources(1)), "0 of 1 trainer node", "found no nodes"),
     ],
 )
 def test_what_is_missing_is_said_with_its_remedy(nodes: list[Node], asked: Demand, problem: str, remedy: str) -> None:
     with pytest.raises(CapacityError) as failed:
         check_capacity(nodes, asked)
-    assert f"the cluster cannot hold the run: {problem}" in str(failed.value)
+    assert f"the cluster is too small for the run: {problem}" in str(failed.value)
     assert remedy in str(failed.value)
 
 
@@ -141,15 +144,15 @@ def test_a_dry_run_says_how_the_cluster_holds_the_recipe(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    words = ["train", "--cluster.kind", "ray", "--cluster.engines", "2", "--backend.device", "cpu", "--dry-run"]
+    words = ["train", "--cluster.launcher", "ray", "--cluster.engines", "2", "--backend.device", "cpu", "--dry-run"]
     main(words)
     told = capsys.readouterr().out
-    fits = "1 machine of the trainer with 1 CPU each, 2 engines with 1 CPU each on 1 node"
+    fits = "1 trainer node with 1 CPU each, 2 engines with 1 CPU each on 1 node"
     assert told.endswith(f"\ncluster  {fits}\n")
     with pytest.raises(SystemExit) as ended:
         main([*words, "--cluster.trainer_nodes", "2"])
     assert ended.value.code == ExitStatus.CHECK_FAILED
-    assert "not ready: the cluster cannot hold the run: 1 of 2 machines of the trainer" in capsys.readouterr().err
+    assert "not ready: the cluster is too small for the run: 1 of 2 trainer nodes" in capsys.readouterr().err
 
 
 def test_doctor_says_whether_the_cluster_holds_a_recipe(
@@ -157,10 +160,10 @@ def test_doctor_says_whether_the_cluster_holds_a_recipe(
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text('[cluster]\nkind = "ray"\nengines = 2\n[backend]\ndevice = "cpu"\n')
+    recipe.write_text('model.path = ""\n[cluster]\nlauncher = "ray"\nengines = 2\n[backend]\ndevice = "cpu"\n')
     main(["doctor", "--recipe", str(recipe)])
-    assert re.search(r"ok +cluster +this machine: holds 1 machine of the trainer with 1 CPU", capsys.readouterr().out)
-    recipe.write_text('[cluster]\nkind = "ray"\nranks_per_node = 4\n[backend]\ndevice = "cuda"\n')
+    assert re.search(r"ok +cluster +this machine: holds 1 trainer node with 1 CPU", capsys.readouterr().out)
+    recipe.write_text('model.path = ""\n[cluster]\nlauncher = "ray"\nranks_per_node = 4\n[backend]\ndevice = "cuda"\n')
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--recipe", str(recipe)])
     assert ended.value.code == ExitStatus.CHECK_FAILED

@@ -57,11 +57,11 @@ def test_the_machines_of_the_rayjob_hold_its_command(
     monkeypatch.chdir(ROOT)
     program, *words = shlex.split(job["spec"]["entrypoint"].replace("/shared/recipes/", "recipes/"))
     assert program == "moe-replay"
-    with pytest.raises(SystemExit):  # the data is not here
+    with pytest.raises(SystemExit):  # neither data nor model are here
         main([*words, "--dry-run"])
     told = capsys.readouterr()
-    assert re.search(r"^cluster  2 machines of the trainer .* 4 engines with 2 GPUs, .* on 4 nodes$", told.out, re.M)
-    assert re.findall(r"not ready: (\w+ \w+)", told.err) == ["no data"]
+    assert re.search(r"^cluster  2 trainer nodes .* 4 engines with 2 GPUs, .* on 4 nodes$", told.out, re.M)
+    assert re.findall(r"not ready: (\w+ \w+)", told.err) == ["no data", "the model"]
 
 
 def _node(limits: dict[str, str]) -> Node:
@@ -205,12 +205,12 @@ def test_ray_under_slurm_with_the_real_vllm(
             "options": {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2**26},
             "probe_tolerance": 1e-3,
         },
-        cluster={"kind": "ray", "engines": 1},
+        cluster={"launcher": "ray", "engines": 1},
     )
     options = "--object-store-memory 80000000"
     status, told = run_script("slurm-ray.sbatch", tmp_path, recipe, RAY_PORT=str(port), RAY_OPTIONS=options)
     assert status == 0, told
-    assert f":{port} (2 machines, 2 CPUs)" in told
+    assert f":{port} (2 nodes, 2 CPUs)" in told
     assert "step 2/2" in told
     assert not (tmp_path / "requeued").exists()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -225,7 +225,7 @@ def test_ray_under_slurm_with_the_real_vllm(
 @pytest.mark.engine
 @pytest.mark.whole_runs
 def test_torchrun_and_a_server_under_slurm(demo_files: Any, tmp_path: Path, port: int) -> None:
-    rollout = {"engine": "vllm_server", "urls": ["http://replaced:1"]}
+    rollout = {"engine": "rollout_server", "urls": ["http://replaced:1"]}
     recipe = recipe_of(demo_files, tmp_path, rollout=rollout)
     status, told = run_script(
         "slurm-torchrun.sbatch",

@@ -1,4 +1,4 @@
-"""What a run asks of a cluster, the environment of its ranks, its board and its engines; without a cluster."""
+"""Resources of a run, the environment of its ranks, its state actor and its engines; without a cluster."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from moe_replay.cluster.board import EngineList, EngineOrder, RunBoard
-from moe_replay.cluster.engine_group import EngineGroup, Spot
-from moe_replay.cluster.layout import Place, engine_devices, is_possible, plan_resources, rank_environments
+from moe_replay.cluster.engines import EngineGroup, EnginePlacement
+from moe_replay.cluster.layout import RankPlacement, engine_devices, is_possible, plan_resources, rank_environments
+from moe_replay.cluster.state_actor import EngineList, EngineRequest, RunState
 from moe_replay.errors import LayoutError
 from moe_replay.train.config.train_config import TrainConfig
 
@@ -18,13 +18,13 @@ MEGATRON = {"kind": "megatron", "tensor_parallel": 2, "pipeline_parallel": 2, "e
 
 def config(backend: dict[str, Any] | None = None, **cluster: Any) -> TrainConfig:
     rollout = {"options": {"tensor_parallel_size": 4}}
-    tables = {"cluster": {"kind": "ray", **cluster}, "rollout": rollout, "backend": backend or {}}
+    tables = {"cluster": {"launcher": "ray", **cluster}, "rollout": rollout, "backend": backend or {}}
     return TrainConfig.model_validate(tables)
 
 
-def places(*devices: str) -> list[Place]:
-    """Ranks in pairs, each pair on a machine of its own."""
-    return [Place(f"node {n // 2}", f"10.0.0.{n // 2}", (one,), 5000 + n) for n, one in enumerate(devices)]
+def placements(*devices: str) -> list[RankPlacement]:
+    """Two ranks per node."""
+    return [RankPlacement(f"node {n // 2}", f"10.0.0.{n // 2}", (one,), 5000 + n) for n, one in enumerate(devices)]
 
 
 def test_separate_engines_have_resources_of_their_own() -> None:
@@ -71,7 +71,7 @@ def test_what_ranks_compute_on(device: str, resources: dict[str, float], found: 
 
 def test_ranks_get_the_environment_of_torchrun() -> None:
     layout = plan_resources(config(trainer_nodes=2, ranks_per_node=2), GPUS)
-    variables = rank_environments(places("3", "1", "0", "2"), layout, restarts=1)
+    variables = rank_environments(placements("3", "1", "0", "2"), layout, restarts=1)
     shown = [{name: one[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK")} for one in variables]
     assert shown == [
         {"RANK": str(2 * node + local), "LOCAL_RANK": str(local), "GROUP_RANK": str(node)}
@@ -87,7 +87,7 @@ def test_colocated_engines_see_the_devices_of_their_ranks() -> None:
     asked = config(trainer_nodes=2, ranks_per_node=2, engines=4, placement="colocated")
     asked = asked.model_copy(update={"rollout": asked.rollout.model_copy(update={"options": {}})})
     layout = plan_resources(asked, GPUS)
-    found = [engine_devices(asked, places("3", "1", "0", "2"), layout, number) for number in range(4)]
+    found = [engine_devices(asked, placements("3", "1", "0", "2"), layout, number) for number in range(4)]
     assert found == [{"CUDA_VISIBLE_DEVICES": one} for one in ("3", "1", "0", "2")]
 
 
@@ -97,56 +97,56 @@ def test_layouts_that_fewer_machines_can_hold() -> None:
     assert [is_possible(asked, nodes) for nodes in (1, 2, 3, 4)] == [False, True, False, True]
 
 
-def test_the_board_passes_on_what_each_has_to_know() -> None:
-    board = RunBoard(engines=2, token="secret")
-    assert board.view() == (None, 2, b"")
-    order = EngineOrder("vllm", {"model": "m"})
-    assert board.order(order) == "secret"
-    assert board.tell(b"step 1\n") == board.tell(b"step 2\n") == 0
-    assert board.scale(3) == 2
-    assert board.view() == (order, 3, b"step 1\nstep 2\n")
-    assert board.view().output == b""
-    board.interrupt()
-    assert board.tell(b"") == 1
-    board.set_engines(EngineList(("http://a",), 1))
-    assert board.engines().urls == ("http://a",)
+def test_driver_rank_0_and_commands_exchange_state_through_the_actor() -> None:
+    state = RunState(engines=2, token="secret")
+    assert state.view() == (None, 2, b"")
+    request = EngineRequest("vllm", {"model": "m"})
+    assert state.request_engines(request) == "secret"
+    assert state.push_output(b"step 1\n") == state.push_output(b"step 2\n") == 0
+    assert state.scale(3) == 2
+    assert state.view() == (request, 3, b"step 1\nstep 2\n")
+    assert state.view().output == b""
+    state.interrupt()
+    assert state.push_output(b"") == 1
+    state.set_engines(EngineList(("http://a",), 1))
+    assert state.engines().urls == ("http://a",)
 
 
 # ---- engines ---------------------------------------------------------------------------------------------------------
 
 
 def engine_group(**cluster: Any) -> tuple[EngineGroup, list[str]]:
-    """Engines that are ready, none of which is started; and what is said of them."""
-    layout, told = plan_resources(config(**cluster), GPUS), []
+    """A group whose engines count as ready, though none was started; and its log lines."""
+    layout, lines = plan_resources(config(**cluster), GPUS), []
     group = EngineGroup(
-        layout, 1, ("token", "folder", {}), "{}.log".format, lambda number: Spot(None, 0, {}), told.append
+        layout, 1, ("token", "folder", {}), "{}.log".format, lambda index: EnginePlacement(None, 0, {}), lines.append
     )
     group.reserve(layout.engines)
     for slot in group._slots:
-        slot.url = f"http://engine-{slot.number}"
+        slot.url = f"http://engine-{slot.index}"
     group._was_ready = True
-    return group, told
+    return group, lines
 
 
 def test_engines_are_started_again_until_they_are_given_up() -> None:
-    group, told = engine_group(engines=2)
+    group, lines = engine_group(engines=2)
     first, second = group._slots
     for slot in (first, second, first, second):
-        group._ended(slot, "ended with status -9")
-    assert told[:2] == [f"engine {n} ended with status -9: it is started again (1 of 1)" for n in (0, 1)]
-    assert told[2] == "engine 0 ended with status -9: it is given up after 1 restarts; log: 0.log"
-    assert group.error == "no engine is left; engine 1 ended with status -9; log: 1.log"
+        group._ended(slot, "exited with status -9")
+    assert lines[:2] == [f"engine {n} exited with status -9; restarting (1 of 1)" for n in (0, 1)]
+    assert lines[2] == "engine 0 exited with status -9; giving up after 1 restarts; log: 0.log"
+    assert group.error == "no engine left; engine 1 exited with status -9; log: 1.log"
     assert not group.lost
 
 
-def test_engines_on_the_trainers_devices_are_not_started_beside_it() -> None:
-    """What is left of the memory belongs to the trainer: all of it starts again."""
-    group, told = engine_group(trainer_nodes=2, ranks_per_node=4, engines=2, placement="colocated")
-    group._ended(group._slots[1], "ended with status -9")
-    assert group.lost == "engine 1 on the trainer's devices ended with status -9"
-    group.tend(EngineOrder("vllm", {}), 2)
+def test_colocated_engines_are_not_restarted_alone() -> None:
+    """The trainer now holds the devices' memory: ranks and engines all restart."""
+    group, lines = engine_group(trainer_nodes=2, ranks_per_node=4, engines=2, placement="colocated")
+    group._ended(group._slots[1], "exited with status -9")
+    assert group.lost == "colocated engine 1 exited with status -9"
+    group.reconcile(EngineRequest("vllm", {}), 2)
     assert [slot.actor for slot in group._slots] == [None, None]
-    assert not told
+    assert not lines
     assert not group.error
     group.reset()
     assert not group.lost

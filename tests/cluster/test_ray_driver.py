@@ -19,7 +19,7 @@ from tests.faults.test_signals import recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.engine]
 
-RAY = {"kind": "ray", "engines": 1, "placement": "colocated"}
+RAY = {"launcher": "ray", "engines": 1, "placement": "colocated"}
 ALONE = {"RAY_ADDRESS": ""}
 
 
@@ -27,10 +27,10 @@ ALONE = {"RAY_ADDRESS": ""}
 def test_a_killed_run_leaves_nothing_running_and_an_interrupted_one_is_saved(demo_files: Any, tmp_path: Path) -> None:
     """The engine is in the bundle of the rank, and sleeps while the rank learns."""
     turns = {"rollout": {"sleep": True}, "backend": {"device": "cpu", "offload": True}}
-    every = {"replay": {"compare_every": 0}, "checkpoint": {"every": 2}}
+    every = {"replay": {"score_native_every": 0}, "checkpoint": {"every": 2}}
     made = recipe(demo_files, tmp_path, steps=400, cluster=RAY, **turns, **every)
     with fork_command("train", made, environment=ALONE) as run:
-        wait_for_line(run.stdout, "ray: a new cluster of this machine")
+        wait_for_line(run.stdout, "ray: new local cluster")
         wait_for_line(run.stdout, "step 3/400")
         killed = descendants(run.pid)
         assert len(killed) > 4  # of Ray, the rank and the engine

@@ -12,17 +12,14 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from moe_replay.cluster.board import NAMESPACE
-from moe_replay.cluster.capacity import CapacityError, Demand, Resources, check_capacity
-from moe_replay.cluster.nodes import nodes_of
-from moe_replay.distributed.control import open_control_group
-from moe_replay.distributed.ranks import barrier, from_rank_0, rank
-from moe_replay.errors import EngineError
-from moe_replay.rollout.vllm.transfer_engines import RAY_NAMESPACE, require_ray_worker
-from moe_replay.train import step_rollout
+from moe_replay.cluster.capacity import CapacityError, Demand, Resources, check_capacity, nodes_of
+from moe_replay.distributed.collectives import broadcast_bytes, open_control_group
+from moe_replay.distributed.ranks import barrier, rank
 from moe_replay.train.config.file import load_config
+from moe_replay.train.rollout import step_rollout
 from moe_replay.train.trajectories.ray_store import OBJECT_BYTES, RayStore, ranks_share_ray
-from moe_replay.train.trajectories.store import BatchRef, StoreError
+from moe_replay.train.trajectories.store import StoreError
+from moe_replay.train.trajectories.wire import batch_from_bytes, batch_to_bytes
 from tests.distributed.shares import COUNT, HALVES, share_of, trajectories
 from tests.train.trajectories import LAYERS, random_trajectory
 
@@ -43,22 +40,23 @@ class Rank:
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
-    def open_and_get(self, numbers: Sequence[int]) -> str:
+    def open_and_get(self, numbers: Sequence[int]) -> bytes:
         """Keep a store, references of its batch, and one trajectory of it; return the reference of the batch."""
         with open_control_group():
             store = RayStore(LAYERS, LIMIT_S, object_bytes=1)
-            ref = BatchRef.from_json(from_rank_0(lambda: store.put(trajectories()).to_json(), "putting"))
-            parts = ray.get(store._keeper.take.remote(ref.number, 0, list(numbers)))
-            self.kept = store, parts, store.get(ref, [0], LAYERS)[0]
+            sent = broadcast_bytes(batch_to_bytes(store.put(trajectories())) if rank() == 0 else None)
+            batch = batch_from_bytes(sent)
+            parts = ray.get(store._keeper.take.remote(batch.number, 0, list(numbers)))
+            self.kept = store, parts, store.get(batch, [0], LAYERS)[0]
             barrier()
-        return ref.to_json()
+        return sent
 
-    def errors_of(self, ref: str) -> list[str]:
+    def errors_of(self, sent: bytes) -> list[str]:
         """What getting says once rank 0 is gone: by the reference of the batch, and by those of Ray."""
         store, parts, seen = self.kept
         assert seen.trace == trajectories()[0].trace  # what was returned stays usable
         said = []
-        for call in (lambda: store.get(BatchRef.from_json(ref), [1], LAYERS), lambda: store._read(parts, [2])):
+        for call in (lambda: store.get(batch_from_bytes(sent), [1], LAYERS), lambda: store._read(parts, [2])):
             try:
                 call()
                 said.append("")
@@ -153,33 +151,12 @@ def test_short_sequences_share_an_object(ranks: list[Any]) -> None:
 
 def test_the_nodes_of_the_cluster(ranks: list[Any]) -> None:
     ray.get([one.run.remote(os.getpid) for one in ranks], timeout=LIMIT_S)
-    nodes = nodes_of(load_config(None, ["--cluster.kind", "ray"]))
+    nodes = nodes_of(load_config(None, ["--cluster.launcher", "ray"]))
     assert [node.total.cpus for node in nodes] == [3, 3]
     assert [node.free.cpus for node in nodes] == [1, 1]  # two ranks on each
     assert check_capacity(nodes, Demand(2, Resources(1), 0, Resources(1))).endswith("on 2 nodes")
-    with pytest.raises(CapacityError, match="Wait for other jobs of the cluster"):
+    with pytest.raises(CapacityError, match="Wait for the other jobs that hold these resources"):
         check_capacity(nodes, Demand(2, Resources(2), 0, Resources(1)))
-
-
-# ---- weights by sharded_rdt ------------------------------------------------------------------------------------------
-
-
-class GpuRank:
-    """A rank on a GPU that Ray is told of, as the driver prepares it: it sees all GPUs of its machine."""
-
-    def own_gpu(self) -> list[int]:
-        os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
-        require_ray_worker()
-        return ray.get_gpu_ids()
-
-
-def test_ranks_with_a_gpu_are_what_sharded_rdt_needs(cluster: Any) -> None:
-    """vLLM pins its actor to the GPU that Ray has given to the rank."""
-    made = [ray.remote(GpuRank).options(num_gpus=1, num_cpus=0).remote() for _ in range(2)]
-    assert sorted(ray.get([one.own_gpu.remote() for one in made], timeout=LIMIT_S)) == [[0], [1]]
-    assert RAY_NAMESPACE == NAMESPACE
-    with pytest.raises(EngineError, match=r'found a Ray worker without a GPU\. Set cluster\.kind = "ray"'):
-        require_ray_worker()
 
 
 # ---- Ray's own -------------------------------------------------------------------------------------------------------
@@ -217,10 +194,10 @@ def put_large(batches: int, tokens: int) -> tuple[int, bool]:
         store = RayStore(LAYERS, LIMIT_S)
         for number in range(batches):
             made = [random_trajectory(number, prompt=3, completion=tokens)]
-            ref = BatchRef.from_json(from_rank_0(lambda made=made: store.put(made).to_json(), "putting"))
+            batch = batch_from_bytes(broadcast_bytes(batch_to_bytes(store.put(made)) if rank() == 0 else None))
             before = store.received_bytes
-            (found,) = store.get(ref, [0], LAYERS)
-            assert not found.trace.experts.flags.owndata
+            (found,) = store.get(batch, [0], LAYERS)
+            assert not found.trace.routed_experts.flags.owndata
             assert not found.logprobs.flags.writeable
             size = store.received_bytes - before
             del found

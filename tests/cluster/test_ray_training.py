@@ -16,13 +16,13 @@ pytest.importorskip("ray")
 from moe_replay.cli.main import main
 from moe_replay.cluster.capacity import CapacityError
 from moe_replay.cluster.control import NoRunError, RunControl
-from moe_replay.rollout.server.client import VllmServer
+from moe_replay.engines.server.client import RolloutClient
 from moe_replay.train.config.file import to_toml
 from tests.cluster.local_cluster import Events, Gates, kill, node_of, ray_cluster, train_on
 from tests.distributed import harness
+from tests.engines.test_pool import TOKEN, server_process, wait_until_healthy
 from tests.faults.forked import fork_python
 from tests.faults.processes import LIMIT_S
-from tests.rollout.test_pool import TOKEN, server_process, wait_until_healthy
 from tests.train.runs import tiny_config, train_on_rank
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.engine]
@@ -33,7 +33,7 @@ RUN: dict[str, Any] = {
     "backend": {"device": "cpu"},
     "reward": {"functions": ["tests.cluster.local_cluster:gated"], "timeout_s": LIMIT_S},
     "checkpoint": {"every": 1, "keep": 2, "export": False},
-    "replay": {"compare_every": 0},
+    "replay": {"score_native_every": 0},
 }
 TORCHRUN = """
 import os, sys
@@ -53,7 +53,9 @@ elastic_launch(LaunchConfig(**ranks, **place, max_restarts=0, monitor_interval=0
 def numbers(run: Path) -> list[dict[str, Any]]:
     """The metrics of a run without what its clock says."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.startswith("time")} for line in lines]
+    return [
+        {name: value for name, value in line.items() if not name.startswith(("time", "servers/"))} for line in lines
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +65,8 @@ def by_torchrun(demo_files: Any, tmp_path_factory: pytest.TempPathFactory) -> li
     with ExitStack() as stack:
         servers = [stack.enter_context(server_process(demo_files.model)) for _ in range(2)]
         for process, url in servers:
-            wait_until_healthy(process, stack.enter_context(VllmServer(url, token=TOKEN)))
-        rollout = {"engine": "vllm_server", "urls": [url for _, url in servers]}
+            wait_until_healthy(process, stack.enter_context(RolloutClient(url, token=TOKEN)))
+        rollout = {"engine": "rollout_server", "urls": [url for _, url in servers]}
         config = tiny_config(demo_files.model, demo_files.train, folder / "run", **RUN, rollout=rollout)
         (folder / "recipe.toml").write_text(to_toml(config))
         variables = {"GLOO_SOCKET_IFNAME": "lo", "MOE_REPLAY_TOKEN": TOKEN}
@@ -98,7 +100,7 @@ def test_engines_that_are_lost_change_no_number(
     assert numbers(tmp_path / "run") == by_torchrun
     told = (tmp_path / "run/logs/cluster.log").read_text()
     for number in (0, 1):
-        assert f"engine {number} ended with status -9: it is started again (1 of 3)" in told
+        assert f"engine {number} exited with status -9; restarting (1 of 3)" in told
 
 
 @pytest.mark.whole_runs
@@ -120,18 +122,18 @@ def test_engines_on_the_trainers_machines_have_the_numbers_of_torchrun(
         )
         assert ranks[0] is not ranks[1]
         assert engines == ranks
-        with pytest.raises(NoRunError, match="the number of engines of run cannot change"):
+        with pytest.raises(NoRunError, match="run run cannot be scaled"):
             RunControl().scale(3)
         gates.open("0-1")
 
-    cluster = {"kind": "ray", "trainer_nodes": 2, "engines": 2, "placement": "colocated"}
-    turns = {"rollout": {"sleep": True, "drivers": 2}, "backend": {"device": "cpu", "offload": True}}
+    cluster = {"launcher": "ray", "trainer_nodes": 2, "engines": 2, "placement": "colocated"}
+    turns = {"rollout": {"sleep": True, "workers": 2}, "backend": {"device": "cpu", "offload": True}}
     config = tiny_config(demo_files.model, demo_files.train, tmp_path / "run", **RUN | turns, cluster=cluster)
     assert train_on(nodes, config, look) == 0
     assert numbers(tmp_path / "run") == by_torchrun
     shown = capsys.readouterr().out
-    assert "2 rollout drivers: processes" in shown
-    assert "ray: placing 2 ranks on 2 machines, each with 2 CPU; 2 engines on the same machines" in shown
+    assert "2 rollout workers: processes" in shown
+    assert "ray: placing 2 ranks on 2 nodes with 2 CPU each; 2 engines on the same nodes" in shown
     assert shown.count(f"step {STEPS}/{STEPS}") == 1
     logs = {path.name for path in (tmp_path / "run/logs").iterdir()}
     assert logs == {"cluster.log", "rank-0.log", "rank-1.log", "engine-0.log", "engine-1.log"}
@@ -155,7 +157,7 @@ def test_what_is_lost_and_what_joins_or_leaves_changes_no_number(
         lose_all_engines(events)
         refuse_other_numbers_of_engines()
         scale(3)
-        events.wait_for("a rollout server has joined", count=3, log="../log.txt")
+        events.wait_for("rollout server joined", count=3, log="../log.txt")
         main(["cluster", "status"])
         gates.open("0-2")
         events.wait_for_checkpoint(2)
@@ -177,11 +179,11 @@ def test_what_is_lost_and_what_joins_or_leaves_changes_no_number(
     assert numbers(tmp_path / "run") == by_torchrun
     told = (tmp_path / "run/logs/cluster.log").read_text()
     for number in (0, 1):
-        assert f"engine {number} ended with status -9: it is started again (1 of 3)" in told
+        assert f"engine {number} exited with status -9; restarting (1 of 3)" in told
     assert "engine 2 joins: 3 of 3 engines" in told
     assert "engine 2 leaves" in told
-    assert re.search(r"rank 1 was lost .*: all ranks start again from the newest checkpoint \(1 of 3\)", told)
-    assert re.search(r"lost .*: all ranks start again from the newest checkpoint \(2 of 3\)", told)
+    assert re.search(r"rank 1 was lost .*; restarting all ranks from the newest checkpoint \(1 of 3\)", told)
+    assert re.search(r"lost .*; restarting all ranks from the newest checkpoint \(2 of 3\)", told)
     shown = capsys.readouterr().out
     assert "run: 2 -> 3 engines, between steps" in shown
     assert shown.count("run: 3 of 3 engines ready, 0 starting\n  http://") == 2
@@ -195,7 +197,7 @@ def lose_all_engines(events: Events) -> None:
         kill(pid)
     for number in (0, 1):
         events.engine(number, count=2)
-    events.wait_for("a rollout server has restarted: it is sent the weights again", log="rank-0.log")
+    events.wait_for("rollout server restarted, resending weights", log="rank-0.log")
 
 
 def scale(engines: int) -> None:
@@ -203,7 +205,7 @@ def scale(engines: int) -> None:
 
 
 def refuse_other_numbers_of_engines() -> None:
-    with pytest.raises(CapacityError, match="cannot hold 7 more engines"):
+    with pytest.raises(CapacityError, match="too small for 7 more engines"):
         RunControl().scale(9)
     with pytest.raises(NoRunError, match="at least one engine"):
         RunControl().scale(0)
@@ -226,7 +228,7 @@ def test_engines_run_ahead_of_training_with_the_numbers_of_ranks_without_ray(
     def disturb(events: Events) -> None:
         gates.wait_until_reached("0-2")  # sampled while the trainer has the first step
         kill(events.engine(0))
-        events.wait_for("engine 0 ended with status -9: it is started again")
+        events.wait_for("engine 0 exited with status -9; restarting")
         gates.open("0-2")
 
     cluster = {"trainer_nodes": 2, "engines": 2}
@@ -257,8 +259,8 @@ def test_a_lost_engine_on_the_trainers_machines_changes_no_number(
     assert train_on(nodes, config, disturb) == 0
     assert numbers(tmp_path / "run") == by_torchrun
     told = (tmp_path / "run/logs/cluster.log").read_text()
-    why = "engine 1 on the trainer's devices ended with status -9"
-    assert f"{why}: all ranks start again from the newest checkpoint (1 of 3)" in told
+    why = "colocated engine 1 exited with status -9"
+    assert f"{why}; restarting all ranks from the newest checkpoint (1 of 3)" in told
 
 
 @pytest.mark.thorough
@@ -283,4 +285,4 @@ def test_a_run_goes_on_with_the_machines_that_are_left(
     for name in ("reward/mean", "completion/length_mean", "loss/entropy"):
         assert found[1][name] == pytest.approx(by_torchrun[1][name], rel=1e-4)
     told = (tmp_path / "run/logs/cluster.log").read_text()
-    assert "1 of 2 machines of the trainer are left: 1 rank" in told
+    assert "1 of 2 trainer nodes left; continuing with 1 rank" in told

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_replay.demo.arithmetic import CHARACTERS, Problem, problems, rows
-from moe_replay.demo.rewards import exact
-from moe_replay.train.rewards import load_reward
+from moe_replay.demo.task import CHARACTERS, Problem, exact, problems, rows
+from moe_replay.train.rollout.rewards import load_reward
 
 DIGITS = st.lists(st.integers(1, 9), min_size=2, max_size=8).map(tuple)
 
@@ -67,7 +66,7 @@ def test_the_reward_looks_at_the_last_number(completion, reward):
 
 
 def test_the_reward_is_found_by_name_and_reads_messages():
-    reward = load_reward("moe_replay.demo.rewards:exact").function
+    reward = load_reward("moe_replay.demo.task:exact").function
     messages = [{"role": "assistant", "content": "(4+7=11)11"}]
     assert reward(prompts=["4+7="], completions=[messages], solution=["11"]) == [1]
 

@@ -12,12 +12,10 @@ import torch
 import moe_replay as mr
 from moe_replay import demo
 from moe_replay.demo import files as files_module
-from moe_replay.demo.arithmetic import CHARACTERS, Problem
-from moe_replay.demo.model import build_model
-from moe_replay.demo.settings import FULL, QUICK
-from moe_replay.demo.tokenizer import VOCABULARY
-from moe_replay.demo.warm_start import chance_of_right_answer, warm_start
-from moe_replay.train.data import load_prompts, read_rows
+from moe_replay.demo.model import FULL, QUICK, VOCABULARY, build_model
+from moe_replay.demo.task import CHARACTERS, Problem
+from moe_replay.demo.warm_start import expected_accuracy, warm_start
+from moe_replay.train.rollout.prompts import Chat, load_prompts, read_rows
 
 pytest.importorskip("transformers", reason="needs Transformers")
 pytestmark = pytest.mark.slow
@@ -101,7 +99,7 @@ def test_the_cache_is_in_the_users_cache_folder(monkeypatch, tmp_path):
 def test_the_data_can_be_trained_on(made):
     _, tokenizer = load(made)
     for file, count in ((made.train, QUICK.train_rows), (made.eval, QUICK.eval_rows)):
-        prompts = load_prompts(read_rows(file), tokenizer, max_prompt_tokens=16)
+        prompts = load_prompts(read_rows(file), tokenizer, max_prompt_length=16, chat=Chat("none"))
         assert len(prompts) == count
         for prompt in prompts:
             assert tokenizer.decode(prompt.token_ids) == prompt.content
@@ -142,7 +140,7 @@ def test_the_model_is_the_one_that_was_asked_for(made):
 def test_the_warm_start_teaches(made):
     model, tokenizer = load(made)
     asked = [Problem((a, b)) for a in range(1, 10) for b in range(1, 10)]
-    before, after = (chance_of_right_answer(one, tokenizer, asked) for one in (build_model(QUICK), model))
+    before, after = (expected_accuracy(one, tokenizer, asked) for one in (build_model(QUICK), model))
     assert after > 10 * before
 
 
@@ -155,7 +153,7 @@ def test_the_chance_of_a_right_answer_is_that_of_sampling(made):
         with torch.no_grad():
             logprobs = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])
         chance += float(logprobs[len(problem.prompt) - 1 :].sum().exp())
-    assert chance_of_right_answer(model, tokenizer, [problem]) == pytest.approx(chance, rel=1e-4)
+    assert expected_accuracy(model, tokenizer, [problem]) == pytest.approx(chance, rel=1e-4)
 
 
 def test_the_warm_start_is_that_of_its_seed(made):
@@ -190,7 +188,7 @@ def heaviest_loads(model, tokenizer) -> np.ndarray:
     with torch.no_grad(), replay.record() as recording:
         model(input_ids=fed, use_cache=False)
     replay.detach()
-    chosen = np.concatenate([trace.experts for trace in recording.traces(layout, ids)])
+    chosen = np.concatenate([trace.routed_experts for trace in recording.traces(layout, ids)])
     return np.array([np.bincount(layer.ravel()).max() / layer.size for layer in chosen.swapaxes(0, 1)])
 
 

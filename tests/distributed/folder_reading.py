@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_replay.megatron.weights.checkpoint import Checkpoint
-from moe_replay.train.backends import sharded_model
+from moe_replay.train.backends import fsdp_loading as sharded_model
 from tests.distributed.megatron_training import make_config, open_backend
 from tests.distributed.weight_sources import LiveMemory
 

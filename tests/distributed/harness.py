@@ -39,15 +39,15 @@ PRELOADED = [
     "moe_replay.cli.main",
     "moe_replay.demo",
     "moe_replay.replay.adapters.transformers",
-    "moe_replay.rollout.server.serve",
-    "moe_replay.rollout.server.app",
-    "moe_replay.rollout.transformers",
+    "moe_replay.engines.server.serve",
+    "moe_replay.engines.server.app",
+    "moe_replay.engines.transformers",
     "moe_replay.train.backends.fsdp",
     "moe_replay.train.config.command_line",
-    "moe_replay.train.config.tiny",
+    "moe_replay.train.config.file",
     "moe_replay.train.loop",
-    "moe_replay.train.losses.clipped",
-    "moe_replay.train.sinks.jsonl",
+    "moe_replay.train.learn.losses",
+    "moe_replay.train.output.sinks",
 ]
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_replay.rollout.adapter import module_names
 from moe_replay.train.backends.base import Backend, Routing
 from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.weights.lora_adapter import module_names
 from tests.distributed.megatron_training import REPLAY, _counted_update, batches_of, by_row, make_config, open_backend
 
 RANK, ALPHA = 4, 6.0
@@ -20,7 +20,7 @@ RANK, ALPHA = 4, 6.0
 
 def lora_config(folder: str, kind: str, targets: list[str], **settings: Any) -> TrainConfig:
     made = make_config(folder, kind, **settings).model_dump()
-    made["model"] |= {"lora_rank": RANK, "lora_alpha": ALPHA, "lora_targets": targets}
+    made["model"] |= {"lora_rank": RANK, "lora_alpha": ALPHA, "lora_target_modules": targets}
     made["algorithm"] |= {"beta": 0.1}
     return TrainConfig.model_validate(made)
 
@@ -56,7 +56,7 @@ def give(backend: Any, adapter: dict[str, Tensor]) -> None:
 
 
 def _give_to_fsdp(backend: Any, adapter: dict[str, Tensor]) -> None:
-    from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
+    from moe_replay.weights.checkpoint import checkpoint_tensors
 
     parameters = dict(backend.model.named_parameters())
     for one in backend._adapted:

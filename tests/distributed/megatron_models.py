@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import moe_replay as mr
 from moe_replay.megatron import cpu as megatron_cpu
-from moe_replay.replay.adapters.megatron_layout import layout_for
+from moe_replay.replay.adapters.megatron_settings import layout_for
 
 PRELOADED = [
     "megatron.core.models.gpt.gpt_layer_specs",
@@ -28,7 +28,7 @@ PRELOADED = [
     "megatron.core.pipeline_parallel",
     "torch._dynamo",
     "moe_replay.megatron.cpu",
-    "moe_replay.replay.adapters.megatron_layout",
+    "moe_replay.replay.adapters.megatron_settings",
     "moe_replay.train.backends.megatron",
 ]
 
@@ -377,7 +377,7 @@ def reference_batches(
 
 def differing(native: mr.RouteBatch, batch: mr.RouteBatch) -> Tensor:
     """Of the rows that have a route: whether the router would have taken other experts."""
-    differs = (native.experts.sort(-1).values != batch.experts.sort(-1).values).any(-1)
+    differs = (native.routed_experts.sort(-1).values != batch.routed_experts.sort(-1).values).any(-1)
     return differs[batch.valid]
 
 

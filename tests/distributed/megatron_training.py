@@ -14,19 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_replay as mr
-from moe_replay.rollout.types import FinishReason
-from moe_replay.train.backends.base import Backend, Routing, Scores, UpdateResult
-from moe_replay.train.batches import mini_batches
+from moe_replay.records import FinishReason, MicroBatch, Trajectory
+from moe_replay.train.backends.base import Backend, Routing, Scores, UpdateResult, keep_rollout_routes
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.losses.clipped import clipped_surrogate
-from moe_replay.train.losses.types import LossInputs, LossSettings
-from moe_replay.train.micro_batch import MicroBatch
-from moe_replay.train.trajectories.shared_batch import SharedBatch
+from moe_replay.train.learn.batches import mini_batches
+from moe_replay.train.learn.losses import LossInputs, LossSettings, clipped_surrogate
 from moe_replay.train.trajectories.wire import trajectories_from_bytes, trajectories_to_bytes
-from moe_replay.train.types import Trajectory
 from tests.megatron.weights.models import VOCABULARY, save_checkpoint, tiny
 from tests.models import perturb_routers
-from tests.train.trajectories import random_mask
+from tests.train.trajectories import random_mask, stored
 
 LENGTHS = (9, 14, 5, 11, 7, 12, 6, 10)
 PROMPT = 3
@@ -86,7 +82,7 @@ def make_config(folder: str, kind: str = "megatron", **settings: Any) -> TrainCo
     dtype, packed, beta = settings.pop("dtype", "float32"), settings.pop("packed", False), settings.pop("beta", 0.0)
     return TrainConfig.model_validate(
         {
-            "model": {"path": folder, "dtype": dtype, "attention": "eager"},
+            "model": {"path": folder, "dtype": dtype, "attn_implementation": "eager"},
             "data": {"path": "prompts.jsonl"},
             "rollout": {"temperature": 1.3},
             "backend": {"kind": kind, "device": "cpu", **settings},
@@ -110,16 +106,16 @@ def open_backend(config: TrainConfig) -> Backend:
 def batches_of(backend: Backend, data: bytes, packed: bool) -> list[list[MicroBatch]]:
     """The micro-batches of this rank for each update."""
     made = mini_batches(
-        SharedBatch.of(trajectories_from_bytes(data)),
+        *stored(trajectories_from_bytes(data)),
         backend,
         updates=UPDATES,
-        aggregation="grpo",
+        aggregation="seq_mean_token_mean",
         max_tokens=16,
         budget=BUDGET,
         packed=packed,
     )
     for batch in (batch for mini in made for batch in mini):
-        batch.add_rollout_routes(backend.chunk_layers)
+        keep_rollout_routes(batch, backend.chunk_layers)
     return made
 
 
@@ -134,9 +130,11 @@ def loss_sum(total: list[float]) -> Callable[[MicroBatch, Tensor], Tensor]:
             advantages=batch.advantages,
             weights=batch.loss_weights,
             sequence=batch.sequence,
-            num_sequences=batch.num_sequences,
+            num_sequences=len(batch.trajectories),
         )
-        found = clipped_surrogate(inputs, LossSettings(level="sequence", clip_low=1.0, clip_high=100.0)).loss
+        found = clipped_surrogate(
+            inputs, LossSettings(importance_sampling_level="sequence", clip_low=1.0, clip_high=100.0)
+        ).loss
         total[-1] += found.item()
         return found
 

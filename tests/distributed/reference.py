@@ -115,7 +115,7 @@ def recorded_traces(family: str, seed: int) -> list[mr.RouteTrace]:
         with torch.no_grad(), replay.record() as recording:
             model(**forward_arguments(alone, [ids]))
         traces.extend(recording.traces(alone, [ids]))
-        assert np.array_equal(traces[-1].experts, handed.experts())
+        assert np.array_equal(traces[-1].routed_experts, handed.experts())
     return traces
 
 
@@ -154,9 +154,9 @@ def one_process(family: str, seed: int, traces: Traces = rollout_traces, dtype: 
             share = loss_of(model(**forward_arguments(alone, ids)).logits, alone, ids)
         share.backward()
         loss += share.item()
-        native = replaying.native().experts.numpy().swapaxes(0, 1)
-        assert np.array_equal(handed.experts(), np.where(trace.valid[..., None], trace.experts, native))
-        other = (np.sort(native) != np.sort(trace.experts)).any(-1)
+        native = replaying.native().routed_experts.numpy().swapaxes(0, 1)
+        assert np.array_equal(handed.experts(), np.where(trace.valid[..., None], trace.routed_experts, native))
+        other = (np.sort(native) != np.sort(trace.routed_experts)).any(-1)
         moved, replayed = moved + int(other[trace.valid].sum()), replayed + int(trace.valid.sum())
     assert moved > replayed / 2, f"{family}: the routers moved so little that {replayed - moved} routes are native"
     return Outcome([loss], full_gradients(model))

@@ -8,12 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from moe_replay.distributed.collectives import broadcast_bytes
-from moe_replay.distributed.control import open_control_group
+from moe_replay.distributed.collectives import broadcast_bytes, open_control_group
 from moe_replay.distributed.ranks import barrier, rank
-from moe_replay.train.trajectories.shared_batch import SharedBatch
-from moe_replay.train.trajectories.wire import trajectories_to_bytes
-from moe_replay.train.types import RolloutBatch, Trajectory
+from moe_replay.records import Trajectory
+from moe_replay.train.trajectories.wire import batch_from_bytes, batch_to_bytes, trajectories_to_bytes
 from tests.train.trajectories import LAYERS, random_mask, random_trajectory
 
 HALVES = (LAYERS[:1], LAYERS[1:])
@@ -32,16 +30,16 @@ def share_of(open_store: Callable[[int], Any], data_ranks: Sequence[int], layers
         store = open_store(own)
         for step in range(2):
             whole = trajectories()[step:]
-            made = SharedBatch.put(RolloutBatch(whole, {}), store) if own == 0 else None
-            batch = SharedBatch.from_bytes(broadcast_bytes(None if made is None else made.to_bytes()), store)
-            assert len(made.to_bytes() if made else b"") < 100 * len(whole) + 1000
+            sent = broadcast_bytes(batch_to_bytes(store.put(whole)) if own == 0 else None)
+            batch = batch_from_bytes(sent)
+            assert len(sent) < 100 * len(whole) + 1000
             numbers = list(range(data_ranks[own], len(whole), 3))[::-1]
             before = store.received_bytes
-            for number, found in zip(numbers, batch.get(numbers, layers[own]), strict=True):
+            for number, found in zip(numbers, store.get(batch, numbers, layers[own]), strict=True):
                 _check(found, whole[number], tuple(layers[own]) or LAYERS[:1])
             received = store.received_bytes - before
             if own == 0:
-                for found, wanted in zip(batch.whole(range(3)), whole, strict=False):
+                for found, wanted in zip(store.whole(batch, range(3)), whole, strict=False):
                     _check(found, wanted, LAYERS)
                     assert found.trace.to_bytes() == wanted.trace.to_bytes()
             barrier()  # as the rollout of the next step is

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import select
 import socket
+import struct
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_replay.distributed.failures import Failure, FailureChannel
-from moe_replay.distributed.rank_server import TOKEN_BYTES, RankServer
+from moe_replay.distributed import network
+from moe_replay.distributed.network import TOKEN_BYTES, RankServer
+from moe_replay.distributed.rank_watch import Failure, FailureChannel
 from moe_replay.distributed.ranks import all_gather_text, any_rank, from_rank_0, raise_on_all_ranks, rank
-from moe_replay.train import launch
+from moe_replay.train.setup import launch
 from tests.distributed.harness import run_ranks
 from tests.faults.forked import fork_python
 from tests.faults.processes import LIMIT_S
@@ -35,8 +39,8 @@ def _set_timeout_of_tensors(seconds: float) -> None:
 
 def sample_slowly(folder: str, prompts: str, output: str) -> int:
     """Tokens of a rollout that takes longer than a collective of the tensors' backend may."""
-    from moe_replay.rollout.transformers import TransformersEngine
-    from moe_replay.train.job import Job
+    from moe_replay.engines.transformers import TransformersEngine
+    from moe_replay.train.run import Job
 
     class SlowEngine(TransformersEngine):
         slow = False
@@ -93,7 +97,7 @@ import sys, threading
 import torch, torch.distributed as dist
 from moe_replay.distributed import ranks
 from moe_replay.distributed.ranks import OtherRankError, raise_on_all_ranks, rank
-from moe_replay.train import launch
+from moe_replay.train.setup import launch
 
 ranks.FAILED_PATIENCE = ranks.timedelta(seconds=1)
 try:
@@ -133,7 +137,7 @@ from moe_replay.train.loop import train
 from tests.train.runs import tiny_config
 
 model, prompts, output = map(Path, sys.argv[1:])
-loss = {"policy_loss": "tests.distributed.test_control:failing_loss"}
+loss = {"loss": "tests.distributed.test_control:failing_loss"}
 try:
     train(tiny_config(model, prompts, output, algorithm=loss, steps=1))
 except (MoeReplayError, ZeroDivisionError) as error:
@@ -143,7 +147,7 @@ except (MoeReplayError, ZeroDivisionError) as error:
 
 def failing_loss(inputs: Any, settings: Any) -> Any:
     """A loss that fails on rank 1, in the first update."""
-    from moe_replay.train.losses.clipped import clipped_surrogate
+    from moe_replay.train.learn.losses import clipped_surrogate
 
     if rank() == 1 and len(inputs.logprobs) > 8:  # fewer when its metrics are asked for
         raise ZeroDivisionError("no tokens")
@@ -190,6 +194,44 @@ def _channels(count: int, silence_s: float = 600.0) -> list[FailureChannel]:
     assert stranger.recv(1) == b""  # without the token nobody gets in
     stranger.close()
     return channels
+
+
+def _reset(server: RankServer) -> None:
+    """Connect as a port scanner does."""
+    with socket.create_connection((server.host, server.port)) as scanner:
+        scanner.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def test_strangers_do_not_keep_ranks_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scans, connections that say nothing, that say too little, and more of them than are kept open."""
+    monkeypatch.setattr(network, "HANDSHAKE_S", LIMIT_S)
+    channels, server = [FailureChannel(number, 600.0) for number in range(2)], _server()
+    with ThreadPoolExecutor(1) as thread, ExitStack() as strangers:
+        opening = thread.submit(channels[0].open, server, 2)
+        for number in range(network.MAX_STRANGERS + 10):
+            silent = strangers.enter_context(socket.create_connection((server.host, server.port)))
+            silent.sendall(server.token[: number % 2])
+            _reset(server)
+        channels[1].open(server._replace(listener=None), 2)
+        opening.result(LIMIT_S)
+        channels[1].publish("late")
+        assert _known(channels[0]) == Failure(1, "late")
+    for channel in channels:
+        channel.close()
+
+
+def test_a_connection_without_the_token_is_closed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "HANDSHAKE_S", 0.1)
+    server = _server()
+    assert server.listener is not None
+    accepting = threading.Thread(target=lambda: list(network.admitted(server.listener, server.token)))
+    accepting.start()
+    with socket.create_connection((server.host, server.port), timeout=LIMIT_S) as silent:
+        assert silent.recv(1) == b""
+    server.listener.shutdown(socket.SHUT_RDWR)
+    server.listener.close()
+    accepting.join(LIMIT_S)
+    assert not accepting.is_alive()
 
 
 def _known(channel: FailureChannel) -> Failure | None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moe_replay.train.backends.lora_targets import LoraError
+from moe_replay.train.backends.lora import LoraError
 from tests.combinations import with_thorough, with_whole_runs
 from tests.distributed import harness, megatron_lora, megatron_training
 from tests.distributed.megatron_models import PRELOADED
@@ -126,8 +126,8 @@ def test_adapters_start_alike_in_every_layout() -> None:
 def test_training_with_r3_and_gspo_exports_what_peft_loads(demo_files: Any, tmp_path: Path) -> None:
     overrides = {
         "backend": {"kind": "megatron", **TP},
-        "model": {"lora_rank": 4, "lora_targets": ALL},
-        "algorithm": {"level": "sequence", "updates_per_rollout": 1, "beta": 0.1},
+        "model": {"lora_rank": 4, "lora_target_modules": ALL},
+        "algorithm": {"importance_sampling_level": "sequence", "updates_per_rollout": 1, "beta": 0.1},
         "checkpoint": {"export": True},
         "steps": 2,
     }

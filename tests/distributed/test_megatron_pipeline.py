@@ -136,7 +136,7 @@ def stage_without_routers(case: Case, path: str) -> list[int]:
     if replay.layers:
         return list(replay.layers)
     batch = mr.RouteBatch.from_traces(partition.traces(0), layout, replay.layers)
-    assert batch.experts.shape == (0, layout.num_rows, 2)
+    assert batch.routed_experts.shape == (0, layout.num_rows, 2)
     with replay.replay(batch):
         model(**inputs)
     with pytest.raises(mr.errors.ReplayStateError, match="no model ran inside this replay"), replay.replay(batch):
@@ -249,7 +249,7 @@ class ForwardOnly(Partition):
 
     def run(self, forward_only: bool = False) -> list[float]:
         active = self.replay._active
-        active.enter_backward = lambda forward_pass: type(active).enter_backward(active, None)
+        active.enter_backward = lambda forward_pass, **_: type(active).enter_backward(active, None)
         return super().run(forward_only)
 
 

@@ -97,7 +97,9 @@ def record_and_replay(case: Case, path: str) -> dict[str, Any]:
             batch = mr.RouteBatch.from_traces(traces[number % case.micro_batches], layout, layers)
             if not layers:
                 continue
-            same_rows.append(torch.equal(batch.experts[batch.valid], kept.batches[number, layers].experts[batch.valid]))
+            same_rows.append(
+                torch.equal(batch.routed_experts[batch.valid], kept.batches[number, layers].routed_experts[batch.valid])
+            )
             assert batch.valid.sum() == len(layers) * (layout.num_rows - layout.num_padding)
     losses_gathered, gradients_gathered = gathered.run(), gradients_of(gathered)
     apart = [(gradients[name] - gradients_gathered[name]).norm() / gradients[name].norm() for name in gradients]

@@ -97,7 +97,7 @@ def test_the_same_model_and_the_same_routes(variant: str) -> None:
 
 def test_the_family_of_the_documentation() -> None:
     folder = reference("dots1")
-    page = Path(__file__).parents[2].joinpath("docs/megatron-weights.md").read_text()
+    page = Path(__file__).parents[2].joinpath("docs/megatron.md").read_text()
     code = re.search(r"<!-- dots1_weights.py -->\n```python\n(.*?)```", page, re.DOTALL)
     assert code is not None
     assert len(code[1].splitlines()) < 40
@@ -159,11 +159,12 @@ def test_what_does_not_fit_is_refused_before_a_weight_is_written(tmp_path: Path)
     save_checkpoint(tiny("deepseek_v3"), tmp_path)
     whole = saved_tensors(tmp_path)
     gate, bias = "model.layers.2.mlp.experts.5.gate_proj.weight", "model.layers.3.mlp.gate.e_score_correction_bias"
-    predicted = {"model.layers.4.eh_proj.weight": torch.ones(2)}
+    router, predicted = "model.layers.2.mlp.gate.weight", {"model.layers.4.eh_proj.weight": torch.ones(2)}
     changes = {
         "missing": ({name: tensor for name, tensor in whole.items() if name != gate}, {}),
         "unexpected": (whole | {"model.layers.2.mlp.gate.bias": torch.ones(8)}, {}),
         "shape": (whole | {bias: torch.ones(9)}, {}),
+        "type": (whole | {router: whole[router].to(torch.int8)}, {}),
         "family": (whole, {"model_type": "qwen9_moe"}),
         "predicted": (whole | predicted, {}),
         "predicted and said so": (whole | predicted, {"num_nextn_predict_layers": 1}),
@@ -181,6 +182,7 @@ def test_what_does_not_fit_is_refused_before_a_weight_is_written(tmp_path: Path)
         r"expected shape \(16, 32\) for decoder\.layers\.\{layer\}\.mlp\.experts",
         "unexpected": r"are not in the model, the first is model\.layers\.2\.mlp\.gate\.bias.*of shape \(8,\)",
         "shape": rf"{bias} \(deepseek_v3\) .*router\.expert_bias.*expected shape \(8,\), found shape \(9,\)",
+        "type": rf"{router} in .*type that the model cannot have: expected BF16, F16, F32, F64, found I8",
         "family": r"expected one of deepseek_v3, .*found 'qwen9_moe'.*how to add a family",
         "predicted": r"the first is model\.layers\.4\.eh_proj\.weight",
         "predicted and said so": "nothing",

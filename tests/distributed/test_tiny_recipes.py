@@ -24,7 +24,7 @@ def one_step(recipe: str, overrides: list[str]) -> list[dict[str, Any]]:
     from moe_replay.train.config.file import load_config
     from moe_replay.train.loop import train
 
-    with mock.patch("moe_replay.train.config.tiny.find_spec", return_value=None):
+    with mock.patch("moe_replay.train.config.file.find_spec", return_value=None):
         config = load_config(Path(recipe), overrides, tiny=True)
     return [json.loads(line) for line in (train(config) / "metrics.jsonl").read_text().splitlines()]
 

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from moe_replay.distributed.collectives import broadcast_bytes
-from moe_replay.distributed.control import open_control_group
-from moe_replay.distributed.ranks import barrier, from_rank_0, rank
-from moe_replay.train.trajectories.header import HEADER_BYTES
-from moe_replay.train.trajectories.store import BatchRef, RankStore, StoreError
-from moe_replay.train.trajectories.wire import trajectories_from_bytes, trajectories_to_bytes
-from moe_replay.train.types import Trajectory
+from moe_replay.distributed.collectives import broadcast_bytes, open_control_group
+from moe_replay.distributed.ranks import barrier, rank
+from moe_replay.records import RolloutBatch, Trajectory
+from moe_replay.train.trajectories.store import THREADS, RankStore, StoreError
+from moe_replay.train.trajectories.wire import (
+    HEADER_BYTES,
+    batch_from_bytes,
+    batch_to_bytes,
+    header_of,
+    trajectories_from_bytes,
+    trajectories_to_bytes,
+)
 from tests.distributed import harness, megatron_models
 from tests.distributed.shares import HALVES, share_of, trajectories
 from tests.distributed.test_training import save_model
+from tests.faults.processes import LIMIT_S
 from tests.train.runs import train_on_rank
 from tests.train.trajectories import LAYERS
 
@@ -63,16 +72,16 @@ def test_a_rank_receives_its_own_share(
 def ask_for_what_is_gone() -> str:
     with open_control_group():
         store = RankStore(rank(), LAYERS, 60.0, machine="ab"[rank()])
-        ref = BatchRef.from_json(from_rank_0(lambda: store.put(trajectories()).to_json(), "putting"))
+        batch = batch_from_bytes(broadcast_bytes(batch_to_bytes(store.put(trajectories())) if rank() == 0 else None))
         said = ""
         if rank() == 1:
             try:
-                store.get(ref._replace(number=7), [0], LAYERS)
+                store.get(replace(batch, number=7), [0], LAYERS)
             except StoreError as error:
                 said = str(error)
             store._token = bytes(len(store._token))
             with pytest.raises(StoreError, match=r"rank 1 could not fetch its trajectories"):
-                store.get(ref, [0], LAYERS)
+                store.get(batch, [0], LAYERS)
         barrier()
         store.close()
     return said
@@ -81,7 +90,25 @@ def ask_for_what_is_gone() -> str:
 def test_what_rank_0_does_not_have_is_an_error_with_its_address() -> None:
     said = harness.run_ranks(2, ask_for_what_is_gone)[1]
     assert "rank 1 could not fetch its trajectories from rank 0: it does not have them" in said
-    assert "backend.rank_timeout_s" in said
+    assert "backend.heartbeat_timeout_s" in said
+
+
+def fetch_among_strangers() -> list[int]:
+    with open_control_group():
+        store = RankStore(rank(), LAYERS, LIMIT_S, machine="ab"[rank()])
+        batch = batch_from_bytes(broadcast_bytes(batch_to_bytes(store.put(trajectories())) if rank() == 0 else None))
+        with ExitStack() as strangers:
+            for _ in range(2 * THREADS if rank() == 1 else 0):
+                strangers.enter_context(socket.create_connection((store._host, store._port)))
+            lengths = [len(trajectory.trace) for trajectory in store.get(batch, [0, 1], LAYERS)]
+        barrier()
+        store.close()
+    return lengths
+
+
+def test_silent_connections_do_not_hold_the_server() -> None:
+    first, second = harness.run_ranks(2, fetch_among_strangers)
+    assert first == second
 
 
 def test_heads_are_small() -> None:
@@ -99,15 +126,15 @@ class BroadcastStore:
     def __init__(self, *_: Any) -> None:
         self._content: bytes | None = None
 
-    def put(self, made: Sequence[Trajectory]) -> BatchRef:
+    def put(self, made: Sequence[Trajectory]) -> RolloutBatch:
         self._content = trajectories_to_bytes(made)
-        return BatchRef(0, len(made), made[0].trace.layers)
+        return RolloutBatch(headers=list(map(header_of, made)), layers=made[0].trace.layers)
 
-    def get(self, ref: BatchRef, numbers: Sequence[int], layers: Sequence[int]) -> list[Trajectory]:
+    def get(self, batch: RolloutBatch, numbers: Sequence[int], layers: Sequence[int]) -> list[Trajectory]:
         self._content = broadcast_bytes(self._content if rank() == 0 else None)
-        return self.whole(ref, numbers)
+        return self.whole(batch, numbers)
 
-    def whole(self, ref: BatchRef, numbers: Sequence[int]) -> list[Trajectory]:
+    def whole(self, batch: RolloutBatch, numbers: Sequence[int]) -> list[Trajectory]:
         assert self._content is not None
         found = trajectories_from_bytes(self._content)
         return [found[number] for number in numbers]
@@ -119,7 +146,7 @@ class BroadcastStore:
 def train_with(broadcast: bool, *arguments: Any) -> list[dict[str, Any]]:
     if not broadcast:
         return train_on_rank(*arguments)
-    with mock.patch("moe_replay.train.job.open_store", BroadcastStore):
+    with mock.patch("moe_replay.train.run.open_store", BroadcastStore):
         return train_on_rank(*arguments)
 
 

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moe_replay.megatron.weights.export import stage_folder
+from moe_replay.megatron.weights.checkpoint import stage_folder
 from moe_replay.train.backends.base import Backend
 from tests.distributed.megatron_lora import lora_config
 from tests.distributed.megatron_training import make_config, open_backend

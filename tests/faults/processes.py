@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -125,6 +126,17 @@ def rank_process(agent: int, number: int) -> Process | None:
 def shared_memory(processes: Iterable[Process]) -> set[Path]:
     """Files in shared memory that any of these processes uses."""
     return {Path("/dev/shm", name) for each in processes for name in shared_files(each.pid)}
+
+
+def named_sockets(processes: Iterable[Process]) -> set[Path]:
+    """Files of Unix sockets that any of these processes has open."""
+    inodes = set()
+    for each in processes:
+        with suppress(OSError):  # it has ended
+            inodes |= {os.readlink(entry) for entry in os.scandir(f"/proc/{each.pid}/fd")}
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    named = [words for words in lines if len(words) > 7 and words[7].startswith("/")]
+    return {Path(words[7]) for words in named if f"socket:[{words[6]}]" in inodes}
 
 
 def wait_until_removed(files: Iterable[Path]) -> list[Path]:

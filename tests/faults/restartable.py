@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from moe_replay.engines.transformers import TransformersEngine
 from moe_replay.errors import EngineUnavailableError
-from moe_replay.rollout.transformers import TransformersEngine
-from moe_replay.rollout.types import SamplingParams
+from moe_replay.records import SamplingParams
 
 
 class Restartable:

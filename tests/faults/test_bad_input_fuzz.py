@@ -18,17 +18,17 @@ from hypothesis import strategies as st
 
 pytest.importorskip("pydantic", reason="the trainer's own dependency")
 
+from moe_replay.engines.http import check_samples, reading_answer
+from moe_replay.engines.server.sample_wire import decode_samples, encode_samples
+from moe_replay.engines.sglang.wire import GenerateResponse
 from moe_replay.errors import EngineError, EngineName, MoeReplayError
-from moe_replay.rollout.answers import check_samples, reading_answer
-from moe_replay.rollout.server.sample_wire import decode_samples, encode_samples
-from moe_replay.rollout.sglang.wire import GenerateResponse
-from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
-from moe_replay.rollout.weights.identity import CurrentWeights
+from moe_replay.records import FinishReason, Sample, SamplingParams
 from moe_replay.routes.topology import MoeLayer, MoeTopology
 from moe_replay.routes.trace import RouteTrace
 from moe_replay.train.config.file import load_config
 from moe_replay.train.config.keys import all_fields
-from moe_replay.train.data import DataError, load_prompts, read_rows
+from moe_replay.train.rollout.prompts import DataError, load_prompts, read_rows
+from moe_replay.weights.identity import CurrentWeights
 
 pytestmark = pytest.mark.slow
 

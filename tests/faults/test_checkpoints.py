@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -14,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_replay.errors import MoeReplayError
-from moe_replay.train import launch
-from moe_replay.train.backends.fsdp_state import FsdpState
-from moe_replay.train.run import manifest
-from moe_replay.train.run.checkpoint import CheckpointError, Checkpoints, TrainerState
-from moe_replay.train.sources import SourceError, check_export
+from moe_replay.train.backends.fsdp import FsdpState
+from moe_replay.train.checkpoint import manifest
+from moe_replay.train.checkpoint.checkpoint import CheckpointError, Checkpoints, TrainerState
+from moe_replay.train.setup import launch
+from moe_replay.train.setup.sources import SourceError, check_export
 from moe_replay.utils.files import sizes
 from tests.distributed.harness import run_ranks
 from tests.train.policy import SmallPolicy
@@ -102,6 +101,16 @@ def test_an_older_file_in_place_of_a_newer_one_is_found(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path).restore(SmallPolicy()) == state_at(1)
 
 
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
+    two_checkpoints(tmp_path)
+    (tmp_path / "step-00000002").rename(tmp_path / "step-00000007")
+    policy = SmallPolicy(seed=5)
+    before = policy.everything()
+    with pytest.raises(CheckpointError, match=r"another step: expected a folder named step-00000002, found step-.*7"):
+        Checkpoints(tmp_path).restore(policy)
+    assert policy.is_like(before)
+
+
 def test_when_every_checkpoint_is_damaged_the_error_names_each_and_nothing_is_renamed(tmp_path: Path) -> None:
     two_checkpoints(tmp_path)
     flip(tmp_path / "step-00000001" / "trainer.json", 100)
@@ -148,16 +157,6 @@ def test_an_export_is_compared_with_its_digests_before_it_is_trained(tmp_path: P
     flip(export / "model.safetensors", 999)
     with pytest.raises(SourceError, match=r"hf is damaged: hf/model\.safetensors has another content than was written"):
         check_export(str(export))
-
-
-def test_a_checkpoint_without_digests_is_refused_and_not_passed_over(tmp_path: Path) -> None:
-    two_checkpoints(tmp_path)
-    newest = tmp_path / "step-00000002"
-    (newest / "manifest.json").unlink()
-    record = json.loads((newest / "trainer.json").read_text())
-    (newest / "trainer.json").write_text(json.dumps(record | {"format": 1}))
-    with pytest.raises(CheckpointError, match="earlier version, without digests"):
-        Checkpoints(tmp_path).restore(SmallPolicy())
 
 
 @pytest.mark.parametrize("where", ["over every file", "beside them", "over every file, with digests"])

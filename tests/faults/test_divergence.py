@@ -12,11 +12,11 @@ import torch
 pytest.importorskip("transformers")
 
 from moe_replay.errors import AlignmentError
-from moe_replay.train import launch
 from moe_replay.train.backends.fsdp import FsdpBackend
-from moe_replay.train.job import DivergedError
+from moe_replay.train.learn.probe import ProbeSequence
 from moe_replay.train.loop import train
-from moe_replay.train.probe import ProbeSequence
+from moe_replay.train.run import DivergedError
+from moe_replay.train.setup import launch
 from tests.models import tiny_qwen3_moe
 from tests.train.runs import tiny_config
 

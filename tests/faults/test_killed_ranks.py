@@ -15,9 +15,9 @@ import sys, threading, time
 import torch
 from moe_replay.distributed import rank_watch
 from moe_replay.distributed.ranks import raise_on_all_ranks, rank
-from moe_replay.train import launch
+from moe_replay.train.setup import launch
 
-rank_watch.GRACE_S = 60 if sys.argv[1] == "collective" else 0.5  # an error may take its time
+rank_watch.EXIT_GRACE_S = 60 if sys.argv[1] == "collective" else 0.5  # an error may take its time
 with launch.process_group(torch.device("cpu")) as watch:
     try:
         with watch:

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,17 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
+from moe_replay.engines.base import StartRequest
+from moe_replay.engines.transformers import TransformersEngine
+from moe_replay.engines.vllm import engine as vllm_engine
 from moe_replay.errors import MoeReplayError
 from moe_replay.megatron.weights.checkpoint import Checkpoint
-from moe_replay.megatron.weights.errors import WeightMapError
-from moe_replay.rollout.model_folder import ModelError, load_model
-from moe_replay.rollout.transformers import TransformersEngine
-from moe_replay.train import launch
-from moe_replay.train.backends.sharded_model import sharded_model
+from moe_replay.megatron.weights.tensor_slices import WeightMapError
+from moe_replay.train.backends.fsdp_loading import sharded_model
 from moe_replay.train.config.sections import ModelConfig
-from moe_replay.train.sources import SourceError, load_tokenizer
+from moe_replay.train.setup import launch
+from moe_replay.train.setup.sources import SourceError, load_tokenizer
+from moe_replay.weights.model_folder import ModelError, load_model, read_config
 from tests.distributed.harness import run_ranks
 from tests.models import tiny_qwen3_moe
 
@@ -92,6 +95,15 @@ def cut(folder: Path) -> None:
     os.truncate(file, file.stat().st_size - 100)
 
 
+def as_bin(content: Any) -> Damage:
+    def rewrite(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        file = folder / "pytorch_model.bin"
+        file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
+
+    return rewrite
+
+
 UNTRAINABLE: dict[str, tuple[Damage, str]] = {
     "a tensor is missing": (without("layers.1.self_attn.q_proj"), r"1 weights .*layers\.1\.self_attn\.q_proj\.weight"),
     "output projection": (without("lm_head"), r"1 weights .*lm_head\.weight"),
@@ -118,10 +130,22 @@ UNTRAINABLE: dict[str, tuple[Damage, str]] = {
         changed("1.mlp.experts.3.up_proj", lambda t: t[:-1]),
         r"layers\.1\.mlp\.experts\.3\.up_proj\.weight .*another shape",
     ),
+    "router in int8": (
+        changed("2.mlp.gate.weight", lambda t: (40 * t).to(torch.int8)),
+        r"layers\.2\.mlp\.gate\.weight .*type that the model cannot have.*BF16, F16, F32, F64, found I8|"
+        r"cannot be loaded: .*Only Tensors of floating point",  # Transformers 4 refuses it itself
+    ),
+    "experts in fp8 without scales": (
+        changed("1.mlp.experts", lambda t: t.to(torch.float8_e4m3fn)),
+        r"layers\.1\.mlp\.experts.*type that the model cannot have.*found F8_E4M3",
+    ),
     "cut short": (cut, r"model\.safetensors is damaged or cut short"),
     "no bytes": (lambda folder: os.truncate(folder / "model.safetensors", 0), r"damaged or cut short"),
     "garbage": (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 999), r"damaged or cut short"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"no file named .*model\.safetensors"),
+    "a .bin without bytes": (as_bin(b""), r"a \.bin file is damaged, or holds more than tensors"),
+    "a .bin of an object": (as_bin({"a": Fraction(1, 2)}), r"a \.bin file is damaged, or holds more than tensors"),
+    "a .bin that is text": (as_bin(b"hello" * 99), r"cannot be loaded"),
     "no config": (lambda folder: (folder / "config.json").unlink(), r"cannot be read.*config\.json"),
     "config not JSON": (lambda folder: (folder / "config.json").write_text("{"), r"config\.json"),
     "config not text": (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe\0"), r"config\.json"),
@@ -161,7 +185,9 @@ def test_all_ranks_refuse_what_rank_0_reads(folder: Path) -> None:
     assert second.startswith("OtherRankError True: loading the model failed on rank 0: ModelError: 1 weights")
 
 
-@pytest.mark.parametrize("name", ["a tensor is missing", "the last expert", "renamed", "cut short", "vision", "NaN"])
+@pytest.mark.parametrize(
+    "name", ["a tensor is missing", "the last expert", "renamed", "router in int8", "cut short", "vision", "NaN"]
+)
 def test_the_transformers_engine_refuses(folder: Path, name: str) -> None:
     damage, message = UNTRAINABLE[name]
     damage(folder)
@@ -198,6 +224,21 @@ def test_tied_embeddings_are_not_missing(tmp_path: Path) -> None:
     tiny_qwen3_moe(tie_word_embeddings=True).save_pretrained(tmp_path)
     model = load_model(tmp_path, dtype=torch.float32)
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_hub_that_does_not_answer_is_not_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: tuple[str, int], timeout: float) -> None:
+        raise OSError(f"no way to {address[0]}")
+
+    def unused(*arguments: object, **settings: object) -> None:
+        raise AssertionError("a request")
+
+    monkeypatch.setattr("socket.create_connection", refuse)
+    monkeypatch.setattr("moe_replay.weights.model_folder.getproxies", dict)
+    monkeypatch.setattr("huggingface_hub.utils._http.http_backoff", unused)
+    monkeypatch.setattr("httpx.Client.send", unused)
+    with pytest.raises(ModelError, match=r"the model cannot be read.*'nobody/has-this'"):
+        read_config("nobody/has-this")
 
 
 def test_no_tokenizer_is_said_to_be_missing(folder: Path) -> None:
@@ -248,3 +289,13 @@ def test_code_of_a_model_runs_only_where_a_setting_says_so(with_code: Path, tmp_
     model = sharded_model(str(with_code), trusting, CPU, trained=True)
     assert type(model).__name__.endswith("MyModel")
     assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_pipe_in_a_model_folder_is_refused(folder: Path, name: str) -> None:
+    """Whoever opens it waits for somebody who writes to it."""
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    for load in (load_model, lambda path: vllm_engine.start(StartRequest(model=str(path)))):
+        with pytest.raises(ModelError, match=f"{name} is not a file"):
+            load(folder)

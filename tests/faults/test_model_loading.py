@@ -59,13 +59,13 @@ def test_what_transformers_raises_is_one_sentence(demo_files: Any, tmp_path: Pat
     flash, activation, dtype, lora = ends_of(
         demo_files,
         tmp_path,
-        ["--model.attention", "flash_attention_2", "--model.dtype", "bfloat16"],
+        ["--model.attn_implementation", "flash_attention_2", "--model.dtype", "bfloat16"],
         with_setting(demo_files.model, tmp_path / "activation", hidden_act="nonsense"),
         with_setting(demo_files.model, tmp_path / "dtype", dtype=[]),
-        ["--model.lora-rank", "2", "--model.lora-targets", "no_such_layer"],
+        ["--model.lora-rank", "2", "--model.lora-target-modules", "no_such_layer"],
     )
     assert "FlashAttention2" in flash
-    assert flash.endswith("Install it, or set model.attention = 'sdpa'")
+    assert flash.endswith("Install it, or set model.attn_implementation = 'sdpa'")
     assert "nonsense" in activation
     assert f"{tmp_path / 'dtype'}" in dtype
     assert "no_such_layer" in lora

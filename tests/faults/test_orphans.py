@@ -44,7 +44,7 @@ def test_a_child_ends_with_its_parent() -> None:
 
 RANK = """
 import os, time
-from moe_replay.train.launch import end_with_launcher
+from moe_replay.train.setup.launch import end_with_launcher
 
 end_with_launcher()
 print(f"rank {os.getpid()}", flush=True)
@@ -155,7 +155,7 @@ def test_what_is_in_use_stays(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="files without a name")
 def test_weights_on_their_way_are_in_no_folder() -> None:
-    from moe_replay.rollout.weights.checkpoint import as_files
+    from moe_replay.weights.checkpoint import as_files
 
     contents = []
     for file in as_files([b"first", b"second"]):

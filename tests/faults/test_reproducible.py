@@ -15,13 +15,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-from moe_replay.train import launch
-from moe_replay.train.backends.sharded_model import sharded_model
+from moe_replay.train.backends.fsdp_loading import sharded_model
+from moe_replay.train.checkpoint import rng
+from moe_replay.train.checkpoint.checkpoint import CheckpointError
 from moe_replay.train.config.sections import ModelConfig
-from moe_replay.train.data import Rows, read_rows
 from moe_replay.train.loop import train
-from moe_replay.train.run import rng
-from moe_replay.train.run.checkpoint import CheckpointError
+from moe_replay.train.rollout.prompts import Rows, read_rows
+from moe_replay.train.setup import launch
 from tests.models import tiny_qwen3_moe
 from tests.train.runs import tiny_config
 
@@ -99,7 +99,7 @@ def run(demo_files: Any, tmp_path: Path) -> Callable[..., Path]:
         prompts = tmp_path / "prompts.jsonl"
         lines = [json.dumps(row) + "\n" for row in read_rows(demo_files.train)[:rows]]
         prompts.write_text("".join(lines))
-        small = {"rollout": {"prompts_per_step": 2, "num_generations": 2}, "replay": {"compare_every": 0}}
+        small = {"rollout": {"prompts_per_step": 2, "num_generations": 2}, "replay": {"score_native_every": 0}}
         return train(tiny_config(demo_files.model, prompts, tmp_path / "run", steps=steps, **small, **overrides))
 
     return run

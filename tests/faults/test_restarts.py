@@ -21,8 +21,8 @@ import os, signal, sys
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from moe_replay.cli.main import main
 from moe_replay.report import run_report
-from moe_replay.train.job import Job
-from moe_replay.train.learner import Learner
+from moe_replay.train.run import Job
+from moe_replay.train.learn.learner import Learner
 
 PARTS = [(Job, "rollout"), (Learner, "score"), (Learner, "update"), (Job, "sync_weights"), (Job, "save")]
 now = {"step": 0}
@@ -71,7 +71,7 @@ def test_a_run_survives_the_death_of_a_rank_in_every_part_of_a_step(demo_files: 
             demo_files,
             folder,
             steps=7,
-            replay={"compare_every": 0},
+            replay={"score_native_every": 0},
             checkpoint={"every": 1, "keep": 2, "export": False},
         )
         with fork_python(AGENT, made, kind, environment={"GLOO_SOCKET_IFNAME": "lo"}) as agent:

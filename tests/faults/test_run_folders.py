@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from moe_replay.errors import MoeReplayError
+from moe_replay.train.checkpoint.checkpoint import Checkpoints, TrainerState, fixed_settings
 from moe_replay.train.config.file import load_config
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.run.checkpoint import Checkpoints, TrainerState
-from moe_replay.train.run.folder import Run, RunError, fixed_settings
-from moe_replay.train.sinks.jsonl import MetricsError, read_lines
+from moe_replay.train.output.run_folder import Run, RunError
+from moe_replay.train.output.sinks import MetricsError, read_lines
 from tests.train.policy import SmallPolicy
 
 RESUMES = "resumes"
@@ -190,7 +190,7 @@ def test_a_log_that_cannot_be_written_is_said_once_and_the_run_goes_on(
 @needs_full
 @pytest.mark.parametrize("what", ["metrics", "traces"])
 def test_a_full_disk_ends_the_run_with_what_is_kept(demo_files: Any, tmp_path: Path, what: str) -> None:
-    from moe_replay.train.job import Job
+    from moe_replay.train.run import Job
     from tests.train.runs import tiny_config
 
     config = tiny_config(demo_files.model, demo_files.train, tmp_path / "run", log={"traces": 1})
@@ -212,7 +212,7 @@ def test_a_full_disk_ends_the_run_with_what_is_kept(demo_files: Any, tmp_path: P
 
 def test_traces_that_a_killed_run_left_are_replaced(demo_files: Any, tmp_path: Path) -> None:
     from moe_replay.routes.trace_file import TraceFile
-    from moe_replay.train.job import Job
+    from moe_replay.train.run import Job
     from tests.train.runs import tiny_config
 
     config = tiny_config(demo_files.model, demo_files.train, tmp_path / "run", log={"traces": 2})

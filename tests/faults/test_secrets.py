@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from moe_replay.errors import EngineError, MoeReplayError
+from moe_replay.train.checkpoint.checkpoint import Checkpoints, TrainerState
 from moe_replay.train.config.file import load_config, to_toml
 from moe_replay.train.config.keys import ConfigError
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.run.checkpoint import Checkpoints, TrainerState
-from moe_replay.train.run.folder import Run
+from moe_replay.train.output.run_folder import Run
 from moe_replay.utils.files import Write
 from moe_replay.utils.secrets import SecretError, find_token, mask_passwords
 from tests.train.policy import SmallPolicy
@@ -57,7 +57,7 @@ def test_a_token_on_a_command_line_is_refused(command: str, capfd: pytest.Captur
     from tests.models import tiny_qwen3_moe
 
     tiny_qwen3_moe().save_pretrained(tmp_path)
-    options = ["--url", "http://127.0.0.1:9", "--engine", "vllm_server"] if command == "verify" else []
+    options = ["--url", "http://127.0.0.1:9", "--engine", "rollout_server"] if command == "verify" else []
     with pytest.raises(SystemExit) as ended:
         main([command, "--model", str(tmp_path), "--token", SECRET, *options])
     assert ended.value.code == 2
@@ -84,8 +84,8 @@ def test_the_trainer_takes_no_secret_from_its_command_line(words: list[str]) -> 
 
 
 def test_settings_that_only_sound_like_it_are_taken() -> None:
-    config = load_config(None, ["--algorithm.level", "token", "--rollout.max_tokens", "3"])
-    assert (config.algorithm.level, config.rollout.max_tokens) == ("token", 3)
+    config = load_config(None, ["--algorithm.importance_sampling_level", "token", "--rollout.max_tokens", "3"])
+    assert (config.algorithm.importance_sampling_level, config.rollout.max_tokens) == ("token", 3)
 
 
 # ---- files and errors ------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def test_passwords_in_urls_are_masked(text: str, masked: str) -> None:
 
 def server_config(output: Path, **rollout: Any) -> TrainConfig:
     urls = (f"http://me:{SECRET}@10.0.0.2:8000", "http://10.0.0.3:8000")
-    return TrainConfig(output=output, rollout={"engine": "vllm_server", "urls": urls, "token": SECRET, **rollout})
+    return TrainConfig(output=output, rollout={"engine": "rollout_server", "urls": urls, "token": SECRET, **rollout})
 
 
 def test_nothing_secret_is_in_a_run_folder(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_nothing_secret_is_in_a_run_folder(tmp_path: Path) -> None:
     written = tomllib.loads((run.folder / "config.toml").read_text())["rollout"]
     assert written["urls"] == ["http://me:***@10.0.0.2:8000", "http://10.0.0.3:8000"]
     assert written["options"] == {"timeout": 3}
-    with pytest.raises(ConfigError, match=r"password of http://me:\*\*\*@10\.0\.0\.2:8000 was masked"):
+    with pytest.raises(ConfigError, match=r"password of http://me:\*\*\*@10\.0\.0\.2:8000 is masked"):
         load_config(run.folder / "config.toml")
 
 
@@ -139,7 +139,7 @@ def test_nothing_secret_is_in_a_run_folder(tmp_path: Path) -> None:
     ],
 )
 def test_errors_of_settings_do_not_quote_secrets(tmp_path: Path, rollout: str) -> None:
-    (tmp_path / "recipe.toml").write_text(f'[rollout]\nengine = "vllm_server"\n{rollout}\n')
+    (tmp_path / "recipe.toml").write_text(f'[rollout]\nengine = "rollout_server"\n{rollout}\n')
     with pytest.raises(ConfigError) as raised:
         load_config(tmp_path / "recipe.toml")
     assert SECRET not in str(raised.value)
@@ -148,7 +148,7 @@ def test_errors_of_settings_do_not_quote_secrets(tmp_path: Path, rollout: str) -
 def test_a_dry_run_shows_no_password(tmp_path: Path) -> None:
     from moe_replay.tools.dry_run import dry_run
 
-    report = dry_run(server_config(tmp_path))
+    report = dry_run(server_config(tmp_path)).report
     assert "http://me:***@10.0.0.2:8000" in report
     assert SECRET not in report
     assert SECRET not in repr(server_config(tmp_path)).replace(f"http://me:{SECRET}@", "")  # urls are what was given
@@ -163,7 +163,7 @@ def echoing() -> Iterator[tuple[str, list[str]]]:
     from starlette.responses import PlainTextResponse, Response
     from starlette.routing import Route
 
-    from tests.rollout.serving import serving
+    from tests.engines.serving import serving
 
     seen: list[str] = []
 
@@ -179,12 +179,12 @@ def echoing() -> Iterator[tuple[str, list[str]]]:
 def test_clients_send_secrets_and_do_not_show_them(
     echoing: tuple[str, list[str]], form: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from moe_replay.rollout.server.client import VllmServer
-    from moe_replay.rollout.types import SamplingParams
+    from moe_replay.engines.server.client import RolloutClient
+    from moe_replay.records import SamplingParams
 
     url, seen = echoing
     with_password = url.replace("http://", f"http://me:{SECRET}@")
-    client = VllmServer(url, token=SECRET) if form == "token" else VllmServer(with_password)
+    client = RolloutClient(url, token=SECRET) if form == "token" else RolloutClient(with_password)
     with caplog.at_level(logging.DEBUG), client, pytest.raises(EngineError) as raised:
         client.generate([[1]], SamplingParams())
     basic = base64.b64encode(f"me:{SECRET}".encode()).decode()
@@ -198,10 +198,10 @@ def test_clients_send_secrets_and_do_not_show_them(
 
 def test_a_server_that_is_not_there_is_named_without_its_password(port: int) -> None:
     pytest.importorskip("httpx")
-    from moe_replay.rollout.server.client import VllmServer
-    from moe_replay.rollout.types import SamplingParams
+    from moe_replay.engines.server.client import RolloutClient
+    from moe_replay.records import SamplingParams
 
-    with VllmServer(f"http://me:{SECRET}@127.0.0.1:{port}") as client, pytest.raises(MoeReplayError) as raised:
+    with RolloutClient(f"http://me:{SECRET}@127.0.0.1:{port}") as client, pytest.raises(MoeReplayError) as raised:
         client.generate([[1]], SamplingParams())
     assert f"http://me:***@127.0.0.1:{port}" in str(raised.value)
     assert SECRET not in str(raised.value)
@@ -239,8 +239,8 @@ def test_files_of_a_run_have_the_permissions_of_the_umask(
 
 def rank_files(policy: SmallPolicy) -> Callable[[], Write]:
     """Save as the FSDP backend does."""
-    from moe_replay.train import launch
-    from moe_replay.train.backends.fsdp_state import FsdpState
+    from moe_replay.train.backends.fsdp import FsdpState
+    from moe_replay.train.setup import launch
 
     def stage() -> Write:
         with launch.process_group(torch.device("cpu")):
@@ -250,5 +250,5 @@ def rank_files(policy: SmallPolicy) -> Callable[[], Write]:
 
 
 def test_to_toml_keeps_plain_urls(tmp_path: Path) -> None:
-    config = TrainConfig(output=tmp_path, rollout={"engine": "vllm_server", "urls": ("http://h:1/a@b",)})
+    config = TrainConfig(output=tmp_path, rollout={"engine": "rollout_server", "urls": ("http://h:1/a@b",)})
     assert tomllib.loads(to_toml(config))["rollout"]["urls"] == ["http://h:1/a@b"]

@@ -7,7 +7,7 @@ import logging
 import select
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,47 +26,30 @@ from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from moe_replay.engines.base import StartRequest
+from moe_replay.engines.http import vocabulary_size
+from moe_replay.engines.pool import EnginePool, connect
+from moe_replay.engines.requests import RequestLimits
+from moe_replay.engines.server.app import build_app
+from moe_replay.engines.server.client import RolloutClient
+from moe_replay.engines.server.serve import timed_protocol
+from moe_replay.engines.server.update_body import write_update
+from moe_replay.engines.sglang.client import SglangClient
+from moe_replay.engines.transformers import TransformersEngine
 from moe_replay.errors import EngineAnswerError, EngineError, EngineUnavailableError
-from moe_replay.rollout.answers import vocabulary_size
-from moe_replay.rollout.engine import StartRequest
-from moe_replay.rollout.pool import EnginePool, connect
-from moe_replay.rollout.request_limits import RequestLimits, timed_protocol
-from moe_replay.rollout.server.app import build_app
-from moe_replay.rollout.server.client import VllmServer
-from moe_replay.rollout.sglang.server import SglangServer
-from moe_replay.rollout.transformers import TransformersEngine
-from moe_replay.rollout.types import Sample, SamplingParams
-from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
-from moe_replay.rollout.weights.stream import write_update
+from moe_replay.records import FinishReason, Sample, SamplingParams
 from moe_replay.routes.topology import MoeLayer, MoeTopology
 from moe_replay.routes.trace import RouteTrace
 from moe_replay.train.loop import train
+from moe_replay.weights.checkpoint import checkpoint_tensors
+from tests.engines.serving import serving
+from tests.engines.tiny import VOCABULARY, tiny_model
+from tests.faults.lying import TOKEN, Lying, Samples
 from tests.ports import reserved_port
-from tests.rollout.serving import serving
-from tests.rollout.tiny import VOCABULARY, tiny_model
 from tests.train.runs import tiny_config
 
-TOKEN = "secret"
 PARAMS = SamplingParams(n=2, max_tokens=4)
 PROMPTS = [[1, 2], [3, 4], [5, 6]]
-
-Samples = Callable[[list[Sample]], list[Sample]]
-
-
-class Lying:
-    """An engine whose samples are changed before they are sent, while there is a change."""
-
-    def __init__(self, engine: TransformersEngine) -> None:
-        self._engine = engine
-        self.change: Samples | None = None
-        self.asks: Callable[[SamplingParams], SamplingParams] = lambda params: params
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def generate_one(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
-        samples = await self._engine.generate_one(prompt, self.asks(params))
-        return samples if self.change is None else self.change(samples)
 
 
 class Broken:
@@ -109,7 +92,7 @@ class Servers:
         self.broken.answer = self.broken.damage = None
 
     def pool(self, *urls: str, **settings: Any) -> EnginePool:
-        clients = [VllmServer(url, token=TOKEN, vocab_size=VOCABULARY) for url in urls or self.urls]
+        clients = [RolloutClient(url, token=TOKEN, vocab_size=VOCABULARY) for url in urls or self.urls]
         return EnginePool(clients, **{"cooldown_s": 0.05, "max_backoff_s": 0.1, "attempts": 4} | settings)
 
 
@@ -143,19 +126,39 @@ def with_token(token: int) -> Samples:
         completion = first.completion_ids.copy()
         completion[-1] = token
         tokens = np.concatenate([first.prompt_ids, completion])
-        other = RouteTrace(tokens, trace.experts, trace.layers, trace.valid, 0, num_experts=trace.num_experts)
+        other = RouteTrace(tokens, trace.routed_experts, trace.layers, trace.valid, 0, num_experts=trace.num_experts)
         return [replace(first, completion_ids=completion, trace=other), samples[1]]
 
     return change
 
 
+def aborted(samples: list[Sample]) -> list[Sample]:
+    return [replace(sample, finish_reason=FinishReason.ABORT) for sample in samples]
+
+
+def aborted_before_the_first_token(samples: list[Sample]) -> list[Sample]:
+    def emptied(sample: Sample) -> Sample:
+        size = len(sample.prompt_ids)
+        return replace(
+            sample,
+            completion_ids=sample.completion_ids[:0],
+            logprobs=sample.logprobs[:0],
+            trace=sample.trace[:size],
+            finish_reason=FinishReason.ABORT,
+        )
+
+    return [emptied(sample) for sample in samples]
+
+
 SAMPLES: dict[str, tuple[Samples, str]] = {
     "nan": (with_logprob(np.nan), "an impossible log-prob"),
     "infinite": (with_logprob(-np.inf), "an impossible log-prob"),
+    "of no token that is ever sampled": (with_logprob(-1e30), "an impossible log-prob"),
     "positive": (with_logprob(0.5), "an impossible log-prob"),
     "one too few": (lambda samples: samples[:1], "another number of samples: expected 2, found 1"),
     "none": (lambda samples: [], "another number of samples: expected 2, found 0"),
     "one too many": (lambda samples: [*samples, samples[0]], "another number of samples: expected 2, found 3"),
+    "aborted at full length": (aborted, "a sample of full length as aborted [sample 0]: expected fewer than 4 tokens"),
     "foreign token": (with_token(VOCABULARY), "a token that the model does not have"),
 }
 
@@ -178,13 +181,18 @@ def test_samples_that_cannot_be_true(servers: Servers, kind: str) -> None:
 
 def test_more_tokens_than_were_asked_for(servers: Servers) -> None:
     servers.lying.asks = lambda params: replace(params, max_tokens=params.max_tokens + 3)
-    assert_moved(servers, "more tokens than were asked for [sample 0]: expected at most 4, found 7")
+    assert_moved(servers, "more tokens than requested [sample 0]: expected at most 4, found 7")
 
 
 def test_samples_of_another_prompt(servers: Servers) -> None:
     asked = servers.lying._engine.generate([[9, 9]], PARAMS)[0]
     servers.lying.change = lambda samples: asked
     assert_moved(servers, "a sample of another prompt")
+
+
+def test_a_server_that_never_samples(servers: Servers) -> None:
+    servers.lying.change = aborted_before_the_first_token
+    assert_moved(servers, "aborted a request 3 times before its first token, without a weight update")
 
 
 # ---- bodies ----------------------------------------------------------------------------------------------------------
@@ -211,7 +219,7 @@ def test_bodies_that_are_no_samples(servers: Servers, kind: str) -> None:
 
 def test_a_flipped_bit_wherever_it_is(servers: Servers) -> None:
     random, refused = np.random.default_rng(0), 0
-    with VllmServer(servers.urls[0], token=TOKEN) as client:
+    with RolloutClient(servers.urls[0], token=TOKEN) as client:
         for share in random.random(40).tolist():
 
             def flipped(body: bytes, share: float = share) -> bytes:
@@ -229,7 +237,7 @@ def test_a_flipped_bit_wherever_it_is(servers: Servers) -> None:
 def test_a_body_without_end(servers: Servers) -> None:
     servers.broken.answer = lambda: Response(b"\0" * 100_000)
     with (
-        VllmServer(servers.urls[0], token=TOKEN, max_answer_bytes=10_000) as client,
+        RolloutClient(servers.urls[0], token=TOKEN, max_answer_bytes=10_000) as client,
         pytest.raises(EngineAnswerError, match="at most 10000 bytes"),
     ):
         client.generate([[1]], PARAMS)
@@ -289,10 +297,10 @@ def test_a_run_goes_on_as_if_nothing_had_happened(
     """One of two servers returns NaN in every step: the metrics are those of a run without it."""
 
     def run(name: str, *urls: str) -> list[dict[str, Any]]:
-        rollout = {"engine": "vllm_server", "urls": urls, "token": TOKEN}
+        rollout = {"engine": "rollout_server", "urls": urls, "token": TOKEN}
         config = tiny_config(demo_files.model, demo_files.train, tmp_path / name, steps=2, rollout=rollout)
         lines = [json.loads(line) for line in (train(config) / "metrics.jsonl").read_text().splitlines()]
-        return [{key: line[key] for key in line if not key.startswith("time")} for line in lines]
+        return [{key: line[key] for key in line if not key.startswith(("time", "servers/"))} for line in lines]
 
     with ExitStack() as stack:
         engines = [TransformersEngine.from_pretrained(demo_files.model) for _ in range(2)]
@@ -316,7 +324,7 @@ def test_a_server_that_is_dead_at_the_start(servers: Servers, port: int, caplog:
         servers.pool(dead, f"http://127.0.0.1:{other}", alive, min_servers=2)
     assert dead in str(caught.value)
     request = StartRequest(model="", urls=(dead, alive), token=TOKEN, min_servers=1)
-    with caplog.at_level(logging.WARNING), connect(VllmServer, request) as pool:
+    with caplog.at_level(logging.WARNING), connect(RolloutClient, request) as pool:
         assert f"{dead} cannot be reached" in caplog.text
         pool.update_weights(checkpoint_tensors(tiny_model("olmoe")), 0)
         assert len(pool.generate(PROMPTS, PARAMS)) == 3
@@ -349,7 +357,7 @@ def test_answers_that_are_not_sglangs(body: str) -> None:
 
     app = Starlette(routes=[Route("/{path:path}", answer, methods=["GET", "POST"])])
     topology = MoeTopology(1, (MoeLayer(0, 4, 2),))
-    with serving(app) as url, SglangServer(url, topology=topology) as client, pytest.raises(EngineError) as caught:
+    with serving(app) as url, SglangClient(url, topology=topology) as client, pytest.raises(EngineError) as caught:
         client.generate([[1, 2]], SamplingParams(max_tokens=2))
     assert "\n" not in str(caught.value)
 
@@ -384,7 +392,7 @@ class Served:
 
         def connect() -> socket.socket:
             connection = self.connection()
-            connection.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             if not (answer := connection.recv(10_000)):
                 raise ConnectionResetError
             assert answer.startswith(b"HTTP/1.1 200")
@@ -397,7 +405,7 @@ class Served:
 
     def check_alive(self) -> None:
         """It still samples, with the weights that it should have."""
-        with VllmServer(self.url, token=TOKEN) as client:
+        with RolloutClient(self.url, token=TOKEN) as client:
             assert len(in_time(lambda: client.generate([[1, 2]], PARAMS))[0]) == 2
 
 
@@ -424,7 +432,7 @@ def served() -> Iterator[Callable[..., Served]]:
 
 
 def request_head(path: str, length: int) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "host: a", f"authorization: Bearer {TOKEN}", f"content-length: {length}"]
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", f"authorization: Bearer {TOKEN}", f"content-length: {length}"]
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
@@ -511,7 +519,7 @@ def test_more_connections_than_allowed(served: Callable[..., Served]) -> None:
     server = served(max_connections=2)
     first, second, third = (server.connection() for _ in range(3))
     assert until_closed(third) == b""
-    first.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+    first.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
     assert b'{"alive":true}' in until_closed(first)
     second.close()
     server.check_alive()

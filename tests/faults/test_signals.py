@@ -28,7 +28,7 @@ def recipe(demo_files: Any, folder: Path, **overrides: Any) -> str:
 @pytest.mark.whole_runs
 def test_a_signal_saves_the_step_and_the_run_resumes(demo_files: Any, tmp_path: Path) -> None:
     """With a status of its own; the run goes on where it was."""
-    made = recipe(demo_files, tmp_path, steps=1000, replay={"compare_every": 0}, checkpoint={"every": 0})
+    made = recipe(demo_files, tmp_path, steps=1000, replay={"score_native_every": 0}, checkpoint={"every": 0})
     reached = 0
     for number, start in ((signal.SIGHUP, start_command), (signal.SIGINT, fork_command)):
         with start("train", made) as run:
@@ -40,14 +40,14 @@ def test_a_signal_saves_the_step_and_the_run_resumes(demo_files: Any, tmp_path: 
         (checkpoint,) = [path for path in (tmp_path / "run/checkpoints").iterdir() if path.name > f"step-{reached:08d}"]
         reached = int(checkpoint.name.removeprefix("step-"))
         assert 0 < reached < 1000
-        assert "finishing the step, then saving; again to end at once" in rest
+        assert "finishing the step, then saving; repeat to exit now" in rest
         assert "to resume: moe-replay train" in rest
 
 
 SLOW_SOURCES = """
 import sys, time
 from moe_replay.cli.main import main
-from moe_replay.train import sources
+from moe_replay.train.setup import sources
 
 def find_sources(config, status):
     print("preparing", flush=True)
@@ -65,7 +65,7 @@ def test_a_signal_ends_the_warm_start_or_a_download(tmp_path: Path, number: sign
         wait_for_line(run.stdout, "preparing")
         run.send_signal(number)
         assert run.wait(LIMIT_S) == ExitStatus.INTERRUPTED
-        assert "interrupted before a step began" in run.stdout.read()
+        assert "interrupted before the first step" in run.stdout.read()
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_second_signal_ends_a_run_that_hangs(demo_files: Any, tmp_path: Path, 
 # take turns, so the other one says "ready" when the main thread has left Python.
 DEADLOCK = """
 import ctypes, sys, threading
-from moe_replay.train.run.interruption import InterruptHandler
+from moe_replay.train.output.interruption import InterruptHandler
 
 def tell():
     leaving.wait()
@@ -120,7 +120,7 @@ def test_a_main_thread_that_never_returns_to_python_is_ended(where: str, signals
 
 FORKED = """
 import os, signal, time
-from moe_replay.train.run.interruption import InterruptHandler
+from moe_replay.train.output.interruption import InterruptHandler
 
 with InterruptHandler(ends_process=True) as interruption:
     ready, done = os.pipe(), os.pipe()
@@ -148,7 +148,7 @@ def test_signals_of_a_forked_child_are_not_the_parents() -> None:
 
 IGNORED = """
 import os, signal
-from moe_replay.train.run.interruption import InterruptHandler
+from moe_replay.train.output.interruption import InterruptHandler
 
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 with InterruptHandler(ends_process=True) as interruption:
@@ -166,7 +166,7 @@ def test_what_nohup_ignores_stays_ignored() -> None:
 
 
 def test_handlers_and_the_wakeup_descriptor_are_restored() -> None:
-    from moe_replay.train.run.interruption import InterruptHandler
+    from moe_replay.train.output.interruption import InterruptHandler
 
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     with InterruptHandler() as interruption:

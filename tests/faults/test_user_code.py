@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import textwrap
@@ -17,16 +18,20 @@ import pytest
 
 pytest.importorskip("pydantic", reason="the trainer's own dependency")
 
+from moe_replay.engines.base import Sampler
+from moe_replay.engines.event_loop import LoopThread
 from moe_replay.errors import ExitStatus
-from moe_replay.rollout.loop import LoopThread
+from moe_replay.train.config.file import to_toml
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.data import Prompt, PromptStream
-from moe_replay.train.environments import run_environment
-from moe_replay.train.episode import EpisodeError
-from moe_replay.train.rewards import Reward, RewardError, load_reward, score
-from moe_replay.train.rollouts import Rollouts
-from moe_replay.train.sequences import SequenceSampler
+from moe_replay.train.rollout.environments import EpisodeError, run_environment
+from moe_replay.train.rollout.groups import SequenceSampler
+from moe_replay.train.rollout.prompts import Prompt, PromptStream
+from moe_replay.train.rollout.rewards import Reward, RewardError, load_reward, score
+from moe_replay.train.rollout.rollouts import Rollouts
 from moe_replay.utils.plugins import PluginError
+from moe_replay.utils.processes import exits_are_failures
+from tests.faults.processes import LIMIT_S, ROOT
+from tests.train.runs import tiny_config
 
 pytestmark = pytest.mark.slow
 
@@ -136,10 +141,10 @@ async def blocking(episode: Any) -> None:
     never()
 
 
-class Engine:
+class Engine(Sampler):
     """Samples nothing worth reading."""
 
-    one_call_at_a_time = True
+    is_serial = True
 
     def generate(self, prompts: Any, params: Any) -> Any:
         return [[SimpleNamespace()] * params.n for _ in prompts]
@@ -148,7 +153,7 @@ class Engine:
 @pytest.mark.parametrize("kind", ["blocking", "exiting"])
 def test_rollouts_end_when_an_environment_or_a_reward_does_not(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop of all rollouts must not be blocked for good, nor end with the exit of a function."""
-    monkeypatch.setattr("moe_replay.rollout.loop.CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("moe_replay.engines.event_loop.CLOSE_TIMEOUT_S", 0.05)
     environment = f"{__name__}:blocking" if kind == "blocking" else None
     settings = {"environment": environment, "environment_timeout_s": 0.05, "prompts_per_step": 1, "num_generations": 2}
     config = TrainConfig.model_validate({"rollout": settings, "reward": {"workers": 0}})
@@ -165,7 +170,7 @@ def test_rollouts_end_when_an_environment_or_a_reward_does_not(kind: str, monkey
     rollouts = Rollouts(config, Engine(), stream, tokenizer, rewards, 8)  # type: ignore[arg-type]
     expected = r"blocking has blocked the event loop for 0\.05 s" if environment else "reward 'exits' raised SystemExit"
     with pytest.raises((EpisodeError, RewardError), match=expected):
-        rollouts.next(0)
+        rollouts.next_batch(0)
     rollouts.close()
 
 
@@ -206,7 +211,7 @@ def test_a_process_ends_although_a_thread_of_a_users_function_does_not() -> None
         import asyncio, threading, sys
         from types import ModuleType
         from moe_replay.cli import main as command
-        from moe_replay.train.episode import EpisodeError
+        from moe_replay.train.rollout.environments import EpisodeError
 
         def train(config, **_):
             async def hang():
@@ -227,10 +232,44 @@ def test_a_process_ends_although_a_thread_of_a_users_function_does_not() -> None
 
 
 @pytest.mark.slow
+def exits(completions: list[str], **_: Any) -> list[float]:
+    """Ends the process with status 0, after processes of its own have."""
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    os._exit(0)
+
+
+async def exits_in_a_turn(episode: Any) -> None:
+    """Ends the process with status 0."""
+    os._exit(0)
+
+
+@pytest.mark.parametrize("function", ["exits", "exits_in_a_turn"])
+def test_user_code_that_exits_with_0_does_not_end_the_run_with_0(
+    function: str, demo_files: Any, tmp_path: Path
+) -> None:
+    place, recipe = f"{__name__}:{function}", tmp_path / "recipe.toml"
+    changes = {"reward": {"functions": [place]}} if function == "exits" else {"rollout": {"environment": place}}
+    recipe.write_text(to_toml(tiny_config(demo_files.model, demo_files.train, tmp_path / "run", **changes)))
+    command = [sys.executable, "-m", "moe_replay.cli.main", "train", str(recipe)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT)
+    assert done.returncode == 3, done.stderr
+    assert f"error: the run was ended by os._exit(0), called by {function} in {__file__}" in done.stderr
+
+
+def test_os_exit_is_itself_again_after_a_run() -> None:
+    before = os._exit
+    with pytest.raises(KeyError), exits_are_failures():
+        assert os._exit is not before
+        raise KeyError
+    assert os._exit is before
+
+
 def test_a_reward_that_keeps_the_interpreters_lock_ends_the_process_and_is_named() -> None:
     code = textwrap.dedent("""
         import faulthandler, re
-        from moe_replay.train.rewards import Reward, score
+        from moe_replay.train.rollout.rewards import Reward, score
 
         start = faulthandler.dump_traceback_later
 
@@ -259,7 +298,7 @@ def test_the_watch_ends_with_the_wait() -> None:
     """What hangs in Python alone is an error, after which the process lives on."""
     code = textwrap.dedent("""
         import faulthandler, threading
-        from moe_replay.train.rewards import Reward, RewardError, score
+        from moe_replay.train.rollout.rewards import Reward, RewardError, score
 
         def noting(name):
             function = getattr(faulthandler, name)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from moe_replay.utils.processes import owned_folder, start_time
 from tests.combinations import with_thorough
 from tests.faults.forked import Forked, fork_ranks_with_vllm, fork_with_vllm
 from tests.faults.hanging import HELD_BY
@@ -24,6 +25,7 @@ from tests.faults.processes import (
     LIMIT_S,
     Process,
     descendants,
+    named_sockets,
     process,
     rank_process,
     shared_memory,
@@ -55,7 +57,7 @@ def engine_core(pid: int) -> Process:
 
 def vllm_recipe(demo_files: Any, folder: Path, **overrides: Any) -> str:
     rollout = {"engine": "vllm", "dtype": "float32", "options": ENGINE}
-    return recipe(demo_files, folder, rollout=rollout, replay={"compare_every": 0}, **overrides)
+    return recipe(demo_files, folder, rollout=rollout, replay={"score_native_every": 0}, **overrides)
 
 
 def start_training(made: str) -> subprocess.Popen[str]:
@@ -118,6 +120,33 @@ def test_ctrl_c_and_a_second_signal(demo_files: Any, tmp_path: Path) -> None:
     assert wait_until_removed(files) == []
 
 
+def owner(pid: int) -> str:
+    """How `owned_folder` names the folders of a process, but for what is random."""
+    with owned_folder() as mine:
+        own_name = mine.name.rpartition("-")[0]
+    return own_name.replace(f"-{os.getpid()}-{start_time(os.getpid())}", f"-{pid}-{start_time(pid)}")
+
+
+@pytest.mark.parametrize("command", ["train", "rollout"])
+def test_ctrl_c_while_vllm_starts(demo_files: Any, tmp_path: Path, port: int, command: str) -> None:
+    """It ends its processes rather than wait for their start, which is held here."""
+    words = ["train", vllm_recipe(demo_files, tmp_path)] if command == "train" else server_words(demo_files, port)
+    with fork_with_vllm(*words, environment=QUIET) as run:
+        while not (cores := [each for each in descendants(run.pid) if "EngineCore" in title(each.pid)]):
+            assert run.poll() is None, run.stdout.read()
+            time.sleep(0.05)
+        os.kill(cores[0].pid, signal.SIGSTOP)  # it will never be ready
+        below = descendants(run.pid)
+        sockets = named_sockets([*below, process(run.pid)])
+        os.killpg(run.pid, signal.SIGINT)
+        rest = run.stdout.read()
+        assert run.wait(LIMIT_S) == (75 if command == "train" else 128 + signal.SIGINT), rest
+    assert "Traceback" not in rest
+    assert ("interrupted before the first step" in rest) == (command == "train")
+    assert wait_until_gone(below) == []
+    assert [path for path in sockets if path.exists()] == []
+
+
 @pytest.mark.distributed
 @pytest.mark.whole_runs
 def test_a_killed_rank_ends_the_others_and_the_engine(demo_files: Any, tmp_path: Path) -> None:
@@ -127,7 +156,7 @@ def test_a_killed_rank_ends_the_others_and_the_engine(demo_files: Any, tmp_path:
         tmp_path,
         steps=1000,
         rollout={"engine": "vllm", "dtype": "float32", "options": ENGINE},
-        replay={"compare_every": 0},
+        replay={"score_native_every": 0},
         checkpoint={"every": 1, "keep": 2},
         reward={"functions": ["tests.faults.hanging:announced"]},
     )
@@ -156,7 +185,10 @@ def test_sigterm_ends_a_server_and_its_engine(demo_files: Any, port: int, start:
     with start(demo_files, port) as server:
         wait_until_healthy(server, port)
         below = descendants(server.pid)
-        files = shared_memory(below)
+        sockets = named_sockets([*below, process(server.pid)])
+        assert sockets
+        assert {path.parent.name.rpartition("-")[0] for path in sockets} == {owner(server.pid)}  # for the next start
+        files = shared_memory(below) | sockets
         assert engine_core(server.pid) in below
         server.send_signal(signal.SIGTERM)
         assert server.wait(LIMIT_S) == 0

@@ -21,21 +21,21 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from tenacity import wait_none
 
-from moe_replay.errors import AlignmentError, EngineAnswerError, EngineError, EngineUnavailableError
-from moe_replay.rollout.pool import EnginePool
-from moe_replay.rollout.server.app import build_app
-from moe_replay.rollout.server.client import VllmServer
-from moe_replay.rollout.transformers import TransformersEngine
-from moe_replay.rollout.types import SamplingParams
-from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
-from moe_replay.train.groups import LocalGroups
-from moe_replay.train.job import Job
+from moe_replay.engines.pool import EnginePool
+from moe_replay.engines.server.app import build_app
+from moe_replay.engines.server.client import RolloutClient
+from moe_replay.engines.transformers import TransformersEngine
+from moe_replay.errors import AlignmentError, EngineAnswerError, EngineUnavailableError
+from moe_replay.records import SamplingParams
 from moe_replay.train.loop import train
+from moe_replay.train.rollout.groups import LocalGroups
+from moe_replay.train.run import Job
+from moe_replay.weights.checkpoint import checkpoint_tensors
 from tests.combinations import with_thorough, with_whole_runs
 from tests.distributed import harness
+from tests.engines.serving import serving
+from tests.engines.tiny import assert_sampled_from, tiny_model
 from tests.faults.restartable import GoingDownInEvaluations, Hanging, Restartable, Waiting
-from tests.rollout.serving import serving
-from tests.rollout.tiny import assert_sampled_from, tiny_model
 from tests.train.runs import tiny_config, train_on_rank
 
 TOKEN = "secret"
@@ -61,7 +61,7 @@ def tiny_engine() -> TransformersEngine:
 
 
 def quick_pool(*urls: str, attempts: int = 4) -> EnginePool:
-    clients = [VllmServer(url, token=TOKEN) for url in urls]
+    clients = [RolloutClient(url, token=TOKEN) for url in urls]
     return EnginePool(clients, cooldown_s=0.05, max_backoff_s=0.2, attempts=attempts)
 
 
@@ -73,10 +73,10 @@ def newer() -> Iterator[tuple[str, Any]]:
 
 
 def lines_of_run(demo_files: Any, output: Path, rollout: dict[str, Any], **settings: Any) -> list[dict[str, Any]]:
-    """Metrics of each step of a run that samples from servers, without the clock."""
+    """Metrics of each step of a run that samples from servers, without the clock and what was refused."""
     config = tiny_config(demo_files.model, demo_files.train, output, rollout=rollout, **settings)
     lines = [json.loads(line) for line in (train(config) / "metrics.jsonl").read_text().splitlines()]
-    return [{key: line[key] for key in line if not key.startswith("time")} for line in lines]
+    return [{key: line[key] for key in line if not key.startswith(("time", "servers/"))} for line in lines]
 
 
 def evaluated(demo_files: Any) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def test_a_server_that_restarts_changes_nothing(
         part(job, step, *given)
 
     monkeypatch.setattr(Job, name, disturbed_part)
-    rollout = {"engine": "vllm_server", "urls": [url], "token": TOKEN}
+    rollout = {"engine": "rollout_server", "urls": [url], "token": TOKEN}
 
     def run(name: str) -> list[dict[str, Any]]:
         return lines_of_run(demo_files, tmp_path / name, rollout, name=name)
@@ -128,12 +128,12 @@ def test_a_server_that_hangs_and_restarts_is_sent_the_weights_while_others_sampl
     samples: int, demo_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stalls nobody beyond the timeout, and serves again in the same step."""
-    monkeypatch.setattr("moe_replay.train.sequences.ASK_S", 0.1)
+    monkeypatch.setattr("moe_replay.train.rollout.groups.STOP_CHECK_S", 0.1)
     begun: Counter[int] = Counter()
     submit = LocalGroups.submit
 
     def noting(groups: LocalGroups, tasks: Any, **options: Any) -> Any:
-        begun.update(task.number for task in tasks)
+        begun.update(task.index for task in tasks)
         return submit(groups, tasks, **options)
 
     monkeypatch.setattr(LocalGroups, "submit", noting)
@@ -147,7 +147,7 @@ def test_a_server_that_hangs_and_restarts_is_sent_the_weights_while_others_sampl
         urls = [stack.enter_context(serving(build_app(engine, TOKEN))) for engine in (hanging, waiting)]
         for engine in (hanging, waiting):
             stack.callback(lambda engine=engine: engine.close())
-        rollout = {"engine": "vllm_server", "urls": urls, "token": TOKEN, "options": {"timeout": TIMEOUT_S}}
+        rollout = {"engine": "rollout_server", "urls": urls, "token": TOKEN, "options": {"timeout": TIMEOUT_S}}
         lines = lines_of_run(demo_files, tmp_path / "run", rollout, steps=2, **evaluated(demo_files))
     assert [line["step"] for line in lines] == [1, 2]
     assert hanging.restarts == 1
@@ -168,14 +168,14 @@ def test_a_server_that_is_lost_in_an_evaluation_changes_nothing(
 ) -> None:
     """The only one: it gets the weights again, and the evaluation goes on, or begins again if its requests failed."""
     if how.startswith("goes down for"):
-        monkeypatch.setattr("moe_replay.rollout.pool.wait_random_exponential", lambda **_: wait_none())
+        monkeypatch.setattr("moe_replay.engines.pool.wait_random_exponential", lambda **_: wait_none())
     else:
-        monkeypatch.setattr("moe_replay.train.sequences.ASK_S", 0.1)
+        monkeypatch.setattr("moe_replay.train.rollout.groups.STOP_CHECK_S", 0.1)
     kind = Hanging if how == "hangs" else GoingDownInEvaluations
     engine = kind(lambda: TransformersEngine.from_pretrained(demo_files.model))
     settings = {"steps": 2, **evaluated(demo_files)}
     with closing(engine), serving(build_app(engine, TOKEN)) as url:  # type: ignore[arg-type]
-        rollout = {"engine": "vllm_server", "urls": [url], "token": TOKEN, "options": {"timeout": TIMEOUT_S}}
+        rollout = {"engine": "rollout_server", "urls": [url], "token": TOKEN, "options": {"timeout": TIMEOUT_S}}
         disturbed = lines_of_run(demo_files, tmp_path / "disturbed", rollout, **settings)
         assert engine.restarts == 1
         assert disturbed == lines_of_run(demo_files, tmp_path / "calm", rollout, **settings)
@@ -188,14 +188,16 @@ def test_a_server_that_is_lost_in_an_evaluation_changes_nothing(
 def test_all_ranks_send_the_weights_to_a_server_that_is_lost_in_an_evaluation(demo_files: Any, tmp_path: Path) -> None:
     engine = GoingDownInEvaluations(lambda: TransformersEngine.from_pretrained(demo_files.model))
     with closing(engine), serving(build_app(engine, TOKEN)) as url:  # type: ignore[arg-type]
-        rollout = {"engine": "vllm_server", "urls": [url], "token": TOKEN}
+        rollout = {"engine": "rollout_server", "urls": [url], "token": TOKEN}
         settings = {"steps": 2, "rollout": rollout, **evaluated(demo_files)}
         found = []
         for name in ("disturbed", "calm"):
             files = (str(demo_files.model), str(demo_files.train), str(tmp_path / name))
             lines, same = harness.run_ranks(2, train_on_rank, *files, settings)
             assert lines == same
-            found.append([{key: line[key] for key in line if not key.startswith("time")} for line in lines])
+            found.append(
+                [{key: line[key] for key in line if not key.startswith(("time", "servers/"))} for line in lines]
+            )
     assert engine.restarts == 1
     assert found[0] == found[1]
 
@@ -204,11 +206,11 @@ def test_all_ranks_send_the_weights_to_a_server_that_is_lost_in_an_evaluation(de
 def test_a_server_that_does_not_come_back_in_an_evaluation_is_named(
     demo_files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_replay.rollout.pool.wait_random_exponential", lambda **_: wait_none())
+    monkeypatch.setattr("moe_replay.engines.pool.wait_random_exponential", lambda **_: wait_none())
     engine = GoingDownInEvaluations(lambda: TransformersEngine.from_pretrained(demo_files.model))
     engine.comes_back = False
     with closing(engine), serving(build_app(engine, TOKEN)) as url:  # type: ignore[arg-type]
-        rollout = {"engine": "vllm_server", "urls": [url], "token": TOKEN}
+        rollout = {"engine": "rollout_server", "urls": [url], "token": TOKEN}
         with pytest.raises(EngineUnavailableError, match=f"no engine of the pool.*{url}.*Restart the servers"):
             lines_of_run(demo_files, tmp_path / "run", rollout, **evaluated(demo_files))
 
@@ -216,10 +218,10 @@ def test_a_server_that_does_not_come_back_in_an_evaluation_is_named(
 @pytest.mark.slow
 def test_samples_older_than_the_limit_end_the_run(demo_files: Any, tmp_path: Path) -> None:
     class Lagging(TransformersEngine):
-        """Takes the weights under the version of the first ones."""
+        """Takes the weights under the version and id of the first ones."""
 
-        def update_weights(self, weights: Any, version: int, probe: Any = None) -> None:
-            super().update_weights(weights, 0, probe)
+        def update_weights(self, weights: Any, version: int, probe: Any = None, weights_id: str = "") -> None:
+            super().update_weights(weights, 0, probe, self.weights_id or weights_id)
 
     engine = Lagging.from_pretrained(demo_files.model)
     try:
@@ -259,7 +261,7 @@ def test_only_servers_without_the_weights_are_sent_them_again(served: Any) -> No
 
 def test_samples_of_weights_that_someone_else_sent_are_refused(served: Any) -> None:
     _, url = served(tiny_engine)
-    with quick_pool(url, attempts=2) as pool, VllmServer(url, token=TOKEN) as stranger:
+    with quick_pool(url, attempts=2) as pool, RolloutClient(url, token=TOKEN) as stranger:
         pool.update_weights(newer(), 3, weights_id="run-3-a")
         assert pool.generate([[1, 2]], SHORT)[0][0].weights_id == "run-3-a"
         stranger.update_weights(newer(), 3, weights_id="other-3-b")
@@ -270,7 +272,7 @@ def test_samples_of_weights_that_someone_else_sent_are_refused(served: Any) -> N
 def test_an_aborted_sample_of_the_weights_before_is_not_foreign(served: Any) -> None:
     """New weights abort what is running: it comes back with the id of the weights that it has so far."""
     engine, url = served(tiny_engine)
-    with VllmServer(url, token=TOKEN) as client:
+    with RolloutClient(url, token=TOKEN) as client:
         client.update_weights(newer(), 1, weights_id="run-1-a")
         (sample,) = engine.generate([[1, 2]], SHORT)[0]
         client.update_weights(newer(), 2, weights_id="run-2-b")
@@ -281,7 +283,7 @@ def test_an_aborted_sample_of_the_weights_before_is_not_foreign(served: Any) -> 
 def test_what_answers_without_the_weights_has_not_taken_them(served: Any, answer: str) -> None:
     """A proxy that answers /weights by itself, with 200."""
     engine, url = served(tiny_engine)
-    with VllmServer(url, token=TOKEN) as direct:
+    with RolloutClient(url, token=TOKEN) as direct:
         info = direct._call("GET", "/info")
 
     async def swallow(request: Any) -> Response:
@@ -297,7 +299,7 @@ def test_what_answers_without_the_weights_has_not_taken_them(served: Any, answer
     proxy = Starlette(
         routes=[Route("/weights", swallow, methods=["POST"]), Route("/info", pass_on), Route("/health", pass_on)]
     )
-    with serving(proxy) as behind, VllmServer(behind, token=TOKEN) as client:
+    with serving(proxy) as behind, RolloutClient(behind, token=TOKEN) as client:
         with pytest.raises(EngineAnswerError, match=r"/weights|does not have them"):
             client.update_weights(newer(), 1, weights_id="run-1-a")
         with quick_pool(behind, url) as pool:  # the other server has them
@@ -305,32 +307,3 @@ def test_what_answers_without_the_weights_has_not_taken_them(served: Any, answer
             assert {s.weights_id for (s,) in pool.generate([[i + 1] for i in range(4)], SHORT)} == {"run-1-a"}
             assert not pool.lacks_weights()  # that has lost them: it is not sent them in every step
     assert engine.weights_id == "run-1-a"
-
-
-def test_servers_of_older_releases_are_checked_by_version(served: Any) -> None:
-    class WithoutIds(TransformersEngine):
-        def update_weights(self, weights: Any, version: int, probe: Any = None) -> None:
-            super().update_weights(weights, version, probe)
-
-    engine, url = served(lambda: WithoutIds(tiny_model("olmoe"), max_length=64))
-    with quick_pool(url, attempts=2) as pool:
-        assert "weights_id" not in pool._members[0].engine._call("GET", "/info")
-        pool.update_weights(newer(), 7, weights_id="run-7-a")
-        assert not pool.identifies_weights
-        assert pool.generate([[1, 2]], SHORT)[0][0].weight_version == 7
-        engine.restart()
-        with pytest.raises(EngineError, match=r"not sent|no engine of the pool"):
-            pool.generate([[1, 2]], SHORT)
-
-
-def test_bytes_without_an_id_are_those_that_older_releases_read(served: Any) -> None:
-    from moe_replay.rollout.server.sample_wire import decode_samples, encode_samples
-    from moe_replay.rollout.weights.stream import write_update
-
-    engine, _ = served(tiny_engine)
-    (plain,) = engine.generate([[1, 2]], SHORT)[0]
-    assert b"weights_id" not in encode_samples([plain])
-    assert b"weights_id" not in b"".join(write_update(newer(), 1, None))
-    engine.update_weights(newer(), 1, weights_id="run-1-a")
-    (sample,) = engine.generate([[1, 2]], SHORT)[0]
-    assert decode_samples(encode_samples([sample]))[0].weights_id == "run-1-a"

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 import moe_replay as mr
-from moe_replay.rollout.types import Probe, Sample, SamplingParams
+from moe_replay.records import Sample, SamplingParams
 from moe_replay.routes.trace import RouteTrace
+from moe_replay.weights.probe import Probe
 from tests.gpu.models import VOCABULARY, random_model
 
 ON_CPU = bool(os.environ.get("MOE_REPLAY_TRY_ON_CPU"))
@@ -35,7 +36,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 128,  # longer prompts are prefilled in chunks
     "enable_prefix_caching": True,
     "kv_cache_memory_bytes": 2**28,
-    "capture": "checked",  # routes of vLLM's own capture and of ours must be the same in every sample, bit for bit
+    "capture": "cross_check",  # routes of vLLM's own capture and of ours must be the same in every sample, bit for bit
 }
 ON_GPU: dict[str, Any] = {
     "gpu_memory_utilization": 0.05,
@@ -76,8 +77,10 @@ class Case:
         self, family: str, dtype: str, folder: Path, *, complete: Callable[[Path], None] | None = None, **options: Any
     ) -> None:
         """Start the engine with the model in `folder`, to which `complete` may add."""
-        from moe_replay.rollout.vllm.engine import VllmEngine
+        from benchmarks.parts.step_timers import use_timed_workers
+        from moe_replay.engines.vllm.engine import VllmEngine
 
+        use_timed_workers()
         self.family, self.dtype = family, "float32" if ON_CPU else dtype
         self.tolerance = TOLERANCES[self.dtype]
         self.preempts = "num_gpu_blocks_override" in options
@@ -128,7 +131,7 @@ class Case:
 
 def equal_choices(one: RouteTrace, other: RouteTrace) -> np.ndarray:
     """Whether two traces of the same tokens have the same experts, sorted, for all tokens but the last."""
-    return (np.sort(one.experts[:-1], -1) == np.sort(other.experts[:-1], -1)).ravel()
+    return (np.sort(one.routed_experts[:-1], -1) == np.sort(other.routed_experts[:-1], -1)).ravel()
 
 
 def score(model: Any, token_ids: np.ndarray) -> tuple[RouteTrace, np.ndarray]:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from moe_replay.rollout.types import Sample, SamplingParams
-from moe_replay.rollout.vllm.capture import RouteSource
+from moe_replay.engines.vllm.capture import RouteSource
+from moe_replay.records import Sample, SamplingParams
 from tests.gpu.engines import BLOCK, FEW_SLOTS, NEEDS_GPU, ON_CPU, Case, random_prompts, score, started
 
 pytestmark = [*NEEDS_GPU, pytest.mark.skipif(ON_CPU, reason="these kernels of vLLM are for GPUs")]
@@ -37,7 +37,7 @@ class Captured(NamedTuple):
             own, _ = score(self.case.model, sample.trace.token_ids)
             apart.append((ours != theirs).any((1, 2)))
             chosen = [np.sort(routes[:, list(own.layers)], -1) for routes in (ours, theirs)]
-            right.append([(one == np.sort(own.experts[: len(ours)], -1)).mean() for one in chosen])
+            right.append([(one == np.sort(own.routed_experts[: len(ours)], -1)).mean() for one in chosen])
         share, (ours_right, theirs_right) = np.concatenate(apart).mean(), np.mean(right, 0)
         print(f"{share:.2%} of tokens apart; as Transformers: {ours_right:.4f} of ours, {theirs_right:.4f} of vLLM's")
         assert share < 0.005
@@ -54,7 +54,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Captured]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_BATCH_INVARIANT", "1")
-        patch.setattr(RouteSource, "_checked", keep)
+        patch.setattr(RouteSource, "_cross_check", keep)
         options = {
             "num_gpu_blocks_override": FEW_SLOTS // BLOCK,
             "block_size": BLOCK,

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from moe_replay.rollout.adapter import Adapter
-from moe_replay.rollout.types import SamplingParams
-from moe_replay.rollout.vllm.adapter import EXPERTS, adapter_options
+from moe_replay.engines.vllm.lora import EXPERTS, adapter_options
+from moe_replay.records import SamplingParams
 from moe_replay.train.backends import lora
 from moe_replay.train.config.sections import ModelConfig
-from moe_replay.train.engines import lora_spec
+from moe_replay.train.setup.engines import lora_spec
+from moe_replay.weights.lora_adapter import Adapter
 from tests.gpu.engines import DEVICE, NEEDS_GPU, ON_CPU, Case, random_prompts, started
 from tests.gpu.models import random_model
 
@@ -55,7 +55,7 @@ def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder: Path = tmp_path_factory.mktemp("model")
     family, targets = TARGETS[request.param]
     random_model(family, torch.bfloat16).config.save_pretrained(folder)
-    config = ModelConfig(lora_rank=RANK, lora_alpha=2 * RANK, lora_targets=targets)
+    config = ModelConfig(lora_rank=RANK, lora_alpha=2 * RANK, lora_target_modules=targets)
     spec = lora_spec(config, str(folder), is_server=True)
     if ON_CPU and EXPERTS in spec.modules:
         pytest.skip("vLLM has no kernels for adapters of experts on a CPU")

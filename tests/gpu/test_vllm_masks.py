@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from moe_replay.rollout.plain_vllm.engine import PlainVllmEngine
-from moe_replay.rollout.types import Probe, Sample, SamplingParams
-from moe_replay.rollout.vllm.masks import MASK_OPTION
-from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
+from moe_replay.engines.vllm.outputs import MASK_OPTION
+from moe_replay.engines.vllm_serve.client import VllmServeClient
+from moe_replay.records import Sample, SamplingParams
 from moe_replay.routes.topology import MoeTopology
+from moe_replay.weights.checkpoint import checkpoint_tensors
+from moe_replay.weights.probe import Probe
 from tests.gpu.models import VOCABULARY, random_model
 from tests.real_vllm.serve import vllm_serve
 
@@ -56,7 +57,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def own_engine(folder: Path) -> Any:
-    from moe_replay.rollout.vllm.engine import VllmEngine
+    from moe_replay.engines.vllm.engine import VllmEngine
 
     return VllmEngine(folder, dtype="float32", max_model_len=256, **OPTIONS, **{MASK_OPTION: True})
 
@@ -68,7 +69,7 @@ def plain_server(folder: Path, model: Any) -> Iterator[Any]:
     topology = MoeTopology.from_config(model.config)
     with (
         vllm_serve(folder, VOCABULARY, "--return-sampling-mask", *options) as url,
-        PlainVllmEngine(url, topology, vocabulary=VOCABULARY, sampling_mask=True) as engine,
+        VllmServeClient(url, topology, vocabulary=VOCABULARY, sampling_mask=True) as engine,
     ):
         yield engine
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from moe_replay.engines.session import Session
 from moe_replay.errors import EngineError
-from moe_replay.rollout.session import Session
-from moe_replay.rollout.types import FinishReason, SamplingParams
-from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
+from moe_replay.records import FinishReason, SamplingParams
+from moe_replay.weights.checkpoint import checkpoint_tensors
 from tests.gpu.engines import BLOCK, FEW_SLOTS, NEEDS_GPU, ON_CPU, Case, random_prompts, score, started
 from tests.gpu.models import FAMILIES
 
@@ -35,7 +35,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if dtype == "float32":
         # Exact enough for tokens that are computed again after a preemption to choose as Transformers does. vLLM's own
         # capture has the routes of the first computation, ours of the last: see test_vllm_computed_again.
-        options = {"num_gpu_blocks_override": FEW_SLOTS // BLOCK, "block_size": BLOCK, "capture": "ours"}
+        options = {"num_gpu_blocks_override": FEW_SLOTS // BLOCK, "block_size": BLOCK, "capture": "kv_slot"}
     if (family, dtype) == ("qwen3_moe", "bfloat16"):
         options = {"enable_sleep_mode": not ON_CPU}
     with started(family, dtype, tmp_path_factory.mktemp("model"), **options) as started_case:

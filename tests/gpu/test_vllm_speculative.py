@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_replay.rollout.types import FinishReason, SamplingParams
+from moe_replay.records import FinishReason, SamplingParams
 from tests.gpu.engines import NEEDS_GPU, ON_CPU, Case, random_prompts, started
 from tests.gpu.models import VOCABULARY, add_mtp_layer, random_model
 
@@ -40,8 +40,8 @@ SETTINGS = [
         ("mtp", "glm4_moe", "float32"),
         ("mtp", "deepseek_v3", "bfloat16"),
     )
-    for capture in ("ours", "checked")
-    if (method, capture) != ("draft_model", "checked")  # vLLM 0.32 has no capture of its own beside a draft model
+    for capture in ("kv_slot", "cross_check")
+    if (method, capture) != ("draft_model", "cross_check")  # vLLM 0.32 has no capture of its own beside a draft model
 ]
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+from moe_replay.engines.transformers import TransformersEngine
 from moe_replay.errors import EngineError
 from moe_replay.integrations.trl_generation import merged_weights
-from moe_replay.rollout.transformers import TransformersEngine
-from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
+from moe_replay.weights.checkpoint import checkpoint_tensors
 from tests.integrations.trl_tiny import make, model, trained
 
 pytest.importorskip("trl")
@@ -34,12 +34,12 @@ def in_process(policy: nn.Module, folder: Path) -> Iterator[Any]:
 @contextmanager
 def behind_http(policy: nn.Module, folder: Path) -> Iterator[Any]:
     pytest.importorskip("starlette", reason="the server's own dependencies")
-    from moe_replay.rollout.server.app import build_app
-    from moe_replay.rollout.server.client import VllmServer
-    from tests.rollout.serving import serving
+    from moe_replay.engines.server.app import build_app
+    from moe_replay.engines.server.client import RolloutClient
+    from tests.engines.serving import serving
 
     app = build_app(TransformersEngine(copy.deepcopy(policy)), "open sesame", max_requests=8)
-    with serving(app) as url, VllmServer(url, token="open sesame") as engine:
+    with serving(app) as url, RolloutClient(url, token="open sesame") as engine:
         yield engine
 
 
@@ -104,8 +104,8 @@ def test_merged_adapters_have_the_names_of_the_checkpoint() -> None:
 
 def test_an_engine_with_other_weights_is_found_out(tmp_path: Path) -> None:
     class Deaf(TransformersEngine):
-        def update_weights(self, weights: Any, version: int, probe: Any = None) -> None:
-            super().update_weights(list(checkpoint_tensors(model(seed=1))), version, probe)
+        def update_weights(self, weights: Any, version: int, probe: Any = None, weights_id: str = "") -> None:
+            super().update_weights(list(checkpoint_tensors(model(seed=1))), version, probe, weights_id)
 
     with pytest.raises(EngineError, match="does not compute with the weights"):
         make(tmp_path, "r3", engine=Deaf(model()), **SETTINGS).train()

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moe_replay as mr
-from moe_replay.integrations.trl_metrics import ReplayMetrics
-from moe_replay.integrations.trl_passes import RoutedSample, batch_layout, rollout_logprobs
+from moe_replay.integrations.trl_passes import ReplayMetrics, RoutedSample, batch_layout, rollout_logprobs
 
 LAYERS = (1, 3)
 TOPOLOGY = mr.MoeTopology(4, tuple(mr.routes.MoeLayer(layer, 4, 2) for layer in LAYERS))

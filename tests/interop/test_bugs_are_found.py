@@ -12,8 +12,8 @@ from torch import Tensor
 
 import moe_replay as mr
 from moe_replay import interop
-from moe_replay.diagnostics.verify import verify
-from moe_replay.interop import PeerError
+from moe_replay.interop import RouteFormatError
+from moe_replay.verification.verify import verify
 from tests.models import tiny_qwen3_moe
 
 pytest.importorskip("transformers")
@@ -33,7 +33,7 @@ def batch() -> SimpleNamespace:
     with torch.no_grad(), replay.record() as recording:
         model(input_ids=fed, attention_mask=mask)
     traces = [
-        mr.RouteTrace(t.token_ids, t.experts, t.layers, np.arange(len(t)) < len(t) - 1, num_experts=16)
+        mr.RouteTrace(t.token_ids, t.routed_experts, t.layers, np.arange(len(t)) < len(t) - 1, num_experts=16)
         for t in recording.traces(layout, ids)
     ]
     routes = interop.to_verl(traces, replay.topology, mask)
@@ -110,7 +110,7 @@ def test_right_routes_are_aligned(batch: SimpleNamespace) -> None:
 @pytest.mark.parametrize("bug", [shifted_by_a_dense_layer, a_token_late, never_captured], ids=lambda bug: bug.__name__)
 def test_found_when_read(batch: SimpleNamespace, bug: Callable[[Tensor, list[int]], Tensor]) -> None:
     wrong = bug(batch.routes, list(batch.topology.layers))
-    with pytest.raises(PeerError):
+    with pytest.raises(RouteFormatError):
         interop.from_verl(wrong, batch.ids, batch.mask, topology=batch.topology)
 
 

@@ -47,7 +47,7 @@ def test_each_route_goes_to_its_token_and_layer(tokens, short, first, moe, dtype
     assert trace.num_experts == 8
     assert [span.version for span in trace.versions] == [7]
     for slot, layer in enumerate(moe):
-        np.testing.assert_array_equal(trace.experts[first : first + rows, slot], raw[:, layer])
+        np.testing.assert_array_equal(trace.routed_experts[first : first + rows, slot], raw[:, layer])
     np.testing.assert_array_equal(trace.valid.all(axis=1), [first <= t < first + rows for t in range(tokens)])
 
 
@@ -77,7 +77,7 @@ def test_an_all_zero_capture_at_top_1() -> None:
     one = topology(top_k=1)
     assert "all-zero capture" in fails(np.zeros((99, 4, 1), np.uint8), 100, one).problem
     few = trace_from_capture(np.zeros((3, 4, 1), np.uint8), range(4), one, ENGINE)  # can be a choice
-    assert few.experts.sum() == 0
+    assert few.routed_experts.sum() == 0
 
 
 def test_a_layer_that_was_never_captured() -> None:

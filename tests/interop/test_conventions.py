@@ -34,7 +34,7 @@ def captured(trace: RouteTrace, of: MoeTopology = HYBRID, rows: int | None = Non
     """(rows, decoder layers, K): what an engine's buffer holds."""
     buffer = np.zeros((len(trace), of.num_layers, of.top_k), np.uint8 if of.num_experts <= 256 else np.uint16)
     for slot, layer in enumerate(of.layers):
-        buffer[:, layer] = trace.experts[:, slot]
+        buffer[:, layer] = trace.routed_experts[:, slot]
     return buffer[: len(trace) - 1 if rows is None else rows]
 
 
@@ -61,7 +61,7 @@ def test_rows_that_were_not_asked_for_are_uncovered() -> None:
     trace = truth(9, 1)
     rows = captured(trace)[4:]
     expected = RouteTrace(
-        trace.token_ids, trace.experts, trace.layers, [False] * 4 + [True] * 4 + [False], 0, num_experts=16
+        trace.token_ids, trace.routed_experts, trace.layers, [False] * 4 + [True] * 4 + [False], 0, num_experts=16
     )
     assert interop.from_vllm(rows, trace.token_ids, HYBRID, first_token=4) == expected
     in_text = base64.b64encode(rows.astype(np.int32).tobytes()).decode()
@@ -92,7 +92,9 @@ def test_verl(jagged: bool, dtype: torch.dtype) -> None:
 
 def test_verl_of_layers_that_route_only() -> None:
     trace = truth(6, 1)
-    assert interop.from_verl([trace.experts[:-1]], [trace.token_ids], topology=HYBRID, weight_version=3) == [trace]
+    assert interop.from_verl([trace.routed_experts[:-1]], [trace.token_ids], topology=HYBRID, weight_version=3) == [
+        trace
+    ]
 
 
 def test_verl_at_top_1_where_zeros_are_a_choice() -> None:
@@ -138,7 +140,7 @@ def test_prime_rl(of: MoeTopology, dtype: str, start: int) -> None:
         "dtype": dtype,
     }
     valid = [start <= token < 8 for token in range(9)]
-    expected = RouteTrace(trace.token_ids, trace.experts, trace.layers, valid, 3, num_experts=of.num_experts)
+    expected = RouteTrace(trace.token_ids, trace.routed_experts, trace.layers, valid, 3, num_experts=of.num_experts)
     assert interop.from_prime_rl(sent, trace.token_ids, of, weight_version=3) == expected
 
 
@@ -161,7 +163,7 @@ def test_nemo_rl(of: MoeTopology, dtype: type, routing_only: bool) -> None:
     full = truth(10, 1, of)
     valid = full.valid[:, 0].copy()
     valid[[3, 4]] = False
-    trace = RouteTrace(full.token_ids, full.experts, full.layers, valid, 3, num_experts=of.num_experts)
+    trace = RouteTrace(full.token_ids, full.routed_experts, full.layers, valid, 3, num_experts=of.num_experts)
     rows = captured(full, of, rows=10).astype(dtype)
     if routing_only:
         rows = rows[:, list(of.layers)]
@@ -210,3 +212,14 @@ def test_verl_of_samples_without_rows() -> None:
     assert torch.equal(interop.to_verl([empty, empty], HYBRID, mask), routes)
     assert interop.from_verl(routes[:0], mask[:0].long(), mask[:0], topology=HYBRID) == []
     assert interop.to_verl([], HYBRID, mask[:0]).shape == (0, 4, 5, 2)
+
+
+def test_a_sample_of_verl_may_be_without_routes_where_the_caller_says_so() -> None:
+    rows = np.zeros((3, 5, 2), np.int16)
+    with pytest.raises(interop.RouteFormatError, match="all-zero"):
+        interop.from_verl([rows], [[7, 8, 9]], topology=HYBRID, may_be_empty=[False])
+    (empty,) = interop.from_verl([rows], [[7, 8, 9]], topology=HYBRID, may_be_empty=[True])
+    assert (len(empty), empty.covered_fraction) == (3, 0.0)
+    trace = truth(6, 3, HYBRID)
+    routed, ids = interop.to_verl([trace], HYBRID), [trace.token_ids]
+    assert interop.from_verl(routed, ids, topology=HYBRID, weight_version=3, may_be_empty=[True]) == [trace]

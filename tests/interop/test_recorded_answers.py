@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from moe_replay import MoeTopology, interop
+from moe_replay.engines.sglang.wire import GenerateResponse
 from moe_replay.errors import EngineName
-from moe_replay.rollout.sglang.wire import GenerateResponse
-from moe_replay.rollout.weights.identity import CurrentWeights
+from moe_replay.weights.identity import CurrentWeights
 from tests.real_sglang.models import sglang_model
 
 pytest.importorskip("transformers")
 
-RECORDED = Path(__file__).parents[1] / "rollout" / "recorded"
+RECORDED = Path(__file__).parents[1] / "engines" / "recorded"
 
 
 def recorded(name: str) -> tuple[MoeTopology, list[tuple[list[int], int, dict]]]:
@@ -52,5 +52,5 @@ def test_routes_in_a_dense_layer_are_refused() -> None:
     topology, answers = recorded("qwen3_moe_dense")
     for prompt, first, content in answers:
         tokens = prompt + content["output_ids"]
-        with pytest.raises(interop.PeerError, match="no router"):
+        with pytest.raises(interop.RouteFormatError, match="no router"):
             interop.from_sglang(content["meta_info"]["routed_experts"], tokens, topology, first_token=first)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_replay.rollout.weights.checkpoint import checkpoint_tensors, load_into
+from moe_replay.weights.checkpoint import checkpoint_tensors, load_into
 
 FAMILIES = ("qwen3_moe", "glm4_moe")
 

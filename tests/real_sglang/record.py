@@ -1,6 +1,6 @@
 """Ask a real SGLang on CPU and keep what it says: `python -m tests.real_sglang.record`, from the root of the project.
 
-Writes tests/rollout/recorded/sglang_*.json, which the tests of the client read. Needs requirements/sglang-cpu.txt.
+Writes tests/engines/recorded/sglang_*.json, which the tests of the client read. Needs requirements/sglang-cpu.txt.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 
-from moe_replay.rollout.sglang.server import generate_request
-from moe_replay.rollout.types import SamplingParams
+from moe_replay.engines.sglang.client import generate_request
+from moe_replay.records import SamplingParams
 from tests.real_sglang.models import FAMILIES, sglang_model
 from tests.real_sglang.server import sglang_server
 

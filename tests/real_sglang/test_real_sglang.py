@@ -9,15 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moe_replay.engines.session import Session
+from moe_replay.engines.sglang.client import SglangClient
 from moe_replay.errors import EngineError
-from moe_replay.rollout.session import Session
-from moe_replay.rollout.sglang.server import SglangServer
-from moe_replay.rollout.types import FinishReason, Probe, SamplingParams
-from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
+from moe_replay.records import FinishReason, SamplingParams
+from moe_replay.weights.checkpoint import checkpoint_tensors
+from moe_replay.weights.probe import Probe
+from tests.engines.serving import responds
+from tests.engines.tiny import assert_sampled_from, reference
 from tests.real_sglang.models import sglang_model
 from tests.real_sglang.server import sglang_server
-from tests.rollout.serving import responds
-from tests.rollout.tiny import assert_sampled_from, reference
 
 pytest.importorskip("sglang", reason="the real SGLang is not installed here: see requirements/sglang-cpu.txt")
 
@@ -25,15 +26,15 @@ LONG = list(range(1, 90))
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangClient]:
     """A model with a dense first layer; prompts longer than 64 tokens are prefilled in chunks."""
     folder = tmp_path_factory.mktemp("glm4_moe")
     sglang_model("glm4_moe").save_pretrained(folder)
-    with sglang_server(folder, "--chunked-prefill-size", "64") as url, SglangServer(url) as engine:
+    with sglang_server(folder, "--chunked-prefill-size", "64") as url, SglangClient(url) as engine:
         yield engine
 
 
-def test_what_it_is(engine: SglangServer) -> None:
+def test_what_it_is(engine: SglangClient) -> None:
     assert str(engine.name) == "SGLang 0.5.23"
     assert engine.topology.layers == (1, 2)
     assert engine.weight_version == 0
@@ -41,7 +42,7 @@ def test_what_it_is(engine: SglangServer) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_routes_and_log_probs_are_those_of_transformers(engine: SglangServer, temperature: float) -> None:
+def test_routes_and_log_probs_are_those_of_transformers(engine: SglangClient, temperature: float) -> None:
     """With chunked prefill and cached prefixes, many at once."""
     params = SamplingParams(n=3, max_tokens=8, temperature=temperature)
     for group in engine.generate([[1, 2, 3], LONG, LONG[:70], LONG], params):
@@ -50,12 +51,12 @@ def test_routes_and_log_probs_are_those_of_transformers(engine: SglangServer, te
             assert_sampled_from(sglang_model("glm4_moe"), sample, temperature or 1.0)
 
 
-def test_prompt_log_probs(engine: SglangServer) -> None:
+def test_prompt_log_probs(engine: SglangClient) -> None:
     expected = reference(sglang_model("glm4_moe"), np.asarray(LONG)).logprobs
     np.testing.assert_allclose(engine.prompt_logprobs(LONG), expected, atol=2e-4)
 
 
-def test_new_weights_abort_and_resume(engine: SglangServer) -> None:
+def test_new_weights_abort_and_resume(engine: SglangClient) -> None:
     """Last but for sleep: the engine goes on with the weights of version 2."""
     newer = {version: sglang_model("glm4_moe", seed=version) for version in (1, 2)}
 
@@ -80,11 +81,11 @@ def test_new_weights_abort_and_resume(engine: SglangServer) -> None:
             np.testing.assert_allclose(
                 session.logprobs[before:], reference(model, session.token_ids).logprobs[before - 1 :], atol=2e-4
             )
-        found, wanted = (np.sort(each.experts[part], axis=-1) for each in (trace, expected))
+        found, wanted = (np.sort(each.routed_experts[part], axis=-1) for each in (trace, expected))
         np.testing.assert_array_equal(found, wanted)
 
 
-def test_a_probe_and_a_folder(engine: SglangServer, tmp_path: Path) -> None:
+def test_a_probe_and_a_folder(engine: SglangClient, tmp_path: Path) -> None:
     model = sglang_model("glm4_moe", seed=2)
     model.save_pretrained(tmp_path)
     right = reference(model, np.asarray(LONG)).logprobs
@@ -98,7 +99,7 @@ def test_a_probe_and_a_folder(engine: SglangServer, tmp_path: Path) -> None:
     assert_sampled_from(model, sample)
 
 
-def test_sleep_and_wake(engine: SglangServer) -> None:
+def test_sleep_and_wake(engine: SglangClient) -> None:
     """On CPU nothing is freed; the server must still answer as before."""
     version = engine.weight_version
     engine.sleep()
@@ -111,7 +112,7 @@ def test_sleep_and_wake(engine: SglangServer) -> None:
 
 def test_a_server_without_routes(tmp_path: Path) -> None:
     sglang_model("qwen3_moe").save_pretrained(tmp_path)
-    with sglang_server(tmp_path, returns_routes=False) as url, SglangServer(url) as engine:
+    with sglang_server(tmp_path, returns_routes=False) as url, SglangClient(url) as engine:
         with pytest.raises(EngineError, match="--enable-return-routed-experts"):
             engine.generate([[1, 2, 3]], SamplingParams())
         with pytest.raises(EngineError, match="ignores seeds"):

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from torch import nn
 
+from moe_replay.engines.sglang.client import SglangClient
+from moe_replay.engines.sglang.wire import GenerateResponse
 from moe_replay.errors import EngineError
-from moe_replay.interop.sglang import int32_rows
-from moe_replay.rollout.sglang.server import SglangServer
-from moe_replay.rollout.sglang.wire import GenerateResponse
-from moe_replay.rollout.types import Sample, SamplingParams
+from moe_replay.interop.conventions import int32_rows
+from moe_replay.records import Sample, SamplingParams
+from tests.engines.tiny import assert_sampled_from, reference
 from tests.real_sglang.models import sglang_model
 from tests.real_sglang.server import sglang_server
 from tests.real_sglang.test_training import saved, train_three_steps
-from tests.rollout.tiny import assert_sampled_from, reference
 
 pytest.importorskip("sglang", reason="the real SGLang is not installed here: see requirements/sglang-cpu.txt")
 
@@ -34,7 +34,7 @@ ALONE = SamplingParams(max_tokens=300)
 ATTEMPTS = 20
 
 
-class Observed(SglangServer):
+class Observed(SglangClient):
     """Keeps what the server answered, before the client looks at it."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -159,5 +159,5 @@ async def sampled_meanwhile(engine: Observed, mode: str, folder: Path, version: 
 
 def agreement(routes: np.ndarray, model: nn.Module, token_ids: np.ndarray) -> float:
     """Share of rows and layers with the experts that the model chooses."""
-    expected = reference(model, token_ids).trace.experts[:-1]
+    expected = reference(model, token_ids).trace.routed_experts[:-1]
     return float((np.sort(routes, axis=-1) == np.sort(expected, axis=-1)).all(-1).mean())

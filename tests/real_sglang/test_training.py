@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from moe_replay.rollout.sglang.server import SglangServer
-from moe_replay.rollout.types import SamplingParams
+from moe_replay.engines.sglang.client import SglangClient
+from moe_replay.records import SamplingParams
+from tests.engines.tiny import assert_sampled_from
 from tests.real_sglang.models import sglang_model
 from tests.real_sglang.server import sglang_server
-from tests.rollout.tiny import assert_sampled_from
 
 pytest.importorskip("sglang", reason="the real SGLang is not installed here: see requirements/sglang-cpu.txt")
 
 
 def saved(folder: Path, **changes: Any) -> Path:
     """A model with a tokenizer."""
-    from moe_replay.demo.tokenizer import build_tokenizer
+    from moe_replay.demo.model import build_tokenizer
 
     sglang_model("glm4_moe", **changes).save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
@@ -31,8 +31,8 @@ def saved(folder: Path, **changes: Any) -> Path:
 
 def train_three_steps(url: str, model: Path, output: Path, max_tokens: int = 8) -> None:
     """The trainer computes the routes and log-probs that the server reported."""
-    from moe_replay.demo.arithmetic import rows
-    from moe_replay.demo.settings import QUICK
+    from moe_replay.demo.model import QUICK
+    from moe_replay.demo.task import rows
     from moe_replay.train.loop import train
     from tests.train.runs import tiny_config
 
@@ -53,7 +53,7 @@ def test_three_steps_with_tensor_parallel(tmp_path: Path) -> None:
     halves = {"num_key_value_heads": 2}
     model = saved(tmp_path / "model", **halves)
     with sglang_server(model, "--tp", "2", "--chunked-prefill-size", "64") as url:
-        with SglangServer(url) as engine:
+        with SglangClient(url) as engine:
             for group in engine.generate([[1, 2, 3], list(range(1, 90))], SamplingParams(n=2, max_tokens=8)):
                 for sample in group:
                     assert_sampled_from(sglang_model("glm4_moe", **halves), sample)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.engines.tiny import tiny_model
 from tests.real_vllm.forks import forked_engines
-from tests.rollout.tiny import tiny_model
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # tests of other workers may run on the same cores
@@ -28,9 +28,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "max_num_seqs": 32,
         "num_gpu_blocks_override": 40,
         "disable_log_stats": False,
-        "capture": "checked",  # routes of vLLM's own capture and of ours must be the same in every sample
+        "capture": "cross_check",  # routes of vLLM's own capture and of ours must be the same in every sample
     },
-    "mixtral": {"enable_prefix_caching": False, "capture": "ours"},
+    "mixtral": {"enable_prefix_caching": False, "capture": "kv_slot"},
     "olmoe": {"enable_prefix_caching": False, "capture": "vllm"},
 }
 SHARED = {
@@ -54,7 +54,7 @@ def engines_are_forked() -> Iterator[None]:
 def vllm_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
     """The engine of a family; `tiny_model(family)` are its weights."""
     pytest.importorskip("vllm", reason=NEEDS_VLLM)
-    from moe_replay.rollout.vllm.engine import VllmEngine
+    from moe_replay.engines.vllm.engine import VllmEngine
 
     with ExitStack() as started:
 

@@ -15,19 +15,20 @@ import pytest
 import torch
 from torch import nn
 
+from moe_replay.engines.base import LoraSpec, StartRequest
+from moe_replay.engines.server.app import build_app
+from moe_replay.engines.server.client import start as connect_to_servers
 from moe_replay.errors import EngineError, EngineOptionError
-from moe_replay.rollout.adapter import PREFIX, Adapter, module_names, write_adapter
-from moe_replay.rollout.engine import LoraSpec, StartRequest
-from moe_replay.rollout.server.app import build_app
-from moe_replay.rollout.server.client import start as connect_to_servers
-from moe_replay.rollout.types import Probe, SamplingParams
+from moe_replay.records import SamplingParams
 from moe_replay.train.backends import lora
 from moe_replay.train.config.sections import ModelConfig
 from moe_replay.train.loop import train
+from moe_replay.weights.lora_adapter import PREFIX, Adapter, module_names, write_adapter
+from moe_replay.weights.probe import Probe
 from tests.combinations import with_thorough
+from tests.engines.serving import serving
+from tests.engines.tiny import assert_sampled_from, reference
 from tests.real_vllm.conftest import NEEDS_VLLM, SHARED
-from tests.rollout.serving import serving
-from tests.rollout.tiny import assert_sampled_from, reference
 from tests.train.runs import tiny_config
 
 pytest.importorskip("peft")
@@ -42,7 +43,7 @@ PROBE = [number % 11 + 1 for number in range(40)]
 @pytest.fixture(scope="module")
 def engine(demo_files: Any) -> Iterator[Any]:
     pytest.importorskip("vllm", reason=NEEDS_VLLM)
-    from moe_replay.rollout.vllm.engine import start
+    from moe_replay.engines.vllm.engine import start
 
     options = {name: value for name, value in SHARED.items() if name != "dtype"}
     request = StartRequest(
@@ -50,7 +51,7 @@ def engine(demo_files: Any) -> Iterator[Any]:
         max_length=256,
         dtype="float32",
         lora=LoraSpec(4, ("gate", "k_proj", "o_proj", "q_proj", "v_proj")),
-        options={**options, "enable_prefix_caching": True, "capture": "checked"},
+        options={**options, "enable_prefix_caching": True, "capture": "cross_check"},
     )
     started = start(request)
     yield started
@@ -70,7 +71,7 @@ def adapted(files: Any, seed: int, targets: tuple[str, ...] = TARGETS) -> nn.Mod
     """The model of the engine with an adapter that is not zero."""
     model = base_model(files)
     torch.manual_seed(seed)
-    lora.add_adapters(model, ModelConfig(lora_rank=4, lora_alpha=8, lora_targets=targets))
+    lora.add_adapters(model, ModelConfig(lora_rank=4, lora_alpha=8, lora_target_modules=targets))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
@@ -100,7 +101,7 @@ def test_the_adapter_alone_makes_the_policy(engine: Any, demo_files: Any) -> Non
     assert_samples_are_of(base, engine, 0, "")
     engine.update_adapter(adapter_of(first), 1, probe(first), weights_id="one")
     assert_samples_are_of(first, engine, 1, "one")  # the same prompts: nothing of the prefix cache is left
-    routes = [reference(model, np.array(PROBE)).trace.experts for model in (base, first)]
+    routes = [reference(model, np.array(PROBE)).trace.routed_experts for model in (base, first)]
     assert (np.sort(routes[0]) != np.sort(routes[1])).any()
     engine.update_adapter(adapter_of(second), 2, probe(second), weights_id="two")
     assert_samples_are_of(second, engine, 2, "two")
@@ -143,13 +144,13 @@ def test_training_with_r3_and_gspo_sends_the_adapter_alone(
 ) -> None:
     monkeypatch.setenv("MOE_REPLAY_TOKEN", "open sesame")
     with serving(build_app(engine, "open sesame")) as url:
-        where = {"engine": "vllm_server", "urls": [url]} if served else {"engine": "vllm"}
+        where = {"engine": "rollout_server", "urls": [url]} if served else {"engine": "vllm"}
         made = tiny_config(
             demo_files.model,
             demo_files.train,
             tmp_path / "run",
-            model={"lora_rank": 4, "lora_alpha": 8, "lora_targets": TARGETS, "lora_merge": False},
-            algorithm={"level": "sequence", "updates_per_rollout": 2},
+            model={"lora_rank": 4, "lora_alpha": 8, "lora_target_modules": TARGETS, "lora_merge": False},
+            algorithm={"importance_sampling_level": "sequence", "updates_per_rollout": 2},
             rollout={**where, "lora": True, "probe_tolerance": 1e-3},
             checkpoint={"export": True},
             steps=2,
@@ -192,7 +193,7 @@ def test_vllms_own_loader_reads_an_adapter_of_experts(demo_files: Any, tmp_path:
 
 def loaded_by_a_worker(layers: dict[str, Any]) -> str:
     """What a worker with these layers says to an adapter of all of them."""
-    from moe_replay.rollout.vllm.worker import WeightUpdates
+    from moe_replay.engines.vllm.worker import WeightUpdates
 
     manager = SimpleNamespace(modules=layers, get_adapter=lambda number: SimpleNamespace(loras=layers))
     runner = SimpleNamespace(add_lora=lambda request: True, lora_manager=SimpleNamespace(_adapter_manager=manager))
@@ -210,7 +211,7 @@ def test_routers_that_vllm_computes_without_their_adapters_are_found_and_called(
     from vllm.lora.layers import BaseLayerWithLoRA
     from vllm.model_executor.layers.fused_moe import MoERunner
 
-    from moe_replay.rollout.vllm.lora_worker import call_adapted_routers, routers_passed_by
+    from moe_replay.engines.vllm.lora import call_adapted_routers, unadapted_routers
 
     class Experts(MoERunner):
         def __init__(self, gate: nn.Module) -> None:
@@ -237,20 +238,20 @@ def test_routers_that_vllm_computes_without_their_adapters_are_found_and_called(
     manager._create_lora_modules()
     adapted = isinstance(experts.gate, BaseLayerWithLoRA)
     assert adapted is not with_experts  # if a later vLLM adapts both: nothing is left for `AdaptedRouters` to do
-    assert routers_passed_by(manager.modules) == (set() if adapted else {"mlp.gate"})
+    assert unadapted_routers(manager.modules) == (set() if adapted else {"mlp.gate"})
     refusal = loaded_by_a_worker(manager.modules)
     assert ("computes 1 routers without their adapters" in refusal) is with_experts
     call_adapted_routers(manager.modules)
     assert loaded_by_a_worker(manager.modules) == ""
     assert experts.gate is manager.modules["mlp.gate"]
-    assert not routers_passed_by(manager.modules)
+    assert not unadapted_routers(manager.modules)
 
 
 def test_experts_on_cpu_are_refused_before_anything_starts() -> None:
     pytest.importorskip("vllm", reason=NEEDS_VLLM)
-    from moe_replay.rollout.vllm.engine import start
+    from moe_replay.engines.vllm.engine import start
 
-    with pytest.raises(EngineOptionError, match=r"vLLM on CPU cannot.*rollout\.lora = false"):
+    with pytest.raises(EngineOptionError, match=r"vLLM on CPU does not support.*rollout\.lora = false"):
         start(StartRequest(model="nowhere", lora=LoraSpec(4, ("experts", "q_proj"))))
     with pytest.raises(EngineOptionError, match="at most 512"):
         start(StartRequest(model="nowhere", lora=LoraSpec(1024, ("q_proj",))))

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from moe_replay.errors import EngineError, EngineOptionError
-from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams
-from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
+from moe_replay.records import FinishReason, Sample, SamplingParams
+from moe_replay.weights.checkpoint import checkpoint_tensors
+from moe_replay.weights.probe import Probe
 from tests.combinations import with_thorough
+from tests.engines.tiny import VOCABULARY, assert_sampled_from, reference, tiny_model
 from tests.real_vllm.conftest import NEEDS_VLLM, SHARED
-from tests.rollout.tiny import VOCABULARY, assert_sampled_from, reference, tiny_model
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-ep": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
@@ -52,10 +53,10 @@ def prompts(number: int) -> list[list[int]]:
 @pytest.fixture(params=with_thorough(LAYOUTS, RARE))
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     pytest.importorskip("vllm", reason=NEEDS_VLLM)
-    from moe_replay.rollout.vllm.engine import VllmEngine
+    from moe_replay.engines.vllm.engine import VllmEngine
 
     tiny_model("qwen3_moe").save_pretrained(tmp_path)
-    with VllmEngine(tmp_path, **SHARED, **LAYOUTS[request.param], capture="ours", max_num_seqs=8) as started:
+    with VllmEngine(tmp_path, **SHARED, **LAYOUTS[request.param], capture="kv_slot", max_num_seqs=8) as started:
         yield started
 
 
@@ -98,16 +99,19 @@ def test_all_workers_have_the_routes_and_the_weights(engine: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"data_parallel_size": 2, "data_parallel_size_local": 1}, "are all on its machine.*data_parallel_size_local"),
-        ({"data_parallel_size": 2, "data_parallel_backend": "ray"}, "are all on its machine.*data_parallel_backend"),
-        ({"enable_eplb": True}, "moves them between its workers"),
-        ({"data_parallel_size": 2, "capture": "vllm"}, 'on CPU has expert and data parallelism.*capture "ours"'),
-        ({"tensor_parallel_size": 2, "enable_expert_parallel": True, "capture": "vllm"}, 'capture "ours"'),
+        ({"data_parallel_size": 2, "data_parallel_size_local": 1}, "all run on one machine.*data_parallel_size_local"),
+        ({"data_parallel_size": 2, "data_parallel_backend": "ray"}, "all run on one machine.*data_parallel_backend"),
+        ({"enable_eplb": True}, "moves experts between its workers"),
+        (
+            {"data_parallel_size": 2, "capture": "vllm"},
+            'on CPU supports expert and data.*capture "kv_slot"',
+        ),
+        ({"tensor_parallel_size": 2, "enable_expert_parallel": True, "capture": "vllm"}, 'capture "kv_slot"'),
     ],
 )
 def test_what_cannot_be_captured_is_refused_before_anything_starts(options: dict[str, Any], message: str) -> None:
     pytest.importorskip("vllm", reason=NEEDS_VLLM)
-    from moe_replay.rollout.vllm.engine import VllmEngine
+    from moe_replay.engines.vllm.engine import VllmEngine
 
     with pytest.raises(EngineOptionError, match=message):
         VllmEngine("nowhere", **options)

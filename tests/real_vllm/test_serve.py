@@ -1,4 +1,4 @@
-"""The clients of a plain `vllm serve` against the real one: one that samples only, and one that is trained with."""
+"""The client of a plain `vllm serve` against the real one: for sampling only, and for training."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import nn
 
+from moe_replay.engines.vllm_serve.client import VllmServeClient
+from moe_replay.engines.vllm_serve.wire import WORKER_EXTENSION
 from moe_replay.errors import EngineError
-from moe_replay.rollout.plain_vllm.client import PlainVllmServer
-from moe_replay.rollout.plain_vllm.engine import PlainVllmEngine
-from moe_replay.rollout.plain_vllm.wire import WORKER_EXTENSION
-from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams
-from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
+from moe_replay.records import FinishReason, Sample, SamplingParams
 from moe_replay.routes.topology import MoeTopology
+from moe_replay.weights.checkpoint import checkpoint_tensors
+from moe_replay.weights.probe import Probe
+from tests.engines.tiny import VOCABULARY, assert_sampled_from, reference, tiny_model
 from tests.real_vllm.conftest import NEEDS_VLLM
 from tests.real_vllm.serve import vllm_serve
-from tests.rollout.tiny import VOCABULARY, assert_sampled_from, reference, tiny_model
 
 pytest.importorskip("vllm", reason=NEEDS_VLLM)
 pytestmark = pytest.mark.whole_runs
@@ -38,7 +38,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def test_the_real_vllm_serve(url: str) -> None:
     model = tiny_model("qwen3_moe")
-    with PlainVllmServer(url, "tiny", MoeTopology.from_config(model.config), processed_logprobs=True) as client:
+    topology, only_samples = MoeTopology.from_config(model.config), {"model": "tiny", "takes_weights": False}
+    with VllmServeClient(url, topology, vocabulary=VOCABULARY, processed_logprobs=True, **only_samples) as client:
         assert client.name.name == "vLLM"
         for group in client.generate(
             [[1, 2, 3], list(range(1, 60))], SamplingParams(n=2, max_tokens=6, temperature=0.7)
@@ -49,7 +50,7 @@ def test_the_real_vllm_serve(url: str) -> None:
 
 def test_training_with_the_real_vllm_serve(url: str) -> None:
     model = tiny_model("qwen3_moe")
-    with PlainVllmEngine(url, MoeTopology.from_config(model.config), vocabulary=VOCABULARY) as engine:
+    with VllmServeClient(url, MoeTopology.from_config(model.config), vocabulary=VOCABULARY) as engine:
         engine.update_weights(checkpoint_tensors(model), 1, probe(model), "run-1")
         running: list[list[list[Sample]]] = []
         long = SamplingParams(n=2, max_tokens=250, ignore_eos=True)

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_replay.rollout.types import SamplingParams
+from moe_replay.records import SamplingParams
+from tests.engines.tiny import VOCABULARY, assert_sampled_from, tiny_model
 from tests.real_vllm.conftest import NEEDS_VLLM, SHARED
-from tests.rollout.tiny import VOCABULARY, assert_sampled_from, tiny_model
 
 DRAFTS = 3
 
@@ -67,12 +67,12 @@ def verdicts() -> Iterator[Verdicts]:
 
 @pytest.fixture(scope="module")
 def engine(verdicts: Verdicts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from moe_replay.rollout.vllm.engine import VllmEngine
+    from moe_replay.engines.vllm.engine import VllmEngine
 
     folder: Path = tmp_path_factory.mktemp("model")
     tiny_model("qwen3_moe").save_pretrained(folder)
     drafts = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    with VllmEngine(folder, **SHARED, speculative_config=drafts, capture="ours") as started:
+    with VllmEngine(folder, **SHARED, speculative_config=drafts, capture="kv_slot") as started:
         yield started
 
 

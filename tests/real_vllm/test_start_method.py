@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from moe_replay.rollout.vllm import processes
+from moe_replay.engines.vllm import processes
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
@@ -34,4 +35,4 @@ def test_a_process_that_may_have_counted_its_gpus_is_not_forked(
         raise StartedError
 
     with pytest.raises(StartedError):
-        processes.start_llm(SimpleNamespace(create_engine_config=start))
+        processes.start_llm(SimpleNamespace(create_engine_config=start), Path("unused"))

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_replay.rollout.server.client import VllmServer
+from moe_replay.engines.server.client import RolloutClient
 from tests.combinations import with_thorough, with_whole_runs
 from tests.distributed.harness import run_ranks
+from tests.engines.serving import serving
 from tests.real_vllm.conftest import NEEDS_VLLM
-from tests.rollout.serving import serving
 from tests.train.runs import train_on_rank
 
 pytest.importorskip("vllm", reason=NEEDS_VLLM)
@@ -33,8 +33,8 @@ def server(demo_files: Any) -> Iterator[str]:
 
     Few sequences at once: sampling takes longer than training, so new weights always come in the middle of it.
     """
-    from moe_replay.rollout.server.app import build_app
-    from moe_replay.rollout.vllm.engine import VllmEngine
+    from moe_replay.engines.server.app import build_app
+    from moe_replay.engines.vllm.engine import VllmEngine
 
     options: dict[str, Any] = {"enforce_eager": True, "max_model_len": 64, "block_size": 32, "max_num_seqs": 4}
     with (
@@ -58,7 +58,7 @@ def test_three_steps(server: str, demo_files: Any, tmp_path: Path, backend: str,
         "backend": {"kind": backend},
         "model": {"dtype": TRAINER_DTYPE},
         "replay": {"mode": mode},
-        "rollout": {"engine": "vllm_server", "urls": [server], "token": TOKEN, "prompts_per_step": 8},
+        "rollout": {"engine": "rollout_server", "urls": [server], "token": TOKEN, "prompts_per_step": 8},
         "optim": {"lr": 1e-4},
         "checkpoint": {"export": mode == "r3"},
     }
@@ -85,7 +85,7 @@ def test_generation_runs_ahead_and_is_resumed_with_new_weights(server: str, demo
     overrides = {
         "steps": 6,
         "rollout": {
-            **{"engine": "vllm_server", "urls": [server], "token": TOKEN, "prompts_per_step": 8, "max_tokens": 40},
+            **{"engine": "rollout_server", "urls": [server], "token": TOKEN, "prompts_per_step": 8, "max_tokens": 40},
             **{"max_staleness": 2, "reproducible": False, "temperature": 2.0},  # long, since nothing likely ends it
             "check_weights": False,
         },
@@ -116,7 +116,7 @@ def test_tools_adapters_and_sleep(server: str, demo_files: Any, tmp_path: Path) 
     overrides = {
         "model": {"lora_rank": 4},
         "rollout": {
-            **{"engine": "vllm_server", "urls": [server], "token": TOKEN, "sleep": True, "max_tokens": 6},
+            **{"engine": "rollout_server", "urls": [server], "token": TOKEN, "sleep": True, "max_tokens": 6},
             **{"environment": "tests.train.test_loop:calculator", "max_turns": 3},
         },
         "log": {"traces": 4},
@@ -140,7 +140,7 @@ def assert_vllm_loads(exported: Path, server: str) -> None:
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(exported)(torch.tensor([ids])).logits[0, :-1]
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
-    with VllmServer(server, token=TOKEN) as engine:
+    with RolloutClient(server, token=TOKEN) as engine:
         engine.update_weights(exported, version=100)
         found = engine.prompt_logprobs(ids)
     assert np.median(np.abs(found - expected)) < 0.05  # bfloat16 on one side

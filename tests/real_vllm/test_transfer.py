@@ -11,19 +11,20 @@ import torch
 from torch import Tensor
 
 from moe_replay.errors import EngineError, MoeReplayError
-from moe_replay.rollout.types import Probe, SamplingParams
-from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
-from moe_replay.rollout.weights.source import IteratorSource
-from moe_replay.train.config.weights_section import WeightsConfig
-from moe_replay.train.synced_engine import SyncedEngine
-from moe_replay.train.weight_sync import EngineSync
-from tests.rollout.tiny import assert_sampled_from, reference, tiny_model
+from moe_replay.records import SamplingParams
+from moe_replay.train.config.sections import WeightSyncConfig
+from moe_replay.train.sync.synced_engine import SyncedEngine
+from moe_replay.train.sync.weight_sync import EngineSync
+from moe_replay.weights.checkpoint import checkpoint_tensors
+from moe_replay.weights.probe import Probe
+from tests.engines.tiny import assert_sampled_from, reference, tiny_model
+from tests.support.weight_sources import IteratorSource
 
 PROBE = list(range(1, 60))
 
 
 def send(engine: Any, kind: str, weights: dict[str, Tensor], version: int, probe: Probe | None = None) -> Any:
-    sync = EngineSync(WeightsConfig(kind=kind, timeout_s=120), torch.device("cpu"))  # type: ignore[arg-type]
+    sync = EngineSync(WeightSyncConfig(transport=kind, timeout_s=120), torch.device("cpu"))  # type: ignore[arg-type]
     return sync.send(IteratorSource(weights.items), SyncedEngine(engine), version, probe)
 
 
@@ -45,7 +46,7 @@ def test_a_transfer_brings_what_http_brings_and_after_a_fault_nothing_samples(
     old = tiny_model("qwen3_moe")
     send(engine, "http", dict(checkpoint_tensors(old)), 2)
     assert_sampled_from(old, sampled(engine))  # and its prefix is cached now
-    assert send(engine, kind, weights, 3, probe).kind == kind
+    assert send(engine, kind, weights, 3, probe).transport == kind
     assert np.array_equal(engine.prompt_logprobs(PROBE), by_http)
     assert_sampled_from(new, sampled(engine))
 

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason=NEEDS_VLLM)
 
 @pytest.mark.whole_runs
 def test_vllm_samples_with_the_weights_of_the_step(tmp_path: Path) -> None:
-    from moe_replay.rollout.vllm.engine import VllmEngine
+    from moe_replay.engines.vllm.engine import VllmEngine
 
     policy = model(**WIDE)
     policy.save_pretrained(tmp_path / "policy")

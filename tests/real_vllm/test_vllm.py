@@ -17,16 +17,19 @@ import pytest
 from torch import nn
 
 import moe_replay as mr
+from moe_replay.engines.server.client import RolloutClient
 from moe_replay.errors import EngineError, EngineUnavailableError
-from moe_replay.rollout.server.client import VllmServer
-from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams, is_unrouted
-from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
-from moe_replay.tools.attribution.measure import attribute
-from moe_replay.tools.attribution.result import NATIVE, R3
+from moe_replay.interop.capture import is_unrouted
+from moe_replay.records import FinishReason, Sample, SamplingParams
+from moe_replay.tools.attribution import attribute
+from moe_replay.verification.attribution import NATIVE, R3
+from moe_replay.verification.thresholds import failures
+from moe_replay.weights.checkpoint import checkpoint_tensors
+from moe_replay.weights.probe import Probe
+from tests.engines.serving import serving
+from tests.engines.tiny import VOCABULARY, assert_sampled_from, reference, tiny_model
 from tests.models import perturb_routers
 from tests.real_vllm.conftest import NEEDS_VLLM
-from tests.rollout.serving import serving
-from tests.rollout.tiny import VOCABULARY, assert_sampled_from, reference, tiny_model
 
 TOKEN = "open sesame"
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe")
@@ -87,10 +90,8 @@ def test_routes_that_are_not_asked_for_are_not_sent(engine: Any, family: str, mo
     sent: list[str] = []
     receiver = engine._routes._receiver
     if receiver is not None:
-        arrive = receiver._arrive_all
-        monkeypatch.setattr(
-            receiver, "_arrive_all", lambda ended: (sent.extend(one[0] for one in ended), arrive(ended))
-        )
+        arrive = receiver._deliver
+        monkeypatch.setattr(receiver, "_deliver", lambda ended: (sent.extend(one[0] for one in ended), arrive(ended)))
     params = SamplingParams(n=1, max_tokens=6, temperature=0.0)
     ((without,),) = engine.generate([[1, 2, 3]], replace(params, routes=False))
     engine.prompt_logprobs([1, 2, 3])
@@ -213,7 +214,7 @@ def test_after_an_update_routes_are_those_of_the_new_weights(
 
 
 def test_weights_come_in_many_chunks(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_replay.rollout.vllm.engine.CHUNK_BYTES", 20_000)
+    monkeypatch.setattr("moe_replay.engines.vllm.engine.CHUNK_BYTES", 20_000)
     new = tiny_model("qwen3_moe", seed=2)
     shuffled = list(checkpoint_tensors(new))
     np.random.default_rng(0).shuffle(shuffled)  # type: ignore[arg-type]
@@ -356,10 +357,10 @@ def test_the_topology_is_that_of_the_model(engine: Any, family: str) -> None:
 
 
 def test_behind_the_server(vllm_engine: Callable[[str], Any]) -> None:
-    from moe_replay.rollout.server.app import build_app
+    from moe_replay.engines.server.app import build_app
 
     engine, old, new = vllm_engine("qwen3_moe"), tiny_model("qwen3_moe"), tiny_model("qwen3_moe", seed=1)
-    with serving(build_app(engine, TOKEN)) as address, VllmServer(address, token=TOKEN) as client:
+    with serving(build_app(engine, TOKEN)) as address, RolloutClient(address, token=TOKEN) as client:
         assert client.name.name == "vLLM"
         asked = [[1, 2, 3], list(range(1, 80))]
         for version, model in ((1, new), (0, old)):
@@ -380,7 +381,7 @@ def test_replay_repairs_what_routing_breaks(vllm_engine: Callable[[str], Any]) -
     samples = [sample for group in groups for sample in group]
 
     same = attribute(model, samples, temperature=0.8)
-    assert same.failures() == []
+    assert failures(same) == []
     assert same.alignment.status == "aligned"
     assert same.passes[R3].mismatch["k3_kl"] < 1e-8
 
@@ -397,7 +398,7 @@ def test_replay_repairs_what_routing_breaks(vllm_engine: Callable[[str], Any]) -
 @pytest.fixture
 def start() -> Callable[..., Any]:
     pytest.importorskip("vllm", reason=NEEDS_VLLM)
-    from moe_replay.rollout.vllm.engine import VllmEngine
+    from moe_replay.engines.vllm.engine import VllmEngine
 
     return VllmEngine
 
@@ -410,7 +411,7 @@ def test_options_that_are_ours(start: Callable[..., Any]) -> None:
 
 
 def test_bfloat16_on_a_cpu_without_it(start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_replay.rollout.vllm.arguments.cpu_has_bfloat16", lambda: False)
+    monkeypatch.setattr("moe_replay.engines.vllm.arguments.cpu_has_bfloat16", lambda: False)
     with pytest.raises(EngineError, match="this CPU does not compute in bfloat16"):
         start("model", dtype="bfloat16")
 

@@ -47,7 +47,7 @@ def test_recording_and_replaying_compile_to_one_graph_each():
         for step in range(STEPS):
             with replay.record() as again:
                 assert torch.equal(model(random_ids(2, 7, seed=step)).logits, plain[step])
-            assert torch.equal(again.batch().experts, recorded[step].experts)
+            assert torch.equal(again.batch().routed_experts, recorded[step].routed_experts)
 
         perturb_routers(replay)
         for step in range(STEPS):

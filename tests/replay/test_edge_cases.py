@@ -22,13 +22,13 @@ def test_one_expert():
         model(ids)
     layout = mr.TokenLayout.padded([9, 9])
     traces = [mr.RouteTrace.from_bytes(trace.to_bytes()) for trace in recording.traces(layout, ids.tolist())]
-    assert all(trace.num_experts == 1 and not trace.experts.any() for trace in traces)
+    assert all(trace.num_experts == 1 and not trace.routed_experts.any() for trace in traces)
     with replay.replay(mr.RouteBatch.from_traces(traces, layout), observe=True) as replaying:
         again = loss(model(ids))
     again.backward()
     assert torch.equal(again, native)
     assert_same_gradients(gradients(model), expected)
-    assert not replaying.native().experts.any()
+    assert not replaying.native().routed_experts.any()
 
 
 @pytest.mark.skipif(RELEASE < 5, reason="not in Transformers 4")
@@ -52,11 +52,13 @@ def test_the_last_expert_keeps_its_id(num_experts, dtype):
     with torch.no_grad(), replay.record() as recording:
         model(ids)
     batch = recording.batch()
-    assert batch.experts.dtype == dtype
-    assert int(batch.experts.max()) == last
-    observed = dataclasses.replace(batch, experts=batch.experts.flip(1), valid=batch.valid.clone(), all_valid=(False,))
+    assert batch.routed_experts.dtype == dtype
+    assert int(batch.routed_experts.max()) == last
+    observed = dataclasses.replace(
+        batch, routed_experts=batch.routed_experts.flip(1), valid=batch.valid.clone(), all_valid=(False,)
+    )
     with torch.no_grad(), replay.replay(observed, observe=True) as replaying:
         model(ids)
-    assert torch.equal(replaying.native().experts, batch.experts)
+    assert torch.equal(replaying.native().routed_experts, batch.routed_experts)
     traces = batch.to_traces(ids.tolist(), mr.TokenLayout.padded([9, 9]))
-    assert max(trace.experts.max() for trace in traces) == last
+    assert max(trace.routed_experts.max() for trace in traces) == last

@@ -87,7 +87,7 @@ def test_recorded_routes_are_those_the_routers_report(model, replay):
         site.module.register_forward_hook(lambda m, a, out, layer=layer: reported.update({layer: out[2]}))
     batch = recorded(model, replay, ids)
     for slot, layer in enumerate(LAYERS):
-        assert torch.equal(batch.experts[slot].long(), reported[layer].view(-1, 2))
+        assert torch.equal(batch.routed_experts[slot].long(), reported[layer].view(-1, 2))
 
 
 def test_replay_pins_the_experts_and_native_routing_would_not(model, replay):
@@ -101,8 +101,10 @@ def test_replay_pins_the_experts_and_native_routing_would_not(model, replay):
         model(ids)
     differing = []
     for slot, layer in enumerate(LAYERS):
-        assert torch.equal(batch.experts[slot].long(), reported[layer].view(-1, 2))
-        differing.append((replaying.native().experts[slot].sort(-1)[0] != batch.experts[slot].sort(-1)[0]).any(-1))
+        assert torch.equal(batch.routed_experts[slot].long(), reported[layer].view(-1, 2))
+        differing.append(
+            (replaying.native().routed_experts[slot].sort(-1)[0] != batch.routed_experts[slot].sort(-1)[0]).any(-1)
+        )
     assert torch.stack(differing).float().mean() > 0.5
 
 
@@ -119,7 +121,7 @@ def test_rows_without_a_route_are_routed_natively(data):
     valid = np.array(data.draw(st.lists(st.booleans(), min_size=18, max_size=18))).reshape(2, 9)
     layout = mr.TokenLayout.padded([9, 9])
     traces = [
-        mr.RouteTrace(trace.token_ids, trace.experts, trace.layers, mask, num_experts=8)
+        mr.RouteTrace(trace.token_ids, trace.routed_experts, trace.layers, mask, num_experts=8)
         for trace, mask in zip(batch.to_traces(ids.tolist(), layout), valid, strict=True)
     ]
     partial = mr.RouteBatch.from_traces(traces, layout)
@@ -137,7 +139,8 @@ def test_rows_without_a_route_are_routed_natively(data):
         expected = torch.where(rows[:, None], as_replayed.view(shape), as_native.view(shape))
         assert torch.equal(mixed.view(shape), expected)
     assert torch.equal(
-        output[2][2].view(-1, 2).to(torch.uint8), torch.where(rows[:, None], batch.experts[0], native.experts[0])
+        output[2][2].view(-1, 2).to(torch.uint8),
+        torch.where(rows[:, None], batch.routed_experts[0], native.routed_experts[0]),
     )
     assert partial.coverage is not None
     assert (partial.coverage.replayed, partial.coverage.native) == (valid.sum(), (~valid).sum())
@@ -164,8 +167,46 @@ def test_generation_records_every_pass(model, replay):
     passes = recording.passes()
     assert [batch.num_rows for batch in passes] == [10, 2, 2, 2]
     together = recorded(model, replay, output[:, :-1])
-    by_pass = torch.cat([batch.experts.view(3, 2, -1, 2) for batch in passes], dim=2)
-    assert torch.equal(by_pass.sort(-1)[0], together.experts.view(3, 2, 8, 2).sort(-1)[0])
+    by_pass = torch.cat([batch.routed_experts.view(3, 2, -1, 2) for batch in passes], dim=2)
+    assert torch.equal(by_pass.sort(-1)[0], together.routed_experts.view(3, 2, 8, 2).sort(-1)[0])
+
+
+def test_recordings_that_are_not_one_whole_forward_are_refused(model, replay):
+    ids, early = random_ids(2, 5), []
+
+    def ask(*_):
+        with pytest.raises(mr.errors.ReplayStateError, match=r"nothing was recorded \[layer 2, 3\]"):
+            recording.batch()
+        early.append(True)
+
+    with torch.no_grad(), replay.record() as recording:
+        with pytest.raises(mr.errors.ReplayStateError, match=r"nothing was recorded \[layer 1, 2, 3\]"):
+            recording.batch()
+        handle = model.model.layers[2].register_forward_pre_hook(ask)
+        model(ids)
+        handle.remove()
+    assert early == [True]
+    assert recording.batch().layers == LAYERS
+
+    with torch.no_grad(), replay.record(every_pass=True) as recording:
+        model(ids)
+        model(ids)
+    with pytest.raises(mr.errors.ReplayStateError, match=r"several forwards.*recording\.passes"):
+        recording.batch()
+    with torch.no_grad(), replay.record(every_pass=True) as recording:
+        model(ids)
+        model.model.layers[1].mlp(torch.zeros(2, 5, 32))
+        with pytest.raises(mr.errors.ReplayStateError, match=r"unequally often.*\{1: 2, 2: 1, 3: 1\}"):
+            recording.passes()
+
+
+def test_native_choices_that_were_not_observed_are_refused(model, replay):
+    ids = random_ids(2, 5)
+    batch = recorded(model, replay, ids)
+    with torch.no_grad(), replay.replay(batch) as replaying:
+        model(ids)
+    with pytest.raises(mr.errors.ReplayStateError, match="native choices were not observed"):
+        replaying.native()
 
 
 def test_gate_weights_are_recomputed_and_the_router_learns(model, replay):
@@ -178,7 +219,7 @@ def test_gate_weights_are_recomputed_and_the_router_learns(model, replay):
     with replay.replay(batch):
         loss(model(ids)).backward()
     logits, weights, _ = seen[0]
-    chosen = batch.experts[0].long()
+    chosen = batch.routed_experts[0].long()
     expected = torch.softmax(logits.double().view(-1, 8).gather(1, chosen), -1)
     torch.testing.assert_close(weights.view(-1, 2).double(), expected, rtol=1e-5, atol=1e-6)
     assert site.module.weight.grad.abs().sum() > 0
@@ -196,7 +237,7 @@ def test_two_models_in_one_process(model, replay):
     with torch.no_grad(), replay.replay(batch), other_replay.record() as recording:
         assert torch.equal(other(ids).logits, native)  # the reference inside the policy's context routes natively
         model(ids)
-    assert not torch.equal(recording.batch().experts, batch.experts)
+    assert not torch.equal(recording.batch().routed_experts, batch.routed_experts)
 
 
 def test_a_copy_of_an_attached_model_is_a_model_of_its_own(model, replay):
@@ -279,7 +320,7 @@ def test_routes_of_another_layer_set_are_refused(model, replay):
     ids = random_ids(2, 9)
     layout = mr.TokenLayout.padded([9, 9])
     shifted = [
-        mr.RouteTrace(trace.token_ids, trace.experts, (0, 1, 2), num_experts=8)
+        mr.RouteTrace(trace.token_ids, trace.routed_experts, (0, 1, 2), num_experts=8)
         for trace in recorded(model, replay, ids).to_traces(ids.tolist(), layout)
     ]
     with (

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from moe_replay.tools.attribution.result import (
+from moe_replay.verification.attribution import (
     AGAIN,
     HISTOGRAM_EDGES,
     NATIVE,
@@ -29,7 +29,7 @@ MISMATCH = (
     "ratio/mean",
     "ratio/max",
     "ess",
-    "beyond_two",
+    "frac_ratio_gt2",
 )
 CONFIG = """
 name = "tiny"
@@ -51,7 +51,7 @@ updates_per_rollout = 4
 """
 FIGURES = {
     *("reward", "rewards", "length", "signal", "staleness"),
-    *("mismatch-k3-kl", "mismatch-logprob-abs-diff-mean", "mismatch-ratio-max", "mismatch-beyond-two"),
+    *("mismatch-k3-kl", "mismatch-logprob-abs-diff-mean", "mismatch-ratio-max", "mismatch-frac-ratio-gt2"),
     *("ratio-mean", "policy-change", "agreement", "agreement-layers", "replayed", "load"),
     *("loss", "grad-norm", "entropy", "clipped", "time", "speed"),
 }
@@ -62,9 +62,9 @@ def full_line(step: int, chance: random.Random) -> dict[str, Any]:
     """All that a step of training logs."""
     line: dict[str, Any] = {"step": step, "time": 1e9 + step, "version": step}
     parts = {
-        "reward": ("mean", "std", "unscored", "accuracy", "format"),
+        "reward": ("mean", "std", "unscored", "frac_groups_zero_std", "accuracy", "format"),
         "loss": ("total", "policy", "entropy", "grad_norm", "clip_low", "clip_high", "lr"),
-        "completion": ("length_mean", "truncated", "groups_without_signal", "staleness_mean", "staleness_max"),
+        "completion": ("length_mean", "truncated", "staleness_mean", "staleness_max"),
         "routing": ("agreement", "replayed_fraction", "unrouted_fraction", "load_violation"),
         "routing/agreement": ("layer_001", "layer_002", "layer_005"),
         "time": ("rollout", "score", "train", "sync", "step", "tokens_per_second"),

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from moe_replay.report.colours import INK, INK_ON_DARK
+from moe_replay.report.plots import INK, INK_ON_DARK
 
 pytest.importorskip("matplotlib", reason="figures need matplotlib")
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")

@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from moe_replay.report.formatting import describe_change, format_metric, format_number, format_percent
-from moe_replay.report.page import figures_of_half_width
+from moe_replay.report.page import describe_change, figures_of_half_width, format_metric, format_number, format_percent
 from moe_replay.report.plots import MAX_POINTS, Curve, downsample, moving_average, plot_curves
 from moe_replay.report.record import Series, collect_series
 
@@ -45,7 +44,7 @@ def test_the_start_is_as_long_as_the_end() -> None:
         ("mismatch/rollout_vs_old/ess", "25%"),
         ("routing/agreement/layer_003", "25%"),
         ("routing/agreement", "25%"),
-        ("mismatch/rollout_vs_old/beyond_two", "25%"),
+        ("mismatch/rollout_vs_old/frac_ratio_gt2", "25%"),
         ("reward/accuracy", "0.25"),
         ("loss/total", "0.25"),
     ],
@@ -67,7 +66,7 @@ def test_no_figure_is_alone_in_a_row_of_three(count: int) -> None:
     [
         ([0.9996, 0.9999, 1.0004], {}, 1.0),
         ([1.02, 1.3, 1.7], {"log": True}, 1.0),
-        ([0.96, 0.97], {"share": True}, 1.0),
+        ([0.96, 0.97], {"percent": True}, 1.0),
         ([3.0, 5.0], {}, 0.0),
     ],
 )

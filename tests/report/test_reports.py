@@ -11,13 +11,14 @@ import pytest
 
 from moe_replay.cli.main import main
 from moe_replay.errors import MissingExtraError
+from moe_replay.records import Completion
 from moe_replay.report.attribution_report import write_attribution_report
 from moe_replay.report.compare import write_comparison
+from moe_replay.report.plots import render
 from moe_replay.report.record import ReportError
-from moe_replay.report.rendering import render
 from moe_replay.report.run_report import write_run_report
-from moe_replay.tools.attribution.result import Attribution
-from moe_replay.train.run.completions import Completion, write_completions
+from moe_replay.train.output.completions import write_completions
+from moe_replay.verification.attribution import Attribution
 from tests.report.folders import (
     ATTRIBUTION_FIGURES,
     FIGURES,
@@ -98,7 +99,7 @@ def test_the_head_says_what_the_run_was_and_what_replay_did(tmp_path: Path) -> N
     ]
     text = Tags(write_run_report(write_run(tmp_path / "run", lines)).read_text()).text
     assert "tiny/model" in text
-    assert "sampled by transformers (bfloat16)" in text
+    assert "sampled with transformers (bfloat16)" in text
     assert "R3: routes recorded in the rollout are replayed (as configured)" in text
     # step 1 has nothing to compare with, and counts on neither side
     assert "was 0.02 per token with native routing and 0.001 with the rollout's routes replayed: 20 times lower" in text
@@ -184,11 +185,34 @@ def test_warnings_name_what_is_wrong(tmp_path: Path) -> None:
     assert "Non-finite values in step 2: loss/total." in text
     assert "Misaligned routes were found in step 2" in text
     assert "layer 12 with 31%" in text
+    assert "Look at this first: Misaligned routes were found in step 2" in text
+    assert "(3 more warnings below)" in text
+
+
+def test_the_verdict_on_a_failed_run_is_its_error(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [{"step": 3, "reward/mean": 1.0, "loss/skipped": 1}])
+    (run / "config.toml").write_text("steps = 5\n")
+    (run / "failure.txt").write_text("the rollout's routes are one token late\n")
+    text = Tags(write_run_report(run).read_text()).text
+    assert "Look at this first: The run failed after step 3: the rollout's routes are one token late" in text
+    assert "still running" not in text
+    (run / "metrics.jsonl").write_text("")
+    with pytest.raises(ReportError, match="not finished a step yet; it failed: the rollout's routes are one token"):
+        write_run_report(run)
+
+
+def test_a_page_that_is_followed_reloads_itself(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [{"step": 1, "reward/mean": 1.0}])
+    assert 'http-equiv="refresh" content="10"' in write_run_report(run, reload_s=10).read_text()
+    assert "refresh" not in write_run_report(run).read_text()
 
 
 def test_a_run_that_went_well_has_no_warnings(tmp_path: Path) -> None:
-    lines = [{"step": 1, "loss/skipped": 0, "routing/aligned": 1, "routing/agreement/layer_001": 0.97}]
-    assert "Warnings" not in Tags(write_run_report(write_run(tmp_path / "run", lines)).read_text()).text
+    step = {"loss/skipped": 0, "routing/agreement/layer_001": 0.97}
+    lines = [{"step": 1, "routing/aligned": None, **step}, {"step": 2, "routing/aligned": 1, **step}]
+    text = Tags(write_run_report(write_run(tmp_path / "run", lines)).read_text()).text
+    assert "Warnings" not in text
+    assert "Healthy: routes aligned in all 1 steps with enough tokens to tell" in text
 
 
 def test_an_attribution_that_cannot_be_read_costs_only_itself(tmp_path: Path) -> None:
@@ -197,6 +221,25 @@ def test_an_attribution_that_cannot_be_read_costs_only_itself(tmp_path: Path) ->
     found = Tags(write_run_report(run).read_text())
     assert found.titles == {"reward"}
     assert "attribution.json is not shown" in found.text
+
+
+def test_following_ends_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", [{"step": 1, "reward/mean": 1.0}])
+    (run / "config.toml").write_text("steps = 2\n")
+    reloads: list[bool] = []
+
+    def next_step(_: float) -> None:
+        reloads.append("refresh" in (run / "report.html").read_text())
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 2, "reward/mean": 2.0}) + "\n")
+
+    monkeypatch.setattr("moe_replay.cli.report.time.sleep", next_step)
+    main(["report", str(run), "--follow"])
+    assert reloads == [True]
+    assert capsys.readouterr().out.splitlines() == [f"step 1: {run / 'report.html'}", str(run / "report.html")]
+    assert "refresh" not in (run / "report.html").read_text()
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:
@@ -314,7 +357,9 @@ def test_the_commands_write_and_say_where(tmp_path: Path, capsys: pytest.Capture
     lines = [{"step": 1, "reward/mean": 0.5}]
     runs = [write_run(tmp_path / name, lines) for name in ("one", "two")]
     main(["report", str(runs[0])])
-    assert Path(capsys.readouterr().out.strip()) == runs[0] / "report.html"
+    printed = capsys.readouterr()
+    assert Path(printed.out.strip()) == runs[0] / "report.html"
+    assert printed.err.startswith("Healthy: ")
     (tmp_path / "attribution.json").write_text(json.dumps(json.loads(attribution(routes_only=True).to_json())))
     main(["report", str(tmp_path / "attribution.json")])
     assert Path(capsys.readouterr().out.strip()) == tmp_path / "attribution.html"

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_replay.errors import AlignmentError, TraceError
-from moe_replay.routes import transpose
+from moe_replay.routes import batch as batch_module
 from moe_replay.routes.batch import Coverage, RouteBatch
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.topology import MoeLayer, MoeTopology
@@ -96,12 +96,12 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def gathered(case: Case, layout: TokenLayout, layers: Sequence[int] | None = None) -> RouteBatch:
-    with mock.patch.object(transpose, "TOKENS_PER_RUN", case.piece):
+    with mock.patch.object(batch_module, "TOKENS_PER_RUN", case.piece):
         return RouteBatch.from_traces(case.traces, layout, layers)
 
 
 def ids_of(batch: RouteBatch) -> np.ndarray:
-    return batch.experts.numpy().astype(np.int64)
+    return batch.routed_experts.numpy().astype(np.int64)
 
 
 # ---- from traces -----------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def test_every_row_holds_the_routes_of_its_token(case: Case) -> None:
                 trace = case.traces[sequence]
                 for number, layer in enumerate(layers):
                     slot = trace.layers.index(layer)
-                    expected[number, row] = trace.experts[position, slot]
+                    expected[number, row] = trace.routed_experts[position, slot]
                     valid[number, row] = trace.valid[position, slot]
             assert np.array_equal(ids_of(batch), expected)
             assert np.array_equal(batch.valid.numpy(), valid)
@@ -142,10 +142,10 @@ def test_shards_of_all_ranks_merge_to_the_traces(case: Case) -> None:
     for layout in case.layouts:
         for layers in case.stages:
             batch = gathered(case, layout, layers)
-            with mock.patch.object(transpose, "TOKENS_PER_RUN", case.piece):
+            with mock.patch.object(batch_module, "TOKENS_PER_RUN", case.piece):
                 written = batch.to_traces(ids, layout, weight_version=3)
             again = RouteBatch.from_traces(written, layout)
-            assert torch.equal(again.experts, batch.experts)
+            assert torch.equal(again.routed_experts, batch.routed_experts)
             assert torch.equal(again.valid, batch.valid)
             for parts, shard in zip(shards, written, strict=True):
                 parts.append(shard)
@@ -160,7 +160,7 @@ def test_sequences_longer_than_a_piece(order: str, top_k: int, covered: Literal[
     layout = TokenLayout.padded([700, 1, 513], side="left")
     layout = layout.sequence_major() if order == "sequence" else layout
     batch = RouteBatch.from_traces(traces, layout)
-    padded = np.concatenate([t.experts for t in traces] + [np.zeros((1, len(LAYERS), top_k), int)])
+    padded = np.concatenate([t.routed_experts for t in traces] + [np.zeros((1, len(LAYERS), top_k), int)])
     assert np.array_equal(ids_of(batch), padded[layout.rows].transpose(1, 0, 2))
     assert batch.to_traces(token_ids(traces), layout, weight_version=3) == traces
 
@@ -170,29 +170,29 @@ def test_any_order_of_rows_is_served() -> None:
     traces = some_traces([5, 4])
     order = [3, -1, 8, 0, 1, 2, 4, -1, 7, 6, 5]
     layout = TokenLayout(np.array([order]), lengths=(5, 4), segments=(11,))
-    padded = np.concatenate([t.experts for t in traces] + [np.zeros((1, len(LAYERS), 2), int)])
+    padded = np.concatenate([t.routed_experts for t in traces] + [np.zeros((1, len(LAYERS), 2), int)])
     assert np.array_equal(ids_of(RouteBatch.from_traces(traces, layout)), padded[order].transpose(1, 0, 2))
 
 
 @given(cases())
 def test_no_layout_is_moved_token_by_token(case: Case) -> None:
     for layout in case.layouts:  # a zigzag holds two runs of a sequence, and no run here is longer than a piece
-        assert len(transpose.runs_of(layout)) <= 2 * len(case.traces)
+        assert len(batch_module.runs_of(layout)) <= 2 * len(case.traces)
 
 
 def test_ids_keep_their_value_in_the_narrow_dtype() -> None:
     layout = TokenLayout.packed([1])
     narrow = RouteBatch.from_traces([RouteTrace([5], [[[255, 0]]], [1], num_experts=256)], layout)
     wide = RouteBatch.from_traces([RouteTrace([5], [[[300, 32767]]], [1])], layout)
-    assert (narrow.experts.dtype, narrow.experts.tolist()) == (torch.uint8, [[[255, 0]]])
-    assert (wide.experts.dtype, wide.experts.tolist()) == (torch.int16, [[[300, 32767]]])
+    assert (narrow.routed_experts.dtype, narrow.routed_experts.tolist()) == (torch.uint8, [[[255, 0]]])
+    assert (wide.routed_experts.dtype, wide.routed_experts.tolist()) == (torch.int16, [[[300, 32767]]])
     assert (narrow.max_expert, wide.max_expert) == (255, 32767)
 
 
 def test_a_wide_trace_widens_the_whole_batch() -> None:
     traces = [RouteTrace([5], [[[255, 0]]], [1]), RouteTrace([6], [[[300, 1]]], [1])]
     batch = RouteBatch.from_traces(traces, TokenLayout.packed([1, 1]))
-    assert batch.experts.tolist() == [[[255, 0], [300, 1]]]
+    assert batch.routed_experts.tolist() == [[[255, 0], [300, 1]]]
 
 
 def test_number_of_experts_is_known_if_any_trace_knows_it() -> None:
@@ -241,7 +241,7 @@ def test_a_layer_without_routes_is_refused_with_the_way_to_declare_it() -> None:
 
 def test_an_expert_twice_in_a_row_names_the_sample() -> None:
     good = some_traces([2])[0]
-    experts = np.array(good.experts)
+    experts = np.array(good.routed_experts)
     experts[1, 3] = 4
     unchecked = trace_from_parts(good.token_ids, experts, good.layers, np.ones((2, 1), bool), good.versions, 8)
     with pytest.raises(TraceError, match=r"twice in one row \[sample 1, layer 6, token 1\].*found \[4, 4\]"):
@@ -259,19 +259,19 @@ def test_selected_layers_are_those_of_the_whole(covered: Literal["tokens", "pair
     whole = RouteBatch.from_traces(traces, layout)
     part, direct = whole.select_layers(layers), RouteBatch.from_traces(traces, layout, layers)
     assert (part.layers, part.all_valid, part.coverage) == (layers, direct.all_valid, direct.coverage)
-    assert torch.equal(part.experts, direct.experts)
+    assert torch.equal(part.routed_experts, direct.routed_experts)
     assert torch.equal(part.valid, direct.valid)
     for layer in layers:
         experts, valid, all_valid = part.layer(layer)
         slot = LAYERS.index(layer)
-        assert torch.equal(experts, whole.experts[slot])
+        assert torch.equal(experts, whole.routed_experts[slot])
         assert torch.equal(valid, whole.valid[slot])
         assert all_valid == whole.all_valid[slot]
 
 
 def test_neighbouring_layers_are_a_view() -> None:
     whole = RouteBatch.from_traces(some_traces([4]), TokenLayout.packed([4]))
-    assert whole.select_layers([2, 5]).experts.data_ptr() == whole.experts[1].data_ptr()
+    assert whole.select_layers([2, 5]).routed_experts.data_ptr() == whole.routed_experts[1].data_ptr()
 
 
 def test_a_layer_that_is_not_there_is_named() -> None:
@@ -286,8 +286,8 @@ def test_a_batch_moves_as_a_whole(covered: Literal["tokens", "pairs"]) -> None:
     batch = RouteBatch.from_traces(some_traces([6], covered=covered), TokenLayout.packed([6]))
     moved = batch.to("meta", non_blocking=True)
     assert moved.fed_token_ids is not None
-    assert {t.device.type for t in (moved.experts, moved.valid, moved.fed_token_ids)} == {"meta"}
-    assert (moved.experts.shape, moved.valid.shape) == (batch.experts.shape, batch.valid.shape)
+    assert {t.device.type for t in (moved.routed_experts, moved.valid, moved.fed_token_ids)} == {"meta"}
+    assert (moved.routed_experts.shape, moved.valid.shape) == (batch.routed_experts.shape, batch.valid.shape)
     assert (moved.layers, moved.all_valid, moved.coverage) == (batch.layers, batch.all_valid, batch.coverage)
     # One row of flags that all layers share travels once.
     assert (moved.valid.stride(0) == 0) == (covered == "tokens")
@@ -299,10 +299,10 @@ def test_a_batch_moves_as_a_whole(covered: Literal["tokens", "pairs"]) -> None:
 def test_a_batch_travels_through_pinned_memory(covered: Literal["tokens", "pairs"]) -> None:
     batch = RouteBatch.from_traces(some_traces([6], covered=covered), TokenLayout.packed([6]))
     pinned = batch.pin_memory()
-    assert pinned.experts.is_pinned()
+    assert pinned.routed_experts.is_pinned()
     there = pinned.to("cuda", non_blocking=True)
     torch.cuda.synchronize()
-    assert torch.equal(there.experts.cpu(), batch.experts)
+    assert torch.equal(there.routed_experts.cpu(), batch.routed_experts)
     assert torch.equal(there.valid.cpu(), batch.valid)
 
 
@@ -317,7 +317,7 @@ def test_recording_never_waits_for_the_device() -> None:
     batch = RouteBatch.recorded(chosen, TOPOLOGY, torch.empty((2, 3), dtype=torch.int64, device="meta"))
     batch.check((2, 5), num_experts=8, top_k=2)
     assert (batch.layers, batch.source_layers, batch.all_valid) == ((2, 5), LAYERS, (True, True))
-    assert batch.experts.shape == (2, 6, 2)
+    assert batch.routed_experts.shape == (2, 6, 2)
     assert batch.select_layers([5]).layer(5)[0].shape == (6, 2)
 
 
@@ -441,4 +441,11 @@ def test_parts_that_do_not_fit_are_refused(
     layers: tuple[int, ...], experts: torch.Tensor, valid: torch.Tensor, problem: str
 ) -> None:
     with pytest.raises(AlignmentError, match=problem):
-        RouteBatch(layers=layers, experts=experts, valid=valid, all_valid=(True, True), source_layers=(1, 2))
+        RouteBatch(layers=layers, routed_experts=experts, valid=valid, all_valid=(True, True), source_layers=(1, 2))
+
+
+def test_ids_of_routers_of_another_framework_are_narrowed() -> None:
+    routed_experts = {layer: torch.tensor([[0, 1], [2, 3]]) for layer in TOPOLOGY.layers}
+    batch = RouteBatch.recorded(routed_experts, TOPOLOGY)
+    assert batch.routed_experts.dtype == torch.uint8
+    assert torch.equal(batch.layer(TOPOLOGY.layers[0])[0].long(), routed_experts[TOPOLOGY.layers[0]])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_replay.routes.bit_planes import ID_GROUP, pack_ids, smallest_id_bits, unpack_ids
+from moe_replay.routes.codec import ID_GROUP, pack_ids, smallest_id_bits, unpack_ids
 
 
 @given(st.integers(9, 15), st.integers(1, 5), st.integers(0, 2**32))

@@ -19,8 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_replay.errors import UnsupportedRouterError
 from moe_replay.replay.site import RouterSite
-from moe_replay.routes.refused import REFUSALS
-from moe_replay.routes.router_families import ROUTER_FAMILIES
+from moe_replay.routes.router_families import REFUSED_ROUTERS, ROUTER_FAMILIES
 from moe_replay.routes.topology import ATTENTION_ROUTER, MoeLayer, MoeTopology
 from tests.replay.adapters.families import FAMILIES, RELEASE, available_families, model_from_config, tiny_config
 
@@ -63,7 +62,7 @@ def test_every_rule_is_for_a_family_under_test() -> None:
 
 
 def test_every_mixture_of_the_installed_release_is_known_or_refused() -> None:
-    refused = {model_type for refusal in REFUSALS for model_type in refusal.model_types}
+    refused = {model_type for refusal in REFUSED_ROUTERS for model_type in refusal.model_types}
     no_router = {"vitpose_backbone"}  # its experts are chosen by the name of a dataset
     found = mixtures_of_the_installed_release()
     assert len(found) >= FEWEST_FAMILIES[RELEASE]
@@ -74,7 +73,7 @@ def test_the_documentation_names_every_family_and_every_refusal() -> None:
     text = (Path(__file__).parents[2] / "docs" / "routers.md").read_text()
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("|")]
     named = {name.strip(",") for row in rows for name in row.split()}
-    refused = {refusal.model_types[0] for refusal in REFUSALS}
+    refused = {refusal.model_types[0] for refusal in REFUSED_ROUTERS}
     assert FAMILIES.keys() | refused <= named
 
 

@@ -61,7 +61,7 @@ def tokens_of(trace: RouteTrace) -> list[Token]:
     read = []
     for position in range(len(trace)):
         recorded = [slot for slot in range(len(trace.layers)) if trace.valid[position, slot]]
-        routes = {trace.layers[slot]: tuple(trace.experts[position, slot].tolist()) for slot in recorded}
+        routes = {trace.layers[slot]: tuple(trace.routed_experts[position, slot].tolist()) for slot in recorded}
         read.append(Token(int(trace.token_ids[position]), int(trace.token_versions[position]), routes))
     return read
 
@@ -74,9 +74,9 @@ def check_sound(trace: RouteTrace) -> None:
     assert starts[-1] < max(len(trace), 1)
     versions = [span.version for span in trace.versions]
     assert all(a != b for a, b in pairwise(versions))
-    assert not trace.experts[~trace.valid].any()
-    assert trace.experts.flags.c_contiguous
-    for array in (trace.token_ids, trace.experts, trace.valid):
+    assert not trace.routed_experts[~trace.valid].any()
+    assert trace.routed_experts.flags.c_contiguous
+    for array in (trace.token_ids, trace.routed_experts, trace.valid):
         assert not array.flags.writeable
 
 
@@ -251,7 +251,7 @@ def test_the_number_of_experts_is_forgotten_where_only_one_part_knows_it() -> No
     unknown = RouteTrace([5], [[[200, 300]]], [4])
     joined = ONE.extend(unknown)
     assert joined.num_experts is None
-    assert joined.experts[:, 0].tolist() == [[0, 1], [2, 3], [200, 300]]
+    assert joined.routed_experts[:, 0].tolist() == [[0, 1], [2, 3], [200, 300]]
 
 
 # ---- what a trace may hold -------------------------------------------------------------------------------------------
@@ -259,9 +259,9 @@ def test_the_number_of_experts_is_forgotten_where_only_one_part_knows_it() -> No
 
 def test_ids_rest_in_the_narrowest_dtype() -> None:
     assert (narrowest_dtype(256), narrowest_dtype(257)) == (np.uint8, np.uint16)
-    assert RouteTrace([1], [[[255]]], [0]).experts.dtype == np.uint8
-    assert RouteTrace([1], [[[256]]], [0]).experts.dtype == np.uint16
-    assert RouteTrace([1], [[[3]]], [0], num_experts=300).experts.dtype == np.uint16
+    assert RouteTrace([1], [[[255]]], [0]).routed_experts.dtype == np.uint8
+    assert RouteTrace([1], [[[256]]], [0]).routed_experts.dtype == np.uint16
+    assert RouteTrace([1], [[[3]]], [0], num_experts=300).routed_experts.dtype == np.uint16
 
 
 def test_the_callers_arrays_stay_the_callers() -> None:
@@ -273,7 +273,7 @@ def test_the_callers_arrays_stay_the_callers() -> None:
 
 def test_what_is_not_valid_may_hold_anything_and_becomes_zero() -> None:
     trace = RouteTrace([1, 2], [[[-1, -1]], [[1, 0]]], [0], [False, True], num_experts=4)
-    assert trace.experts.tolist() == [[[0, 0]], [[1, 0]]]
+    assert trace.routed_experts.tolist() == [[[0, 0]], [[1, 0]]]
 
 
 ANYTHING: Any = 1.5  # what no type checker would let pass
@@ -339,7 +339,7 @@ def test_versions_of_one_history_compare_equal() -> None:
 def test_nothing_follows_an_empty_turn() -> None:
     """A pass that adds no token adds no weight version."""
     assert ONE.extend(RouteTrace.uncovered([], [4], 2, 9, num_experts=8)) == ONE
-    newer = RouteTrace(ONE.token_ids, ONE.experts, [4], None, 9, num_experts=8)
+    newer = RouteTrace(ONE.token_ids, ONE.routed_experts, [4], None, 9, num_experts=8)
     assert ONE.continued_by(newer) == ONE
     assert ONE.continued_by(newer, "latest") == newer
 
@@ -408,7 +408,7 @@ def test_copies_stay_read_only() -> None:
     layout = TokenLayout.padded([2])
     for copied in (copy.deepcopy(trace), pickle.loads(pickle.dumps(trace))):
         assert copied == trace
-        assert not copied.experts.flags.writeable
+        assert not copied.routed_experts.flags.writeable
         assert not copied.token_ids.flags.writeable
     for made in (copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
         assert np.array_equal(made.fed, layout.fed)

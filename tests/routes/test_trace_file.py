@@ -12,9 +12,8 @@ import pytest
 
 from moe_replay.errors import TraceFormatError
 from moe_replay.routes.codec import Limits
-from moe_replay.routes.trace import RouteTrace
+from moe_replay.routes.trace import RouteTrace, encode_trace
 from moe_replay.routes.trace_file import FILE_HEAD, TraceFile, TraceWriter, recover_traces
-from moe_replay.routes.wire import encode_trace
 
 
 def make_trace(tokens: int, num_experts: int = 16, seed: int = 0) -> RouteTrace:

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_replay.errors import TraceError, TraceFormatError
-from moe_replay.routes.trace import RouteTrace
+from moe_replay.routes.trace import RouteTrace, decode_trace, encode_parts, encode_trace
 from moe_replay.routes.trace_parts import narrowest_dtype
-from moe_replay.routes.wire import decode_trace, encode_parts, encode_trace
 from tests.routes.parts import made_of
 from tests.routes.wire_spec import make_trace, spec_encode, traces
 
@@ -44,7 +43,9 @@ def test_round_trip(trace: RouteTrace) -> None:
     blob = encode_trace(trace)
     read = decode_trace(blob)
     assert read == trace
-    assert read.experts.dtype == narrowest_dtype(trace.num_experts or int(trace.experts.max(initial=0)) + 1)
+    assert read.routed_experts.dtype == narrowest_dtype(
+        trace.num_experts or int(trace.routed_experts.max(initial=0)) + 1
+    )
     assert (read.token_ids.dtype, read.valid.dtype) == (np.int32, np.bool_)
     assert encode_trace(read) == blob
     assert b"".join(encode_parts(trace)) == blob
@@ -54,15 +55,15 @@ def test_round_trip(trace: RouteTrace) -> None:
 def test_every_id_of_every_width_survives(num_experts: int) -> None:
     experts = np.arange(num_experts).reshape(-1, 1, 1)
     trace = RouteTrace(np.zeros(num_experts, int), experts, [0], num_experts=num_experts)
-    assert np.array_equal(decode_trace(encode_trace(trace)).experts, experts)
+    assert np.array_equal(decode_trace(encode_trace(trace)).routed_experts, experts)
 
 
 def test_one_trace_has_one_encoding_whatever_it_was_made_from() -> None:
     routes = make_trace(40, num_experts=None)
-    narrow = RouteTrace(routes.token_ids, routes.experts, range(3))
-    wide = RouteTrace(routes.token_ids, routes.experts.astype(int) + 500, range(3))
+    narrow = RouteTrace(routes.token_ids, routes.routed_experts, range(3))
+    wide = RouteTrace(routes.token_ids, routes.routed_experts.astype(int) + 500, range(3))
     joined = wide.extend(narrow)[40:]  # equal to `narrow`, but uint16
-    assert joined.experts.dtype == np.uint16
+    assert joined.routed_experts.dtype == np.uint16
     assert encode_trace(joined) == encode_trace(narrow)
     by_layer = make_trace(30, coverage="none").with_uncaptured_layers([])  # coverage kept as (T, L)
     assert encode_trace(by_layer) == encode_trace(make_trace(30, coverage="none"))
@@ -72,16 +73,16 @@ def test_one_trace_has_one_encoding_whatever_it_was_made_from() -> None:
 
 @pytest.mark.parametrize("num_experts", [256, 300, 512, 1000])
 def test_narrow_ids_of_many_experts_are_written_as_wide_ones(num_experts: int) -> None:
-    ids = make_trace(30).experts
+    ids = make_trace(30).routed_experts
     narrow, wide = (made_of(make_trace(30), ids.astype(dtype), num_experts, (0, 1, 2)) for dtype in ("u1", "u2"))
     assert encode_trace(narrow) == encode_trace(wide) == spec_encode(wide)
-    assert np.array_equal(decode_trace(encode_trace(narrow)).experts, ids)
+    assert np.array_equal(decode_trace(encode_trace(narrow)).routed_experts, ids)
 
 
 @pytest.mark.parametrize(("num_experts", "found"), [(256, 256), (512, 512), (32768, 32768), (32768, 65535)])
 def test_an_id_with_a_bit_too_many_is_not_written(num_experts: int, found: int) -> None:
     """Where every id of so many bits is allowed, one bit more must not be lost."""
-    experts = make_trace(30).experts.astype(np.uint16)
+    experts = make_trace(30).routed_experts.astype(np.uint16)
     experts[-1, -1, -1] = found
     with pytest.raises(TraceFormatError, match=f"id out of range: expected below {num_experts}, found {found}"):
         encode_trace(made_of(make_trace(30), experts, num_experts, (0, 1, 2)))
@@ -89,11 +90,13 @@ def test_an_id_with_a_bit_too_many_is_not_written(num_experts: int, found: int) 
 
 def test_ids_of_one_byte_are_never_copied() -> None:
     trace = make_trace(1024)
-    assert all(np.shares_memory(np.frombuffer(part, np.uint8), trace.experts) for part in encode_parts(trace)[1:])
+    assert all(
+        np.shares_memory(np.frombuffer(part, np.uint8), trace.routed_experts) for part in encode_parts(trace)[1:]
+    )
     blob = encode_trace(trace)
-    assert np.shares_memory(decode_trace(blob).experts, np.frombuffer(blob, np.uint8))
+    assert np.shares_memory(decode_trace(blob).routed_experts, np.frombuffer(blob, np.uint8))
     held = bytearray(blob)
-    assert np.shares_memory(decode_trace(memoryview(held).toreadonly()).experts, np.frombuffer(held, np.uint8))
+    assert np.shares_memory(decode_trace(memoryview(held).toreadonly()).routed_experts, np.frombuffer(held, np.uint8))
 
 
 @pytest.mark.parametrize("num_experts", [128, 384])

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from moe_replay.errors import TraceError, TraceFormatError
 from moe_replay.routes.codec import Limits, block_digest
-from moe_replay.routes.trace import RouteTrace
-from moe_replay.routes.wire import decode_trace, encode_trace
+from moe_replay.routes.trace import RouteTrace, decode_trace, encode_trace
 from tests.routes.parts import made_of, trace_from_parts
 from tests.routes.wire_spec import make_trace, spec_digest, spec_encode
 
@@ -102,7 +101,12 @@ def test_exchanged_pieces_are_refused(num_experts: int, unit: int) -> None:
 def test_blobs_spliced_from_two_traces_are_refused(trace: RouteTrace) -> None:
     ours = encode_trace(trace)
     other = trace_from_parts(
-        trace.token_ids[::-1] // 2, trace.experts[::-1], trace.layers, trace._coverage[::-1], trace.versions, None
+        trace.token_ids[::-1] // 2,
+        trace.routed_experts[::-1],
+        trace.layers,
+        trace._coverage[::-1],
+        trace.versions,
+        None,
     )
     theirs = encode_trace(other)
     for cut in range(1, min(len(ours), len(theirs))):
@@ -145,7 +149,7 @@ def resealed(blob: bytes, spans: int, payload_at: int) -> bytes:
 
 
 # Spans at 64, checksum at 80, layers at 88, token ids at 96, bitmap at 136, payload at 192.
-ROUTES = {"token_ids": [7] * 10, "experts": [[[0, 1], [2, 3]]] * 10, "layers": [4, 6]}
+ROUTES = {"token_ids": [7] * 10, "routed_experts": [[[0, 1], [2, 3]]] * 10, "layers": [4, 6]}
 PLAIN = RouteTrace(**ROUTES, num_experts=4)
 UNKNOWN = RouteTrace(**ROUTES)
 PACKED = RouteTrace(**ROUTES, num_experts=300)
@@ -276,9 +280,9 @@ def test_what_a_reader_would_refuse_is_not_written() -> None:
         with pytest.raises(TraceFormatError, match=f"id out of range: expected below {num_experts}"):
             encode_trace(made_of(PLAIN, experts, num_experts, PLAIN.layers))
     with pytest.raises(TraceFormatError, match=r"layer ids at byte 88: id out of range: expected below 2\*\*32"):
-        encode_trace(made_of(PLAIN, PLAIN.experts, 4, (1, 2**32)))
+        encode_trace(made_of(PLAIN, PLAIN.routed_experts, 4, (1, 2**32)))
     with pytest.raises(TraceFormatError, match=r"ids where nothing is covered \[token 9\]"):
-        encode_trace(made_of(PARTLY, PLAIN.experts, 4, PLAIN.layers))
+        encode_trace(made_of(PARTLY, PLAIN.routed_experts, 4, PLAIN.layers))
 
 
 def test_a_part_names_tokens_by_their_place_in_the_whole() -> None:

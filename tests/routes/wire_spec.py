@@ -71,7 +71,7 @@ def spec_bits(bits: list[bool]) -> bytes:
 
 
 def spec_encode(trace: RouteTrace) -> bytes:
-    ids: list[int] = trace.experts.reshape(-1).tolist()
+    ids: list[int] = trace.routed_experts.reshape(-1).tolist()
     id_bits = max(8, ((trace.num_experts or max(ids, default=0) + 1) - 1).bit_length())
     row = len(trace.layers) * trace.top_k
     blocks = []

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import moe_replay as mr
-from moe_replay.rollout.transformers import TransformersEngine
-from moe_replay.rollout.types import Sample, SamplingParams
-from moe_replay.tools.attribution.measure import attribute, attribute_traces
-from moe_replay.tools.attribution.result import (
+from moe_replay.engines.transformers import TransformersEngine
+from moe_replay.records import Sample, SamplingParams
+from moe_replay.tools.attribution import attribute, attribute_traces
+from moe_replay.verification.attribution import (
     AGAIN,
     HISTOGRAM_EDGES,
     NATIVE,
@@ -22,10 +22,10 @@ from moe_replay.tools.attribution.result import (
     R3,
     Attribution,
     AttributionError,
-    Thresholds,
 )
+from moe_replay.verification.thresholds import Thresholds, failures
+from tests.engines.tiny import VOCABULARY, tiny_model
 from tests.models import perturb_routers
-from tests.rollout.tiny import VOCABULARY, tiny_model
 
 TEMPERATURE = 0.9
 LENGTHS = (3, 14, 8, 11, 5, 9)
@@ -78,7 +78,7 @@ def test_the_same_model_agrees_with_itself(model: nn.Module, samples: list[Sampl
     assert found.routing.overall == 1.0
     assert found.routing.differing == (found.tokens - found.samples, 0, 0, 0)  # nobody routed the last tokens
     assert found.alignment.status == "aligned"
-    assert found.failures() == []
+    assert failures(found) == []
 
 
 def test_replay_of_the_own_record_changes_nothing_at_all(healthy: Attribution) -> None:
@@ -90,13 +90,13 @@ def test_replay_of_the_own_record_changes_nothing_at_all(healthy: Attribution) -
 
 def test_another_temperature_shows_in_every_number(model: nn.Module, samples: list[Sample]) -> None:
     found = attribute(model, samples, temperature=0.2)
-    assert [failure.partition(" is ")[0] for failure in found.failures()] == ["k3 KL with R3", "F(2) with R3"]
+    assert [failure.partition(" is ")[0] for failure in failures(found)] == ["k3 KL with R3", "F(2) with R3"]
     rollout, scored = np.array(found.scatter[R3]).T
     difference = scored - rollout
     scores = found.passes[R3]
     assert scores.extreme == {limit: (np.abs(difference) > np.log(limit)).sum() for limit in (2, 5, 10)}
     assert scores.extreme[2] > scores.extreme[5] > 0
-    assert scores.mismatch["beyond_two"] == scores.extreme[2] / found.scored
+    assert scores.mismatch["frac_ratio_gt2"] == scores.extreme[2] / found.scored
     assert scores.mismatch["k1_kl"] == pytest.approx(-difference.mean(), rel=1e-4)
     assert scores.mismatch["logprob_abs_diff/mean"] == pytest.approx(np.abs(difference).mean(), rel=1e-4)
     assert scores.histogram[1:-1] == tuple(np.histogram(difference, HISTOGRAM_EDGES)[0])
@@ -157,8 +157,8 @@ def test_numbers_of_routing_are_those_of_the_routes(model: nn.Module, samples: l
         ids = torch.from_numpy(sample.trace.token_ids[None].astype(np.int64))
         with torch.no_grad(), replay.record() as recording:
             other(input_ids=ids)
-        chosen = recording.traces(mr.TokenLayout.padded([ids.shape[1]]), [ids[0].tolist()])[0].experts
-        differing.append((np.sort(chosen) != np.sort(sample.trace.experts)).any(-1)[:-1])  # (T - 1, L)
+        chosen = recording.traces(mr.TokenLayout.padded([ids.shape[1]]), [ids[0].tolist()])[0].routed_experts
+        differing.append((np.sort(chosen) != np.sort(sample.trace.routed_experts)).any(-1)[:-1])  # (T - 1, L)
     replay.detach()
     every = np.concatenate(differing)
     assert found.compared == (len(every),) * 3
@@ -178,7 +178,7 @@ def test_numbers_of_routing_are_those_of_the_routes(model: nn.Module, samples: l
 
 def one_token_late(sample: Sample) -> Sample:
     trace = sample.trace
-    experts = np.concatenate([trace.experts[:1], trace.experts[:-1]])
+    experts = np.concatenate([trace.routed_experts[:1], trace.routed_experts[:-1]])
     late = mr.RouteTrace(trace.token_ids, experts, trace.layers, trace.valid, num_experts=trace.num_experts)
     return replace(sample, trace=late)
 
@@ -187,7 +187,7 @@ def test_misaligned_routes_fail_by_name(model: nn.Module, samples: list[Sample])
     late = [one_token_late(sample) for sample in samples]
     found = attribute(model, late, temperature=TEMPERATURE)
     assert (found.alignment.status, found.alignment.token_shift) == ("misaligned", 1)
-    assert found.failures()[0] == f"misaligned: {found.alignment.detail}"
+    assert failures(found)[0] == f"misaligned: {found.alignment.detail}"
     assert "one token late" in found.alignment.detail
     assert found.passes[R3].mismatch["k3_kl"] > 1e-3 > found.passes[NATIVE].mismatch["k3_kl"]
     alone = attribute_traces(model, [sample.trace for sample in late])
@@ -196,7 +196,7 @@ def test_misaligned_routes_fail_by_name(model: nn.Module, samples: list[Sample])
 
 def test_routes_of_another_model_are_refused(model: nn.Module, samples: list[Sample]) -> None:
     trace = samples[0].trace
-    moved = mr.RouteTrace(trace.token_ids, trace.experts, (0, 1, 2), trace.valid, num_experts=trace.num_experts)
+    moved = mr.RouteTrace(trace.token_ids, trace.routed_experts, (0, 1, 2), trace.valid, num_experts=trace.num_experts)
     with pytest.raises(mr.AlignmentError, match=r"layers \[1, 2, 3\].*layers \[0, 1, 2\]"):
         attribute_traces(model, [moved])
     with pytest.raises(mr.errors.TraceError, match=r"layers \[1, 2, 3\].*layers \[0, 1, 2\]"):
@@ -208,29 +208,29 @@ def test_routes_of_another_model_are_refused(model: nn.Module, samples: list[Sam
     ("limits", "text"),
     [
         (Thresholds(max_k3=-1.0), "k3 KL with R3"),
-        (Thresholds(max_beyond_two=-1.0), "F(2) with R3"),
+        (Thresholds(max_frac_ratio_gt2=-1.0), "F(2) with R3"),
         (Thresholds(min_agreement=1.1), "native agreement is 1, less than 1.1"),
         (Thresholds(max_r2=-1.0), None),  # but the noise of native passes, 0 here, is always allowed
     ],
 )
 def test_thresholds(healthy: Attribution, limits: Thresholds, text: str | None) -> None:
-    failures = healthy.failures(limits)
-    assert len(failures) == (text is not None)
+    found = failures(healthy, limits)
+    assert len(found) == (text is not None)
     if text:
-        assert failures[0].startswith(text)
+        assert found[0].startswith(text)
 
 
 def test_what_is_not_a_number_fails(healthy: Attribution) -> None:
     scores = replace(healthy.passes[R3], mismatch=healthy.passes[R3].mismatch | {"k3_kl": math.nan})
     broken = replace(healthy, passes=healthy.passes | {R3: scores})
-    assert broken.failures() == ["k3 KL with R3 is nan, more than 0.01"]
-    assert Attribution.from_json(broken.to_json()).failures() == broken.failures()
+    assert failures(broken) == ["k3 KL with R3 is nan, more than 0.01"]
+    assert failures(Attribution.from_json(broken.to_json())) == failures(broken)
 
 
 def test_replay_that_does_not_hold_fails(healthy: Attribution) -> None:
     scores = replace(healthy.passes[R2], own=healthy.passes[R2].own | {"logprob_abs_diff/mean": 0.01})
     broken = replace(healthy, passes=healthy.passes | {R2: scores})
-    assert broken.failures() == ["replaying a recording changes log-probs by 0.01 on average, more than 0.0001"]
+    assert failures(broken) == ["replaying a recording changes log-probs by 0.01 on average, more than 0.0001"]
 
 
 def test_nothing_to_compare_is_refused(model: nn.Module, samples: list[Sample]) -> None:
@@ -251,7 +251,7 @@ def test_traces_alone(model: nn.Module, samples: list[Sample], healthy: Attribut
     assert found.alignment == healthy.alignment
     assert found.routing.agreement == healthy.routing.agreement
     assert all(math.isnan(rate) for rate in (*found.routing.noise, *found.routing.router_alone))
-    assert found.failures() == []
+    assert failures(found) == []
     text = str(found)
     assert "aligned" in text
     assert "k3" not in text

@@ -80,7 +80,7 @@ def test_dumps_become_a_trace_file(
     output = model / "routes.mrt"
     words = ["convert", "routes", *map(str, dumps), "--model", str(model), "--output", str(output)]
     main([*words, "--weight-version", "3"])
-    assert capsys.readouterr().out == f"{output}: 4 traces of 2 dumps\n"
+    assert capsys.readouterr().out == f"{output}: 4 traces from 2 dumps\n"
     with mr.TraceFile(output) as written:
         assert list(written) == traces * 2
     main(["inspect", str(output), "--check", str(model)])
@@ -109,7 +109,7 @@ def _run() -> None:
 
 def test_code_in_a_dump_is_not_run(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"routed_experts": Code()}, model / "code.pt")
-    assert "tensors alone: code in a dump is never run" in refused(capsys, model, model / "code.pt")
+    assert "tensors only: code in a dump is never run" in refused(capsys, model, model / "code.pt")
     objects: Any = np.array([Code()], dtype=object)
     np.savez(model / "code.npz", routed_experts=objects, input_ids=np.zeros((1, 1)))
     assert "cannot be read" in refused(capsys, model, model / "code.npz")
@@ -119,7 +119,7 @@ def test_what_is_no_dump(model: Path, traces: list[mr.RouteTrace], capsys: pytes
     (model / "text.pt").write_text("hello")
     assert "cannot be read" in refused(capsys, model, model / "text.pt")
     assert "cannot be read" in refused(capsys, model, model / "nowhere.npz")
-    assert "not a dump that is known" in refused(capsys, model, model / "x.csv")
+    assert "unknown dump format" in refused(capsys, model, model / "x.csv")
     torch.save(OrderedDict(input_ids=torch.zeros(1, 1)), model / "half.pt")
     assert "lacks routed_experts: found input_ids" in refused(capsys, model, model / "half.pt")
     shifted = padded(traces)

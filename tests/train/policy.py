@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import moe_replay as mr
-from moe_replay.rollout.weights.source import IteratorSource
 from moe_replay.utils.files import Write
+from tests.support.weight_sources import IteratorSource
 
 
 class SmallPolicy:

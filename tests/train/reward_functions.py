@@ -88,6 +88,11 @@ def process_ids(completions: list[str], **_: Any) -> list[float]:
     return [float(os.getpid()) for _ in completions]
 
 
+def closing_descriptors(completions: list, **_: Any) -> list[float]:
+    os.closerange(3, 4096)
+    return [1.0 for _ in completions]
+
+
 class Odd(BaseException):
     """What nobody catches."""
 

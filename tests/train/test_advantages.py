@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_replay.train.advantages import ADVANTAGES, AdvantageError, has_signal, load_advantages
+from moe_replay.train.config.registries import ADVANTAGES
+from moe_replay.train.rollout.advantages import AdvantageError, has_signal, load_advantages
 from moe_replay.utils.plugins import PluginError
 
 
@@ -20,9 +21,9 @@ from moe_replay.utils.plugins import PluginError
     ).map(np.array)
 )
 def test_advantages_against_a_plain_loop(rewards):
-    assert set(ADVANTAGES) == {"std", "none", "leave_one_out"}
-    for baseline in ADVANTAGES:
-        found = load_advantages(baseline)(rewards)
+    assert set(ADVANTAGES) == {"grpo", "dr_grpo", "rloo"}
+    for name in ADVANTAGES:
+        found = load_advantages(name)(rewards)
         for group, advantages in zip(rewards, found, strict=True):
             scored = [r for r in group if not np.isnan(r)]
             for reward, advantage in zip(group, advantages, strict=True):
@@ -30,9 +31,9 @@ def test_advantages_against_a_plain_loop(rewards):
                     assert advantage == 0
                     continue
                 expected = reward - np.mean(scored)
-                if baseline == "std":
+                if name == "grpo":
                     expected /= (np.std(scored, ddof=1) if len(scored) > 1 else 0) + 1e-4
-                elif baseline == "leave_one_out" and len(scored) > 1:
+                elif name == "rloo" and len(scored) > 1:
                     expected = reward - (sum(scored) - reward) / (len(scored) - 1)
                 assert advantage == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
@@ -71,5 +72,5 @@ def test_an_estimator_of_the_user_is_checked(monkeypatch):
 
 
 def test_an_unknown_estimator_is_refused():
-    with pytest.raises(PluginError, match=r"unknown advantage estimator 'leave_one'.*Did you mean 'leave_one_out'"):
-        load_advantages("leave_one")
+    with pytest.raises(PluginError, match=r"unknown advantage estimator 'rlo'.*Did you mean 'rloo'"):
+        load_advantages("rlo")

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import moe_replay as mr
-from moe_replay.train.alignment import Alignment
-from tests.diagnostics.routes import siblings, with_routes
+from moe_replay.train.learn.step_checks import Alignment
+from tests.verification.routes import siblings, with_routes
 
 PROMPT = 30
 
@@ -32,8 +32,8 @@ def micro_batch(seed: int, faulty: int = 0) -> Any:
     native, given = siblings(seed, layers=3, num_experts=8, top_k=2)
     wrong = list(given)
     for one in range(faulty):
-        experts = given[one].experts.copy()
-        experts[PROMPT:] = given[one + 1].experts[PROMPT:]
+        experts = given[one].routed_experts.copy()
+        experts[PROMPT:] = given[one + 1].routed_experts[PROMPT:]
         wrong[one] = with_routes(given[one], experts)
     layout = mr.TokenLayout.packed([len(trace) for trace in native])
     trajectories = [SimpleNamespace(sampled=np.arange(len(trace)) >= PROMPT) for trace in native]

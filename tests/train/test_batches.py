@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moe_replay as mr
-from moe_replay.train.batches import divide, mini_batches
-from moe_replay.train.losses.aggregation import token_weights
-from moe_replay.train.micro_batch import MicroBatch
-from moe_replay.train.trajectories.shared_batch import SharedBatch
-from tests.train.trajectories import LAYERS, random_trajectory
+from moe_replay.train.backends.base import keep_rollout_routes
+from moe_replay.train.learn.batches import divide, make_micro_batch, mini_batches
+from moe_replay.train.learn.losses import token_weights
+from tests.train.trajectories import LAYERS, random_trajectory, stored
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
@@ -54,7 +53,7 @@ def test_every_sequence_is_in_one_micro_batch_within_the_budget(
 def test_a_micro_batch_scores_the_sampled_tokens_and_no_others(packed: bool) -> None:
     trajectories = [random_trajectory(i, prompt=3, completion=4 + i, observed=2 * (i % 2)) for i in range(3)]
     rank = Rank(packed=packed)
-    batch = MicroBatch.of(trajectories, [0.5, 0.25, 0.125], rank.layout([len(t) for t in trajectories]), rank.device)
+    batch = make_micro_batch(trajectories, [0.5, 0.25, 0.125], rank.layout([len(t) for t in trajectories]), rank.device)
 
     flat = batch.input_ids.flatten()
     expected = [(i, p) for i, t in enumerate(trajectories) for p in range(1, len(t)) if t.sampled[p]]
@@ -72,20 +71,20 @@ def test_a_micro_batch_scores_the_sampled_tokens_and_no_others(packed: bool) -> 
 def test_routes_of_the_rollout_belong_to_the_tokens_fed() -> None:
     trajectories = [random_trajectory(i, prompt=2, completion=5) for i in range(2)]
     rank = Rank()
-    batch = MicroBatch.of(trajectories, [1.0, 1.0], rank.layout([len(t) for t in trajectories]), rank.device)
-    batch.add_rollout_routes(rank.chunk_layers)
+    batch = make_micro_batch(trajectories, [1.0, 1.0], rank.layout([len(t) for t in trajectories]), rank.device)
+    keep_rollout_routes(batch, rank.chunk_layers)
     (routes,) = batch.rollout_routes.values()
     routes.check_fed(batch.input_ids)
     assert routes.layers == LAYERS
     first = len(trajectories[0])
-    assert np.array_equal(routes.experts[1, first].numpy(), trajectories[1].trace.experts[0, 1])
+    assert np.array_equal(routes.routed_experts[1, first].numpy(), trajectories[1].trace.routed_experts[0, 1])
 
 
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=4, max_size=12),
     ranks=st.integers(1, 3),
     multiple=st.integers(1, 3),
-    aggregation=st.sampled_from(["grpo", "dapo", "dr_grpo"]),
+    aggregation=st.sampled_from(["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"]),
 )
 def test_ranks_together_weigh_every_token_as_one_would(
     lengths: list[int], ranks: int, multiple: int, aggregation
@@ -96,7 +95,7 @@ def test_ranks_together_weigh_every_token_as_one_would(
     found: list[dict[int, float]] = [{} for _ in range(updates)]
     for rank in range(ranks):
         made = mini_batches(
-            SharedBatch.of(trajectories),
+            *stored(trajectories),
             Rank(rank, ranks, multiple=multiple),  # type: ignore[arg-type]
             updates=updates,
             aggregation=aggregation,
@@ -126,10 +125,10 @@ def test_what_is_not_trained_on_counts_as_a_sequence_without_tokens() -> None:
     kept, unscored, cut = (random_trajectory(i, prompt=2, completion=4) for i in range(3))
     trajectories = [kept, replace(unscored, reward=float("nan")), cut.ended_by_length()]
     (batches,) = mini_batches(
-        SharedBatch.of(trajectories),
+        *stored(trajectories),
         Rank(),  # type: ignore[arg-type]
         updates=1,
-        aggregation="grpo",
+        aggregation="seq_mean_token_mean",
         max_tokens=4,
         budget=100,
         packed=True,
@@ -143,10 +142,10 @@ def test_what_is_not_trained_on_counts_as_a_sequence_without_tokens() -> None:
 def test_an_update_without_anything_to_train_on_has_no_micro_batches() -> None:
     trajectories = [replace(random_trajectory(i, prompt=2, completion=4), reward=float("nan")) for i in range(2)]
     made = mini_batches(
-        SharedBatch.of(trajectories),
+        *stored(trajectories),
         Rank(),  # type: ignore[arg-type]
         updates=1,
-        aggregation="dapo",
+        aggregation="token_mean",
         max_tokens=4,
         budget=100,
         packed=True,

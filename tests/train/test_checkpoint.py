@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 import moe_replay as mr
-from moe_replay.megatron.weights.export import write_folder
-from moe_replay.rollout.weights.source import IteratorSource
-from moe_replay.train.run import checkpoint, manifest, rng
-from moe_replay.train.run.checkpoint import CheckpointError, Checkpoints, TrainerState
+from moe_replay.megatron.weights.checkpoint import write_folder
+from moe_replay.train.checkpoint import checkpoint, manifest, rng
+from moe_replay.train.checkpoint.checkpoint import CheckpointError, Checkpoints, TrainerState
 from moe_replay.utils.files import sizes
 from tests.distributed.harness import run_ranks
+from tests.support.weight_sources import IteratorSource
 from tests.train.policy import SmallPolicy
 
-SETTINGS = {"model.dtype": "float32", "backend.tensor_parallel": 1, "model.lora_targets": ("q_proj",)}
+SETTINGS = {"model.dtype": "float32", "backend.tensor_parallel": 1, "model.lora_target_modules": ("q_proj",)}
 
 
 def state_at(step: int) -> TrainerState:

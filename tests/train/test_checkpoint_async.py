@@ -12,8 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
-from moe_replay.train.run.checkpoint import CheckpointError, Checkpoints, CheckpointWriteError, TrainerState
+from moe_replay.train.checkpoint.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    CheckpointWriteError,
+    TrainerState,
+    WriterLostError,
+)
 from moe_replay.utils.files import Write
 from tests.distributed.harness import run_ranks
 from tests.train.policy import SmallPolicy
@@ -32,7 +39,7 @@ class SlowPolicy(SmallPolicy):
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)
         self.may_write = threading.Event()
-        self.fails = False
+        self.fails: bool | Exception = False
 
     def stage(self) -> Write:
         model, optimizer, fails = copy.deepcopy(self.model), copy.deepcopy(self.optimizer.state_dict()), self.fails
@@ -44,7 +51,7 @@ class SlowPolicy(SmallPolicy):
             torch.save(optimizer, own / "optimizer.pt")
             assert self.may_write.wait(LIMIT_S)
             if fails:
-                raise OSError("nothing left")
+                raise fails if isinstance(fails, Exception) else OSError("nothing left")
             return sorted(path for path in own.iterdir() if path.is_file())
 
         return write
@@ -95,6 +102,21 @@ def test_what_the_writer_raises_is_raised_by_the_next_call(tmp_path: Path, then:
     checkpoints.save(policy, state_at(2))  # the run may go on
     checkpoints.close()
     assert saved_steps(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_a_full_disk_is_one_line_whatever_a_library_raises(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run that ends for another reason, such as metrics that cannot be written either, says which step is kept."""
+    policy, checkpoints = SlowPolicy(), Checkpoints(tmp_path, asynchronous=True)
+    policy.may_write.set()
+    checkpoints.save(policy, state_at(1))
+    checkpoints.wait()
+    policy.fails = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    checkpoints.save(policy, state_at(2))
+    assert checkpoints.settle()
+    checkpoints.close()
+    assert "the last checkpoint could not be written: Error while serializing" in caplog.text
+    assert "(os error 28); the checkpoint of step 1 is kept" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 def test_a_run_killed_while_a_checkpoint_is_written_has_the_one_before(tmp_path: Path) -> None:
@@ -153,6 +175,25 @@ def write_on_ranks(folder: str) -> dict[str, Any]:
     os.fsync = fsync
     names = sorted({part for path in flushed for part in path.split("/") if part.startswith("rank-")})
     return {"early": early, "complete": complete, "said": said, "left": saved_steps(Path(folder)), "flushed": names}
+
+
+def test_a_rank_lost_while_writing_is_not_reported_as_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lose_peer(*_: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    policy, checkpoints = SlowPolicy(), Checkpoints(tmp_path, asynchronous=True)
+    monkeypatch.setattr(checkpoints._group, "_group", object())
+    monkeypatch.setattr("moe_replay.train.checkpoint.checkpoint.all_gather", lose_peer)
+    policy.may_write.set()
+    checkpoints.save(policy, state_at(1))
+    assert checkpoints.settle()
+    assert "is incomplete and will be deleted: another rank ended" in caplog.text
+    assert "could not be written" not in caplog.text
+    assert saved_steps(tmp_path) == []
+    with pytest.raises(WriterLostError, match="another rank ended"):
+        checkpoints.wait()
 
 
 @pytest.mark.distributed

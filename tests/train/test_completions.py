@@ -17,8 +17,8 @@ pytest.importorskip("rich")
 
 from moe_replay.errors import MissingExtraError
 from moe_replay.train.loop import train
-from moe_replay.train.run import completions
-from moe_replay.train.run.completions import (
+from moe_replay.train.output import completions
+from moe_replay.train.output.completions import (
     Completion,
     CompletionsError,
     best_and_worst,
@@ -26,7 +26,7 @@ from moe_replay.train.run.completions import (
     read_completions,
     write_completions,
 )
-from moe_replay.train.run.progress import ConsoleProgress
+from moe_replay.train.output.console import ConsoleProgress
 
 Config = Callable[..., Any]
 ONE = Completion(
@@ -63,7 +63,7 @@ def test_a_run_keeps_what_it_has_sampled(config: Config, metrics_of: Any, capsys
         steps=2,
         rollout={"environment": "tests.train.test_loop:calculator", "max_turns": 2, "max_tokens": 4},
         reward={"functions": functions, "weights": [1.0, 0.5]},
-        log={"completions": True, "shown_completions": 2},
+        log={"completions": True, "num_completions_to_print": 2},
     )
     folder = train(made)
     lines = metrics_of(folder)
@@ -106,7 +106,7 @@ def test_texts_of_steps_that_are_done_again_are_removed(config: Config, tmp_path
     (tmp_path / "run").mkdir()
     for step in (1, 2, 30):
         write_completions(tmp_path / "run", step, [ONE])
-    folder = train(config(steps=1, resume=True, log={"completions": True, "shown_completions": 0}))
+    folder = train(config(steps=1, resume=True, log={"completions": True, "num_completions_to_print": 0}))
     assert list(completion_steps(folder)) == [1]
     assert len(read_completions(completion_steps(folder)[1])) == 16
 

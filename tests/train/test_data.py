@@ -10,8 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_replay.train.data import DataError, Prompt, PromptStream, load_prompts, read_rows
-from moe_replay.train.hub_data import HubDataError, is_hub_name
+from moe_replay.train.rollout.prompts import (
+    Chat,
+    DataError,
+    HubDataError,
+    Prompt,
+    PromptStream,
+    is_hub_name,
+    load_prompts,
+    read_rows,
+)
 
 ROWS = [{"prompt": f"{i} + 1 =", "solution": str(i + 1)} for i in range(5)]
 
@@ -62,7 +70,7 @@ def test_text_and_messages_are_tokenised():
         {"messages": [{"role": "user", "content": "c"}]},
         {"prompt": [{"role": "user", "content": "d"}]},
     ]
-    prompts = load_prompts(rows, Characters(), max_prompt_tokens=100)
+    prompts = load_prompts(rows, Characters(), max_prompt_length=100)
     assert prompts[0].token_ids == (0, ord("a"), ord("b"))
     assert prompts[0].columns == {"level": 1}
     assert [bytes(p.token_ids).decode() for p in prompts[1:]] == ["<user>c<assistant>", "<user>d<assistant>"]
@@ -70,12 +78,35 @@ def test_text_and_messages_are_tokenised():
 
 def test_messages_that_end_with_the_answer_are_refused():
     rows = [{"messages": [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]}]
-    with pytest.raises(DataError, match=r"end with the answer.*row 0.*column of its own"):
-        load_prompts(rows, Characters(), max_prompt_tokens=100)
+    with pytest.raises(DataError, match=r"end with the answer.*row 0.*separate column"):
+        load_prompts(rows, Characters(), max_prompt_length=100)
+
+
+def test_a_chat_template_without_an_end_is_an_error(monkeypatch):
+    class Endless(Characters):
+        def apply_chat_template(self, conversation, **_):
+            while True:
+                pass
+
+    monkeypatch.setattr("moe_replay.train.rollout.prompts.TEMPLATE_LIMIT_S", 0.2)
+    with pytest.raises(DataError, match=r"the chat template did not end within 0.2 s.*row 0"):
+        load_prompts([{"messages": [{"role": "user", "content": "a"}]}], Endless(), 10)
+
+
+@pytest.mark.parametrize("column", ["prompt", "messages"])
+def test_a_prompt_that_would_take_minutes_to_tokenize_is_an_error(column):
+    class Slow(Characters):
+        def __call__(self, text, **_):
+            raise AssertionError("tokenized")
+
+    text = "x" * 60_000_000
+    row = {column: text if column == "prompt" else [{"role": "user", "content": text}]}
+    with pytest.raises(DataError, match=r"a prompt is far too long.*row 0"):
+        load_prompts([row], Slow(), 10)
 
 
 def test_long_prompts_are_left_out():
-    prompts = load_prompts([{"prompt": "a" * n} for n in (1, 50, 3)], Characters(), max_prompt_tokens=10)
+    prompts = load_prompts([{"prompt": "a" * n} for n in (1, 50, 3)], Characters(), max_prompt_length=10)
     assert [prompt.row for prompt in prompts] == [0, 2]
 
 
@@ -103,8 +134,50 @@ def test_other_bad_data(tmp_path):
         load_prompts([{"question": "?"}], Characters(), 10)
     with pytest.raises(DataError, match="neither text nor messages"):
         load_prompts([{"prompt": 5}], Characters(), 10)
-    with pytest.raises(DataError, match="max_prompt_tokens"):
+    with pytest.raises(DataError, match="max_prompt_length"):
         load_prompts([{"prompt": "a" * 50}], Characters(), 10)
+
+
+class Chats(Characters):
+    """A tokenizer of a chat model."""
+
+    chat_template = "{{ messages }}"
+
+
+def test_text_is_a_user_turn_of_a_chat_model():
+    rows = [{"prompt": "ab"}, {"prompt": [{"role": "user", "content": "ab"}]}]
+    text, messages = load_prompts(rows, Chats(), 100)
+    assert text.token_ids == messages.token_ids
+    assert (text.content, messages.content) == ("ab", rows[1]["prompt"])
+    plain = load_prompts(rows[:1], Characters(), 100)
+    assert load_prompts(rows[:1], Chats(), 100, chat=Chat("none"))[0].token_ids == plain[0].token_ids
+    assert plain[0].token_ids != text.token_ids
+
+
+def test_the_system_prompt_is_that_of_conversations_without_one():
+    own = [{"role": "system", "content": "s"}, {"role": "user", "content": "ab"}]
+    rows = [{"prompt": "ab"}, {"prompt": own[1:]}, {"prompt": own}]
+    expected = load_prompts(rows[2:], Chats(), 100)[0].token_ids
+    found = load_prompts(rows, Chats(), 100, chat=Chat(system="s"))
+    assert [prompt.token_ids for prompt in found] == [expected] * 3
+    assert load_prompts(rows[2:], Chats(), 100, chat=Chat(system="t"))[0].token_ids == expected
+
+
+@pytest.mark.parametrize(("tokenizer", "template"), [(Characters(), "auto"), (Chats(), "none")])
+def test_a_system_prompt_that_text_cannot_have_is_refused(tokenizer, template):
+    with pytest.raises(DataError, match=r"data.system is for conversations, and a prompt is text.*remove data.system"):
+        load_prompts([{"prompt": "ab"}], tokenizer, 100, chat=Chat(template, "s"))
+
+
+def test_columns_are_renamed(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"problem": "1+1", "answer": 2, "more": 3}\n')
+    columns = {"problem": "prompt", "answer": "solution"}
+    assert read_rows(path, columns=columns) == [{"prompt": "1+1", "solution": 2, "more": 3}]
+    with pytest.raises(DataError, match=r"lacks a column to rename.*line 1.*'question'.*found columns"):
+        read_rows(path, columns={"question": "prompt"})
+    with pytest.raises(DataError, match="two columns of a row would be named more"):
+        read_rows(path, columns={"problem": "more"})
 
 
 @given(drawn=st.lists(st.integers(1, 7), min_size=1, max_size=6), seed=st.integers(0, 5), shuffle=st.booleans())

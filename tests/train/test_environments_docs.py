@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("pydantic")
 
-from moe_replay.train.environments import load_environment
+from moe_replay.train.rollout.environments import load_environment
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "environments.md"
 

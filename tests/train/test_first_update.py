@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from moe_replay.errors import ReplayStateError
-from moe_replay.train import launch
 from moe_replay.train.backends.base import Routing, Scores
-from moe_replay.train.first_update import NOISE_MARGIN, FirstUpdateCheck
+from moe_replay.train.learn.step_checks import NOISE_MARGIN, FirstUpdateCheck
+from moe_replay.train.setup import launch
 
 BATCHES: Any = [SimpleNamespace(is_dummy=False), SimpleNamespace(is_dummy=True)]
 REPLAY = Routing("native")
@@ -24,6 +24,7 @@ class Noisy:
     """A backend whose passes differ by `noise` from one to the next."""
 
     device = torch.device("cpu")
+    is_compiled = False
 
     def __init__(self, noise: float) -> None:
         self.noise, self.passes = noise, 0
@@ -107,3 +108,23 @@ def test_deterministic_kernels_are_asked_for_and_given_back(monkeypatch: pytest.
     with launch.deterministic_kernels(True):
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_the_noise_of_compiled_layers_is_that_against_their_own_code(caplog: pytest.LogCaptureFixture) -> None:
+    """Two identical passes agree; the pass with gradients is another graph, which rounds differently."""
+
+    class Compiled(Noisy):
+        is_compiled = True
+
+        def score_uncompiled(self, batches: Any, routing: Routing) -> list[Scores]:
+            value = torch.full((3,), 0.01)
+            return [Scores(value, value), Scores(value * 100, value)]
+
+    one, backend = FirstUpdateCheck("auto", "bfloat16"), Compiled(0.0)
+    with caplog.at_level(logging.WARNING):
+        check(one, 0.05, backend)
+    assert one.noise == pytest.approx(0.01)
+    assert "layers round differently when they are compiled" in caplog.text
+    assert "model.compile = false" in caplog.text
+    with pytest.raises(ReplayStateError, match=r"8 times the noise floor of 0.01.*0.09 apart"):
+        check(one, 0.09, backend)

@@ -10,7 +10,7 @@ pytest.importorskip("pydantic", reason="the trainer's own dependency")
 
 from moe_replay.train.config.command_line import apply_overrides
 from moe_replay.train.config.file import load_config
-from moe_replay.train.config.foreign.advice import TABLES, TRAINERS
+from moe_replay.train.config.foreign import TABLES, TRAINERS
 from moe_replay.train.config.foreign.swift import MEGATRON_DEFAULTS, RENAMED, SWIFT_DEFAULTS
 from moe_replay.train.config.foreign.swift import OPTIONS as SWIFT
 from moe_replay.train.config.foreign.verl import DEFAULTS as VERL_DEFAULTS
@@ -38,12 +38,12 @@ def test_defaults_are_those_of_options_that_are_known() -> None:
         ("--model", "--model: no such option; model of ms-swift is --model.path here"),
         ("--epsilon", "epsilon of ms-swift and TRL is --algorithm.clip_low here"),
         ("--rollout", "--rollout: no such option; it is a section: --rollout.{engine,urls,token,...}"),
-        ("--per_device_train_batch_size", "is --rollout.prompts_per_step here (sequences of a forward)"),
+        ("--per_device_train_batch_size", "is --rollout.prompts_per_step here (sequences per forward pass)"),
         ("--vllm-tensor-parallel-size", "is --rollout.options tensor_parallel_size ... here"),
         ("--actor_rollout_ref.rollout.n", "of verl is --rollout.num_generations here"),
         ("--n_samples_per_prompt", "of OpenRLHF is --rollout.num_generations here"),
-        ("--sequence_parallel", "without a counterpart here: sequence parallelism is always on"),
-        ("--max_length", "did you mean --rollout.max_length? max_length of ms-swift is --data.max_prompt_tokens here"),
+        ("--sequence_parallel", "has no counterpart here: sequence parallelism is always on"),
+        ("--max_length", "did you mean --rollout.max_length? max_length of ms-swift is --data.max_prompt_length here"),
         ("--model_name_or_path", "of TRL is --model.path here"),
         ("--backend.tensor_paralel", "did you mean --backend.tensor_parallel?"),
     ],

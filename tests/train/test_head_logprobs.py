@@ -18,12 +18,11 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("transformers", minversion="5.0")
 
 import moe_replay as mr
-from moe_replay.rollout.sampling_mask import SamplingMask
+from moe_replay.records import MicroBatch
+from moe_replay.sampling_mask import LogitMask, SamplingMask
 from moe_replay.train.backends.base import Scores
-from moe_replay.train.backends.head_logprobs import Head, head_logprobs
-from moe_replay.train.backends.transformers_logprobs import HeadScores
-from moe_replay.train.logit_mask import LogitMask
-from moe_replay.train.micro_batch import MicroBatch
+from moe_replay.train.backends.logprobs import Head, HeadScores, head_logprobs
+from moe_replay.train.learn.batches import make_micro_batch
 from tests.models import tiny_qwen3_moe
 from tests.train.trajectories import random_mask, random_trajectory
 
@@ -84,9 +83,10 @@ def test_masked_logits_do_not_count(scored: int, temperature: float, chunk: int,
     torch.testing.assert_close(found_gradients, gradients, rtol=1e-4, atol=1e-5)
 
 
-def test_a_mask_of_a_larger_vocabulary_is_refused() -> None:
-    mask = LogitMask.of(SamplingMask.whole(2, 12), torch.device("cpu"))
-    with pytest.raises(mr.errors.AlignmentError, match=r"larger vocabulary.*at most 11 tokens, found 12 tokens"):
+@pytest.mark.parametrize("vocabulary", [10, 12])
+def test_a_mask_of_another_vocabulary_is_refused(vocabulary: int) -> None:
+    mask = LogitMask.of(SamplingMask.whole(2, vocabulary), torch.device("cpu"))
+    with pytest.raises(mr.errors.AlignmentError, match=rf"another vocabulary.*11 tokens, found {vocabulary} tokens"):
         head_logprobs(
             *(torch.zeros(2, 5), Head(torch.zeros(11, 5)), torch.zeros(2, dtype=torch.int64)),
             temperature=1.0,
@@ -129,7 +129,7 @@ def micro_batch(packed: bool, masked: bool = False, vocabulary: int = VOCABULARY
         trajectories = [replace(one, sampling_mask=random_mask(one, vocabulary, one.row)) for one in trajectories]
     lengths = [len(one) for one in trajectories]
     layout = mr.TokenLayout.packed(lengths) if packed else mr.TokenLayout.padded(lengths)
-    return MicroBatch.of(trajectories, [1.0] * 3, layout, torch.device("cpu"))
+    return make_micro_batch(trajectories, [1.0] * 3, layout, torch.device("cpu"))
 
 
 def plain_model(tied: bool = False) -> Any:
@@ -216,6 +216,15 @@ def scaled_logits() -> Any:
     return GraniteMoeForCausalLM(config).eval()
 
 
+def zero_padding_row() -> Any:
+    """Returns a scaled model whose logits of token 0 are all zero, as padding makes them in a fresh model."""
+    model = scaled_logits()
+    torch.nn.init.zeros_(model.get_input_embeddings().weight[0].detach())
+    with torch.no_grad():
+        assert not model(torch.zeros(1, 2, dtype=torch.int64)).logits.any()
+    return model
+
+
 def adapted_head() -> Any:
     peft = pytest.importorskip("peft")
     model = plain_model()
@@ -223,7 +232,7 @@ def adapted_head() -> Any:
     return model
 
 
-@pytest.mark.parametrize("make", [scaled_logits, adapted_head])
+@pytest.mark.parametrize("make", [scaled_logits, zero_padding_row, adapted_head])
 def test_other_heads_are_scored_from_whole_logits_and_the_log_says_so(
     make: Callable[[], Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from moe_replay.train.run.interruption import InterruptHandler
+from moe_replay.train.output.interruption import InterruptHandler
 from tests.distributed.harness import run_ranks
 
 CPU = torch.device("cpu")

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,16 +20,16 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
-from moe_replay.errors import ReplayStateError
-from moe_replay.tools.model_config import model_config
-from moe_replay.tools.plan.memory import MemoryPlan, plan_memory
-from moe_replay.tools.plan.sizes import ModelSizes
+from moe_replay.errors import EngineError, ReplayStateError
 from moe_replay.train.config.file import to_toml
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.job import DivergedError
-from moe_replay.train.learner import Learner
+from moe_replay.train.learn.learner import Learner
 from moe_replay.train.loop import train
-from moe_replay.train.rewards import RewardError
+from moe_replay.train.rollout.rewards import RewardError
+from moe_replay.train.run import DivergedError
+from moe_replay.train.setup.memory_plan import MemoryPlan, plan_memory
+from moe_replay.weights.model_folder import read_config
+from moe_replay.weights.model_sizes import ModelSizes
 from tests.combinations import with_thorough, with_whole_runs
 from tests.faults.forked import fork_command
 from tests.faults.processes import wait_for_line
@@ -108,7 +109,7 @@ def test_auto_says_what_it_picks(config: Config, metrics_of: Metrics, capsys: py
     train(config(steps=1, replay={"mode": "auto"}, algorithm={"updates_per_rollout": 4}))
     told = capsys.readouterr().out
     assert "routing replay: r3 (4 updates from sample to use" in told
-    assert "weights reach the engine by http (the engine takes no other kind)" in told
+    assert "weights reach the engine by http (the engine takes no other transport)" in told
 
 
 def test_packed_and_padded_batches_give_the_same_loss(config: Config, metrics_of: Metrics) -> None:
@@ -181,8 +182,8 @@ def test_lora_on_experts_and_router_trains_with_gspo_and_r3(config: Config, metr
     pytest.importorskip("peft")
     pytest.importorskip("transformers", "5")
     made = config(
-        model={"lora_rank": 4, "lora_targets": ["all-linear", "router"], "lora_merge": False},
-        algorithm={"level": "sequence", "updates_per_rollout": 2},
+        model={"lora_rank": 4, "lora_target_modules": ["all-linear", "router"], "lora_merge": False},
+        algorithm={"importance_sampling_level": "sequence", "updates_per_rollout": 2},
         checkpoint={"export": True},
         steps=2,
     )
@@ -208,7 +209,7 @@ def test_dynamic_sampling_refills(config: Config, metrics_of: Metrics) -> None:
     )
     lines = metrics_of(train(made))
     assert sum(line["completion/groups_dropped"] for line in lines) > 0
-    assert all(line["completion/groups_without_signal"] == 0 for line in lines)
+    assert all(line["reward/frac_groups_zero_std"] == 0 for line in lines)
 
 
 def test_a_tool_speaks_without_loss_and_without_made_up_routes(config: Config, metrics_of: Metrics) -> None:
@@ -279,7 +280,7 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
 
 def planned_memory(config: TrainConfig) -> MemoryPlan:
     """What `moe-replay plan` says of a run on one rank."""
-    return plan_memory(config, ModelSizes.of(model_config(config.model.path)), gpus=1, gpu_gib=80.0)
+    return plan_memory(config, ModelSizes.of(read_config(config.model.path)), gpus=1, gpu_gib=80.0)
 
 
 @pytest.mark.parametrize("kind", with_whole_runs(["fsdp", "megatron"], ["megatron"]))
@@ -343,9 +344,9 @@ def test_gradients_that_are_not_finite_change_nothing_and_then_stop(
     made = config(
         steps=9,
         reward={"functions": ["tests.train.test_loop:endless"]},
-        optim={"max_bad_steps": 3},
+        optim={"max_skipped_updates": 3},
         checkpoint={"export": True},
-        algorithm={"updates_per_rollout": 1, "baseline": "none"},
+        algorithm={"updates_per_rollout": 1, "advantage": "dr_grpo"},
     )
     with pytest.raises(DivergedError, match="4 updates in a row"):
         train(made)
@@ -389,15 +390,20 @@ def test_an_environment_that_is_not_there_is_named(config: Config) -> None:
         train(config(rollout={"environment": "tests.nowhere:play"}))
 
 
+def test_an_engine_without_the_interface_is_refused_before_a_model_is_loaded(config: Config) -> None:
+    with pytest.raises(EngineError, match=r"the engine SimpleNamespace is no Engine: expected a subclass of"):
+        train(config(model={"path": "nowhere"}), cast(Any, SimpleNamespace()))
+
+
 def test_an_engine_with_other_weights_is_found_out(config: Config, demo_files: Any) -> None:
     """An engine that says it took the weights and did not."""
+    from moe_replay.engines.transformers import TransformersEngine
     from moe_replay.errors import EngineError
-    from moe_replay.rollout.transformers import TransformersEngine
 
     class Forgetful(TransformersEngine):
-        def update_weights(self, weights: Any, version: int, probe: Any = None) -> None:
+        def update_weights(self, weights: Any, version: int, probe: Any = None, weights_id: str = "") -> None:
             kept = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-            super().update_weights(weights, version, None)
+            super().update_weights(weights, version, None, weights_id)
             if version:
                 self.model.load_state_dict(kept)
             if probe is not None:
@@ -419,14 +425,14 @@ def test_routes_of_another_layer_stop_the_run_before_anything_is_learned(
     import numpy as np
 
     import moe_replay as mr
-    from moe_replay.rollout.transformers import TransformersEngine
+    from moe_replay.engines.transformers import TransformersEngine
 
     class Late(TransformersEngine):
         def _sample(self, prompts: Any, params: Any) -> Any:
             return [replace(sample, trace=late(sample.trace)) for sample in super()._sample(prompts, params)]
 
     def late(trace: mr.RouteTrace) -> mr.RouteTrace:
-        experts = np.roll(trace.experts, 1, axis=1)
+        experts = np.roll(trace.routed_experts, 1, axis=1)
         return mr.RouteTrace(
             trace.token_ids, experts, trace.layers, trace.valid, trace.token_versions[0], num_experts=trace.num_experts
         )
@@ -443,9 +449,9 @@ def test_routes_of_another_layer_stop_the_run_before_anything_is_learned(
 def test_episodes_end_where_the_sequence_is_full() -> None:
     import numpy as np
 
-    from moe_replay.rollout.session import Session
-    from moe_replay.train.data import Prompt
-    from moe_replay.train.episode import Episode, EpisodeError
+    from moe_replay.engines.session import Session
+    from moe_replay.train.rollout.environments import Episode, EpisodeError
+    from moe_replay.train.rollout.prompts import Prompt
 
     class Words:
         def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:

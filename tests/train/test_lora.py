@@ -11,15 +11,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 import moe_replay as mr
-from moe_replay.megatron.weights.export import write_folder
-from moe_replay.rollout.adapter import write_adapter
-from moe_replay.rollout.model_folder import read_config
-from moe_replay.train import launch
+from moe_replay.megatron.weights.checkpoint import write_folder
 from moe_replay.train.backends import lora
 from moe_replay.train.backends.fsdp import FsdpBackend
-from moe_replay.train.backends.lora_targets import LoraError, targets_of
+from moe_replay.train.backends.lora import LoraError, targets_of
 from moe_replay.train.config.sections import ModelConfig
 from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.train.setup import launch
+from moe_replay.weights.lora_adapter import write_adapter
+from moe_replay.weights.model_folder import read_config
 from tests.models import random_ids, tiny_qwen3_moe
 
 pytest.importorskip("peft")
@@ -60,7 +60,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def backend(folder: Path, targets: tuple[str, ...]) -> FsdpBackend:
     """A policy with adapters that are not zero."""
     torch.manual_seed(1)
-    model = {"path": str(folder), "dtype": "float32", "lora_rank": 4, "lora_targets": targets}
+    model = {"path": str(folder), "dtype": "float32", "lora_rank": 4, "lora_target_modules": targets}
     policy = FsdpBackend(TrainConfig(model=model, data={"path": "x.jsonl"}), str(folder), CPU)
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
@@ -135,7 +135,9 @@ def test_routes_of_an_adapted_router_are_recorded_and_replayed(folders: dict[str
         routes = recording.batch()
         with lora.adapters_off(policy.model), policy.replay.record() as without:
             policy.model(input_ids=ids)
-        assert not torch.equal(routes.experts, without.batch().experts)  # the adapter of the router takes part
+        assert not torch.equal(
+            routes.routed_experts, without.batch().routed_experts
+        )  # the adapter of the router takes part
     policy.model.train()
     expected = gradients_under_replay(policy, ids, routes)
     assert {name for name in expected if ".mlp.gate." in name} == {
@@ -151,7 +153,7 @@ def test_routes_of_an_adapted_router_are_recorded_and_replayed(folders: dict[str
 def gradients_under_replay(policy: FsdpBackend, ids: torch.Tensor, routes: mr.RouteBatch) -> dict[str, torch.Tensor]:
     with policy.replay.replay(routes, observe=True) as replaying:
         logits = policy.model(input_ids=ids).logits
-    assert torch.equal(replaying.native().experts, routes.experts)
+    assert torch.equal(replaying.native().routed_experts, routes.routed_experts)
     logits.square().mean().backward()
     found = {n: p.grad.full_tensor() for n, p in policy.model.named_parameters() if p.grad is not None}
     policy.model.zero_grad()
@@ -163,7 +165,7 @@ def test_targets_that_are_not_there_are_refused_before_weights_are_read(folders:
     settings = read_config(folders["qwen3_moe"])
     for name in ("qkv_proj", "lm_head", "embed_tokens"):
         with pytest.raises(LoraError, match=r"no layer of this model has this name.*k_proj.*router.*all-linear"):
-            targets_of(settings, ModelConfig(lora_rank=4, lora_targets=("q_proj", name)))
+            targets_of(settings, ModelConfig(lora_rank=4, lora_target_modules=("q_proj", name)))
     with pytest.raises(LoraError, match="gate_proj and up_proj of an expert are one tensor"):
-        targets_of(settings, ModelConfig(lora_rank=4, lora_targets=("gate_proj", "down_proj")))
-    targets_of(settings, ModelConfig(lora_rank=4, lora_targets=("down_proj",)))
+        targets_of(settings, ModelConfig(lora_rank=4, lora_target_modules=("gate_proj", "down_proj")))
+    targets_of(settings, ModelConfig(lora_rank=4, lora_target_modules=("down_proj",)))

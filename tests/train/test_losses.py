@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +14,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_replay.train.losses.aggregation import token_weights
-from moe_replay.train.losses.clipped import clipped_surrogate
-from moe_replay.train.losses.registry import LossError, load_loss, metric_names
-from moe_replay.train.losses.terms import correction_weights, importance_ratio, k3
-from moe_replay.train.losses.types import Correction, LossInputs, LossOutput, LossSettings
+from moe_replay.train.learn.losses import (
+    Correction,
+    LossError,
+    LossInputs,
+    LossOutput,
+    LossSettings,
+    clipped_surrogate,
+    correction_weights,
+    importance_ratio,
+    load_loss,
+    metric_names,
+    token_weights,
+)
 from moe_replay.utils.plugins import PluginError
+from moe_replay.verification.metrics import k3
 
 MAX_TOKENS = 12
 
@@ -90,7 +101,7 @@ def trl_loss(batch: Batch, loss_type: str, level: str, beta: float, correction: 
     return loss.detach(), gradient[batch.mask.bool()]
 
 
-def our_loss(batch: Batch, aggregation, level, beta, correction, clip, tokens=slice(None)):
+def our_loss(batch: Batch, aggregation, level, beta, correction, clip, tokens=slice(None), loss="ppo_clip", **more):
     weights = torch.from_numpy(token_weights(batch.lengths.numpy(), aggregation, MAX_TOKENS))
     new = batch.flat("new").clone().requires_grad_()
     inputs = LossInputs(
@@ -104,9 +115,15 @@ def our_loss(batch: Batch, aggregation, level, beta, correction, clip, tokens=sl
         num_sequences=len(batch.lengths),
     )
     settings = LossSettings(
-        level=level, clip_low=clip[0], clip_high=clip[1], beta=beta, correction=correction, correction_low=0.5
+        importance_sampling_level=level,
+        clip_low=clip[0],
+        clip_high=clip[1],
+        beta=beta,
+        rollout_correction=correction,
+        rollout_correction_low=0.5,
+        **more,
     )
-    found = clipped_surrogate(inputs, settings)
+    found = load_loss(loss)(inputs, settings)
     (gradient,) = torch.autograd.grad(found.loss, new)
     return found.loss.detach(), gradient
 
@@ -115,21 +132,82 @@ def our_loss(batch: Batch, aggregation, level, beta, correction, clip, tokens=sl
 @pytest.mark.parametrize("correction", ["off", "token_truncate", "token_mask", "sequence_mask"])
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("aggregation", ["grpo", "dr_grpo", "dapo"])
-def test_equal_to_trl(aggregation, level, beta, correction):
+@pytest.mark.parametrize(
+    ("loss_type", "aggregation"),
+    [("grpo", "seq_mean_token_mean"), ("dr_grpo", "seq_mean_token_sum_norm"), ("dapo", "token_mean")],
+)
+def test_equal_to_trl(loss_type, aggregation, level, beta, correction):
     for seed in range(3):
         batch = Batch(seed)
-        arguments = (aggregation, level, beta, correction, (0.2, 0.28))
-        expected, expected_gradient = trl_loss(batch, *arguments)
-        found, gradient = our_loss(batch, *arguments)
+        arguments = (level, beta, correction, (0.2, 0.28))
+        expected, expected_gradient = trl_loss(batch, loss_type, *arguments)
+        found, gradient = our_loss(batch, aggregation, *arguments)
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-12)
+
+
+TAUS = (1.3, 2.1)
+
+
+def by_the_papers(batch: Batch, loss: str, level: str, clip: tuple[float, float], delta: float) -> tuple[float, Any]:
+    """The loss, a mean over tokens, and its gradient in Python's own floats, one token after the other."""
+    new, old = batch.flat("new").tolist(), batch.flat("old").tolist()
+    sequence, advantages = batch.sequence.tolist(), batch.advantages.tolist()
+    count, gradient, total = len(new), [0.0] * len(new), 0.0
+    for token, of in enumerate(sequence):
+        tokens = [token] if level == "token" else [index for index, other in enumerate(sequence) if other == of]
+        ratio = math.exp(sum(new[index] - old[index] for index in tokens) / len(tokens))
+        advantage = advantages[of]
+        slope = 0.0  # of the token's loss by the log of its ratio
+        if loss == "ppo_clip":
+            clipped = min(max(ratio, 1 - clip[0]), 1 + clip[1])
+            kept = min(ratio, delta)
+            total -= min(kept * advantage, clipped * advantage)
+            if kept == ratio and ratio * advantage <= clipped * advantage:
+                slope = -ratio * advantage
+        elif loss == "sapo":
+            tau = TAUS[0] if advantage > 0 else TAUS[1]
+            gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+            total -= 4 / tau * gate * advantage
+            slope = -4 * gate * (1 - gate) * ratio * advantage
+        else:
+            weight = min(max(ratio, 1 - clip[0]), 1 + clip[1])
+            total -= weight * advantage * new[token]
+            gradient[token] -= weight * advantage / count
+        for index in tokens:
+            gradient[index] += slope / len(tokens) / count
+    return total / count, gradient
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(("loss", "delta"), [("ppo_clip", math.inf), ("ppo_clip", 1.4), ("sapo", 2.0), ("cispo", 2.0)])
+def test_losses_and_gradients_are_those_of_the_papers(loss, level, delta) -> None:
+    clip, more = (0.2, 0.28), {"delta": delta, "tau_pos": TAUS[0], "tau_neg": TAUS[1]}
+    for seed in range(4):
+        batch = Batch(seed)
+        expected, gradient = by_the_papers(batch, loss, level, clip, delta)
+        found, found_gradient = our_loss(batch, "token_mean", level, 0.0, "off", clip, loss=loss, **more)
+        assert found.dtype == torch.float64
+        assert found.item() == pytest.approx(expected, rel=1e-12, abs=1e-14)
+        torch.testing.assert_close(found_gradient, torch.tensor(gradient, dtype=torch.float64), rtol=1e-11, atol=1e-14)
+
+
+def test_two_sided_clipping_bounds_negative_advantages() -> None:
+    """The loss of verl's dual clip: for a negative advantage at most delta times it."""
+    batch = Batch(0)
+    batch.padded["new"] = batch.padded["old"] + 2.0  # ratios of 7.4
+    batch.advantages = -batch.advantages.abs()
+    free, gradient = our_loss(batch, "token_mean", "token", 0.0, "off", (0.2, 0.2))
+    bounded, none = our_loss(batch, "token_mean", "token", 0.0, "off", (0.2, 0.2), delta=3.0)
+    assert bounded.item() == pytest.approx(free.item() * 3.0 / math.exp(2.0))
+    assert gradient.abs().max() > 0
+    assert none.abs().max() == 0
 
 
 @settings(max_examples=20)
 @given(
     seed=st.integers(0, 1000),
-    aggregation=st.sampled_from(["grpo", "dr_grpo", "dapo"]),
+    aggregation=st.sampled_from(["seq_mean_token_mean", "seq_mean_token_sum_norm", "token_mean"]),
     level=st.sampled_from(["token", "sequence"]),
     cuts=st.sets(st.integers(1, 5), max_size=4),
 )
@@ -162,7 +240,7 @@ def by_hand(old: torch.Tensor, rollout: torch.Tensor, sequence: torch.Tensor, ad
 def test_on_policy_ratio_is_exactly_one(level) -> None:
     batch = Batch(0)
     inputs = by_hand(batch.flat("new"), batch.flat("new"), batch.sequence, batch.advantages[batch.sequence])
-    settings = LossSettings(level=level)
+    settings = LossSettings(importance_sampling_level=level)
     assert torch.equal(importance_ratio(inputs, settings), torch.ones_like(inputs.logprobs))
     found = clipped_surrogate(inputs, settings)
     assert found.token_metrics.keys() == {"clip_low", "clip_high", "correction"}
@@ -175,7 +253,7 @@ def test_correction_weights_by_hand():
     inputs = by_hand(torch.zeros(4), rollout, torch.tensor([0, 0, 1, 1]), torch.ones(4))
 
     def weights(correction: Correction, low: float, high: float) -> torch.Tensor:
-        settings = LossSettings(correction=correction, correction_low=low, correction_high=high)
+        settings = LossSettings(rollout_correction=correction, rollout_correction_low=low, rollout_correction_high=high)
         return correction_weights(inputs, settings)
 
     close = torch.testing.assert_close
@@ -187,9 +265,9 @@ def test_correction_weights_by_hand():
 
 def test_k3_is_zero_only_where_equal():
     one = torch.tensor([-1.0, -2.0, -3.0])
-    assert torch.equal(k3(one, one), torch.zeros(3))
-    assert (k3(one, one + 0.1) > 0).all()
-    assert (k3(one, one - 0.1) > 0).all()
+    assert torch.equal(k3(one - one), torch.zeros(3))
+    assert (k3(torch.full((3,), 0.1)) > 0).all()
+    assert (k3(torch.full((3,), -0.1)) > 0).all()
 
 
 # ---- losses of the user's own ---------------------------------------------------------------------------------------
@@ -220,8 +298,8 @@ def broken(inputs: LossInputs, settings: LossSettings) -> LossOutput:
 
 def test_every_rank_knows_the_metrics_of_a_loss_without_tokens() -> None:
     device = torch.device("cpu")
-    assert metric_names(load_loss("clipped"), LossSettings(), device) == ("clip_low", "clip_high", "correction")
-    with_reference = metric_names(load_loss("clipped"), LossSettings(beta=0.1), device)
+    assert metric_names(load_loss("ppo_clip"), LossSettings(), device) == ("clip_low", "clip_high", "correction")
+    with_reference = metric_names(load_loss("ppo_clip"), LossSettings(beta=0.1), device)
     assert with_reference == ("clip_low", "clip_high", "correction", "reference_kl")
     assert metric_names(load_loss("tests.train.test_losses:reinforce"), LossSettings(), device) == ("logprob",)
 
@@ -243,5 +321,5 @@ def test_a_loss_that_returns_something_else_is_named(name: str, message: str) ->
 
 
 def test_an_unknown_loss_is_refused() -> None:
-    with pytest.raises(PluginError, match=r"unknown policy loss 'cliped'.*algorithm.policy_loss: clipped.*'clipped'"):
-        load_loss("cliped")
+    with pytest.raises(PluginError, match=r"unknown policy loss 'pp_clip'.*: cispo, ppo_clip, sapo.*'ppo_clip'"):
+        load_loss("pp_clip")

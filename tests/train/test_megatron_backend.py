@@ -54,8 +54,8 @@ def test_a_config_becomes_a_transformer_config(folder: Path) -> None:
 def test_a_weight_family_of_the_users_own(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.joinpath("own_weight_family.py").write_text(
         "from dataclasses import replace\n"
-        "from moe_replay.megatron.weights.qwen3_moe import QWEN3_MOE, settings\n"
-        "OWN = replace(QWEN3_MOE, settings=lambda hf: settings(hf) | {'layernorm_epsilon': 0.25})\n"
+        "from moe_replay.megatron.weights.families import QWEN3_MOE, qwen3_moe_settings\n"
+        "OWN = replace(QWEN3_MOE, settings=lambda hf: qwen3_moe_settings(hf) | {'layernorm_epsilon': 0.25})\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert recipe(folder, weight_family="own_weight_family:OWN").layernorm_epsilon == 0.25

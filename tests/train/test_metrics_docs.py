@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 from moe_replay.train.loop import train
-from moe_replay.train.sinks.jsonl import read_lines
+from moe_replay.train.output.sinks import read_lines
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 FUNCTION = "tests.train.runs:closeness"
@@ -45,7 +45,7 @@ def logged(config: Callable[..., Any], demo_files: Any) -> set[str]:
         checkpoint={"every": 1},
         data={"eval_path": str(demo_files.eval)},
         rollout={"top_p": 0.9},
-        replay={"mode": "r3", "compare_every": 1},
+        replay={"mode": "r3", "score_native_every": 1},
         algorithm={"beta": 0.1, "updates_per_rollout": 1},
         eval={"every": 1, "prompts": 2},
     )

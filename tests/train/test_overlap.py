@@ -15,14 +15,12 @@ import pytest
 pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("safetensors")
 
+from moe_replay.engines.transformers import TransformersEngine
 from moe_replay.errors import EngineUnavailableError
-from moe_replay.rollout.transformers import TransformersEngine
-from moe_replay.rollout.types import Sample, SamplingParams
-from moe_replay.train.job import Job
+from moe_replay.records import RolloutBatch, Sample, SamplingParams
 from moe_replay.train.loop import train
-from moe_replay.train.step_rollout import roll_out
-from moe_replay.train.trajectories.store import InProcessStore
-from moe_replay.train.types import RolloutBatch
+from moe_replay.train.rollout.step_rollout import roll_out
+from moe_replay.train.run import Job
 from tests.combinations import with_whole_runs
 
 Config = Callable[..., Any]
@@ -133,24 +131,24 @@ def test_samples_that_failed_before_their_server_had_the_weights_again_are_drawn
 
         has_begun = True
         engine = SimpleNamespace(  # it has them again
-            lacks_weights=lambda: False, wait_for_servers=lambda: False, servers=lambda: 1
+            lacks_weights=lambda: False, wait_for_servers=lambda: False, server_count=lambda: 1
         )
 
-        def next_unless(self, *_: Any) -> RolloutBatch:
+        def next_batch(self, *_: Any) -> RolloutBatch:
             if self.has_begun:
                 self.has_begun = False
                 raise EngineUnavailableError("no engine of the pool is available")
-            return RolloutBatch([], {"reward/mean": 1.0})
+            return RolloutBatch(headers=[], layers=(), metrics={"reward/mean": 1.0})
 
-    refits: list[int] = []
+    resends: list[int] = []
     devices = SimpleNamespace(put_engine_to_sleep=lambda: None)
     rollouts: Any = Begun()
-    batch = roll_out(rollouts, InProcessStore(), devices, 1, refit=lambda: refits.append(1))  # type: ignore[arg-type]
+    batch = roll_out(rollouts, devices, 1, resend_weights=lambda: resends.append(1))  # type: ignore[arg-type]
     assert batch.metrics == {"reward/mean": 1.0}
-    assert len(refits) == 2
-    rollouts.has_begun, rollouts.next_unless = False, failing
+    assert len(resends) == 2
+    rollouts.has_begun, rollouts.next_batch = False, failing
     with pytest.raises(EngineUnavailableError):  # without a cause to try again
-        roll_out(rollouts, InProcessStore(), devices, 1, refit=lambda: None)  # type: ignore[arg-type]
+        roll_out(rollouts, devices, 1, resend_weights=lambda: None)  # type: ignore[arg-type]
 
 
 def failing(*_: Any) -> RolloutBatch:

@@ -19,8 +19,8 @@ from moe_replay.tools.dry_run import dry_run
 from moe_replay.train.config.file import load_config
 from moe_replay.train.config.keys import ConfigError
 from moe_replay.train.config.sections import ReplayConfig
+from moe_replay.train.learn.replay_mode import plan_replay
 from moe_replay.train.loop import train
-from moe_replay.train.replay_mode import plan_replay
 
 Config = Callable[..., Any]
 Metrics = Callable[[Path], list[dict[str, Any]]]
@@ -47,7 +47,7 @@ def test_every_pass_has_the_same_old_log_probs_and_routes(config: Config, metric
 
 def test_passes_over_mini_batches_come_one_after_the_other(config: Config) -> None:
     from moe_replay.train.backends.base import UpdateResult
-    from moe_replay.train.learner import Learner
+    from moe_replay.train.learn.learner import Learner
 
     class Counting:
         """A backend that notes what it is given."""
@@ -61,7 +61,7 @@ def test_passes_over_mini_batches_come_one_after_the_other(config: Config) -> No
     backend = Counting()
     learner = Learner(config(algorithm={"updates_per_rollout": 2, "num_iterations": 2}), backend)  # type: ignore[arg-type]
     reported: list[tuple[int, int]] = []
-    first, second = object(), object()
+    first, second = SimpleNamespace(is_dummy=True), SimpleNamespace(is_dummy=True)
     found = learner.update([[first], [second]], None, 1, lambda *done: reported.append(done))  # type: ignore[arg-type, list-item]
     assert backend.seen == [first, second, first, second]
     assert reported == [(1, 4), (2, 4), (3, 4), (4, 4)]
@@ -69,24 +69,29 @@ def test_passes_over_mini_batches_come_one_after_the_other(config: Config) -> No
 
 
 @pytest.mark.parametrize(("mode", "scored"), [("off", 1), ("r2", 1), ("r3", 2)])
-def test_a_comparison_without_replay_takes_one_more_pass_at_most(config: Config, mode: str, scored: int) -> None:
+@pytest.mark.parametrize("source", ["always", "auto"])
+def test_a_comparison_without_replay_takes_one_more_pass_at_most(
+    config: Config, mode: str, scored: int, source: str
+) -> None:
     """None where old log-probs are native already. A step has the work of four passes: scoring, forward, backward."""
-    from moe_replay.train.learner import Learner
+    from moe_replay.train.learn.learner import Learner
 
     class Counting:
         """A backend that counts passes over the batch, as a stage without log-probs."""
 
         passes = 0
+        device = torch.device("cpu")
 
         def score(self, batches: Any, routing: Any) -> list[None]:
             self.passes += 1
             return [None] * len(batches)
 
     backend = Counting()
-    learner = Learner(config(replay={"mode": mode, "observe": False}), backend)  # type: ignore[arg-type]
-    learner.score([[SimpleNamespace(old_logprobs=None)]], None, 1, compare=True)  # type: ignore[arg-type, list-item]
-    assert backend.passes == scored
-    assert (scored - 1) / 4 / ReplayConfig().compare_every < 0.05
+    made = config(replay={"mode": mode, "observe": False}, algorithm={"old_logprobs": source})
+    learner = Learner(made, backend)  # type: ignore[arg-type]
+    learner.score([[SimpleNamespace(old_logprobs=None, is_dummy=True)]], None, 1, compare=True)  # type: ignore[arg-type, list-item]
+    assert backend.passes == scored - (source == "auto")  # the update itself is the other pass
+    assert (scored - 1) / 4 / ReplayConfig().score_native_every < 0.05
 
 
 def test_the_choice_of_replay_counts_passes(config: Config) -> None:
@@ -129,17 +134,19 @@ def test_epochs_are_counted_in_steps(config: Config, metrics_of: Metrics, ten_pr
 
 def test_the_dry_run_counts_the_steps_of_epochs(config: Config, ten_prompts: str) -> None:
     made = config(data={"path": ten_prompts, "epochs": 2}, algorithm={"num_iterations": 3})
-    assert "3 passes of 2 updates of 8; 5 steps: 2 epochs of 10 rows" in dry_run(made)
+    assert "3 passes of 2 updates of 8; 5 steps: 2 epochs of 10 rows" in dry_run(made).report
 
 
 def test_steps_that_epochs_replace_are_named(
     config: Config, ten_prompts: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = config(steps=7, data={"path": ten_prompts, "epochs": 0.4})
-    assert "1 step: 0.4 epochs of 10 rows; data.epochs replaces steps = 7" in dry_run(made)
+    assert "1 step: 0.4 epochs of 10 rows; data.epochs replaces steps = 7" in dry_run(made).report
     folder = train(made)
     assert "1 step: 0.4 epochs of 10 prompts; data.epochs replaces steps = 7" in capsys.readouterr().out
-    assert "replaces" not in dry_run(load_config(folder / "config.toml"))  # which has the number that was counted
+    assert (
+        "replaces" not in dry_run(load_config(folder / "config.toml")).report
+    )  # which has the number that was counted
 
 
 def test_a_warm_up_longer_than_the_epochs_is_refused(config: Config, ten_prompts: str) -> None:

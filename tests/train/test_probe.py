@@ -11,9 +11,9 @@ import torch
 pytest.importorskip("transformers")
 
 import moe_replay as mr
-from moe_replay.train import launch
 from moe_replay.train.backends.fsdp import FsdpBackend
-from moe_replay.train.probe import ProbeSequence
+from moe_replay.train.learn.probe import ProbeSequence
+from moe_replay.train.setup import launch
 from tests.replay.adapters.families import tiny_model
 from tests.train.runs import tiny_config
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moe_replay.train.run.progress import ConsoleProgress, step_line
+from moe_replay.train.output.console import ConsoleProgress, step_line
 from tests.distributed.harness import run_ranks
 
 METRICS = {
@@ -26,13 +26,21 @@ METRICS = {
     "loss/skipped": 0,
 }
 LINE = (
-    "step   7/100  reward 0.531  k3 1.2e-05  (native 0.0034)  routes 98.7% alike  12.3k tokens/s  40.0 s  "
+    "step   7/100  reward 0.531  k3 1.2e-05  (native 0.0034)  routes 98.7% agree  12.3k tokens/s  40.0 s  "
     "(rollout 62% score 8% train 25% sync 5%)"
 )
 
 
 def test_the_line_of_a_step() -> None:
     assert step_line(7, 100, METRICS) == LINE
+
+
+def test_the_line_has_the_rate_of_each_of_several_gpus_and_what_they_use_of_their_peak() -> None:
+    speed = {"time/tokens_per_second_per_gpu": 1543.1, "time/score_mfu": 0.361, "time/train_mfu": 0.27}
+    line = step_line(7, 100, METRICS | speed)
+    assert "12.3k tokens/s (1.5k per GPU)  40.0 s" in line
+    assert line.endswith("sync 5%)  MFU score 36.1% train 27.0%")
+    assert step_line(7, 100, METRICS | {"time/tokens_per_second_per_gpu": 12345.0}) == LINE
 
 
 def test_what_was_not_measured_is_left_out() -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from moe_replay.train.backends.replicas import chosen, signature
+from moe_replay.train.backends.rank_state import chosen, signature
 
 
 def test_each_part_has_one_writer_that_holds_it_and_writers_share_the_work() -> None:

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from moe_replay.errors import MissingExtraError
+from moe_replay.train.checkpoint.checkpoint import CheckpointError, Checkpoints, TrainerState, fixed_settings
 from moe_replay.train.config.file import load_config
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.run.checkpoint import CheckpointError, Checkpoints, TrainerState
-from moe_replay.train.run.folder import Run, RunError, fixed_settings
-from moe_replay.train.sinks.jsonl import read_lines
+from moe_replay.train.output.run_folder import Run, RunError
+from moe_replay.train.output.sinks import read_lines
 from tests.distributed.harness import run_ranks
 from tests.train.policy import SmallPolicy
 
@@ -56,15 +56,26 @@ def test_what_lies_in_the_folder(tmp_path: Path) -> None:
     with Run.open(config) as run:
         assert run.folder == tmp_path / "run"
         assert (run.checkpoints, run.traces) == (run.folder / "checkpoints", run.folder / "traces")
-        logging.getLogger("moe_replay.train.run.checkpoint").info("something was done")
-    logging.getLogger("moe_replay.train.run.checkpoint").warning("after the run")
+        logging.getLogger("moe_replay.train.checkpoint.checkpoint").info("something was done")
+    logging.getLogger("moe_replay.train.checkpoint.checkpoint").warning("after the run")
     assert logging.getLogger("moe_replay").handlers == []
     written = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
     assert written["name"] == "here"
     assert "secret" not in (tmp_path / "run" / "config.toml").read_text()
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "INFO moe_replay.train.run.checkpoint: something was done" in log
+    assert "INFO moe_replay.train.checkpoint.checkpoint: something was done" in log
     assert "after the run" not in log
+
+
+def test_the_error_that_ended_a_run_is_in_its_folder_until_it_resumes(tmp_path: Path) -> None:
+    config = TrainConfig(output=tmp_path)
+    with pytest.raises(ValueError, match="routes"), Run.open(config):
+        raise ValueError("routes\nare wrong")
+    assert (tmp_path / "failure.txt").read_text() == "routes are wrong\n"
+    with pytest.raises(KeyboardInterrupt), Run.open(config):
+        assert not (tmp_path / "failure.txt").exists()
+        raise KeyboardInterrupt
+    assert not (tmp_path / "failure.txt").exists()
 
 
 def test_a_new_run_has_a_folder_of_its_own_and_its_config_leads_back(
@@ -96,8 +107,8 @@ def test_the_lock_of_a_killed_run_is_gone(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from moe_replay.train.config import TrainConfig\n"
-        "from moe_replay.train.run.folder import Run\n"
+        "from moe_replay.train.config.train_config import TrainConfig\n"
+        "from moe_replay.train.output.run_folder import Run\n"
         "run = Run.open(TrainConfig(output=Path(sys.argv[1])))\n"
         "print('open', flush=True)\n"
         "sys.stdin.read()\n"

@@ -17,13 +17,20 @@ import pytest
 
 pytest.importorskip("pydantic", reason="the trainer's own dependency")
 
-from moe_replay.rollout.loop import LoopThread
-from moe_replay.train.config.data_sections import RewardConfig
+from moe_replay.engines.event_loop import LoopThread
+from moe_replay.train.config.sections import RewardConfig
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.data import Prompt
-from moe_replay.train.reward_pool.scoring import InProcess, RewardPool, Samples, Scores, check_columns, open_scorer
-from moe_replay.train.reward_pool.wire import RewardWireError
-from moe_replay.train.rewards import RewardError, load_reward
+from moe_replay.train.rollout.prompts import Prompt
+from moe_replay.train.rollout.reward_pool import (
+    InProcess,
+    RewardPool,
+    Samples,
+    Scores,
+    check_columns,
+    open_scorer,
+)
+from moe_replay.train.rollout.reward_worker import RewardWireError
+from moe_replay.train.rollout.rewards import RewardError, load_reward
 from tests.faults.processes import descendants, process, start_python, wait_for_line, wait_until_gone
 from tests.train.reward_functions import COLUMN, HANGING_FOLDER
 
@@ -80,7 +87,7 @@ def pool(loop: LoopThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def _path(name: str) -> str:
-    if name in ("accuracy", "format"):
+    if name in ("accuracy", "format", "math_verify"):
         return name
     return f"verl:{HERE}:{name}" if name == "compute_score" else f"{HERE}:{name}"
 
@@ -88,6 +95,11 @@ def _path(name: str) -> str:
 def listed(scores: Scores) -> list[float | None]:
     (values,) = scores.values()
     return [None if np.isnan(value) else value for value in values.tolist()]
+
+
+def test_a_function_that_closes_the_connection_is_named(loop: LoopThread, pool: Callable[..., RewardPool]) -> None:
+    with pytest.raises(RewardError, match="closing_descriptors' closed the connection of its process, a file descr"):
+        loop.run(pool("closing_descriptors").score(samples("a")))
 
 
 # ---- scores ----------------------------------------------------------------------------------------------------------
@@ -131,7 +143,7 @@ def test_the_config_says_where_functions_run() -> None:
     rewards = [load_reward("format")]
     assert isinstance(open_scorer(RewardConfig(), rewards), RewardPool)
     assert isinstance(open_scorer(RewardConfig(workers=0), rewards), InProcess)
-    with pytest.raises(ValueError, match=r"reward\.on_timeout: 'unscored' needs processes"):
+    with pytest.raises(ValueError, match=r"reward\.on_timeout: 'unscored' needs worker processes"):
         TrainConfig.model_validate({"reward": {"workers": 0, "on_timeout": "unscored"}})
 
 
@@ -184,7 +196,7 @@ def test_answers_that_math_verify_cannot_compare_do_not_end_a_run(
     loop: LoopThread, pool: Callable[..., RewardPool]
 ) -> None:
     pytest.importorskip("math_verify", reason="needs math-verify")
-    used = pool("accuracy")
+    used = pool("math_verify")
     group = samples("$7$", "$9^{9^{9^{9^{9}}}}$", "$7$", solution="7")
     right, monstrous, again = listed(loop.run(used.score(group)))
     assert (right, again) == (1.0, 1.0)
@@ -257,8 +269,8 @@ def test_processes_and_what_they_have_started_end() -> None:
     """What a function has started ends with a sample that is given up, its process with a trainer that is killed."""
     code = textwrap.dedent(f"""
         import asyncio, sys
-        from moe_replay.train.rewards import load_reward
-        from moe_replay.train.reward_pool.scoring import RewardPool, Samples
+        from moe_replay.train.rollout.rewards import load_reward
+        from moe_replay.train.rollout.reward_pool import RewardPool, Samples
 
         for limit_s in sys.stdin:
             pool = RewardPool([load_reward("{HERE}:ending", 1.0, float(limit_s))], 1, "unscored")
@@ -280,7 +292,7 @@ def test_processes_and_what_they_have_started_end() -> None:
         wait_for_line(trainer.stdout, "scored")
         assert wait_until_gone([first]) == []
         second = process(int(told(600.0)))
-        (worker,) = [one for one in descendants(trainer.pid) if "reward_pool.worker" in _title(one.pid)]
+        (worker,) = [one for one in descendants(trainer.pid) if "reward_worker" in _title(one.pid)]
         trainer.kill()
         assert wait_until_gone([worker]) == []
         os.kill(second.pid, 9)

@@ -13,13 +13,15 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
-from moe_replay.rollout.transformers import TransformersEngine
-from moe_replay.rollout.types import SamplingParams
-from moe_replay.train.data import Prompt
+from moe_replay.engines.transformers import TransformersEngine
+from moe_replay.errors import AlignmentError
+from moe_replay.records import SamplingParams
 from moe_replay.train.loop import train
-from moe_replay.train.rollouts import Rollouts
-from moe_replay.train.sequences import SequenceSampler
-from moe_replay.train.sources import load_tokenizer
+from moe_replay.train.rollout.groups import SequenceSampler
+from moe_replay.train.rollout.prompts import Prompt, PromptStream
+from moe_replay.train.rollout.rewards import load_reward
+from moe_replay.train.rollout.rollouts import Rollouts
+from moe_replay.train.setup.sources import load_tokenizer
 
 Config = Callable[..., Any]
 Metrics = Callable[[Path], list[dict[str, Any]]]
@@ -29,7 +31,7 @@ GIVE_UP_S = 120
 class Held(TransformersEngine):
     """Answers the first turn of the last sample only when another sample has begun its second one."""
 
-    one_call_at_a_time = False
+    is_serial = False
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -78,7 +80,7 @@ other_prompt = threading.Event()
 class Reported(TransformersEngine):
     """Says when the second prompt is sampled, which begins only when the first has been."""
 
-    one_call_at_a_time = False
+    is_serial = False
     first_prompt = False
 
     async def generate_one(self, prompt: Any, params: SamplingParams) -> Any:
@@ -111,7 +113,7 @@ def test_an_environment_that_blocks_does_not_hold_up_sampling(config: Config, de
 class Ordered(TransformersEngine):
     """Samples the first prompt only when another has been scored; nothing may ask for all of them in one call."""
 
-    one_call_at_a_time = False
+    is_serial = False
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -151,6 +153,47 @@ def test_a_group_is_scored_while_others_are_sampled_also_at_staleness_0(
     assert len(set(engine.seeds)) == 1  # as in one call for all prompts
 
 
+class Concurrent(TransformersEngine):
+    """Takes each prompt in a separate call."""
+
+    is_serial = False
+
+
+scored: list[str] = []
+
+
+def keeping(completions: list[str], **_: Any) -> list[float]:
+    """Keeps what it scores."""
+    scored.extend(completions)
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize("kind", [TransformersEngine, Concurrent])
+def test_equal_prompts_of_a_step_and_of_an_evaluation_have_different_samples(
+    kind: type[TransformersEngine], config: Config, demo_files: Any
+) -> None:
+    reward = "tests.train.test_sequences:keeping"
+    made = config(rollout={"num_generations": 2}, reward={"functions": [reward]}, log={"completions": True})
+    tokenizer = load_tokenizer(str(demo_files.model))
+    prompts = [Prompt(row, "", (5, 6, 7), {}) for row in range(3)]
+    engine: Any = kind.from_pretrained(demo_files.model)
+    rollouts = Rollouts(made, engine, PromptStream(prompts), tokenizer, [load_reward(reward)], 32)
+    try:
+        batch = rollouts.next_batch(0)
+        assert batch is not None
+        groups: dict[int, list[str]] = {}
+        for one in batch.completions:
+            groups.setdefault(one.group, []).append(one.completion)
+        assert len(groups) == 4
+        assert len({tuple(texts) for texts in groups.values()}) == 4
+        scored.clear()
+        assert rollouts.evaluation(prompts, 1.0).metrics(None)
+        assert len(set(scored)) == 3
+    finally:
+        rollouts.close()
+        engine.close()
+
+
 def says_twelve(prompts: list, completions: list[str], **_: Any) -> list[float]:
     """Whether the environment has spoken."""
     return [float("12" in text) for text in completions]
@@ -166,6 +209,28 @@ def test_evaluation_plays_the_environment(config: Config, metrics_of: Metrics, d
     )
     (line,) = metrics_of(train(made))
     assert line["eval/reward"] == 1.0
+
+
+@pytest.mark.parametrize(("sampled_by", "max_staleness"), [(3, 0), (1, 0), (3, 1), (0, 1)])
+def test_samples_of_newer_weights_than_the_trainer_has_or_of_too_old_ones_are_refused(
+    sampled_by: int, max_staleness: int, config: Config, demo_files: Any
+) -> None:
+    made = config(rollout={"max_staleness": max_staleness, "reproducible": False})
+    tokenizer = load_tokenizer(str(demo_files.model))
+    engine: Any = TransformersEngine.from_pretrained(demo_files.model, weight_version=sampled_by)
+    prompts = [Prompt(row, "", (5, 6, 7), {"solution": "1"}) for row in range(3)]
+    rewards = [load_reward(name) for name in made.reward.functions]
+    rollouts = Rollouts(made, engine, PromptStream(prompts), tokenizer, rewards, 32)
+    expected = rf"\[sample 0\].*version 2, at most {max_staleness} steps older.*found version {sampled_by} "
+    try:
+        with pytest.raises(AlignmentError, match=expected):
+            rollouts.next_batch(2)
+        batch = rollouts.next_batch(sampled_by)
+        assert batch is not None
+        assert batch.metrics["completion/staleness_max"] == 0
+    finally:
+        rollouts.close()
+        engine.close()
 
 
 class Watched(TransformersEngine):

@@ -17,17 +17,17 @@ pytest.importorskip("transformers")
 
 from tenacity import wait_none
 
+from moe_replay.engines.server.app import build_app
+from moe_replay.engines.transformers import TransformersEngine
 from moe_replay.errors import EngineUnavailableError
-from moe_replay.rollout.server.app import build_app
-from moe_replay.rollout.transformers import TransformersEngine
-from moe_replay.train.engines import StartedEngines
-from moe_replay.train.evaluation import Evaluation
-from moe_replay.train.job import Job
-from moe_replay.train.learner import Learner
+from moe_replay.train.learn.learner import Learner
 from moe_replay.train.loop import train
-from moe_replay.train.step_rollout import evaluate, roll_out
-from tests.rollout.forked_engines import forked_engines
-from tests.rollout.serving import serving
+from moe_replay.train.rollout.rollouts import Evaluation
+from moe_replay.train.rollout.step_rollout import evaluate, roll_out
+from moe_replay.train.run import Job
+from moe_replay.train.setup.engines import StartedEngines
+from tests.engines.forked_engines import forked_engines
+from tests.engines.serving import serving
 
 __all__ = ["forked_engines"]  # a fixture
 
@@ -81,10 +81,10 @@ def test_a_server_that_dies_in_mid_run_loses_and_doubles_nothing(
 
     monkeypatch.setattr("tests.train.runs.killing", killing, raising=False)
     monkeypatch.setattr("tests.train.runs.peaceful", peaceful, raising=False)
-    served = {"engine": "vllm_server", "urls": servers.urls, "token": TOKEN}
+    served = {"engine": "rollout_server", "urls": servers.urls, "token": TOKEN}
     undisturbed = metrics_of(train(config("calm", rollout=served, reward={"functions": ["tests.train.runs:peaceful"]})))
     disturbed = metrics_of(train(config("storm", rollout=served, reward={"functions": ["tests.train.runs:killing"]})))
-    names = [name for name in undisturbed[0] if not name.startswith("reward/tests")]
+    names = [name for name in undisturbed[0] if not name.startswith(("reward/tests", "servers/"))]
     assert [[line[name] for name in names] for line in disturbed] == [
         [line[name] for name in names] for line in undisturbed
     ]
@@ -134,8 +134,8 @@ def test_all_servers_lost_at_once_while_sampling_training_and_evaluating(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Others take their place, are sent the weights, and the numbers are those of an undisturbed run."""
-    monkeypatch.setattr("moe_replay.rollout.pool.wait_random_exponential", lambda **_: wait_none())
-    plain = {"steps": 4, "checkpoint": {"every": 0}, "cluster": {"kind": "ray", "engines": 2}}
+    monkeypatch.setattr("moe_replay.engines.pool.wait_random_exponential", lambda **_: wait_none())
+    plain = {"steps": 4, "checkpoint": {"every": 0}, "cluster": {"launcher": "ray", "engines": 2}}
     plain |= {"eval": {"every": 2, "prompts": 3}, "data": {"eval_path": str(demo_files.eval)}}
     found = {}
     for name in ("calm", "storm"):
@@ -144,7 +144,7 @@ def test_all_servers_lost_at_once_while_sampling_training_and_evaluating(
                 if name == "storm":
                     lose_before(changed, cluster, Job, "rollout", call=2)
                     lose_before(changed, cluster, Learner, "update", call=3)
-                    lose_before(changed, cluster, Evaluation, "metrics_unless", call=1)
+                    lose_before(changed, cluster, Evaluation, "metrics", call=1)
                 found[name] = metrics_of(train(config(name, **plain), starter=cluster))
             assert cluster.started == (2 if name == "calm" else 5)
     assert samples_of(found["storm"]) == samples_of(found["calm"])
@@ -180,16 +180,16 @@ def test_groups_that_failed_without_servers_are_begun_again(what: str, lacks: bo
 
     unused: Any = None
     withdrawn: list[bool] = []
-    engine = SimpleNamespace(lacks_weights=lambda: lacks, wait_for_servers=lambda: False, servers=lambda: 1)
-    work = SimpleNamespace(has_begun=begun, next_unless=fail, metrics_unless=fail, engine=engine)
+    engine = SimpleNamespace(lacks_weights=lambda: lacks, wait_for_servers=lambda: False, server_count=lambda: 1)
+    work = SimpleNamespace(has_begun=begun, next_batch=fail, metrics=fail, engine=engine)
     work.evaluation = lambda *_: work
     work.withdraw = lambda: withdrawn.append(True)
     rollouts: Any = work
     with pytest.raises(EngineUnavailableError):
         if what == "rollout":
-            roll_out(rollouts, unused, unused, 0, refit=lambda: None)
+            roll_out(rollouts, unused, 0, resend_weights=lambda: None)
         else:
-            evaluate(rollouts, [], 0.0, refit=lambda: None)
+            evaluate(rollouts, [], 0.0, resend_weights=lambda: None)
     assert made == [begun, *[False] * (tries - 1)]
     assert bool(withdrawn) == (what == "evaluation")
 
@@ -201,7 +201,6 @@ def test_engines_that_the_trainer_starts_sample_as_one_in_its_process(
 ) -> None:
     inside = metrics_of(train(config("inside", steps=2, checkpoint={"every": 0})))
     two = {"rollout": {"engines_per_node": 2, "sleep": True}, "backend": {"offload": True}}
-    two["weights"] = {"delta": True}  # the first update has all weights, later ones what has changed
     outside = metrics_of(train(config("outside", steps=2, checkpoint={"every": 0}, **two)))
     for one, other in zip(inside, outside, strict=True):
         for name in ("reward/mean", "completion/length_mean", "loss/entropy", "routing/agreement"):

@@ -16,8 +16,8 @@ pytest.importorskip("transformers")
 from moe_replay.errors import UnsupportedRouterError
 from moe_replay.report.run_report import write_run_report
 from moe_replay.routes.router_families import ROUTER_FAMILIES
+from moe_replay.train.learn.losses import LossInputs, LossOutput, LossSettings
 from moe_replay.train.loop import train
-from moe_replay.train.losses.types import LossInputs, LossOutput, LossSettings
 from tests.train.runs import train_on_rank
 
 pytestmark = pytest.mark.usefixtures("fast_bfloat16")
@@ -26,16 +26,31 @@ Config = Callable[..., Any]
 Metrics = Callable[[Path], list[dict[str, Any]]]
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "gspo": {"algorithm": {"level": "sequence"}},
-    "mean over sequences": {"algorithm": {"loss": "grpo"}},
-    "dr_grpo": {"algorithm": {"loss": "dr_grpo"}},
-    "no division by std": {"algorithm": {"baseline": "none"}},
-    "leave one out": {"algorithm": {"baseline": "leave_one_out"}},
+    "gspo": {"algorithm": {"importance_sampling_level": "sequence"}},
+    "mean over sequences": {"algorithm": {"loss_aggregation": "seq_mean_token_mean"}},
+    "dr_grpo": {"algorithm": {"loss_aggregation": "seq_mean_token_sum_norm"}},
+    "no division by std": {"algorithm": {"advantage": "dr_grpo"}},
+    "leave one out": {"algorithm": {"advantage": "rloo"}},
     "clip low": {"algorithm": {"clip_low": 0.001}},
     "clip high": {"algorithm": {"clip_high": 0.001}},
-    "truncation": {"algorithm": {"correction": "token_truncate", "correction_high": 1.0}},
-    "token mask": {"algorithm": {"correction": "token_mask", "correction_low": 0.999, "correction_high": 1.0}},
-    "sequence mask": {"algorithm": {"correction": "sequence_mask", "correction_low": 0.999, "correction_high": 1.0}},
+    "two-sided clip": {"algorithm": {"delta": 1.0001}},
+    "sapo": {"algorithm": {"loss": "sapo"}},
+    "cispo": {"algorithm": {"loss": "cispo"}},
+    "truncation": {"algorithm": {"rollout_correction": "token_truncate", "rollout_correction_high": 1.0}},
+    "token mask": {
+        "algorithm": {
+            "rollout_correction": "token_mask",
+            "rollout_correction_low": 0.999,
+            "rollout_correction_high": 1.0,
+        }
+    },
+    "sequence mask": {
+        "algorithm": {
+            "rollout_correction": "sequence_mask",
+            "rollout_correction_low": 0.999,
+            "rollout_correction_high": 1.0,
+        }
+    },
     "reference": {"algorithm": {"beta": 10.0}},
     "temperature": {"rollout": {"temperature": 0.5}},
     "gradient norm": {"optim": {"max_grad_norm": 1e-3}},
@@ -64,8 +79,8 @@ def losses(lines: list[dict[str, Any]]) -> list[float]:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_setting_has_its_effect(name: str, demo_files: Any, tmp_path: Path, usual: list[float]) -> None:
-    """Already in the first step, which makes two updates; a run of one step has no warm-up."""
-    overrides = in_bfloat16(SETTINGS[name], steps=2 if name == "warm-up" else 1)
+    """Already in the first step, which makes two updates; it has no warm-up, and Adam's first update no history."""
+    overrides = in_bfloat16(SETTINGS[name], steps=2 if name in ("warm-up", "betas") else 1)
     lines = train_on_rank(str(demo_files.model), str(demo_files.train), str(tmp_path / "run"), overrides)
     assert losses(lines) != usual[: len(lines)]
     assert all(math.isfinite(loss) for loss in losses(lines))
@@ -88,7 +103,7 @@ def tempered(inputs: LossInputs, settings: LossSettings) -> LossOutput:
 def test_a_loss_of_ones_own_is_trained_with_and_its_metrics_are_logged(
     config: Config, metrics_of: Metrics, usual: list[float]
 ) -> None:
-    algorithm = {"policy_loss": "tests.train.test_settings:tempered", "updates_per_rollout": 1}
+    algorithm = {"loss": "tests.train.test_settings:tempered", "updates_per_rollout": 1}
     lines = metrics_of(train(config(steps=2, algorithm=algorithm, rollout={"dtype": "bfloat16"})))
     assert [line["loss/ratio"] for line in lines] == [1.0, 1.0]  # on-policy, with replay
     assert "loss/clip_low" not in lines[0]

@@ -11,11 +11,12 @@ import pytest
 pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("safetensors")
 
-from moe_replay.rollout.transformers import TransformersEngine
-from moe_replay.rollout.types import Probe, Sample, SamplingParams
-from moe_replay.rollout.weights.types import Weights
-from moe_replay.train import launch
+from moe_replay.engines.transformers import TransformersEngine
+from moe_replay.records import Sample, SamplingParams
 from moe_replay.train.loop import train
+from moe_replay.train.setup import launch
+from moe_replay.weights.probe import Probe
+from moe_replay.weights.source import Weights
 
 Config = Callable[..., Any]
 Metrics = Callable[[Path], list[dict[str, Any]]]

@@ -15,11 +15,19 @@ from hypothesis import strategies as st
 from moe_replay.errors import MissingExtraError, MoeReplayError
 from moe_replay.train.config.sections import LogConfig
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.run.folder import Run
-from moe_replay.train.sinks.jsonl import JsonLines, MetricsError, cut_lines, read_lines
-from moe_replay.train.sinks.registry import SinkError, Sinks, load_sink
-from moe_replay.train.sinks.tensorboard import TensorBoard
-from moe_replay.train.sinks.types import Metrics, SinkContext
+from moe_replay.train.output.run_folder import Run
+from moe_replay.train.output.sinks import (
+    JsonLines,
+    Metrics,
+    MetricsError,
+    SinkContext,
+    SinkError,
+    Sinks,
+    cut_lines,
+    load_sink,
+    read_lines,
+)
+from moe_replay.train.output.trackers import TensorBoard
 
 
 def logged(path: Path, *steps: int, after: int = 0) -> None:
@@ -95,7 +103,7 @@ def test_cut_keeps_numbers_as_they_were(tmp_path: Path) -> None:
     assert path.read_text() == before
 
 
-@pytest.mark.parametrize("package", ["tensorboard", "wandb", "mlflow"])
+@pytest.mark.parametrize("package", ["tensorboard", "wandb", "mlflow", "trackio"])
 def test_a_missing_package_is_named_with_its_extra(
     tmp_path: Path, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,14 +14,20 @@ import pytest
 pytest.importorskip("transformers")
 
 import moe_replay as mr
-from moe_replay.rollout.session import Session
-from moe_replay.rollout.types import FinishReason, Sample, SamplingParams
-from moe_replay.train.data import DataError, Prompt, load_prompts
-from moe_replay.train.environments import load_environment
-from moe_replay.train.episode import Episode, EpisodeError
+from moe_replay.engines.session import Session
+from moe_replay.records import FinishReason, Sample, SamplingParams
 from moe_replay.train.loop import train
-from moe_replay.train.tool_calls import ToolCall, parse_json, parse_tagged
-from moe_replay.train.tools import MAX_CALLS, ToolError, describe, load_tools
+from moe_replay.train.rollout.environments import Episode, EpisodeError, load_environment
+from moe_replay.train.rollout.prompts import DataError, Prompt, load_prompts
+from moe_replay.train.rollout.tools import (
+    MAX_CALLS,
+    ToolCall,
+    ToolError,
+    describe,
+    load_tools,
+    parse_json,
+    parse_tagged,
+)
 
 Config = Callable[..., Any]
 HERE = "tests.train.test_tools"
@@ -307,7 +313,7 @@ def test_a_template_that_takes_no_results_is_named(tokenizer: Any, monkeypatch: 
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
     )
     monkeypatch.setattr(tokenizer, "chat_template", refusing)
-    with pytest.raises(EpisodeError, match=r"does not take the results of tools: no tools"):
+    with pytest.raises(EpisodeError, match=r"does not accept tool results: no tools"):
         play(tokenizer, CALL, DONE)
 
 
@@ -331,7 +337,7 @@ def every_time(text: str) -> list[ToolCall]:
 
 def test_a_run_calls_tools_and_replays_the_routes_of_their_results(config: Config) -> None:
     pytest.importorskip("pyarrow")
-    from moe_replay.train.run.completions import completion_steps, read_completions
+    from moe_replay.train.output.completions import completion_steps, read_completions
 
     made = config(
         steps=1,
@@ -341,7 +347,7 @@ def test_a_run_calls_tools_and_replays_the_routes_of_their_results(config: Confi
             "tool_format": f"{HERE}:every_time",
             "max_turns": 2,
         },
-        log={"completions": True, "shown_completions": 0},
+        log={"completions": True, "num_completions_to_print": 0},
     )
     found = read_completions(completion_steps(train(made))[1])
     stopped = [one for one in found if "<user>" in one.completion]

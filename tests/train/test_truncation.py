@@ -16,14 +16,15 @@ pytest.importorskip("safetensors")
 
 import moe_replay as mr
 from moe_replay.errors import AlignmentError, EngineError
-from moe_replay.rollout.sampling_mask import SamplingMask
-from moe_replay.rollout.types import SamplingParams
+from moe_replay.records import SamplingParams
+from moe_replay.sampling_mask import SamplingMask
 from moe_replay.train.config.keys import ConfigError
 from moe_replay.train.config.sections import RolloutConfig
-from moe_replay.train.engines import start_request
+from moe_replay.train.learn.batches import make_micro_batch
 from moe_replay.train.loop import train
-from moe_replay.train.micro_batch import MicroBatch
-from moe_replay.train.truncation import check_mask, mask_metrics, sampling_params
+from moe_replay.train.rollout.groups import check_mask
+from moe_replay.train.rollout.rollouts import mask_metrics, sampling_params
+from moe_replay.train.setup.engines import start_request
 from tests.train.trajectories import random_mask, random_trajectory
 
 Config = Callable[..., Any]
@@ -94,7 +95,9 @@ def test_masks_of_a_sequence_must_be_of_its_tokens() -> None:
     other = next(i for i in range(97) if i not in mask.token_ids[mask.offsets[sampled] : mask.offsets[sampled + 1]])
     ids = sequence.token_ids.copy()
     ids[sampled] = other
-    trace = mr.RouteTrace(ids, sequence.trace.experts, sequence.trace.layers, sequence.trace.valid, 0, num_experts=8)
+    trace = mr.RouteTrace(
+        ids, sequence.trace.routed_experts, sequence.trace.layers, sequence.trace.valid, 0, num_experts=8
+    )
     with pytest.raises(EngineError, match=rf"not in its own support \[token {sampled}\].*token id {other} \(1 such"):
         replace(sequence, sampling_mask=mask, token_ids=ids, trace=trace)
 
@@ -103,7 +106,7 @@ def test_a_micro_batch_has_masks_of_all_its_sequences_or_of_none() -> None:
     one, other = random_trajectory(1, 3, 5), random_trajectory(2, 3, 5)
     one = replace(one, sampling_mask=random_mask(one, 97))
     with pytest.raises(AlignmentError, match=r"others have none \[sample row 2\]"):
-        MicroBatch.of([one, other], [1.0, 1.0], mr.TokenLayout.packed([8, 8]), torch.device("cpu"))
+        make_micro_batch([one, other], [1.0, 1.0], mr.TokenLayout.packed([8, 8]), torch.device("cpu"))
 
 
 def test_what_is_left_of_the_vocabulary_is_counted() -> None:

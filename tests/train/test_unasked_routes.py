@@ -13,18 +13,18 @@ pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from moe_replay.rollout.server import client
-from moe_replay.rollout.server.app import build_app
-from moe_replay.rollout.server.sample_wire import decode_samples, encode_samples
-from moe_replay.rollout.transformers import TransformersEngine
-from moe_replay.rollout.types import Sample, SamplingParams, is_unrouted
+from moe_replay.engines.server import client
+from moe_replay.engines.server.app import build_app
+from moe_replay.engines.server.sample_wire import decode_samples, encode_samples
+from moe_replay.engines.transformers import TransformersEngine
+from moe_replay.interop.capture import is_unrouted
+from moe_replay.records import Sample, SamplingParams, Trajectory
 from moe_replay.tools.plan import RouteBytes
+from moe_replay.train.learn.replay_mode import asks_for_routes
 from moe_replay.train.loop import train
-from moe_replay.train.replay_mode import asks_for_routes
 from moe_replay.train.trajectories.wire import record_parts, trajectories_from_bytes, trajectories_to_bytes
-from moe_replay.train.types import Trajectory
-from tests.rollout.serving import serving
-from tests.rollout.tiny import tiny_model
+from tests.engines.serving import serving
+from tests.engines.tiny import tiny_model
 
 Config = Callable[..., Any]
 Metrics = Callable[[Path], list[dict[str, Any]]]
@@ -71,7 +71,7 @@ def test_a_record_has_tokens_alone_for_any_pipeline_stage() -> None:
         (read,) = trajectories_from_bytes(trajectories_to_bytes([one], stage))
         np.testing.assert_array_equal(read.token_ids, one.token_ids)
         size = sum(map(len, record_parts(one, stage)))
-        assert size == RouteBytes(topology, travel=False).record(len(one), len(stage))
+        assert size == RouteBytes(topology, with_routes=False).record(len(one), len(stage))
     assert size < RouteBytes(topology).record(len(one), len(layers))
 
 
@@ -107,7 +107,7 @@ def test_a_run_gets_no_routes_from_its_server_unless_it_needs_them(
     monkeypatch.setattr(client, "decode_samples", decode)
     engine = TransformersEngine.from_pretrained(demo_files.model)
     with serving(build_app(engine, TOKEN)) as url:
-        rollout = {"engine": "vllm_server", "urls": [url], "token": TOKEN}
+        rollout = {"engine": "rollout_server", "urls": [url], "token": TOKEN}
         settings = {"steps": 2, "rollout": rollout, "eval": {"every": 1, "prompts": 2}}
         settings["data"] = {"eval_path": str(demo_files.eval)}
         lines, sizes, rows = [], [], []

@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from moe_replay.errors import EngineError, EngineUnavailableError
-from moe_replay.rollout.weights.source import IteratorSource
-from moe_replay.rollout.weights.transfer import Receivers, Transfer
-from moe_replay.train import weight_sync
-from moe_replay.train.config.weights_section import WeightsConfig
-from moe_replay.train.synced_engine import SyncedEngine
-from moe_replay.train.weight_sync import Choice, EngineSync, choose_kind
+from moe_replay.engines.base import Engine
+from moe_replay.errors import EngineError, EngineName, EngineUnavailableError
+from moe_replay.train.config.sections import WeightSyncConfig
+from moe_replay.train.sync import weight_sync
+from moe_replay.train.sync.synced_engine import SyncedEngine
+from moe_replay.train.sync.weight_sync import EngineSync
+from moe_replay.weights.transfer import Receivers, Transfer
+from moe_replay.weights.transports import Choice, choose_transport
+from tests.support.weight_sources import IteratorSource
 
 TRAINER = {"gpu 0", "gpu 1"}
 SHARED = {"": Receivers("cuda", ("gpu 0", "gpu 1"))}
@@ -26,18 +28,18 @@ ON_CPU = {"": Receivers("cpu", ("machine",))}
     ("targets", "kind"), [(SHARED, "ipc"), (APART, "nccl"), (MIXED, "http"), (ON_CPU, "http"), (None, "http")]
 )
 def test_auto_goes_by_where_the_workers_are(targets: dict[str, Receivers] | None, kind: str) -> None:
-    choice = choose_kind("auto", "cuda", TRAINER, targets)
-    assert choice.kind == kind
+    choice = choose_transport("auto", "cuda", TRAINER, targets)
+    assert choice.transport == kind
     assert choice.reason
 
 
 def test_a_trainer_on_a_cpu_sends_in_requests() -> None:
-    assert choose_kind("auto", "cpu", {"machine"}, ON_CPU).kind == "http"
+    assert choose_transport("auto", "cpu", {"machine"}, ON_CPU).transport == "http"
 
 
 @pytest.mark.parametrize("wanted", ["http", "ipc", "nccl"])
 def test_what_is_configured_is_used_on_cpus(wanted: str) -> None:
-    assert choose_kind(wanted, "cpu", {"machine"}, ON_CPU) == (wanted, "as configured")
+    assert choose_transport(wanted, "cpu", {"machine"}, ON_CPU) == (wanted, "as configured")
 
 
 @pytest.mark.parametrize(
@@ -53,20 +55,30 @@ def test_what_is_configured_is_used_on_cpus(wanted: str) -> None:
 )
 def test_what_cannot_be_is_refused(wanted: str, targets: dict[str, Receivers] | None, text: str) -> None:
     with pytest.raises(EngineError, match=text):
-        choose_kind(wanted, "cuda", TRAINER, targets)
+        choose_transport(wanted, "cuda", TRAINER, targets)
 
 
 def test_other_accelerators_get_weights_in_requests() -> None:
     targets = {"": Receivers("npu", ("npu 0",))}
-    assert choose_kind("auto", "npu", {"npu 0"}, targets).kind == "http"
+    assert choose_transport("auto", "npu", {"npu 0"}, targets).transport == "http"
     with pytest.raises(EngineError, match="'ipc' needs CUDA GPUs, or CPUs: found npu"):
-        choose_kind("ipc", "npu", {"npu 0"}, targets)
+        choose_transport("ipc", "npu", {"npu 0"}, targets)
 
 
-class Down:
+class Unsampled(Engine):
+    """An engine that only takes weights."""
+
+    name, weight_version, weights_id = EngineName("an engine", "1"), 0, ""
+
+    def generate(self, prompts: Any, params: Any) -> Any:
+        raise NotImplementedError
+
+    def prompt_logprobs(self, token_ids: Any) -> Any:
+        raise NotImplementedError
+
+
+class Down(Unsampled):
     """Servers of which none answers, or none lacks the weights."""
-
-    name = "servers"
 
     def __init__(self, down: list[str]) -> None:
         self.down, self.sent = down, 0
@@ -83,7 +95,7 @@ class Down:
 
 @pytest.mark.parametrize("wanted", ["ipc", "nccl"])
 def test_servers_that_are_down_are_named(wanted: str) -> None:
-    sync = EngineSync(WeightsConfig(kind=wanted, timeout_s=60), torch.device("cpu"))  # type: ignore[arg-type]
+    sync = EngineSync(WeightSyncConfig(transport=wanted, timeout_s=60), torch.device("cpu"))  # type: ignore[arg-type]
     source = IteratorSource({"a": torch.ones(1)}.items)
     engine = Down(["http://a", "http://b"])
     with pytest.raises(EngineUnavailableError, match=r"can be reached.*http://a, http://b.*Restart"):
@@ -93,10 +105,9 @@ def test_servers_that_are_down_are_named(wanted: str) -> None:
     assert (engine.sent, nothing_to_do.sent) == (0, 1)
 
 
-class NoTransfers:
+class NoTransfers(Unsampled):
     """An engine whose workers cannot open the trainer's memory."""
 
-    name = "an engine"
     receivers = Receivers("cpu", ("machine",))
 
     def __init__(self) -> None:
@@ -104,26 +115,29 @@ class NoTransfers:
         self.transfers = 0
 
     def update_weights(self, weights: Any, version: int, probe: Any = None, weights_id: str = "") -> None:
-        if isinstance(weights, Transfer):
-            self.transfers += 1
-            raise EngineError("the memory cannot be opened")
         self.loaded = dict(weights)
+
+    def receive_weights(self, transfer: Transfer, version: int, probe: Any = None, weights_id: str = "") -> None:
+        self.transfers += 1
+        raise EngineError("the memory cannot be opened")
 
 
 def test_a_transfer_that_auto_chose_and_that_fails_is_followed_by_http(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        weight_sync, "choose_kind", lambda wanted, *_: Choice("ipc" if wanted in ("auto", "ipc") else "http", "chosen")
+        weight_sync,
+        "choose_transport",
+        lambda wanted, *_: Choice("ipc" if wanted in ("auto", "ipc") else "http", "chosen"),
     )
     monkeypatch.setattr(weight_sync, "device_id", lambda _: "machine")
     tensors = {f"model.layers.{number}.weight": torch.full((3,), number) for number in range(3)}
     engine = NoTransfers()
-    sync = EngineSync(WeightsConfig(timeout_s=60), torch.device("cpu"))
+    sync = EngineSync(WeightSyncConfig(timeout_s=60), torch.device("cpu"))
     for version in (1, 2):
         report = sync.send(IteratorSource(tensors.items), SyncedEngine(engine), version, None)  # type: ignore[arg-type]
-        assert report.kind == "http"
+        assert report.transport == "http"
         assert "the memory cannot be opened" in report.reason
         assert engine.loaded.keys() == tensors.keys()
     assert engine.transfers == 1
-    configured = EngineSync(WeightsConfig(kind="ipc", timeout_s=60), torch.device("cpu"))
+    configured = EngineSync(WeightSyncConfig(transport="ipc", timeout_s=60), torch.device("cpu"))
     with pytest.raises(EngineError, match="cannot be opened"):
         configured.send(IteratorSource(tensors.items), SyncedEngine(engine), 3, None)  # type: ignore[arg-type]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
 import moe_replay as mr
-from moe_replay.rollout.sampling_mask import SamplingMask
-from moe_replay.rollout.types import FinishReason, SampledSequence
-from moe_replay.train.types import Trajectory
+from moe_replay.records import FinishReason, RolloutBatch, Trajectory
+from moe_replay.sampling_mask import SamplingMask
+from moe_replay.train.trajectories.store import InProcessStore
 
 LAYERS = (1, 2, 3)
 NUM_EXPERTS, TOP_K = 8, 2
@@ -45,10 +46,16 @@ def random_trajectory(row: int, prompt: int, completion: int, observed: int = 0,
     )
 
 
-def random_mask(sequence: SampledSequence, vocab_size: int, seed: int = 0) -> SamplingMask:
+def random_mask(sequence: Trajectory, vocab_size: int, seed: int = 0) -> SamplingMask:
     """Supports of a third of the vocabulary, or all of it, that hold the sampled tokens."""
     random = np.random.default_rng(seed)
     kept = random.random((len(sequence), vocab_size)) < 1 / 3
     kept[np.arange(len(sequence)), sequence.token_ids] = True
     kept[~sequence.sampled | (random.random(len(sequence)) < 0.2)] = True
     return SamplingMask(vocab_size, kept.sum(1), np.nonzero(kept)[1])
+
+
+def stored(trajectories: Sequence[Trajectory]) -> tuple[RolloutBatch, InProcessStore]:
+    """A batch of trajectories of this process, and the store that has them."""
+    store = InProcessStore()
+    return store.put(trajectories), store

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -75,7 +76,7 @@ def train(*options: str) -> None:
     words = (
         "train", "--output", FOLDER / "run", "--steps", 1, "--model.path", files.model, "--data.path", files.train,
         "--model.dtype", "float32", "--rollout.engine", "transformers", "--rollout.prompts-per-step", 2,
-        "--rollout.num-generations", 2, "--rollout.max-tokens", 8, "--data.max-prompt-tokens", 32, "--replay.mode",
+        "--rollout.num-generations", 2, "--rollout.max-tokens", 8, "--data.max-prompt-length", 32, "--replay.mode",
         "r3", "--checkpoint.every", 0, *options,
     )  # fmt: skip
     main([str(word) for word in words])  # here, since a new process would import everything again
@@ -93,8 +94,8 @@ def serve() -> None:
     import asyncio
     from unittest.mock import MagicMock
 
-    from moe_replay.rollout.request_limits import RequestLimits
-    from moe_replay.rollout.server.app import build_app
+    from moe_replay.engines.requests import RequestLimits
+    from moe_replay.engines.server.app import build_app
 
     app = build_app(MagicMock(), "token", 1, RequestLimits())
     sent: list[dict] = []
@@ -113,7 +114,7 @@ def serve() -> None:
 
 def report() -> None:
     """A figure is drawn."""
-    from moe_replay.report.rendering import render
+    from moe_replay.report.plots import render
 
     assert render("line", "A line", "", lambda axes: axes.plot([1, 2])).png
     assert "--output" in command("report", "--help")
@@ -131,7 +132,7 @@ def trl() -> None:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    from moe_replay.demo.tokenizer import build_tokenizer
+    from moe_replay.demo.model import build_tokenizer
     from moe_replay.integrations.trl import RouterReplayMixin
 
     tokenizer = build_tokenizer()
@@ -160,7 +161,7 @@ def tensorboard() -> None:
 def log_step(sink: str) -> None:
     """The metrics of a step, logged as a run logs them."""
     from moe_replay.train.config.train_config import TrainConfig
-    from moe_replay.train.run.folder import Run
+    from moe_replay.train.output.run_folder import Run
 
     with Run.open(TrainConfig(output=FOLDER / "run", log={sink: True})) as run:
         run.begin(after=0)
@@ -185,12 +186,21 @@ def mlflow() -> None:
     assert run.info.status == "FINISHED"
 
 
+def trackio() -> None:
+    """Metrics of a step reach Trackio."""
+    os.environ["TRACKIO_DIR"] = str(FOLDER / "trackio")
+    log_step("trackio")
+    with sqlite3.connect(FOLDER / "trackio" / "moe-replay.db") as database:
+        ((step, metrics),) = database.execute("select step, metrics from metrics")
+    assert (step, json.loads(metrics)) == (1, {"reward/mean": 0.5})
+
+
 def ray() -> None:
     """A step of GRPO as Ray actors: one rank, one engine."""
-    train("--cluster.kind", "ray", "--cluster.engines", "1", "--backend.device", "cpu")
+    train("--cluster.launcher", "ray", "--cluster.engines", "1", "--backend.device", "cpu")
 
 
-STEPS = (cli, transformers, train, lora, serve, report, megatron, trl, tensorboard, wandb, mlflow, ray)
+STEPS = (cli, transformers, train, lora, serve, report, megatron, trl, tensorboard, wandb, mlflow, trackio, ray)
 
 if __name__ == "__main__":
     {one.__name__: one for one in STEPS}[sys.argv[1]]()

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import moe_replay as mr
+from moe_replay.engines.vllm.engine import VllmEngine
 from moe_replay.replay.adapters.transformers import RouterRule
-from moe_replay.rollout.vllm.engine import VllmEngine
 
 LAYERS, EXPERTS, TOP_K = (1, 2), 6, 2
 
@@ -81,7 +81,7 @@ with replay.replay(mr.RouteBatch.from_traces(traces, layout), observe=True) as r
     model(fed).sum().backward()
 taken = mr.RouteBatch.from_traces(traces, layout)
 assert torch.equal(recorded, before)
-assert not torch.equal(replaying.native().experts, taken.experts)
+assert not torch.equal(replaying.native().routed_experts, taken.routed_experts)
 assert model.layers[1].gate.weight.grad.abs().sum() > 0
 
 said = ""

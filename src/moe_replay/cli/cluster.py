@@ -1,71 +1,54 @@
-"""`moe-replay cluster`: a run on a Ray cluster, seen and scaled from another terminal."""
+"""`moe-replay cluster`: show or scale a run on a Ray cluster from another terminal."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Literal
 
-from moe_replay.errors import EXIT_CODES, MoeReplayError
-
-INTRODUCTION = """\
-usage: moe-replay cluster status [--run NAME] [--address ADDRESS]
-       moe-replay cluster scale --engines N [--run NAME] [--address ADDRESS] [--wait SECONDS]
-
-Show a run on a Ray cluster (cluster.kind = ray), or change how many rollout engines it has while it trains: engines
-join and leave between steps. To be called on a machine of the cluster.
-
-  --engines N         Engines that the run is to have; not with cluster.placement = colocated.
-  --run NAME          Name of the run's folder; may be left out where there is one run.
-  --address ADDRESS   Cluster, e.g. 10.0.0.1:6379; left out: $RAY_ADDRESS, or the one on this machine.
-  --wait SECONDS      Return when the engines are there, and fail if they are not by then.
-"""
+from moe_replay.errors import MoeReplayError
 
 
-@dataclass(frozen=True)
 class ClusterCommand:
-    """Show or scale a run on a Ray cluster."""
+    """Show a run on a Ray cluster (cluster.launcher = ray), or change its number of rollout engines while it trains.
 
-    action: str = ""
-    engines: int | None = None
-    run: str | None = None
-    address: str | None = None
-    wait: float | None = None
+    Run it on a machine of the cluster. Engines join and leave between steps.
 
-    @classmethod
-    def from_arguments(cls, arguments: Sequence[str]) -> ClusterCommand:
-        """Parse without tyro: the options depend on the action."""
-        parser = argparse.ArgumentParser("moe-replay cluster", add_help=False)
-        parser.add_argument("action", nargs="?", default="")
-        parser.add_argument("--engines", type=int)
-        parser.add_argument("--run")
-        parser.add_argument("--address")
-        parser.add_argument("--wait", type=float)
-        parser.add_argument("-h", "--help", action="store_true")
-        found, unknown = parser.parse_known_args(arguments)
-        if unknown:
-            raise MoeReplayError(f"{unknown[0]}: no such option", remedy="`moe-replay cluster --help` lists them")
-        action = "help" if found.help else found.action
-        return cls(action, found.engines, found.run, found.address, found.wait)
+    Args:
+        action: Print the status of the run, or scale its engines.
+        engines: Target number of engines (scale); not with cluster.placement = colocated.
+        run: Name of the run folder; optional if the cluster has one run.
+        address: Cluster address, e.g. 10.0.0.1:6379; default: $RAY_ADDRESS, or the cluster of this machine.
+        wait: Wait up to this many seconds for the engines (scale), and fail if they are not ready by then.
+    """
+
+    def __init__(
+        self,
+        action: Literal["status", "scale"],
+        /,
+        *,
+        engines: int | None = None,
+        run: str | None = None,
+        address: str | None = None,
+        wait: float | None = None,
+    ) -> None:
+        self.action = action
+        self.engines = engines
+        self.run = run
+        self.address = address
+        self.wait = wait
 
     def __call__(self) -> None:
-        """Print the status of the run, or ask it for another number of engines."""
-        if self.action in ("", "help"):
-            print(f"{INTRODUCTION}\n{EXIT_CODES}", end="")
-            return
-        if self.action not in ("status", "scale"):
-            raise MoeReplayError(f"{self.action}: no such action of `moe-replay cluster`", expected="status or scale")
+        """Print the status of the run, or request another number of engines."""
         if (self.action == "scale") != (self.engines is not None):
-            raise MoeReplayError("`moe-replay cluster scale` takes --engines, and nothing else does")
+            raise MoeReplayError("`moe-replay cluster scale` requires --engines; `status` does not take it")
+        from moe_replay.cluster.connection import join
         from moe_replay.cluster.control import RunControl
-        from moe_replay.cluster.nodes import connected
 
-        with connected(self.address):
+        with join(self.address):
             run = RunControl(self.run)
             if self.engines is None:
                 print(run.status(), flush=True)
                 return
             before = run.scale(self.engines)
-            print(f"{before.name}: {before.wanted} -> {self.engines} engines, between steps", flush=True)
+            print(f"{before.name}: {before.desired_engines} -> {self.engines} engines, between steps", flush=True)
             if self.wait is not None:
                 print(run.wait(self.wait), flush=True)

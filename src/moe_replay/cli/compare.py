@@ -6,15 +6,14 @@ from pathlib import Path
 
 
 class CompareCommand:
-    """Compare two or more runs on one page."""
+    """Compare two or more runs on one page.
+
+    Args:
+        runs: Run folders.
+        output: HTML page to write; figures go to `<stem>-figures` next to it.
+    """
 
     def __init__(self, runs: tuple[Path, ...], /, *, output: Path = Path("compare.html")) -> None:
-        """Compare two or more runs on one page.
-
-        Args:
-            runs: Run folders.
-            output: Page to write; figures go to `<stem>-figures` next to it.
-        """
         self.runs = runs
         self.output = output
 

@@ -1,108 +1,53 @@
-"""`moe-replay completion`: shell completion of commands, their options, and every key of a recipe with its values."""
+"""`moe-replay completion`: tyro's shell completion for all commands and for the keys of a recipe."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin
-
-from moe_replay.cli.recipe_keys import sections
-from moe_replay.errors import EXIT_CODES, MoeReplayError
-
-INTRODUCTION = """\
-usage: moe-replay completion {bash,zsh,fish}
-
-Print a script that completes commands, options, and the keys of `moe-replay train` with their values:
-
-  eval "$(moe-replay completion bash)"            # in ~/.bashrc
-  eval "$(moe-replay completion zsh)"             # in ~/.zshrc, after compinit
-  moe-replay completion fish | source             # in ~/.config/fish/config.fish
-"""
-
-SCRIPTS = {
-    "bash": """\
-_moe_replay() {
-    local IFS=$'\\n'
-    COMPREPLY=($(compgen -W "$(moe-replay completion words "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null)" \\
-        -- "${COMP_WORDS[COMP_CWORD]}"))
-}
-complete -o default -F _moe_replay moe-replay
-""",
-    "zsh": """\
-_moe_replay() {
-    local -a found
-    found=("${(@f)$(moe-replay completion words "${(@)words[2,CURRENT]}" 2>/dev/null)}")
-    (( ${#found[1]} )) && compadd -a found
-    _files
-}
-compdef _moe_replay moe-replay
-""",
-    "fish": """\
-complete -c moe-replay -a '(moe-replay completion words (commandline -opc)[2..] (commandline -ct) 2>/dev/null)'
-""",
-}
-TRAIN_SWITCHES = ("--dry-run", "--tiny", "--schema", "--help")
+import functools
+import io
+import operator
+from contextlib import redirect_stdout, suppress
+from dataclasses import make_dataclass
+from typing import Annotated, Any, Literal
 
 
-@dataclass(frozen=True)
 class CompletionCommand:
-    """Print a script for shell completion, or the words that may follow a command line.
+    """Print a shell completion script for commands, options and recipe keys.
 
-    commands   name -> where the command comes from; given by the caller, which has the list
+    bash: eval "$(moe-replay completion bash)" in ~/.bashrc.
+    zsh: eval "$(moe-replay completion zsh)" in ~/.zshrc, after compinit.
+    fish: moe-replay completion fish | source in ~/.config/fish/config.fish.
+
+    Args:
+        shell: Shell that will run the script.
     """
 
-    words: tuple[str, ...] = ()
-    commands: Mapping[str, Any] | None = None
-
-    @classmethod
-    def from_arguments(cls, arguments: Sequence[str]) -> CompletionCommand:
-        """Parse without tyro: what follows `words` is a command line of its own."""
-        return cls(tuple(arguments))
+    def __init__(self, shell: Literal["bash", "zsh", "fish"], /) -> None:
+        self.shell = shell
 
     def __call__(self) -> None:
-        """Print the script, or one word a line."""
-        name = self.words[0] if self.words else "--help"
-        if name in ("-h", "--help"):
-            print(f"{INTRODUCTION}\n{EXIT_CODES}", end="")
-        elif name == "words":
-            print("\n".join(self._next(self.words[1:])))
-        elif name in SCRIPTS:
-            print(SCRIPTS[name], end="")
-        else:
-            raise MoeReplayError(f"{name}: no such shell", expected=f"one of {', '.join(SCRIPTS)}")
+        """Print the script."""
+        import tyro
 
-    def _next(self, words: Sequence[str]) -> list[str]:
-        """Return what the last of `words`, which may be empty, can become."""
-        commands = self.commands or {}
-        if len(words) < 2:
-            return [*commands, "--help", "--version"]
-        if words[0] not in commands:
-            return []
-        before, current = words[-2], words[-1]
-        options = _train_options() if words[0] == "train" else _options(commands[words[0]].load())
-        if not current.startswith("-") and options.get(before):
-            return options[before]
-        return list(options) if current.startswith("-") else []
+        from moe_replay.cli.main import COMMANDS
+
+        commands = {name: source.load() for name, source in COMMANDS.items()} | _without_tyro()
+        subcommands = [Annotated[command, tyro.conf.subcommand(name)] for name, command in commands.items()]
+        app: Any = functools.reduce(operator.or_, subcommands)
+        script = io.StringIO()
+        with redirect_stdout(script), suppress(SystemExit):  # tyro exits after printing
+            tyro.cli(app, prog="moe-replay", args=["--tyro-print-completion", self.shell])
+        # Positional arguments are files, which tyro does not complete: bash does where there is nothing else.
+        print(script.getvalue().replace("complete -F", "complete -o default -F"), end="")
 
 
-def _train_options() -> dict[str, list[str]]:
-    found = {key.option: key.values for _, _, keys in sections() for key in keys}
-    return found | {switch: [] for switch in TRAIN_SWITCHES}
+def _without_tyro() -> dict[str, Any]:
+    """Return the signatures of the commands that parse their own arguments."""
+    import tyro
 
+    from moe_replay.train.config.sections import Sections
 
-def _options(command: Any) -> dict[str, list[str]]:
-    """Return the options of a command that tyro parses, with the values that can be listed."""
-    if hasattr(command, "from_arguments"):
-        return {"--help": []}
-    found: dict[str, list[str]] = {"--help": []}
-    for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            found[f"--{name.replace('_', '-')}"] = _values(parameter.annotation)
-    return found
-
-
-def _values(kind: Any) -> list[str]:
-    if get_origin(kind) is Literal:
-        return [str(value) for value in get_args(kind)]
-    return next((values for part in get_args(kind) if (values := _values(part))), [])
+    switches = [(name, bool, False) for name in ("dry_run", "tiny", "schema")]
+    return {
+        "train": make_dataclass("Train", [("config", Annotated[Sections, tyro.conf.arg(name="")]), *switches]),
+        "convert": make_dataclass("Convert", []),
+    }

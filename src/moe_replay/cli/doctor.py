@@ -1,4 +1,4 @@
-"""`moe-replay doctor`: what works on this machine, what does not, and what to do about it."""
+"""`moe-replay doctor`: checks of this machine, with remedies."""
 
 from __future__ import annotations
 
@@ -18,32 +18,30 @@ _MARKS = {"ok": "ok    ", "note": "note  ", "broken": "BROKEN"}
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorCommand:
-    """Check what routing replay can do on this machine. Exits with 1 if anything is broken."""
+    """Check whether this machine can run routing replay. Exit with 1 if anything is broken."""
 
     model: str | None = None
-    """Folder, config.json or name of a model whose routers should be replayed."""
+    """Model folder, config.json or Hub name: check that its routers can be replayed."""
     recipe: str | None = None
-    """Recipe with cluster.kind = ray whose cluster is checked: whether it can hold the run."""
-    need: tuple[Literal["transformers", "megatron-core", "vllm", "sglang", "trl", "ray", "gpu"], ...] = ()
-    """What must be present; reported as broken if absent."""
+    """Recipe with cluster.launcher = ray: check that its cluster can hold the run."""
+    need: tuple[Literal["transformers", "megatron-core", "vllm", "sglang", "trl", "verl", "ray", "gpu"], ...] = ()
+    """Required components; missing ones are reported as broken."""
     folder: str = "."
-    """Folder in which checkpoints and traces will be written."""
+    """Folder for checkpoints and traces, whose free disk space is checked."""
     json: bool = False
-    """Print everything as JSON."""
+    """Print JSON."""
 
     def __call__(self) -> None:
         """Run all checks and print the findings."""
-        from moe_replay.tools.doctor import Status, diagnose, diagnose_model
-        from moe_replay.tools.system_info import SystemInfo
+        from moe_replay.tools.doctor import Status, SystemInfo, diagnose, diagnose_cluster, diagnose_model
 
         system = SystemInfo.collect(self.folder)
         findings = diagnose(system, self.need)
         if self.model is not None:
-            from moe_replay.tools.model_config import model_config
+            from moe_replay.weights.model_folder import read_config
 
-            findings += diagnose_model(model_config(self.model), system)
+            findings += diagnose_model(read_config(self.model), system)
         if self.recipe is not None:
-            from moe_replay.tools.doctor_cluster import diagnose_cluster
             from moe_replay.train.config.file import load_config
 
             findings.append(diagnose_cluster(load_config(Path(self.recipe))))
@@ -54,10 +52,10 @@ class DoctorCommand:
 
 def findings_text(findings: list[Finding]) -> str:
     """Format each finding on one line, followed by its remedy."""
-    wide = max(len(finding.subject) for finding in findings)
+    width = max(len(finding.subject) for finding in findings)
     lines = []
-    for one in findings:
-        lines.append(f"{_MARKS[one.status]}  {one.subject:<{wide}}  {one.found}: {one.text}")
-        if one.remedy:
-            lines.append(f"{'':{wide + 10}}-> {one.remedy}")
+    for finding in findings:
+        lines.append(f"{_MARKS[finding.status]}  {finding.subject:<{width}}  {finding.found}: {finding.text}")
+        if finding.remedy:
+            lines.append(f"{'':{width + 10}}-> {finding.remedy}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`moe-replay inspect`: the contents of trace files."""
+"""`moe-replay inspect`: a summary of trace files."""
 
 from __future__ import annotations
 
@@ -18,70 +18,69 @@ _PLAIN_LEVELS = " .:-=+*#@"
 
 
 class InspectCommand:
-    """Show the contents of trace files: tokens, layers, coverage, weight versions, expert load."""
+    """Summarize trace files: tokens, layers, coverage, weight versions, expert load.
+
+    Args:
+        files: Trace files, or files with the bytes of one trace; several files are summarized together.
+        check: Model folder, config.json or Hub name. Exit with 1 if the traces do not match the model.
+        json: Print JSON.
+        width: Maximum width of the bar charts; more experts are binned.
+    """
 
     def __init__(
         self, files: tuple[Path, ...], /, *, check: str | None = None, json: bool = False, width: int = 64
     ) -> None:
-        """Show the contents of trace files: tokens, layers, coverage, weight versions, expert load.
-
-        Args:
-            files: Trace files, or the bytes of one trace each; several are summed up as if they were one.
-            check: Folder, config.json or name of a model. Exit with 1 unless the traces fit it.
-            json: Print everything as JSON.
-            width: Maximum columns of the bar chart; more experts are binned.
-        """
         self.files = files
         self.check = check
         self.json = json
         self.width = width
 
     def __call__(self) -> None:
-        """Read each file once, print, and check."""
+        """Print the summary, and check the traces against the model."""
         from moe_replay.errors import MoeReplayError
         from moe_replay.tools.inspect import read_traces, summarize
 
         if not self.files:
-            raise MoeReplayError("no trace file is given", expected="moe-replay inspect FILE ...")
+            raise MoeReplayError("no trace file", expected="moe-replay inspect FILE ...")
         summary = summarize(trace for file in self.files for trace in read_traces(file))
         topology = None if self.check is None else _topology(self.check)
         if self.json:
-            told = summary.to_dict()
+            result = summary.to_dict()
             if topology is not None:
-                told["differences"] = summary.differences(topology)
-            print(json.dumps(told, indent=2))
+                result["differences"] = summary.differences(topology)
+            print(json.dumps(result, indent=2))
         else:
-            wide = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
-            of_files = f"{len(self.files)} files: " if len(self.files) > 1 else ""
-            print(of_files + summary_text(summary, self.width, _LEVELS if wide else _PLAIN_LEVELS))
+            is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+            file_count = f"{len(self.files)} files: " if len(self.files) > 1 else ""
+            print(file_count + summary_text(summary, self.width, _LEVELS if is_utf8 else _PLAIN_LEVELS))
         if topology is not None:
             summary.check(topology)
 
 
 def summary_text(summary: TraceSummary, width: int = 64, levels: str = _LEVELS) -> str:
     """Format the summary for a terminal, with a bar chart of the expert load of each layer."""
-    routers = ", ".join(f"top {k} of {e or '?'}" for k, e in sorted(summary.routers, key=str)) or "nothing"
+    routers = ", ".join(f"top {k} of {e or '?'}" for k, e in sorted(summary.routers, key=str)) or "no routers"
     versions = ", ".join(f"{version} ({tokens:,} tokens)" for version, tokens in sorted(summary.versions.items()))
     lines = [
-        f"{summary.traces} traces, {summary.tokens:,} tokens, the longest of {summary.longest:,}; "
+        f"{summary.traces} traces, {summary.tokens:,} tokens, longest {summary.longest:,}; "
         f"{len(summary.layers)} layers, {routers}",
         f"covered: {summary.coverage:.2%} of (token, layer) pairs; weight versions: {versions or 'none'}",
     ]
     if summary.duplicates:
-        lines.append(f"BROKEN: {summary.duplicates:,} rows name an expert twice, which no router does")
+        lines.append(f"BROKEN: {summary.duplicates:,} rows contain the same expert twice, which no router produces")
     if summary.repeated:
-        lines.append(f"{summary.repeated} traces have exactly the tokens of an earlier one")
-    lines += ["", "layer  covered  entropy  peak   unused  load, expert by expert"]
+        lines.append(f"{summary.repeated} traces repeat the tokens of an earlier one")
+    lines += ["", "layer  covered  entropy  peak   unused  load by expert"]
     for layer in sorted(summary.layers):
-        one = summary.layers[layer]
-        share = one.covered / one.tokens if one.tokens else 0.0
-        numbers = f"{layer:<6} {share:>7.1%}  {one.entropy:>7.3f}  {one.peak:>4.1f}x  {one.unused:>6}"
-        lines.append(f"{numbers}  {bars(one.load, width, levels)}")
+        stats = summary.layers[layer]
+        coverage = stats.covered / stats.tokens if stats.tokens else 0.0
+        columns = f"{layer:<6} {coverage:>7.1%}  {stats.entropy:>7.3f}  {stats.peak:>4.1f}x  {stats.unused:>6}"
+        lines.append(f"{columns}  {bars(stats.load, width, levels)}")
     return "\n".join(lines)
 
 
 def bars(load: np.ndarray, width: int, levels: str = _LEVELS) -> str:
-    """Draw one character per expert, or per bin of neighbouring experts, scaled to the largest."""
+    """Draw one character per expert, or per bin of adjacent experts, scaled to the maximum."""
     import numpy as np
 
     if not load.any():
@@ -95,6 +94,6 @@ def bars(load: np.ndarray, width: int, levels: str = _LEVELS) -> str:
 
 def _topology(model: str) -> MoeTopology:
     from moe_replay.routes.topology import MoeTopology
-    from moe_replay.tools.model_config import model_config
+    from moe_replay.weights.model_folder import read_config
 
-    return MoeTopology.from_config(model_config(model))
+    return MoeTopology.from_config(read_config(model))

@@ -1,9 +1,10 @@
-"""`moe-replay plan`: check and cost a parallel layout before it runs."""
+"""`moe-replay plan`: check a parallel layout and estimate its costs before a run."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,69 +17,75 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand:
-    """Show which rank replays which layers and rows, and what routes cost. Exits with 2 for an impossible layout."""
+    """Show which rank replays which layers and rows, and the cost of routes. Exit with 2 for an impossible layout."""
 
     model: str = ""
-    """Folder, config.json or name of a model; weights are not read. With a recipe: that of the recipe, if left out."""
+    """Model folder, config.json or Hub name; weights are not read. Default with --recipe: the model of the recipe."""
     recipe: str | None = None
-    """Recipe of a run: print what it holds on each GPU, phase by phase, in place of routes; exits with 1 if it does not
-    fit."""
+    """Recipe of a run: estimate memory per GPU and phase, the time of scoring and updates and of a weight sync instead;
+    exit with 1 if the run does not fit."""
     gpus: int = 8
-    """GPUs of the recipe's trainer."""
+    """Trainer GPUs (with --recipe)."""
     gpu_gib: float = 79.6
-    """Memory of each GPU in GiB; cards of 80 GB have 79.6."""
+    """Memory per GPU in GiB; an 80 GB card has 79.6."""
+    gpu_tflops: float = 989.5
+    """Peak of a GPU in TFLOP/s, in the dtype of the run; an H100 SXM or H200 has 989.5 in bfloat16 (with --recipe)."""
+    mfu: float = 0.25
+    """Fraction of it that scoring and updates are assumed to reach; time/train_mfu of a run shows yours."""
     tp: int = 1
     """Tensor parallel size, with sequence parallelism."""
     cp: int = 1
     """Context parallel size."""
     pp: int = 1
-    """Pipeline stages."""
+    """Pipeline parallel size."""
     vpp: int = 1
-    """Model chunks of each stage."""
+    """Virtual pipeline size: model chunks per stage."""
     ep: int = 1
     """Expert parallel size."""
     etp: int | None = None
-    """Tensor parallel size inside an expert; default: tp."""
+    """Expert tensor parallel size; default: tp."""
     dp: int | None = None
     """Data parallel size; default: world / (tp * cp * pp)."""
     world: int | None = None
     """Total number of ranks."""
     chunk_layers: tuple[int, ...] = ()
-    """Decoder layers of each of the pp * vpp chunks, in model order; default: equal."""
+    """Decoder layers per chunk, pp * vpp values in model order; default: equal."""
     sequences: int = 256
-    """Sequences of one step."""
+    """Sequences per step."""
     length: int = 8192
-    """Tokens of each sequence."""
+    """Tokens per sequence."""
     prompt: int = 0
-    """Tokens of the prompt, shared by a group."""
+    """Prompt tokens, shared by a group."""
     group: int = 1
-    """Sequences per prompt, whose tokens are sent once."""
+    """Sequences per prompt; prompt tokens are sent once per group."""
     micro_batch: int = 1
-    """Sequences of a micro-batch."""
+    """Sequences per micro-batch."""
     packed: bool = False
     """Pack the sequences of a micro-batch into one row."""
     width: int | None = None
-    """Input columns; default: the fewest possible."""
+    """Padded width of a micro-batch; default: the minimum."""
     ranks_per_node: int = 8
-    """Ranks on each node."""
+    """Ranks per node."""
     gbit: float = 100.0
-    """Network bandwidth of each node in Gbit/s."""
+    """Network bandwidth per node in Gbit/s."""
     rank: int | None = None
-    """Print only the plan of this rank."""
+    """Print the plan of this rank only."""
     json: bool = False
-    """Print everything as JSON."""
+    """Print JSON."""
 
     def __call__(self) -> None:
-        """Read the config, plan the layout and print the plan."""
         from moe_replay.routes.topology import MoeTopology
-        from moe_replay.tools.model_config import model_config
         from moe_replay.tools.plan import Cluster, Dimensions, plan_layout
-        from moe_replay.tools.plan.text import plan_text
+        from moe_replay.weights.model_folder import read_config
 
+        for name in ("gpus", "gpu_gib", "gpu_tflops", "mfu", "ranks_per_node", "gbit", "length"):
+            if not 0 < getattr(self, name) < math.inf:
+                option = f"--{name.replace('_', '-')}"
+                raise LayoutError(f"{option} is not a positive number", found=getattr(self, name))
         if self.recipe is not None:
             self._plan_recipe(self.recipe)
             return
-        config = model_config(self.model)
+        config = read_config(self.model)
         parallel = self._parallel()
         plan = plan_layout(
             MoeTopology.from_config(config),
@@ -88,28 +95,47 @@ class PlanCommand:
             cluster=Cluster(self.ranks_per_node, self.gbit),
         )
         if self.rank is None:
-            print(plan.to_json() if self.json else plan_text(plan))
+            print(plan.to_json() if self.json else str(plan))
             return
         if not 0 <= self.rank < parallel.world:
             raise LayoutError("no such rank", expected=f"0 to {parallel.world - 1}", found=self.rank)
-        told = dataclasses.asdict(plan.rank(self.rank))
-        print(json.dumps(told, indent=2) if self.json else "\n".join(f"{name}: {told[name]}" for name in told))
+        fields = dataclasses.asdict(plan.rank(self.rank))
+        text = "\n".join(f"{name}: {value}" for name, value in fields.items())
+        print(json.dumps(fields, indent=2) if self.json else text)
 
     def _plan_recipe(self, recipe: str) -> None:
-        from moe_replay.tools.model_config import model_config
-        from moe_replay.tools.plan.memory import plan_memory
-        from moe_replay.tools.plan.sizes import ModelSizes
+        from moe_replay.tools.plan.speed import plan_speed
         from moe_replay.tools.plan.sync import Rates, plan_sync, sync_text
         from moe_replay.train.config.file import load_config
+        from moe_replay.train.setup.memory_plan import check_width, plan_memory, smallest_remedy
+        from moe_replay.weights.model_folder import read_config
+        from moe_replay.weights.model_sizes import ModelSizes
 
         config = load_config(Path(recipe))
-        sizes = ModelSizes.of(model_config(self.model or config.model.path))
+        check_width(config, self.ranks_per_node)
+        sizes = ModelSizes.of(read_config(self.model or config.model.path))
         plan = plan_memory(config, sizes, gpus=self.gpus, gpu_gib=self.gpu_gib)
-        print(plan)
+        remedy = None if plan.fits else smallest_remedy(config, sizes, gpus=self.gpus, gpu_gib=self.gpu_gib)
+        speed = plan_speed(config, sizes, gpus=self.gpus, peak_tflops=self.gpu_tflops, mfu=self.mfu)
         nodes, rates = -(-self.gpus // self.ranks_per_node), Rates(network=self.gbit / 8)
         servers = len(config.rollout.urls) or nodes * (config.rollout.engines_per_node or 1)
         itemsize = 4 if config.model.dtype == "float32" else 2
-        print(sync_text(plan_sync(sizes.total, nodes=nodes, servers=servers, itemsize=itemsize, rates=rates), rates))
+        costs = plan_sync(sizes.total, nodes=nodes, servers=servers, itemsize=itemsize, rates=rates)
+        if self.json:
+            fields = dataclasses.asdict(plan) | {
+                "fits": plan.fits,
+                "remedy": remedy,
+                "speed": dataclasses.asdict(speed),
+            }
+            print(json.dumps(fields | {"weight_sync": [dataclasses.asdict(cost) for cost in costs]}, indent=2))
+        else:
+            print(plan)
+            if not plan.fits:
+                print(
+                    f"it fits with {remedy}" if remedy else "neither other settings nor 64 times the GPUs make it fit"
+                )
+            print(speed)
+            print(sync_text(costs, rates))
         if not plan.fits:
             raise SystemExit(ExitStatus.CHECK_FAILED)
 
@@ -141,16 +167,16 @@ class PlanCommand:
     def _work(self, parallel: Parallel) -> Work:
         from moe_replay.tools.plan import Work
 
-        at_once = self.micro_batch * parallel.dp
-        if at_once < 1 or self.sequences < 1 or self.sequences % at_once:
+        per_round = self.micro_batch * parallel.dp
+        if per_round < 1 or self.sequences < 1 or self.sequences % per_round:
             raise LayoutError(
-                "the sequences of a step cannot be divided evenly",
+                "the sequences of a step do not divide evenly",
                 expected=f"a multiple of micro_batch * dp = {self.micro_batch} * {parallel.dp}",
                 found=self.sequences,
             )
         return Work(
             lengths=(self.length,) * self.micro_batch,
-            micro_batches=self.sequences // at_once,
+            micro_batches=self.sequences // per_round,
             packed=self.packed,
             width=self.width,
             prompt=self.prompt,

@@ -1,36 +1,62 @@
-"""`moe-replay train`: train a model by a recipe and the command line, or show what would happen."""
+"""`moe-replay train`: train a model from a recipe and command-line overrides, or dry-run it."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from moe_replay.cli.recipe_keys import SCHEMA, help_text
 from moe_replay.errors import EXIT_CODES, ExitStatus, MissingExtraError, MoeReplayError
 
 if TYPE_CHECKING:
     from moe_replay.train.config.train_config import TrainConfig
-    from moe_replay.train.engines import EngineStarter
+    from moe_replay.train.setup.engines import EngineStarter
 
 INTRODUCTION = """\
 usage: moe-replay train [RECIPE.toml] [--section.key value ...] [--tiny] [--dry-run] [--schema]
 
-Train a mixture-of-experts model with GRPO and routing replay. A recipe is a TOML file with the sections below; what the
-command line says wins over it. Without either, a tiny model that comes with the library is trained.
-On several GPUs: torchrun --nproc-per-node 8 -m moe_replay.cli.main train RECIPE.toml
-On a Ray cluster: moe-replay train RECIPE.toml --cluster.kind ray
+Train a mixture-of-experts model with GRPO and routing replay. A recipe is a TOML file with the settings below; options
+override it. Without either, train the embedded tiny model.
+Several GPUs: torchrun --nproc-per-node 8 -m moe_replay.cli.main train RECIPE.toml
+Ray cluster:  moe-replay train RECIPE.toml --cluster.launcher ray
 
-  --dry-run                          Show what would happen, and check whether it can, without loading weights.
-  --tiny                             Try the recipe on a CPU: its method, with the model, data, lengths, engine and
-                                     sizes of the tiny model that comes with the library.
-  --schema                           Print the JSON schema of a recipe, for editors.
-  --help                             Show this text.
+  --dry-run                          Check the recipe and print the plan of the run, without loading weights.
+  --tiny                             Try the recipe on a CPU: its algorithm with the model, data, lengths, engine and
+                                     batch sizes of the embedded tiny model.
+  --schema                           Print the JSON schema of recipes, for editors.
+  --help                             Show the settings that most runs change.
+  --help-all                         Show all settings.
 """
+USUAL = (
+    "steps",
+    "output",
+    "model.path",
+    "model.dtype",
+    "model.lora_rank",
+    "backend.kind",
+    "data.path",
+    "data.max_prompt_length",
+    "rollout.engine",
+    "rollout.urls",
+    "rollout.options",
+    "rollout.prompts_per_step",
+    "rollout.num_generations",
+    "rollout.max_tokens",
+    "rollout.temperature",
+    "replay.mode",
+    "algorithm.updates_per_rollout",
+    "optim.lr",
+    "batch.tokens_per_micro_batch",
+    "reward.functions",
+)
+"""Settings in `--help`; all are in `--help-all`."""
+SCHEMA = Path(__file__).resolve().parents[1] / "train" / "config" / "recipe.schema.json"
 
 
 @dataclass(frozen=True)
@@ -38,17 +64,13 @@ class TrainCommand:
     """Train a mixture-of-experts model with GRPO and routing replay."""
 
     recipe: Path | None = None
-    """TOML file with the configuration."""
     overrides: tuple[str, ...] = ()
-    """Settings that override the recipe: --section.key value."""
     dry_run: bool = False
-    """Show what would happen, without loading weights."""
     tiny: bool = False
-    """Train the embedded model by the method of the recipe."""
 
     @classmethod
     def from_arguments(cls, arguments: Sequence[str]) -> TrainCommand:
-        """Parse without tyro: the options are the keys of the configuration, their defaults those of the recipe."""
+        """Parse without tyro: the options are the keys of the configuration, with defaults from the recipe."""
         words = [word for word in arguments if word not in ("--dry-run", "--dry_run", "--tiny")]
         has_recipe = bool(words) and not words[0].startswith("-")
         return cls(
@@ -59,11 +81,14 @@ class TrainCommand:
         )
 
     def __call__(self) -> None:
-        """Train, or print the help text or the dry run; only rank 0 prints."""
+        """Train, or print the help, the schema or the dry run; only rank 0 prints."""
         is_rank_0 = os.environ.get("RANK", "0") == "0"
-        if {"-h", "--help"} & set(self.overrides):
+        if {"-h", "--help", "--help-all", "--help_all"} & set(self.overrides):
+            has_all = bool({"--help-all", "--help_all"} & set(self.overrides))
+            settings = help_text(shutil.get_terminal_size().columns, keys=None if has_all else USUAL)
+            more = "" if has_all else "\n\n`moe-replay train --help-all` shows all settings."
             if is_rank_0:
-                print(f"{INTRODUCTION}\n{help_text(shutil.get_terminal_size().columns)}\n\n{EXIT_CODES}", end="")
+                print(f"{INTRODUCTION}\n{settings}{more}\n\n{EXIT_CODES}", end="")
             return
         if "--schema" in self.overrides:
             if is_rank_0:
@@ -80,7 +105,7 @@ class TrainCommand:
         except MoeReplayError as error:
             error.known_on_all_ranks = True  # every rank reads the same file and command line
             raise
-        if config.cluster.kind == "torchrun":
+        if config.cluster.launcher == "torchrun":
             run_rank(config)
             return
         from moe_replay.cluster.driver import run_on_ray
@@ -89,13 +114,13 @@ class TrainCommand:
             sys.exit(status)
 
     def _dry_run(self, config: TrainConfig, is_rank_0: bool) -> None:
-        """Print what would happen, then everything that would stop the run; the status is that of the first of it."""
-        from moe_replay.tools.dry_run import dry_run, readiness
+        """Print the plan and all problems that would stop the run; exit with the status of the first problem."""
+        from moe_replay.tools.dry_run import dry_run
 
-        ranks = config.cluster.ranks if config.cluster.kind == "ray" else _number_of_ranks()
-        report, (memory, problems, cluster) = dry_run(config, ranks), readiness(config, ranks)
+        ranks = config.cluster.ranks if config.cluster.launcher == "ray" else _world_size()
+        report, problems = dry_run(config, ranks)
         if is_rank_0:
-            print(f"{report}\n\nmemory   {memory}" + f"\ncluster  {cluster}" * bool(cluster), flush=True)
+            print(report, flush=True)
             for problem in problems:
                 print(f"not ready: {problem}", file=sys.stderr)
         if problems:
@@ -110,14 +135,14 @@ class TrainCommand:
         if self.recipe is None and not config.model.path and not self.tiny:
             from moe_replay.demo import RECIPE
 
-            return load_config(RECIPE, [*_half_precision(), *self.overrides])  # what the embedded default learns with
+            return load_config(RECIPE, [*_half_precision(), *self.overrides])
         return config
 
 
 def run_rank(config: TrainConfig, starter: EngineStarter | None = None) -> None:
-    """Train on this rank, however it was started; exits with the status of an interrupted run if it is one.
+    """Train on this rank; exit with `INTERRUPTED` if the run was interrupted.
 
-    starter   starts the engines that `cluster.engines` asks for; on rank 0
+    starter   starts the `cluster.engines` engines; rank 0 only
     """
     is_rank_0 = os.environ.get("RANK", "0") == "0"
     if is_rank_0:
@@ -125,7 +150,7 @@ def run_rank(config: TrainConfig, starter: EngineStarter | None = None) -> None:
     from moe_replay.report.model_card import newest_export, write_model_card
     from moe_replay.report.run_report import write_run_report
     from moe_replay.train.loop import train
-    from moe_replay.train.run.interruption import InterruptHandler
+    from moe_replay.train.output.interruption import InterruptHandler
 
     def write_card_and_report(folder: Path) -> Path | None:
         write_model_card(folder)
@@ -136,7 +161,7 @@ def run_rank(config: TrainConfig, starter: EngineStarter | None = None) -> None:
             folder = train(config, write_report=write_card_and_report, interruption=interruption, starter=starter)
     except KeyboardInterrupt:
         if is_rank_0:
-            print("interrupted before a step began; the same command starts it again", file=sys.stderr)
+            print("interrupted before the first step; run the same command to start again", file=sys.stderr)
         sys.exit(ExitStatus.INTERRUPTED)
     if interruption.stopped_after is not None:
         if is_rank_0:
@@ -144,44 +169,71 @@ def run_rank(config: TrainConfig, starter: EngineStarter | None = None) -> None:
         sys.exit(ExitStatus.INTERRUPTED)
     hub = config.checkpoint
     if is_rank_0 and hub.push_to_hub and (export := newest_export(folder)) is not None:
-        from moe_replay.tools.hub import push_folder
+        from moe_replay.report.model_card import push_folder
 
         print(f"pushed: {push_folder(export, hub.push_to_hub, private=hub.hub_private)}", flush=True)
 
 
 def _check_memory(config: TrainConfig) -> None:
-    """Raise if the run cannot fit into host memory; warn if it does not fit on its GPUs, by estimate."""
+    """Raise if the run cannot fit into host memory; warn if it is estimated not to fit on its GPUs."""
     from moe_replay.tools.memory_check import DoesNotFitError, HostTooSmallError, check_memory
-    from moe_replay.tools.model_config import model_config
+    from moe_replay.weights.model_folder import read_config
 
     if not config.model.path:
         return
     try:
-        check_memory(config, model_config(config.model.path), _number_of_ranks() or 1)
+        check_memory(config, read_config(config.model.path), _world_size() or 1)
     except HostTooSmallError:
         raise
     except DoesNotFitError as problem:
         print(f"warning: {problem}", file=sys.stderr, flush=True)
     except MoeReplayError:
-        return  # of the model or the layout: the run itself says so
+        return  # a problem of the model or the layout: the run reports it
 
 
 def _half_precision() -> list[str]:
-    """Return options for the engine of the embedded default, where the CPU has no bfloat16."""
+    """Return engine overrides for the embedded model on CPUs without bfloat16."""
     from moe_replay.utils.device import accelerator, cpu_has_bfloat16
 
     return [] if accelerator() or cpu_has_bfloat16() else ["--rollout.dtype", "float16"]
 
 
-def _number_of_ranks() -> int | None:
-    """Return what the launcher says; None if there is none."""
+def _world_size() -> int | None:
+    """Return the world size set by the launcher; None without a launcher."""
     text = os.environ.get("WORLD_SIZE")
     if text is not None and not (text.isdecimal() and int(text) > 0):
         raise MoeReplayError(
-            "WORLD_SIZE is not a number of ranks", found=repr(text), remedy="Start with torchrun, or unset the variable"
+            "WORLD_SIZE is not a positive integer",
+            found=repr(text),
+            remedy="Use torchrun, or unset it",
         )
     return None if text is None else int(text)
 
 
 def _missing(missing: ImportError) -> MissingExtraError:
     return MissingExtraError(f"training needs {missing.name}", remedy="pip install 'moe-replay[train]'")
+
+
+def help_text(width: int, schema: Mapping[str, Any] | None = None, keys: Container[str] | None = None) -> str:
+    """Return the options by section, from the packaged schema: importing the configuration would take seconds.
+
+    keys   dotted names of the settings to show; None: all
+    """
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8")) if schema is None else schema
+    tables = {"": ("run:", schema["properties"])}
+    for name, entry in schema["properties"].items():
+        if "$ref" in entry:
+            table = schema["$defs"][entry["$ref"].rpartition("/")[2]]
+            tables[f"{name}."] = (f"{name}: {table['description']}", table["properties"])
+    blocks = []
+    for prefix, (title, properties) in tables.items():
+        lines = [title]
+        for name, entry in properties.items():
+            if "x-default" in entry and (keys is None or f"{prefix}{name}" in keys):
+                option = f"--{prefix}{name}".replace("_", "-")
+                choices = f"{entry['x-choices']}, " if "x-choices" in entry else ""
+                text = f"{entry['description']} [{choices}default {entry['x-default']}]"
+                lines += textwrap.wrap(text, width, initial_indent=f"  {option:<34} ", subsequent_indent=" " * 37)
+        if len(lines) > 1:
+            blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)

@@ -1,4 +1,4 @@
-"""`moe-replay verify`: how far an engine and a trainer are apart on one batch, and how much of it is routing."""
+"""`moe-replay verify`: the mismatch between an engine and a trainer on one batch, and the part due to routing."""
 
 from __future__ import annotations
 
@@ -14,132 +14,134 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typing_extensions import Doc
 
+from moe_replay.engines.base import TOKEN_VARIABLE, Capture, StartRequest
+from moe_replay.engines.registry import ENGINES, engine_spec, start_sampler
 from moe_replay.errors import ExitStatus, MissingExtraError, MoeReplayError
-from moe_replay.rollout.engine import TOKEN_VARIABLE, Capture, StartRequest
-from moe_replay.rollout.registry import ENGINES, engine_spec, start_sampler
-from moe_replay.tools.attribution.result import Attribution, Thresholds
 from moe_replay.utils.secrets import READABLE_BY_ALL, find_token, has_password
+from moe_replay.verification.attribution import Attribution
+from moe_replay.verification.thresholds import Thresholds, failures
 
 if TYPE_CHECKING:
-    from moe_replay.rollout.types import Sample
+    from moe_replay.records import Sample
 
 STDOUT, STDERR = 1, 2
 DEFAULTS = Thresholds()
-ENGINE_HELP = Doc(f"What samples: {', '.join(ENGINES)}, or module:name.")
-RANDOM_PROMPTS = (8, 32)  # fewest and most tokens of a prompt of random tokens
+ENGINE_HELP = Doc(f"Rollout engine: {', '.join(ENGINES)}, or module:name.")
+RANDOM_PROMPTS = (8, 32)  # minimum and maximum length in tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyCommand:
-    """Sample one batch with an engine, score it natively, with R2 and with R3, and say how far they are apart.
+    """Sample a batch with a rollout engine, score it natively, with R2 and with R3, and measure the mismatch.
 
-    The status is 1 if the routes are misaligned or a threshold is not kept, and 2 if the options make no sense.
+    Exit with 1 if the routes are misaligned or a threshold is exceeded, with 2 for invalid options.
     """
 
     model: str = ""
-    """Folder or name of the model; if not given, a tiny one that comes with the library."""
+    """Model folder or Hub name; default: the embedded tiny model."""
     engine: Annotated[str, ENGINE_HELP] = "vllm"
     url: tuple[str, ...] = ()
-    """Addresses of servers that have the model."""
+    """Addresses of servers that serve the model."""
     token: str | None = None
-    """Refused, since every user of the machine could read it: set $MOE_REPLAY_TOKEN or --token-file."""
+    """Rejected: command lines are visible to all users. Use $MOE_REPLAY_TOKEN or --token-file."""
     token_file: Path | None = None
-    """File with the bearer token of the servers; else $MOE_REPLAY_TOKEN."""
+    """File with the bearer token of the servers; default: $MOE_REPLAY_TOKEN."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model."""
+    """Allow custom Python code from the model folder."""
     rollout_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type that the engine computes in; auto: the type of the weights on disk. Servers have their own."""
+    """Engine dtype; auto: dtype of the checkpoint. Ignored for servers."""
     capture: Capture = "auto"
-    """Capture that records routes (vllm): ours, in its worker; vllm: its own; checked: both; auto: ours if possible."""
+    """Route capture (vllm). kv_slot: in our worker; vllm: its own; cross_check: both; auto: kv_slot if possible."""
     engine_options: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """More of the engine's own options, e.g. --engine-options gpu_memory_utilization 0.5. vLLM is started with
-    enforce_eager, which saves a minute; enforce_eager False verifies CUDA graphs as well."""
+    """Extra engine options, e.g. --engine-options gpu_memory_utilization 0.5. vLLM starts with enforce_eager to save a
+    minute; enforce_eager False also verifies CUDA graphs."""
     prompts: Path | None = None
-    """JSONL or parquet file, or datasets folder, with a column prompt or messages; if not given, random tokens."""
+    """JSONL or parquet file, or datasets folder, with a prompt or messages column; default: random tokens."""
     traces: Path | None = None
-    """File of traces that somebody else recorded, in place of an engine: only the routes are compared."""
+    """Trace file to compare instead of sampling; only routes are compared."""
     samples: int = 32
-    """Sequences of the batch."""
+    """Sequences in the batch."""
     max_tokens: int = 64
-    """Tokens of a completion at most."""
-    max_prompt_tokens: int = 512
-    """Longer prompts are left out."""
+    """Maximum completion length in tokens."""
+    max_prompt_length: int = 512
+    """Maximum prompt length in tokens; longer prompts are dropped."""
     temperature: float = 1.0
     """Sampling temperature."""
     seed: int = 0
-    """Of sampling and of random prompts."""
+    """Seed for sampling and random prompts."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type that the trainer computes in; auto: bfloat16 on a GPU, as in training by default, float32 on a CPU."""
+    """Trainer dtype; auto: bfloat16 on a GPU, as in training by default, float32 on a CPU."""
     attention: str = "sdpa"
-    """Attention of the trainer: sdpa, eager, flash_attention_2, ..."""
+    """Attention implementation of the trainer: sdpa, eager, flash_attention_2, ..."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
-    """Where the trainer computes; auto: a GPU if there is one."""
+    """Trainer device; auto: a GPU if available."""
     packed: bool = True
-    """Put sequences one after the other in a row, as in training; else in rows with padding."""
+    """Pack sequences into one row, as in training; otherwise pad them."""
     tokens_per_micro_batch: int = 4096
-    """Tokens that go through the trainer's model together."""
+    """Tokens per micro-batch of the trainer."""
     max_k3: float = DEFAULTS.max_k3
-    """k3 KL of trainer and rollout, with R3, at most."""
-    max_beyond_two: float = DEFAULTS.max_beyond_two
-    """Share of tokens whose probabilities differ by more than a factor of two, with R3, at most."""
+    """Fail above this k3 KL (R3)."""
+    max_frac_ratio_gt2: float = DEFAULTS.max_frac_ratio_gt2
+    """Fail above this fraction of tokens whose probabilities differ by more than a factor of two (R3)."""
     min_agreement: float = DEFAULTS.min_agreement
-    """Share of native routes that are those of the rollout, at least."""
+    """Fail below this fraction of native routes that match the rollout."""
     output: Path | None = None
     """Folder for attribution.json and attribution.html."""
     json: bool = False
-    """Print everything as JSON."""
+    """Print JSON."""
 
     def __call__(self) -> None:
-        """Sample, score, print, judge."""
-        if problem := self._wrong_use():
+        """Sample, score, print the result and check the thresholds."""
+        if problem := self._usage_problem():
             print(f"error: {problem}", file=sys.stderr)
             sys.exit(ExitStatus.WRONG_INPUT)
         try:
             with stdout_on_stderr():
-                found = self._of_traces() if self.traces else self._of_samples()
+                attribution = self._of_traces() if self.traces else self._of_samples()
         except ImportError as missing:
             if isinstance(missing, MoeReplayError):
                 raise
             raise MissingExtraError(
                 f"verify needs {missing.name}", remedy="pip install 'moe-replay[train]'"
             ) from missing
-        limits = Thresholds(max_k3=self.max_k3, max_beyond_two=self.max_beyond_two, min_agreement=self.min_agreement)
-        failures = found.failures(limits)
+        limits = Thresholds(
+            max_k3=self.max_k3, max_frac_ratio_gt2=self.max_frac_ratio_gt2, min_agreement=self.min_agreement
+        )
+        problems = failures(attribution, limits)
         if self.output is not None:
-            _write(found, self.output)
+            _write(attribution, self.output)
         if self.json:
-            told = {"passed": not failures, "failures": failures} | json.loads(found.to_json())
-            print(json.dumps(told, indent=1))
+            result = {"passed": not problems, "failures": problems} | json.loads(attribution.to_json())
+            print(json.dumps(result, indent=1))
         else:
-            print(found, "", *([f"FAILED: {failure}" for failure in failures] or ["passed"]), sep="\n")
-        if failures:
+            print(attribution, "", *([f"FAILED: {problem}" for problem in problems] or ["passed"]), sep="\n")
+        if problems:
             sys.exit(ExitStatus.CHECK_FAILED)
 
-    def _wrong_use(self) -> str | None:
-        """Return what makes no sense in the options; None if all of it does."""
+    def _usage_problem(self) -> str | None:
         if any(map(has_password, self.url)):
             return f"a password {READABLE_BY_ALL}: use a token, in $MOE_REPLAY_TOKEN"
         if self.traces and (self.url or self.prompts):
-            return "--traces takes the place of an engine: leave --url and --prompts out"
+            return "--traces replaces the engine: leave --url and --prompts out"
         if self._is_server and not self.url and not self.traces:
-            return f"--engine {self.engine} needs the addresses of its servers: --url http://127.0.0.1:8000"
+            return f"--engine {self.engine} needs --url, e.g. --url http://127.0.0.1:8000"
         if self.url and not self._is_server:
-            return f"--engine {self.engine} runs in this process: leave --url out, or name a server's engine"
+            return f"--engine {self.engine} runs in this process: leave --url out, or select a server engine"
         if self.samples < 1 or self.max_tokens < 1 or self.tokens_per_micro_batch < 1:
             return "--samples, --max-tokens and --tokens-per-micro-batch must be at least 1"
         if self.temperature <= 0:
             return "--temperature must be above 0: greedy samples have no log-probs to compare"
         return None
 
-    # ---- the two ways -------------------------------------------------------------------------------------------
+    # ---- attribution --------------------------------------------------------------------------------------------
 
     def _of_traces(self) -> Attribution:
-        from moe_replay.tools.attribution.measure import attribute_traces
+        from moe_replay.tools.attribution import attribute_traces
         from moe_replay.tools.inspect import read_traces
 
         folder, _ = self._sources()
         traces = list(read_traces(str(self.traces)))
-        _tell(f"{len(traces)} traces of {self.traces}, compared with {folder}")
+        _log(f"comparing {len(traces)} traces from {self.traces} with {folder}")
         return attribute_traces(
             self._trainer(folder),
             traces,
@@ -149,11 +151,11 @@ class VerifyCommand:
         )
 
     def _of_samples(self) -> Attribution:
-        from moe_replay.tools.attribution.measure import attribute
+        from moe_replay.tools.attribution import attribute
 
         folder, file = self._sources()
         samples, engine = self._sampled(folder, self._prompts(folder, file), ends=file is not None)
-        _tell(f"{len(samples)} samples, scored four times by the trainer")
+        _log(f"scoring {len(samples)} samples in four trainer passes")
         return attribute(
             self._trainer(folder),
             samples,
@@ -174,53 +176,53 @@ class VerifyCommand:
 
     @property
     def _name(self) -> str:
-        return self.model or "embedded default"
+        return self.model or "embedded tiny model"
 
     def _sources(self) -> tuple[str, Path | None]:
-        """The folder of the model, and the file of prompts if there is one."""
-        from moe_replay.train.sources import model_folder
+        """Return the model folder, and the prompt file if there is one."""
+        from moe_replay.train.setup.sources import model_folder
 
         if self.model:
             return model_folder(self.model), self.prompts
         from moe_replay import demo
 
-        files = demo.prepare(status=_tell)
+        files = demo.prepare(status=_log)
         return str(files.model), self.prompts or files.train
 
     # ---- rollout ------------------------------------------------------------------------------------------------
 
     def _prompts(self, folder: str, file: Path | None) -> list[list[int]]:
-        """Token ids of as many prompts as samples, or of all that there are."""
+        """Return the token ids of up to `samples` prompts."""
         if file is None:
             import numpy as np
 
-            from moe_replay.rollout.model_folder import read_config
+            from moe_replay.weights.model_folder import read_config
 
-            chance = np.random.default_rng(self.seed)
+            rng = np.random.default_rng(self.seed)
             config = read_config(folder, trust_remote_code=self.trust_remote_code)
             vocabulary = config.get_text_config().vocab_size
-            lengths = chance.integers(*RANDOM_PROMPTS, self.samples, endpoint=True)
-            return [chance.integers(vocabulary, size=length).tolist() for length in lengths]
-        from moe_replay.train.data import load_prompts, read_rows
-        from moe_replay.train.sources import load_tokenizer
+            lengths = rng.integers(*RANDOM_PROMPTS, self.samples, endpoint=True)
+            return [rng.integers(vocabulary, size=length).tolist() for length in lengths]
+        from moe_replay.train.rollout.prompts import load_prompts, read_rows
+        from moe_replay.train.setup.sources import load_tokenizer
 
         tokenizer = load_tokenizer(folder, trust_remote_code=self.trust_remote_code)
-        loaded = load_prompts(read_rows(file)[: self.samples], tokenizer, self.max_prompt_tokens)
+        loaded = load_prompts(read_rows(file)[: self.samples], tokenizer, self.max_prompt_length)
         return [list(prompt.token_ids) for prompt in loaded]
 
     def _sampled(self, folder: str, prompts: list[list[int]], *, ends: bool) -> tuple[list[Sample], str]:
-        """Return the samples and the engine's name; the engine is closed before the trainer loads its model."""
-        from moe_replay.rollout.types import SamplingParams
-        from moe_replay.train.engines import within_model
+        """Return the samples and the engine name; the engine is closed before the trainer loads its model."""
+        from moe_replay.records import SamplingParams
+        from moe_replay.train.setup.engines import within_model
 
         params = SamplingParams(
             n=-(-self.samples // len(prompts)),
             max_tokens=self.max_tokens,
             temperature=self.temperature,
-            ignore_eos=not ends,  # after random tokens, the end of a sequence means nothing
+            ignore_eos=not ends,  # meaningless after random tokens
             seed=self.seed,
         )
-        _tell(f"starting {self.engine} on {folder}")
+        _log(f"starting {self.engine} on {folder}")
         longest = max(map(len, prompts)) + self.max_tokens
         request = StartRequest(
             model=folder,
@@ -232,10 +234,10 @@ class VerifyCommand:
             capture=self.capture,
             options={**engine_spec(self.engine, key="--engine").quick_start, **self.engine_options},
         )
-        began = time.monotonic()
+        start = time.monotonic()
         engine = start_sampler(self.engine, request, key="--engine")
         try:
-            _tell(f"{engine.name}, started in {time.monotonic() - began:.0f} s, samples {len(prompts)} prompts")
+            _log(f"{engine.name} started in {time.monotonic() - start:.0f} s, sampling {len(prompts)} prompts")
             groups = engine.generate(prompts, params)
             return [sample for group in groups for sample in group][: self.samples], str(engine.name)
         finally:
@@ -246,11 +248,11 @@ class VerifyCommand:
     def _trainer(self, folder: str) -> Any:
         import torch
 
-        from moe_replay.rollout.model_folder import load_model
         from moe_replay.utils.device import device_type
+        from moe_replay.weights.model_folder import load_model
 
         device = device_type(self.device)
-        _warn_of_memory(folder, self._trainer_dtype, device, trust_remote_code=self.trust_remote_code)
+        _warn_about_memory(folder, self._trainer_dtype, device, trust_remote_code=self.trust_remote_code)
         model = load_model(
             folder,
             trust_remote_code=self.trust_remote_code,
@@ -273,44 +275,44 @@ class VerifyCommand:
         return {"trainer": f"Transformers {__version__} {self._trainer_dtype}"}
 
 
-def _warn_of_memory(folder: str, dtype: str, device: str, *, trust_remote_code: bool) -> None:
-    """Say how much memory the trainer's model takes, and warn if there is less."""
-    from moe_replay.rollout.model_folder import read_config
+def _warn_about_memory(folder: str, dtype: str, device: str, *, trust_remote_code: bool) -> None:
+    """Warn if the trainer's model does not fit into free memory."""
     from moe_replay.tools.memory_check import weights_memory
+    from moe_replay.weights.model_folder import read_config
 
     needed, free = weights_memory(read_config(folder, trust_remote_code=trust_remote_code), dtype, device)
     if needed > free:
-        _tell(
-            f"warning: the trainer's model in {dtype} needs {needed / 2**30:.1f} GiB on {device}, where "
-            f"{free / 2**30:.1f} are free: --dtype bfloat16 takes half of float32, --device cpu uses host memory"
+        _log(
+            f"warning: the trainer's model in {dtype} needs {needed / 2**30:.1f} GiB on {device}, but only "
+            f"{free / 2**30:.1f} GiB are free; use --dtype bfloat16 (half of float32) or --device cpu (host memory)"
         )
 
 
 @contextmanager
 def stdout_on_stderr() -> Iterator[None]:
-    """Stdout is for the result alone; engines and their processes write to it as they like."""
+    """Redirect file descriptor 1 to stderr: engine processes print to stdout, which is reserved for the result."""
     sys.stdout.flush()
-    kept = os.dup(STDOUT)
+    saved = os.dup(STDOUT)
     os.dup2(STDERR, STDOUT)
     try:
         yield
     finally:
         sys.stdout.flush()
-        os.dup2(kept, STDOUT)
-        os.close(kept)
+        os.dup2(saved, STDOUT)
+        os.close(saved)
 
 
-def _write(found: Attribution, folder: Path) -> None:
+def _write(attribution: Attribution, folder: Path) -> None:
     from moe_replay.report.attribution_report import write_attribution_report
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "attribution.json").write_text(found.to_json(), encoding="utf-8")
+    (folder / "attribution.json").write_text(attribution.to_json(), encoding="utf-8")
     try:
-        write_attribution_report(found, folder / "attribution.html")
+        write_attribution_report(attribution, folder / "attribution.html")
     except MissingExtraError as missing:
-        _tell(f"no attribution.html: {missing}")
-    _tell(f"written to {folder}")
+        _log(f"no attribution.html: {missing}")
+    _log(f"results written to {folder}")
 
 
-def _tell(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

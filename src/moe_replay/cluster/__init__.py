@@ -1,1 +1,1 @@
-"""Ranks and engines of a run on a Ray cluster."""
+"""Ray launcher: ranks and engines of a run as actors on a cluster."""

@@ -1,46 +1,40 @@
-"""Whether a cluster can hold a run: what ranks and engines ask of its nodes, and what is missing.
+"""Whether a Ray cluster has the resources that a run needs, and waiting until it does.
 
-    check_capacity(nodes, demand_of(config, nodes))     # before anything is started: a placement group would wait
-
-Numbers alone; `nodes.py` reads those of a Ray cluster.
+nodes = nodes_of(config)
+check_capacity(nodes, demand_of(config, nodes))     # before anything is started: a placement group would wait
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Self
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
+from moe_replay.cluster.connection import configured_address, import_ray, join
 from moe_replay.cluster.layout import Layout, plan_resources
 from moe_replay.errors import ExitStatus, MoeReplayError
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.utils.units import GIB
+from moe_replay.utils.misc import GIB
 
 _SHOWN_NODES = 8
+POLL_S = 1.0
 
 
 class CapacityError(MoeReplayError):
-    """A cluster that cannot hold a run."""
+    """A cluster that is too small for a run."""
 
     exit_status = ExitStatus.CHECK_FAILED
 
 
 class Resources(NamedTuple):
-    """CPU cores, GPUs (or NPUs) and bytes of host memory: of a node, or of what is placed on it."""
+    """CPU cores, GPUs (or NPUs) and bytes of host memory."""
 
     cpus: float = 0
     gpus: float = 0
     memory: float = 0
 
-    def times(self, count: int) -> Self:
-        """Return the resources of `count` of them together."""
-        return type(self)(*(count * one for one in self))
-
-    def plus(self, other: Resources) -> Self:
-        """Return the sum."""
-        return type(self)(*(a + b for a, b in zip(self, other, strict=True)))
-
     def minus(self, other: Resources) -> Self:
-        """Return what is left."""
         return type(self)(*(a - b for a, b in zip(self, other, strict=True)))
 
     def fits(self, other: Resources) -> int:
@@ -53,11 +47,7 @@ class Resources(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A machine of a cluster.
-
-    free    what no other job has reserved
-    total   what it has
-    """
+    """A machine of the cluster; `free` is what no other job has reserved."""
 
     name: str
     free: Resources
@@ -65,10 +55,10 @@ class Node(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """Resources that a run asks of a cluster.
+    """Resources that a run needs.
 
-    trainer   of each of `trainer_nodes` machines: its ranks, and where engines share their GPUs, these too
-    engine    of one engine, on one machine; `engines` of them need their own resources
+    trainer   per trainer node: its ranks and, where engines share their GPUs, those engines
+    engine    per engine, all on one node; `engines` counts those with separate resources
     """
 
     trainer_nodes: int
@@ -76,100 +66,156 @@ class Demand(NamedTuple):
     engines: int
     engine: Resources
 
-    @property
-    def cpus(self) -> float:
-        """CPU cores of the whole run."""
-        return self.trainer_nodes * self.trainer.cpus + self.engines * self.engine.cpus
-
 
 def demand_of(config: TrainConfig, nodes: Sequence[Node], rank_memory: float = 0, engine_memory: float = 0) -> Demand:
-    """Return what a run asks of a cluster by its `[cluster]` section.
+    """Return what a run needs by its `[cluster]` section.
 
-    nodes                        of the cluster: with backend.device = "auto", accelerators among them are used
-    rank_memory, engine_memory   bytes of host memory of one rank and of one engine; 0: not checked
+    nodes                        of the cluster: with backend.device = "auto", their accelerators are used
+    rank_memory, engine_memory   bytes of host memory per rank and per engine; 0: not checked
     """
     layout = plan_resources(config, {"GPU": sum(node.total.gpus for node in nodes)})
-    on_a_node = layout.engines // layout.nodes if layout.colocated else 0
+    engines_on_node = layout.engines // layout.nodes if layout.colocated else 0
     demand = demand_of_layout(layout)
-    memory = rank_memory * layout.ranks_per_node + engine_memory * on_a_node
+    memory = rank_memory * layout.ranks_per_node + engine_memory * engines_on_node
     return demand._replace(
         trainer=demand.trainer._replace(memory=memory), engine=demand.engine._replace(memory=engine_memory)
     )
 
 
 def demand_of_layout(layout: Layout) -> Demand:
-    """Return what a run with these resources asks of a cluster."""
     device = layout.accelerator or "GPU"
-    trainer, engine = (Resources(one["CPU"], one.get(device, 0)) for one in (layout.trainer, layout.engine))
+    trainer, engine = (Resources(part["CPU"], part.get(device, 0)) for part in (layout.trainer, layout.engine))
     return Demand(layout.nodes, trainer, 0 if layout.colocated else layout.engines, engine)
 
 
-def check_capacity(nodes: Sequence[Node], demand: Demand) -> str:
-    """Return how a run fits into a cluster; raise if it does not.
+# ---- nodes of a cluster ----------------------------------------------------------------------------------------------
 
-    Every node of the trainer is a separate machine; engines go wherever there is space.
+
+def nodes_of(config: TrainConfig) -> list[Node]:
+    """Return the nodes of the cluster that a run would join, or this machine if it would start a local cluster.
+
+    A local cluster has as many CPUs as the run needs: ranks and engines may share its cores.
+    """
+    address = configured_address(config.cluster.address)
+    if address is None and not import_ray().is_initialized():
+        machine = _this_machine()
+        return [_this_machine(plan_resources(config, {"GPU": machine.total.gpus}).cpus)]
+    with join(address) as ray:
+        return read_nodes(ray)
+
+
+def _this_machine(min_cpus: float = 0) -> Node:
+    import torch
+
+    from moe_replay.utils.device import accelerator
+
+    gpus = torch.accelerator.device_count() if accelerator() is not None else 0
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = Resources(max(os.cpu_count() or 1, min_cpus), gpus, memory)
+    return Node("this machine", total, total)
+
+
+def read_nodes(ray: Any) -> list[Node]:
+    """Return the live nodes of the cluster that this process is connected to."""
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return [
+        Node(node["NodeManagerAddress"], resources_of(free.get(node["NodeID"], {})), resources_of(node["Resources"]))
+        for node in alive
+    ]
+
+
+def resources_of(amounts: Mapping[str, float]) -> Resources:
+    """Convert a mapping with Ray's resource names."""
+    return Resources(amounts.get("CPU", 0), amounts.get("GPU", 0) or amounts.get("NPU", 0), amounts.get("memory", 0))
+
+
+# ---- the check -------------------------------------------------------------------------------------------------------
+
+
+def check_capacity(nodes: Sequence[Node], demand: Demand) -> str:
+    """Return in words how a run fits into a cluster; raise if it does not.
+
+    Every trainer node is a separate machine; engines go wherever they fit.
     """
     missing = list(_missing(nodes, demand))
-    asked = _asked(demand)
+    required = _required(demand)
     if not missing:
-        return f"{asked} on {_counted(len(nodes), 'node')}"
+        return f"{required} on {_counted(len(nodes), 'node')}"
     raise CapacityError(
-        f"the cluster cannot hold the run: {'; '.join(missing)}",
-        expected=asked,
-        found=_found(nodes),
+        f"the cluster is too small for the run: {'; '.join(missing)}",
+        expected=required,
+        found=_free(nodes),
         remedy=_remedy(nodes, demand),
     )
 
 
-def most_engines(nodes: Sequence[Node], demand: Demand) -> int:
-    """Return how many engines find a place beside the trainer."""
-    return _places(nodes, demand)[1]
+def wait_for_capacity(layout: Layout, timeout_s: float, log: Callable[[str], None]) -> None:
+    """Wait for resources that other jobs hold; raise after the timeout, or if even an idle cluster is too small."""
+    import ray
+
+    demand, deadline, is_logged = demand_of_layout(layout), time.monotonic() + timeout_s, False
+    while True:
+        nodes = read_nodes(ray)
+        check_capacity([node._replace(free=node.total) for node in nodes], demand)
+        try:
+            check_capacity(nodes, demand)
+            return
+        except CapacityError as full:
+            if time.monotonic() > deadline:
+                raise
+            if not is_logged and time.monotonic() > deadline - timeout_s + POLL_S:
+                is_logged = True
+                log(f"waiting up to {timeout_s:g} s for other jobs to finish: {full.problem}")
+        time.sleep(POLL_S)
 
 
-def _places(nodes: Sequence[Node], demand: Demand, part: str = "free") -> tuple[int, int]:
-    """Return the trainer's nodes that find a machine, and the engines that find a place beside them.
+def _fitting(nodes: Sequence[Node], demand: Demand, part: str = "free") -> tuple[int, int]:
+    """Return how many trainer nodes fit, and how many engines fit next to them.
 
-    The trainer gets the machines on which it costs the fewest engines.
+    The trainer gets the machines on which it displaces the fewest engines.
     """
-    each = [getattr(node, part) for node in nodes]
-    able = [one for one in each if one.fits(demand.trainer)]
-    cost = sorted(one.fits(demand.engine) - one.minus(demand.trainer).fits(demand.engine) for one in able)
+    amounts: list[Resources] = [getattr(node, part) for node in nodes]
+    able = [amount for amount in amounts if amount.fits(demand.trainer)]
+    displaced = sorted(amount.fits(demand.engine) - amount.minus(demand.trainer).fits(demand.engine) for amount in able)
     placed = min(len(able), demand.trainer_nodes)
-    return placed, sum(one.fits(demand.engine) for one in each) - sum(cost[:placed])
+    return placed, sum(amount.fits(demand.engine) for amount in amounts) - sum(displaced[:placed])
 
 
 def _missing(nodes: Sequence[Node], demand: Demand) -> Iterable[str]:
-    trainers, engines = _places(nodes, demand)
-    if trainers < demand.trainer_nodes:
+    trainer_nodes, engines = _fitting(nodes, demand)
+    if trainer_nodes < demand.trainer_nodes:
         yield (
-            f"{trainers} of {_counted(demand.trainer_nodes, 'machine')} of the trainer found a place, "
+            f"{trainer_nodes} of {_counted(demand.trainer_nodes, 'trainer node')} found, "
             f"each needs {demand.trainer} on one machine"
         )
     elif engines < demand.engines:
         yield (
-            f"{engines} of {_counted(demand.engines, 'engine')} found a place beside the trainer, "
+            f"{engines} of {_counted(demand.engines, 'engine')} fit next to the trainer, "
             f"each needs {demand.engine} on one machine"
         )
 
 
 def _remedy(nodes: Sequence[Node], demand: Demand) -> str:
-    if _places(nodes, demand, "total") >= (demand.trainer_nodes, demand.engines):
-        return "Wait for other jobs of the cluster, which have reserved the rest, or end them (`ray status` lists them)"
-    trainers, engines = _places(nodes, demand)
-    if trainers < demand.trainer_nodes:
-        lower = f"set cluster.trainer_nodes = {trainers}" if trainers else "lower cluster.ranks_per_node"
-        return f"Add {_counted(demand.trainer_nodes - trainers, 'machine')} with {demand.trainer} free, or {lower}"
+    if _fitting(nodes, demand, "total") >= (demand.trainer_nodes, demand.engines):
+        return "Wait for the other jobs that hold these resources, or stop them (`ray status` lists them)"
+    trainer_nodes, engines = _fitting(nodes, demand)
+    if trainer_nodes < demand.trainer_nodes:
+        lower = f"set cluster.trainer_nodes = {trainer_nodes}" if trainer_nodes else "lower cluster.ranks_per_node"
+        return f"Add {_counted(demand.trainer_nodes - trainer_nodes, 'machine')} with {demand.trainer} free, or {lower}"
     lower = f", or set cluster.engines = {engines}" if engines else ""
     return f"Add machines with {demand.engine} free for {_counted(demand.engines - engines, 'engine')}{lower}"
 
 
-def _asked(demand: Demand) -> str:
-    trainer = f"{_counted(demand.trainer_nodes, 'machine')} of the trainer with {demand.trainer} each"
+def _required(demand: Demand) -> str:
+    trainer = f"{_counted(demand.trainer_nodes, 'trainer node')} with {demand.trainer} each"
     engines = f", {_counted(demand.engines, 'engine')} with {demand.engine} each" if demand.engines else ""
     return trainer + engines
 
 
-def _found(nodes: Sequence[Node]) -> str:
+def _free(nodes: Sequence[Node]) -> str:
     if not nodes:
         return "no nodes"
     shown = [f"{node.name} {node.free}" + (f" of {node.total}" if node.free != node.total else "") for node in nodes]
@@ -177,5 +223,5 @@ def _found(nodes: Sequence[Node]) -> str:
     return "free on " + "; ".join(shown[:_SHOWN_NODES] + more)
 
 
-def _counted(count: float, what: str) -> str:
-    return f"{count:g} {what}{'s' * (count != 1)}"
+def _counted(count: float, noun: str) -> str:
+    return f"{count:g} {noun}{'s' * (count != 1)}"

@@ -1,17 +1,16 @@
-"""What `moe-replay cluster` does with a run on a Ray cluster: shows it, and changes how many engines it has."""
+"""Status and scaling of a run on Ray from another process: the back end of `moe-replay cluster`."""
 
 from __future__ import annotations
 
 import time
 from typing import Any, NamedTuple
 
-from moe_replay.cluster.board import NAMESPACE, PREFIX, board_name
-from moe_replay.cluster.capacity import CapacityError, Resources
-from moe_replay.cluster.nodes import read_nodes, resources_of
+from moe_replay.cluster.capacity import CapacityError, Resources, read_nodes, resources_of
+from moe_replay.cluster.state_actor import NAMESPACE, PREFIX, actor_name
 from moe_replay.errors import ExitStatus, MoeReplayError
 
-PAUSE_S = 0.5
-ANSWER_S = 60.0
+POLL_S = 0.5
+REPLY_TIMEOUT_S = 60.0
 
 
 class NoRunError(MoeReplayError):
@@ -21,39 +20,39 @@ class NoRunError(MoeReplayError):
 class RunStatus(NamedTuple):
     """Status of a run.
 
-    wanted       engines that were asked for last
-    urls         addresses of those that are ready
-    starting     engines that are being started, or wait for a place
-    error        why there will be no more engines
-    can_change   their number may change
-    engine       what each of them needs
-    events       what has happened, the newest last
+    desired_engines   number last set by the recipe or by `scale`
+    urls              engines that are ready
+    starting          engines being started or waiting for resources
+    error             why no more engines will start; empty otherwise
+    can_scale         the number of engines may change
+    engine            resources per engine
+    events            log lines, newest last
     """
 
     name: str
-    wanted: int
+    desired_engines: int
     urls: tuple[str, ...]
     starting: int
     error: str
-    can_change: bool
+    can_scale: bool
     engine: Resources
     events: tuple[str, ...]
 
     @property
     def is_settled(self) -> bool:
-        """Whether there are as many engines as were asked for."""
-        return len(self.urls) == self.wanted and not self.starting
+        """Whether the desired number of engines is ready."""
+        return len(self.urls) == self.desired_engines and not self.starting
 
     def __str__(self) -> str:
-        engines = f"{len(self.urls)} of {self.wanted} engines ready, {self.starting} starting"
+        engines = f"{len(self.urls)} of {self.desired_engines} engines ready, {self.starting} starting"
         lines = [f"{self.name}: {engines}" + f"; {self.error}" * bool(self.error)]
         return "\n".join([*lines, *(f"  {url}" for url in self.urls), *(f"  {text}" for text in self.events[-5:])])
 
 
 class RunControl:
-    """One run of the cluster that this process is connected to.
+    """One run on the cluster that this process is connected to.
 
-    name   of the run, which is that of its folder; None: the only one
+    name   of its run folder; None: the only run
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -64,83 +63,82 @@ class RunControl:
             name = names[0]
         if name not in names:
             raise NoRunError(
-                "no run of this name is on the cluster" if name else "which run is meant?",
-                expected=f"--run and one of {', '.join(names)}" if names else "a run with cluster.kind = ray",
+                "the cluster has no run with this name" if name else "ambiguous: --run is needed",
+                expected=f"--run and one of {', '.join(names)}" if names else "a run with cluster.launcher = ray",
                 found=name if name else f"{len(names)} runs",
-                remedy=None if names else "Runs under torchrun have the servers that rollout.urls names",
+                remedy=None if names else "Runs under torchrun use the servers in rollout.urls",
             )
         self._name = name
-        self._board = ray.get_actor(board_name(name), namespace=NAMESPACE)
+        self._state = ray.get_actor(actor_name(name), namespace=NAMESPACE)
 
     def status(self) -> RunStatus:
-        """Return what is known of the run now; raise if it has ended."""
+        """Return the current status; raise if the run has ended."""
         import ray
 
         try:
-            told: Any = ray.get(self._board.status.remote(), timeout=ANSWER_S)
+            status: Any = ray.get(self._state.status.remote(), timeout=REPLY_TIMEOUT_S)
         except ray.exceptions.RayActorError as error:
-            raise NoRunError(f"the run {self._name} has ended") from error
+            raise NoRunError(f"run {self._name} has ended") from error
         except ray.exceptions.GetTimeoutError as error:
-            raise NoRunError(f"the run {self._name} does not answer within {ANSWER_S:g} s") from error
+            raise NoRunError(f"run {self._name} did not reply within {REPLY_TIMEOUT_S:g} s") from error
         return RunStatus(
             self._name,
-            told["wanted"],
-            tuple(told["urls"]),
-            told["starting"],
-            told["error"],
-            told["can_change"],
-            resources_of(told["engine"]),
-            tuple(told["events"]),
+            status["desired_engines"],
+            tuple(status["urls"]),
+            status["starting"],
+            status["error"],
+            status["can_scale"],
+            resources_of(status["resources"]),
+            tuple(status["events"]),
         )
 
     def scale(self, engines: int) -> RunStatus:
-        """Ask for another number of engines, which join and leave between steps; returns the status before."""
+        """Set the number of engines, which join and leave between steps; returns the status before."""
         import ray
 
         before = self.status()
         if engines < 1:
             raise NoRunError("a run needs at least one engine", found=engines)
-        if not before.can_change:
+        if not before.can_scale:
             raise NoRunError(
-                f"the number of engines of {self._name} cannot change",
+                f"run {self._name} cannot be scaled",
                 expected='cluster.engines with cluster.placement = "separate"',
-                remedy="Engines on the trainer's GPUs are as many as its recipe says",
+                remedy="The number of colocated engines is fixed by the recipe",
             )
-        self._check_room(engines - before.wanted, before.engine)
-        ray.get(self._board.scale.remote(engines), timeout=ANSWER_S)
+        self._check_capacity(engines - before.desired_engines, before.engine)
+        ray.get(self._state.scale.remote(engines), timeout=REPLY_TIMEOUT_S)
         return before
 
-    def _check_room(self, more: int, engine: Resources) -> None:
+    def _check_capacity(self, added: int, engine: Resources) -> None:
         import ray
 
-        nodes = read_nodes(ray)
-        room = sum(node.free.fits(engine) for node in nodes)
-        if more > room:
+        fitting = sum(node.free.fits(engine) for node in read_nodes(ray))
+        if added > fitting:
             raise CapacityError(
-                f"the cluster cannot hold {more} more engines",
+                f"the cluster is too small for {added} more engines",
                 expected=f"{engine} free on one machine for each",
-                found=f"room for {room}",
-                remedy="Add machines (`ray start --address`), or ask for fewer",
+                found=f"capacity for {fitting}",
+                remedy="Add machines (`ray start --address`), or request fewer engines",
             )
 
-    def wait(self, seconds: float) -> RunStatus:
-        """Wait until there are as many engines as were asked for; raise if there are not within `seconds`."""
-        end = time.monotonic() + seconds
-        while not (found := self.status()).is_settled:
-            if found.error or time.monotonic() > end:
+    def wait(self, timeout_s: float) -> RunStatus:
+        """Wait until the desired number of engines is ready; raise after the timeout."""
+        deadline = time.monotonic() + timeout_s
+        while not (status := self.status()).is_settled:
+            if status.error or time.monotonic() > deadline:
                 error = NoRunError(
-                    f"{len(found.urls)} of {found.wanted} engines are ready after {seconds:g} s",
-                    found=found.error or f"{found.starting} starting",
+                    f"{len(status.urls)} of {status.desired_engines} engines are ready after {timeout_s:g} s",
+                    found=status.error or f"{status.starting} starting",
                 )
                 error.exit_status = ExitStatus.FAILED
                 raise error
-            time.sleep(PAUSE_S)
-        return found
+            time.sleep(POLL_S)
+        return status
 
 
 def run_names() -> list[str]:
     """Return the names of all runs on the cluster that this process is connected to."""
     from ray.util import list_named_actors
 
-    named = [one["name"] for one in list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE]
-    return sorted(name.removeprefix(PREFIX) for name in named if name.startswith(PREFIX))
+    names = [actor["name"] for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
+    return sorted(name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX))

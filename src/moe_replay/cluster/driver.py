@@ -1,6 +1,6 @@
-"""`run_on_ray`: the driver of a run on a Ray cluster. It places ranks and engines, and starts again what is lost.
+"""`run_on_ray`: the driver of a run on a Ray cluster. It places ranks and engines, and restarts what is lost.
 
-The ranks train as those of torchrun do, by the same function; nothing of a step is known here.
+Ranks run the same function as under torchrun; the driver knows nothing of training steps.
 """
 
 from __future__ import annotations
@@ -14,52 +14,59 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_replay.cluster.board import NAMESPACE, DriverView, EngineList, RunBoard, board_name
-from moe_replay.cluster.engine_group import LOST_S, EngineGroup, Spot
-from moe_replay.cluster.layout import Layout, Place, engine_devices, is_possible, plan_resources
-from moe_replay.cluster.rank_actor import Outcome
-from moe_replay.cluster.room import wait_for_room
-from moe_replay.cluster.session import ClusterError, Session, connected
-from moe_replay.cluster.trainer_group import SETTLE_S, Lost, TrainerGroup
-from moe_replay.errors import ExitStatus
+from moe_replay.cluster.capacity import wait_for_capacity
+from moe_replay.cluster.connection import Connection, join_or_start
+from moe_replay.cluster.engines import LOST_DELAY_S, EngineGroup, EnginePlacement
+from moe_replay.cluster.layout import Layout, RankPlacement, engine_devices, is_possible, plan_resources
+from moe_replay.cluster.ranks import SHUTDOWN_TIMEOUT_S, Lost, Outcome, TrainerGroup
+from moe_replay.cluster.state_actor import NAMESPACE, DriverView, EngineList, RunState, actor_name
+from moe_replay.errors import ExitStatus, MoeReplayError
 from moe_replay.train.config.keys import ConfigError
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.run.location import run_folder
-from moe_replay.utils.messages import one_line
+from moe_replay.train.output.location import run_folder
+from moe_replay.utils.misc import one_line
 from moe_replay.utils.signals import EndSignals
 
-POLL_S, CALM_S = 0.3, 1.0
-"""Seconds between looks at the run, while engines are being started and once they are ready."""
+POLL_S, IDLE_POLL_S = 0.3, 1.0
+"""Seconds between polls, while engines are starting and once they are ready."""
 FORWARDED = (
     "CUBLAS_", "DATASETS_", "GLOO_", "HF_", "HUGGING_FACE_", "MKL_", "MLFLOW_", "MOE_REPLAY_", "NCCL_", "OMP_",
     "PYTORCH_", "TENSORBOARD_", "TOKENIZERS_", "TORCH_", "TQDM_", "TRANSFORMERS_", "VLLM_", "WANDB_",
 )  # fmt: skip
-"""Variables of the driver that ranks and engines get begin so; the rest of their environment is their machine's."""
+"""Prefixes of the driver's environment variables that ranks and engines get; the rest comes from their node."""
+
+
+class ClusterError(MoeReplayError):
+    """A run on Ray whose ranks or engines failed, or were lost too often."""
+
+    def __init__(self, problem: str, *, status: int = ExitStatus.FAILED, **parts: Any) -> None:
+        super().__init__(problem, **parts)
+        self.exit_status = status
 
 
 def run_on_ray(config: TrainConfig, entry: Callable[..., None]) -> int:
     """Train on a Ray cluster and return the exit status; raise if the run fails.
 
-    entry   trains on a rank: called there with the config and, on rank 0, with what starts the engines
+    entry   trains on a rank: called there with the config and, on rank 0, an `EngineStarter`
     """
     if "RANK" in os.environ:
         raise ConfigError(
-            'cluster.kind = "ray" starts its ranks itself, and torchrun has started this one',
-            remedy="Start the command once, without torchrun, or set cluster.kind = torchrun",
+            'cluster.launcher = "ray" starts its own ranks, but this process was started by torchrun',
+            remedy="Run the command once, without torchrun, or set cluster.launcher = torchrun",
         )
     folder = run_folder(config)
     config = config.model_copy(update={"output": folder})
-    with connected(config) as session:
-        run = RayRun(config, entry, session, folder)
+    with join_or_start(config) as connection:
+        run = RayRun(config, entry, connection, folder)
         with EndSignals(run.interrupt, end_after=2, farewell="ended without saving; the run resumes from its newest "
                         "checkpoint"):  # fmt: skip
             return run.train()
 
 
 class RayRun:
-    """One run: its board, its engines, and one start of the trainer after the other."""
+    """One run: its state actor, its engines, and successive starts of the trainer."""
 
-    def __init__(self, config: TrainConfig, entry: Callable[..., None], session: Session, folder: Path) -> None:
+    def __init__(self, config: TrainConfig, entry: Callable[..., None], connection: Connection, folder: Path) -> None:
         import ray
 
         self._config, self._entry, self._folder = config, entry, folder
@@ -68,50 +75,49 @@ class RayRun:
         self._environment = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
         token = secrets.token_urlsafe(32)
         self._layout = plan_resources(config, ray.cluster_resources())
-        remote: Any = ray.remote(RunBoard)
-        self._board = remote.options(
-            name=board_name(folder.name), namespace=NAMESPACE, num_cpus=0, scheduling_strategy=_here()
+        remote: Any = ray.remote(RunState)
+        self._state = remote.options(
+            name=actor_name(folder.name), namespace=NAMESPACE, num_cpus=0, scheduling_strategy=_on_this_node()
         ).remote(config.cluster.engines or 0, token, not self._layout.colocated, self._layout.engine)
-        self._group: Any = None  # of the trainer
-        self._places: list[Place] = []
+        self._trainer_bundles: Any = None  # placement group of the trainer
+        self._placements: list[RankPlacement] = []
         self._engines = self._engine_group(token)
         self._published = EngineList()
-        self._given_up = ""  # why the ranks were ended, if the driver did
-        self._interrupts = self._passed_on = 0
-        self._tell(f"{session.describe()}")
+        self._abandoned = ""  # why the driver ended the ranks, if it did
+        self._interrupts = self._forwarded_interrupts = 0
+        self._log(connection.describe())
 
-    # ---- what the user sees -------------------------------------------------------------------------------------
+    # ---- console ------------------------------------------------------------------------------------------------
 
-    def _tell(self, text: str) -> None:
-        line = f"ray: {text}"
-        print(line, flush=True)
+    def _log(self, text: str) -> None:
+        print(f"ray: {text}", flush=True)
         with (self._logs / "cluster.log").open("a", encoding="utf-8") as log:
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-        self._board.event.remote(text)
+        self._state.add_event.remote(text)
 
     def interrupt(self, number: signal.Signals, count: int) -> None:
-        """Pass a signal on to the ranks at the next opportunity."""
+        """Record a signal; the next poll forwards it to the ranks."""
         self._interrupts = count
 
     # ---- the run ------------------------------------------------------------------------------------------------
 
     def train(self) -> int:
-        """Train until the run has ended; start the ranks again when one is lost, as often as is allowed."""
-        most = self._config.cluster.max_restarts
+        """Train until the run ends; restarts all ranks when one is lost, up to cluster.max_restarts times."""
+        max_restarts = self._config.cluster.max_restarts
         try:
-            for restarts in range(most + 1):
-                ended = self._train_once(restarts)
-                lost = None if self._engines.error else self._given_up or _lost(ended)
+            for restarts in range(max_restarts + 1):
+                outcomes = self._train_once(restarts)
+                lost = None if self._engines.error else self._abandoned or _lost(outcomes)
                 if lost is None:
-                    return _status(ended)
-                if restarts == most or self._interrupts:
+                    return _status(outcomes)
+                if restarts == max_restarts or self._interrupts:
                     break
-                self._tell(f"{lost}: all ranks start again from the newest checkpoint ({restarts + 1} of {most})")
+                self._log(f"{lost}; restarting all ranks from the newest checkpoint ({restarts + 1} of {max_restarts})")
                 self._config = self._config.model_copy(update={"resume": True})
                 self._release_trainer()
             raise ClusterError(
-                f"{lost}; the trainer is not started again",
-                found=f"{restarts} of {most} restarts (cluster.max_restarts); logs in {self._logs}",
+                f"{lost}; not restarting the trainer",
+                found=f"{restarts} of {max_restarts} restarts (cluster.max_restarts); logs in {self._logs}",
                 remedy="The same command resumes from the newest checkpoint",
             )
         finally:
@@ -121,121 +127,124 @@ class RayRun:
         """Place the trainer, start its ranks, and return how they have ended."""
         from ray.exceptions import RayActorError
 
-        self._place(restarts > 0)
-        trainer = TrainerGroup(self._layout, self._group)
+        self._reserve(is_restart=restarts > 0)
+        trainer = TrainerGroup(self._layout, self._trainer_bundles)
         try:
             self._start(trainer, restarts)
             return self._supervise(trainer)
         except RayActorError as error:
-            return {0: Lost(f"before it was started: {one_line(error)}")}
+            return {0: Lost(f"before it started: {one_line(error)}")}
         finally:
             trainer.kill()
-            self._look()
+            self._poll()
 
     def _start(self, trainer: TrainerGroup, restarts: int) -> None:
-        """Start the ranks of a trainer that has been placed."""
-        self._places = trainer.place()
-        where = ", ".join(f"rank {number} on {place.address}" for number, place in enumerate(self._places))
+        self._placements = trainer.placements()
+        ranks = ", ".join(f"rank {rank} on {placement.address}" for rank, placement in enumerate(self._placements))
         pids = trainer.start(
-            self._places,
+            self._placements,
             os.getcwd(),
             self._environment,
-            lambda number: str(self._logs / f"rank-{number}.log"),
+            lambda rank: str(self._logs / f"rank-{rank}.log"),
             restarts,
-            (self._entry, self._config, self._board),
+            (self._entry, self._config, self._state),
         )
-        self._tell(f"{where}; processes {', '.join(map(str, pids))}; logs: {self._logs}")
+        self._log(f"{ranks}; processes {', '.join(map(str, pids))}; logs: {self._logs}")
 
     def _supervise(self, trainer: TrainerGroup) -> dict[int, Outcome | Lost]:
-        """Look after everything until all ranks have ended, or one has failed and the others had time to end.
+        """Poll until all ranks have ended, or until the grace period after the first failure is over.
 
-        Ranks whose devices an engine has left without notice are given up, unless they have failed.
+        Ranks whose colocated engine is lost are abandoned, unless they fail by themselves first.
         """
-        ended: dict[int, Outcome | Lost] = {}
-        deadline, self._given_up = float("inf"), ""
+        outcomes: dict[int, Outcome | Lost] = {}
+        deadline, self._abandoned = float("inf"), ""
         while trainer.is_running and time.monotonic() < deadline:
-            ended |= trainer.ended(self._pause_s)
-            if deadline == float("inf") and any(_has_failed(one) for one in ended.values()):
-                deadline = time.monotonic() + SETTLE_S
-            self._look()
+            outcomes |= trainer.ended(self._poll_interval_s)
+            if deadline == float("inf") and any(_has_failed(outcome) for outcome in outcomes.values()):
+                deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
+            self._poll()
             if self._engines.lost:
-                deadline = min(deadline, time.monotonic() + LOST_S)
-        if trainer.is_running and not any(_has_failed(one) for one in ended.values()):
-            self._given_up = self._engines.lost
-        return ended
+                deadline = min(deadline, time.monotonic() + LOST_DELAY_S)
+        if trainer.is_running and not any(_has_failed(outcome) for outcome in outcomes.values()):
+            self._abandoned = self._engines.lost
+        return outcomes
 
     @property
-    def _pause_s(self) -> float:
-        is_calm = bool(self._published.urls) and not self._published.starting
-        return CALM_S if is_calm or not self._config.cluster.starts_engines else POLL_S
+    def _poll_interval_s(self) -> float:
+        is_idle = bool(self._published.urls) and not self._published.starting
+        return IDLE_POLL_S if is_idle or not self._config.cluster.starts_engines else POLL_S
 
-    def _look(self) -> None:
-        """Show new output of rank 0, pass signals on, and look after the engines."""
+    def _poll(self) -> None:
+        """Print rank 0's new output, forward interrupts, and reconcile the engines."""
         import ray
 
-        view: DriverView = ray.get(self._board.view.remote())
+        view: DriverView = ray.get(self._state.view.remote())
         if view.output:
             sys.stdout.write(view.output.decode(errors="replace"))
             sys.stdout.flush()
-        if self._interrupts > self._passed_on:
-            self._passed_on = self._interrupts
-            self._board.interrupt.remote()
-        self._engines.tend(view.order, view.wanted)
+        if self._interrupts > self._forwarded_interrupts:
+            self._forwarded_interrupts = self._interrupts
+            self._state.interrupt.remote()
+        self._engines.reconcile(view.request, view.desired_engines)
         self._publish()
 
     def _publish(self) -> None:
-        """Tell rank 0 which engines there are."""
+        """Send rank 0 the list of engines if it has changed."""
         import ray
 
         if self._engines.engines != self._published:
             self._published = self._engines.engines
-            ray.get(self._board.set_engines.remote(self._published))
+            ray.get(self._state.set_engines.remote(self._published))
 
     # ---- placement ----------------------------------------------------------------------------------------------
 
-    def _place(self, again: bool) -> None:
-        """Reserve the resources of the trainer and of the engines; raise if the cluster does not have them."""
+    def _reserve(self, *, is_restart: bool) -> None:
+        """Reserve resources for trainer and engines; raise if the cluster does not have them.
+
+        A restart settles for fewer trainer nodes where the parallel layout allows that.
+        """
         import ray
         from ray.util import placement_group, remove_placement_group
 
-        cluster, limit_s = self._config.cluster, self._config.cluster.node_timeout_s
-        if not again:
-            self._tell(_placement(self._layout))
-            wait_for_room(self._layout, limit_s, self._tell)
-        for nodes in range(self._layout.nodes if again else cluster.trainer_nodes, 0, -1):
+        cluster, timeout_s = self._config.cluster, self._config.cluster.node_timeout_s
+        if not is_restart:
+            self._log(_placement(self._layout))
+            wait_for_capacity(self._layout, timeout_s, self._log)
+        for nodes in range(self._layout.nodes if is_restart else cluster.trainer_nodes, 0, -1):
             if not is_possible(self._config, nodes):
                 continue
             layout = plan_resources(self._config, ray.cluster_resources(), nodes)
             strategy = "STRICT_SPREAD" if nodes > 1 else "STRICT_PACK"
             group = placement_group([layout.trainer] * nodes, strategy=strategy)
-            if _is_ready(group, limit_s):
+            if group.wait(timeout_seconds=timeout_s):
                 if nodes < self._layout.nodes:
                     ranks = nodes * layout.ranks_per_node
-                    left = f"{nodes} of {self._layout.nodes} machines of the trainer are left"
-                    self._tell(f"{left}: {ranks} rank{'s' * (ranks > 1)}")
-                self._group, self._layout, self._engines.layout = group, layout, layout
-                self._reserve_engines(limit_s)
+                    self._log(
+                        f"{nodes} of {self._layout.nodes} trainer nodes left; continuing with {_counted(ranks, 'rank')}"
+                    )
+                self._trainer_bundles, self._layout, self._engines.layout = group, layout, layout
+                self._reserve_engines(timeout_s)
                 return
             remove_placement_group(group)
-            if not again:
+            if not is_restart:
                 break
         raise ClusterError(
-            f"the cluster cannot hold the trainer: nothing was free for {limit_s:g} s (cluster.node_timeout_s)",
-            expected=f"{self._layout.nodes} machines with {_resources(self._layout.trainer)} each",
+            f"no resources for the trainer became free within {timeout_s:g} s (cluster.node_timeout_s)",
+            expected=f"{self._layout.nodes} nodes with {_resources(self._layout.trainer)} each",
             found=_resources(ray.available_resources()),
             remedy="Add machines, or lower cluster.trainer_nodes or cluster.ranks_per_node",
         )
 
-    def _reserve_engines(self, limit_s: float) -> None:
+    def _reserve_engines(self, timeout_s: float) -> None:
         import ray
 
         if self._layout.colocated:
             return
         for group in self._engines.reserve(self._layout.engines):
-            if not _is_ready(group, limit_s):
+            if not group.wait(timeout_seconds=timeout_s):
                 raise ClusterError(
-                    f"the cluster cannot hold the engines: nothing was free for {limit_s:g} s (cluster.node_timeout_s)",
-                    expected=f"{self._layout.engines} times {_resources(self._layout.engine)} beside the trainer",
+                    f"no resources for the engines became free within {timeout_s:g} s (cluster.node_timeout_s)",
+                    expected=f"{self._layout.engines} times {_resources(self._layout.engine)} next to the trainer",
                     found=_resources(ray.available_resources()),
                     remedy="Add machines, lower cluster.engines, or set cluster.placement = colocated",
                 )
@@ -246,82 +255,83 @@ class RayRun:
         if self._layout.colocated:
             self._engines.reset()
             self._publish()
-        remove_placement_group(self._group)
+        remove_placement_group(self._trainer_bundles)
 
     def _engine_group(self, token: str) -> EngineGroup:
         return EngineGroup(
             self._layout,
             self._config.cluster.max_restarts,
             (token, os.getcwd(), self._environment),
-            lambda number: str(self._logs / f"engine-{number}.log"),
-            self._engine_spot,
-            self._tell,
+            lambda index: str(self._logs / f"engine-{index}.log"),
+            self._place_engine,
+            self._log,
         )
 
-    def _engine_spot(self, number: int) -> Spot:
-        """Return the placement of an engine: its own resources, or a share of those of a machine of the trainer."""
+    def _place_engine(self, index: int) -> EnginePlacement:
+        """Reserve a bundle for an engine; a colocated engine uses the bundle of its trainer node."""
         from ray.util import placement_group
 
         layout = self._layout
         if not layout.colocated:
-            return Spot(placement_group([layout.engine], strategy="STRICT_PACK"), 0, {})
-        node = number // (layout.engines // layout.nodes)
-        return Spot(self._group, node, engine_devices(self._config, self._places, layout, number))
+            return EnginePlacement(placement_group([layout.engine], strategy="STRICT_PACK"), 0, {})
+        node = index // (layout.engines // layout.nodes)
+        devices = engine_devices(self._config, self._placements, layout, index)
+        return EnginePlacement(self._trainer_bundles, node, devices)
 
 
-def _here() -> Any:
-    """Return the strategy that keeps an actor on the driver's machine, with which it ends."""
+def _on_this_node() -> Any:
+    """Return the strategy that ties an actor to the driver's node, so that it ends with the driver."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
-def _is_ready(group: Any, limit_s: float) -> bool:
-    return group.wait(timeout_seconds=limit_s)
-
-
 def _placement(layout: Layout) -> str:
-    ranks = layout.nodes * layout.ranks_per_node
-    machines = f"{layout.nodes} machine{'s' * (layout.nodes > 1)}"
-    trainer = f"{ranks} rank{'s' * (ranks > 1)} on {machines}, each with {_resources(layout.trainer)}"
+    ranks = _counted(layout.nodes * layout.ranks_per_node, "rank")
+    trainer = f"{ranks} on {_counted(layout.nodes, 'node')} with {_resources(layout.trainer)} each"
     if not layout.engines:
         return f"placing {trainer}"
-    where = "on the same machines" if layout.colocated else f"with {_resources(layout.engine)} each"
-    return f"placing {trainer}; {layout.engines} engine{'s' * (layout.engines > 1)} {where}"
+    where = "on the same nodes" if layout.colocated else f"with {_resources(layout.engine)} each"
+    return f"placing {trainer}; {_counted(layout.engines, 'engine')} {where}"
 
 
 def _resources(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{number:g} {name}" for name, number in resources.items() if name in ("CPU", "GPU", "NPU"))
+    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items() if name in ("CPU", "GPU", "NPU"))
 
 
-# ---- how ranks have ended --------------------------------------------------------------------------------------------
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def _has_failed(one: Outcome | Lost) -> bool:
-    return isinstance(one, Lost) or one.status not in (ExitStatus.OK, ExitStatus.INTERRUPTED)
+# ---- outcomes of ranks -----------------------------------------------------------------------------------------------
 
 
-def _lost(ended: Mapping[int, Outcome | Lost]) -> str | None:
-    """Say which ranks or engines were lost, if that is why the run has ended; None if it failed with its own error."""
-    errors = [one for one in ended.values() if isinstance(one, Outcome) and one.error]
-    gone = {number: one.cause for number, one in ended.items() if isinstance(one, Lost)}
-    without_engines = next((one.error for one in errors if one.is_engine), None)
-    if any(not one.is_other and not one.is_engine for one in errors) or not (gone or without_engines):
+def _has_failed(outcome: Outcome | Lost) -> bool:
+    return isinstance(outcome, Lost) or outcome.status not in (ExitStatus.OK, ExitStatus.INTERRUPTED)
+
+
+def _lost(outcomes: Mapping[int, Outcome | Lost]) -> str | None:
+    """Name the lost ranks or engines if they ended the run; None if it failed with its own error."""
+    errors = [outcome for outcome in outcomes.values() if isinstance(outcome, Outcome) and outcome.error]
+    causes = {rank: outcome.cause for rank, outcome in outcomes.items() if isinstance(outcome, Lost)}
+    engine_error = next((outcome.error for outcome in errors if outcome.is_engine_error), None)
+    is_own_error = any(not outcome.is_secondary and not outcome.is_engine_error for outcome in errors)
+    if is_own_error or not (causes or engine_error):
         return None
-    if not gone:
-        return f"rank 0 was left without engines ({without_engines})"
-    names = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, sorted(gone)))}"
-    return f"{names} {'were' if len(gone) > 1 else 'was'} lost ({gone[min(gone)]})"
+    if not causes:
+        return f"rank 0 was left without engines ({engine_error})"
+    ranks = f"rank{'s' * (len(causes) > 1)} {', '.join(map(str, sorted(causes)))}"
+    return f"{ranks} {'were' if len(causes) > 1 else 'was'} lost ({causes[min(causes)]})"
 
 
-def _status(ended: Mapping[int, Outcome | Lost]) -> int:
-    """Return the exit status of ranks that have ended by themselves; raise the error that a user is to see."""
-    failed = {number: one for number, one in sorted(ended.items()) if isinstance(one, Outcome) and one.error}
+def _status(outcomes: Mapping[int, Outcome | Lost]) -> int:
+    """Return the run's exit status; raise the first primary error."""
+    failed = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Outcome) and outcome.error}
     if failed:
-        number = min(failed, key=lambda rank: (failed[rank].is_other, rank))
-        one = failed[number]
-        text = one.error if len(ended) == 1 or one.is_told else f"rank {number}: {one.error}"
-        raise ClusterError(text, status=one.status)
-    statuses = {one.status for one in ended.values() if isinstance(one, Outcome)}
+        rank = min(failed, key=lambda rank: (failed[rank].is_secondary, rank))
+        outcome = failed[rank]
+        is_common = len(outcomes) == 1 or outcome.on_all_ranks
+        raise ClusterError(outcome.error if is_common else f"rank {rank}: {outcome.error}", status=outcome.status)
+    statuses = {outcome.status for outcome in outcomes.values() if isinstance(outcome, Outcome)}
     return ExitStatus.INTERRUPTED if ExitStatus.INTERRUPTED in statuses else max(statuses, default=0)

@@ -1,4 +1,4 @@
-"""Makes the files of the embedded default, once: they are kept in a cache folder and found there the next time."""
+"""Files of the embedded default: built once, then reused from a cache folder."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from moe_replay.demo.arithmetic import rows
-from moe_replay.demo.model import build_model
-from moe_replay.demo.settings import FULL, QUICK, DemoSettings
-from moe_replay.demo.tokenizer import build_tokenizer
+from moe_replay.demo.model import FULL, QUICK, DemoSettings, build_model, build_tokenizer
+from moe_replay.demo.task import rows
 from moe_replay.demo.warm_start import warm_start
 from moe_replay.utils.files import apply_umask
-from moe_replay.utils.progress import StatusCallback
+from moe_replay.utils.misc import StatusCallback
 
 
 @dataclass(frozen=True, slots=True)
 class DemoFiles:
-    """Paths of the parts: the folder of model and tokenizer, and JSONL files of prompts with their solutions."""
+    """Paths: the folder with model and tokenizer, and JSONL files with prompts and solutions."""
 
     model: Path
     train: Path
@@ -31,46 +29,44 @@ class DemoFiles:
 
     @classmethod
     def inside(cls, folder: Path) -> DemoFiles:
-        """The parts of one folder."""
         return cls(folder / "model", folder / "train.jsonl", folder / "eval.jsonl")
 
 
 def prepare(cache: Path | None = None, quick: bool = False, status: StatusCallback | None = None) -> DemoFiles:
-    """The embedded default, made now or by an earlier run.
+    """Return the embedded default, building it if it is not cached.
 
-    cache      folder of all versions of it; None: moe-replay in the user's cache folder
-    quick      a few seconds' version for tests, whose model knows little
-    status     takes lines of text about how far it is; None: stderr
+    cache    folder with all versions; None: moe-replay in the user's cache folder
+    quick    build a version for tests in seconds, whose model knows little
+    status   called with progress lines; None: stderr
     """
     status = status or _to_stderr
     settings = QUICK if quick else FULL
     parent = (cache or default_cache()).absolute()
     folder = parent / f"demo-{_fingerprint(settings)}"
     if folder.is_dir():
-        status(f"embedded default: found in {folder}")
+        status(f"embedded default: cached in {folder}")
         return DemoFiles.inside(folder)
     parent.mkdir(parents=True, exist_ok=True)
     status(
-        f"embedded default: pre-training a tiny MoE on sums until {settings.enough:.0%} of its answers are right, "
-        "then estimates too; once, two to three minutes on one core"
+        f"embedded default: pre-training a tiny MoE on sums until {settings.enough:.0%} of its answers are correct, "
+        "then on estimates too; done once, two to three minutes on one core"
     )
     with TemporaryDirectory(dir=parent, prefix="unfinished-", ignore_cleanup_errors=True) as unfinished:
-        _make(DemoFiles.inside(Path(unfinished, "demo")), settings, status)
+        _build(DemoFiles.inside(Path(unfinished, "demo")), settings, status)
         try:
             Path(unfinished, "demo").rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another run was quicker, with the same result
+            if not folder.is_dir():  # else another run finished first, with the same result
                 raise
-    status(f"embedded default: made in {folder}")
+    status(f"embedded default: saved in {folder}")
     return DemoFiles.inside(folder)
 
 
 def default_cache() -> Path:
-    """The folder `moe-replay` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe-replay"
 
 
-def _make(files: DemoFiles, settings: DemoSettings, status: StatusCallback) -> None:
+def _build(files: DemoFiles, settings: DemoSettings, status: StatusCallback) -> None:
     files.model.mkdir(parents=True)
     tokenizer, model = build_tokenizer(), build_model(settings)
     warm_start(model, tokenizer, settings, status)
@@ -87,7 +83,7 @@ def _write(file: Path, lines: Iterable[dict[str, str]]) -> None:
 
 
 def _fingerprint(settings: DemoSettings) -> str:
-    """Return a fingerprint of all that determines the files: settings, the code of this package, its libraries."""
+    """Hash everything that determines the files: settings, source code of this package, library versions."""
     digest = hashlib.sha256(json.dumps(asdict(settings), sort_keys=True).encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())

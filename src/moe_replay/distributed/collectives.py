@@ -1,12 +1,65 @@
-"""Collectives over bytes of any length, never over pickled objects."""
+"""Messages between ranks: the control group, collectives over bytes (never pickled objects), tensors point to point.
+
+The control group is a separate gloo group, independent of the tensors' backend. A rank may wait in it for as long as
+another one samples, loads or saves: whether the others are alive is known from `rank_watch.py`, not from a timeout. No
+rank waits in a collective of the tensors' backend, which occupies its device and ends with that backend's timeout.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from moe_replay.distributed.control import control_group
+PATIENCE = timedelta(days=365)
+
+_GROUPS: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # by the process group of all ranks
+_STUCK: list[dist.ProcessGroup] = []  # groups with an operation that never ends: destroying one would wait for it
+
+
+def control_group() -> dist.ProcessGroup | None:
+    """Return the control group; None, which is the group of all ranks, where no job has opened one."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    return None if world is None else _GROUPS.get(world)
+
+
+@contextmanager
+def open_control_group() -> Iterator[None]:
+    """Have a control group inside this context. Collective: enter it on every rank."""
+    world = dist.group.WORLD
+    if world is None or world in _GROUPS or dist.get_world_size() == 1:
+        yield
+        return
+    group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    assert isinstance(group, dist.ProcessGroup)
+    _GROUPS[world] = group
+    try:
+        yield
+    finally:
+        del _GROUPS[world]
+        if group not in _STUCK:
+            dist.destroy_process_group(group)
+
+
+def wait_within(work: dist.Work | None, limit: timedelta | None) -> None:
+    """Wait for an operation of the control group; after `limit` raise, and leave the group as it is for good."""
+    if work is None:  # this rank has no part in it
+        return
+    if limit is None:
+        work.wait()
+        return
+    try:
+        work.wait(limit)
+    except RuntimeError:
+        group = control_group()
+        if group is not None:
+            _STUCK.append(group)
+        raise
 
 
 def all_gather(content: np.ndarray, group: dist.ProcessGroup | None = None) -> list[np.ndarray]:
@@ -20,7 +73,7 @@ def all_gather(content: np.ndarray, group: dist.ProcessGroup | None = None) -> l
     padded[: content.size] = torch.from_numpy(content.copy())
     received = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(received, padded, group=group)
-    return [one[:size].cpu().numpy() for one, size in zip(received, sizes, strict=True)]
+    return [buffer[:size].cpu().numpy() for buffer, size in zip(received, sizes, strict=True)]
 
 
 def broadcast_bytes(content: bytes | None, source: int = 0) -> bytes:
@@ -37,7 +90,33 @@ def broadcast_bytes(content: bytes | None, source: int = 0) -> bytes:
 
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device that a group communicates from."""
     if dist.get_backend(group) in ("gloo", "mpi"):
         return torch.device("cpu")
     return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+class Exchange:
+    """Sends and receives of this rank, which `run` starts together.
+
+    Two ranks must name their tensors in the same order. Ranks that exchange nothing need not call it.
+    """
+
+    def __init__(self) -> None:
+        self._operations: list[dist.P2POp] = []
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send a tensor to a rank; it must not change before `run` has returned."""
+        if tensor.numel():
+            self._operations.append(dist.P2POp(dist.isend, tensor.detach().contiguous(), to))
+
+    def receive(self, into: Tensor, source: int) -> None:
+        """Receive a tensor from a rank into a contiguous one."""
+        if into.numel():
+            self._operations.append(dist.P2POp(dist.irecv, into, source))
+
+    def run(self) -> None:
+        """Wait until everything has been sent and received."""
+        operations, self._operations = self._operations, []
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()

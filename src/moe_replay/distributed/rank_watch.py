@@ -1,8 +1,10 @@
 """Detect ranks that fail or exit early, and notify the others even while they are blocked.
 
 A rank whose connection breaks gets an error from the library, which does not say whose it was or why. One that uses no
-connection, because it samples or waits for a reward, gets none, and on GPUs a collective waits for minutes. So a rank
-that fails tells the others (`failures.py`), and every rank watches the processes of the others on its machine.
+connection, because it samples or waits for a reward, gets none, and on GPUs a collective waits for minutes. So every
+rank watches the processes of the others on its machine, and keeps a connection to rank 0, which passes on the error
+that a rank reports before it ends. A rank whose connection closes without a message has been killed; one that is silent
+for too long hangs, or its machine is unreachable.
 """
 
 from __future__ import annotations
@@ -11,25 +13,164 @@ import json
 import os
 import re
 import select
+import selectors
+import socket
 import threading
 import time
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
-from moe_replay.distributed.failures import Failure, FailureChannel
-from moe_replay.distributed.machines import machine_id
-from moe_replay.distributed.rank_server import open_rank_server
+from moe_replay.distributed.network import RankServer, admitted, machine_id, open_rank_server
 from moe_replay.distributed.ranks import OtherRankError, all_gather_text, rank, world_size
 from moe_replay.errors import ExitStatus, MoeReplayError
-from moe_replay.utils.messages import one_line
+from moe_replay.utils.misc import one_line, printable
 from moe_replay.utils.processes import start_time
 
+CONNECT_S = 60.0
+LINGER_S = 5.0
+_LINE_BYTES = 2**16
+_BYE, _HEARTBEAT = b"bye\n", b"\n"
+
+
+class Failure(NamedTuple):
+    """Failure of a rank: its error, None if it ended without a message, and its exit status."""
+
+    rank: int
+    error: str | None
+    status: int = 1
+
+    def line(self) -> bytes:
+        return json.dumps(self).encode() + b"\n"
+
+
+class FailureChannel:
+    """One rank's end of the channel; `fileno()` becomes readable when a failure is known.
+
+    silence_s   heartbeat timeout in seconds; a silent rank is treated as lost
+    """
+
+    def __init__(self, rank: int, silence_s: float) -> None:
+        self.rank = rank
+        self.failure: Failure | None = None
+        self._silence_s = silence_s
+        self._lock = threading.Lock()
+        self._known, self._tell = os.pipe()
+        self._wake, self._closing = socket.socketpair()
+        self._peers: dict[socket.socket, int] = {}
+        self._left: set[int] = set()  # ranks that are done
+        self._thread: threading.Thread | None = None
+
+    def fileno(self) -> int:
+        """Return a descriptor that can be read once a failure is known."""
+        return self._known
+
+    # ---- opening ------------------------------------------------------------------------------------------------
+
+    def open(self, server: RankServer, ranks: int) -> None:
+        """Connect to rank 0, or on rank 0 take the connections of all others."""
+        if server.listener is None:
+            connection = socket.create_connection((server.host, server.port), timeout=CONNECT_S)
+            connection.sendall(server.token + self.rank.to_bytes(4, "little"))
+            self._peers[connection] = 0
+        else:
+            with server.listener as listener, closing(admitted(listener, server.token, 4, CONNECT_S)) as connections:
+                while len(self._peers) < ranks - 1:
+                    connection, peer_rank = next(connections)
+                    self._peers[connection] = int.from_bytes(peer_rank, "little")
+        self._start()
+
+    def _start(self) -> None:
+        for connection in self._peers:
+            connection.settimeout(LINGER_S)
+        self._thread = threading.Thread(target=self._run, name="failures of ranks", daemon=True)
+        self._thread.start()
+
+    # ---- use ----------------------------------------------------------------------------------------------------
+
+    def publish(self, error: str, status: int = 1) -> None:
+        """Tell all other ranks that this one ends with an error."""
+        self._send(Failure(self.rank, error[: _LINE_BYTES // 2], status).line())
+
+    def close(self) -> None:
+        """Leave: this rank may end from now on, and so may the others."""
+        if self._thread is not None:
+            self._send(_BYE)
+            self._closing.send(b".")
+            self._thread.join()
+            self._thread = None
+        for connection in (*self._peers, self._wake, self._closing):
+            connection.close()
+        for descriptor in (self._known, self._tell):
+            os.close(descriptor)
+
+    def _send(self, line: bytes, but: socket.socket | None = None) -> None:
+        with self._lock:
+            for connection in self._peers:
+                if connection is not but:
+                    with suppress(OSError):  # it has ended itself
+                        connection.sendall(line)
+
+    # ---- its thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        pause = min(self._silence_s / 4, 15.0)
+        heard = dict.fromkeys(self._peers, time.monotonic())
+        unread = dict.fromkeys(self._peers, b"")
+        spoken = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            for readable in (self._wake, *self._peers):
+                selector.register(readable, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select(pause):
+                    connection = key.fileobj
+                    assert isinstance(connection, socket.socket)
+                    if connection is self._wake:
+                        return
+                    try:
+                        received = connection.recv(_LINE_BYTES)
+                    except OSError:
+                        received = b""
+                    heard[connection] = time.monotonic()
+                    *lines, unread[connection] = (unread[connection] + received).split(b"\n")
+                    self._read(connection, lines)
+                    if not received:
+                        selector.unregister(connection)
+                        heard.pop(connection)
+                        self._lose(connection)
+                now = time.monotonic()
+                if now - spoken >= pause:
+                    self._send(_HEARTBEAT)
+                    spoken = now
+                for connection, at in heard.items():
+                    if now - at > self._silence_s:
+                        self._lose(connection)
+
+    def _read(self, connection: socket.socket, lines: list[bytes]) -> None:
+        for line in filter(None, lines):
+            if line + b"\n" == _BYE:
+                self._left.add(self._peers[connection])
+            else:
+                self._note(Failure(*json.loads(line)), connection)
+
+    def _lose(self, connection: socket.socket) -> None:
+        if self._peers[connection] not in self._left:
+            self._note(Failure(self._peers[connection], None), connection)
+
+    def _note(self, failure: Failure, source: socket.socket) -> None:
+        """Keep the first failure, and on rank 0 pass it on."""
+        if self.failure is None:
+            self.failure = failure
+            os.write(self._tell, b".")
+            if self.rank == 0:
+                self._send(failure.line(), but=source)
+
+
 SILENCE_S = 600.0
-"""Seconds without a sign of life after which a rank counts as lost, unless the run says otherwise."""
-GRACE_S = 15.0
-"""Seconds in which a rank closes what it has opened, once another one has ended; less than torchrun grants."""
+"""Heartbeat timeout in seconds, unless the run has its own; a silent rank is treated as lost."""
+EXIT_GRACE_S = 15.0
+"""Seconds for a rank to shut down once another one has ended; less than torchrun grants."""
 NOTICE_S = 5.0
 """Seconds between the end of a connection and that of the process it belonged to."""
 
@@ -43,7 +184,7 @@ class RankLostError(MoeReplayError):
 
 
 class RankWatch:
-    """Watches the other ranks from `start` to `stop`: what they say, and their processes on this machine (Linux only).
+    """Watches the other ranks from `start` to `stop`: their messages, and their processes on this machine (Linux only).
 
     with watch:        # an error because of another rank names it; any other error is sent to all ranks
         ...
@@ -57,23 +198,25 @@ class RankWatch:
         self._thread: threading.Thread | None = None
 
     def start(self, silence_s: float = SILENCE_S, *, processes: bool = True) -> None:
-        """Tell the other ranks which process this is, and begin to watch. All ranks call it.
+        """Exchange process ids with the other ranks, and begin to watch. Collective: call on every rank.
 
-        silence_s   seconds without a sign of life after which a rank counts as lost
-        processes   watch the processes of ranks on this machine, not only what ranks say
+        silence_s   heartbeat timeout in seconds; a silent rank is treated as lost
+        processes   watch the processes of ranks on this machine, not only their messages
         """
         if world_size() == 1:
             return
         self._rank = rank()
-        here, own = machine_id(), os.getpid()
-        places = [json.loads(text) for text in all_gather_text(json.dumps([here, own, start_time(own)]))]
-        for other, (machine, pid, started) in enumerate(places):
+        here, own_pid = machine_id(), os.getpid()
+        processes_of_ranks = [
+            json.loads(text) for text in all_gather_text(json.dumps([here, own_pid, start_time(own_pid)]))
+        ]
+        for other, (machine, pid, started) in enumerate(processes_of_ranks):
             if processes and here and machine == here and other != self._rank and start_time(pid) == started:
-                with suppress(ProcessLookupError):  # it has ended meanwhile, and so will the connection to it
+                with suppress(ProcessLookupError):  # it has just ended, and so will the connection to it
                     self._ranks[os.pidfd_open(pid)] = other
         self._channel = FailureChannel(self._rank, silence_s)
-        server = open_rank_server([machine for machine, *_ in places], "listening for the other ranks")
-        self._channel.open(server, len(places))
+        server = open_rank_server([machine for machine, *_ in processes_of_ranks], "listening for the other ranks")
+        self._channel.open(server, len(processes_of_ranks))
         self._stopping = os.pipe()
         self._thread = threading.Thread(target=self._watch, name="rank watch", daemon=True)
         self._thread.start()
@@ -101,12 +244,11 @@ class RankWatch:
         broken = _broken_connection(error) if world_size() > 1 else None
         failure = self._failure(NOTICE_S if broken is not None else 0.0)
         if failure is not None and failure.error is not None and isinstance(error, RuntimeError):
-            told = OtherRankError(f"rank {failure.rank}: {failure.error}", exit_status=failure.status)
-            raise told from error
+            raise OtherRankError(f"rank {failure.rank}: {failure.error}", exit_status=failure.status) from error
         if broken is None:
             if isinstance(error, Exception) and not getattr(error, "known_on_all_ranks", False) and self._channel:
                 status = error.exit_status if isinstance(error, MoeReplayError) else ExitStatus.FAILED
-                self._channel.publish(f"{type(error).__name__}: {error}", status)
+                self._channel.publish(f"{type(error).__name__}: {printable(error)}", status)
             self.stop()
             return
         ended = self.ended(NOTICE_S) if self._ranks else []
@@ -114,14 +256,14 @@ class RankWatch:
             ended = [failure.rank]
         lost = RankLostError(
             f"{_names(ended)} ended during the run" if ended else f"a connection to another rank is lost: {broken}",
-            remedy="What it printed, or its launcher, says why. The same command resumes from the newest checkpoint",
+            remedy="Its own output, or its launcher, says why. The same command resumes from the newest checkpoint",
         )
         alive = {self._rank, *self._ranks.values()} - set(ended)
         lost.known_on_all_ranks = self._rank != min(alive)  # one rank of each machine reports it
         raise lost from error
 
     def _failure(self, wait_s: float) -> Failure | None:
-        """Return what is known of a rank that failed; wait for it as long as no process has ended."""
+        """Return the failure of another rank, if known; wait for it as long as no process has ended."""
         deadline = time.monotonic() + wait_s
         while self._channel is not None and self._channel.failure is None and time.monotonic() < deadline:
             _ready([self._channel.fileno()], 0.05)
@@ -131,7 +273,7 @@ class RankWatch:
         assert self._stopping is not None
         assert self._channel is not None
         stopped, _ = self._stopping
-        if stopped in _ready([stopped, self._channel.fileno(), *self._ranks]) or _ready([stopped], GRACE_S):
+        if stopped in _ready([stopped, self._channel.fileno(), *self._ranks]) or _ready([stopped], EXIT_GRACE_S):
             return
         failure = self._channel.failure
         if failure is not None and failure.error is not None:

@@ -1,4 +1,4 @@
-"""The ranks of a job: which one this is, text exchanged between them, and failures raised on all of them alike.
+"""The ranks of a job: which one this is, text exchanged between them, and failures raised on all of them.
 
 A process without a process group is rank 0 of 1.
 """
@@ -13,12 +13,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_replay.distributed.collectives import all_gather, broadcast_bytes, device_of
-from moe_replay.distributed.control import control_group, wait_within
+from moe_replay.distributed.collectives import all_gather, broadcast_bytes, control_group, device_of, wait_within
 from moe_replay.errors import ExitStatus, MoeReplayError
+from moe_replay.utils.misc import printable
 
 FAILED_PATIENCE = timedelta(seconds=30)
-"""How long a rank that has failed waits for the others to reach the same point; then the failure is sent to them."""
+"""Time that a failed rank waits for the others to reach the same point; then the failure is sent to them."""
 
 
 class OtherRankError(MoeReplayError):
@@ -31,7 +31,7 @@ class OtherRankError(MoeReplayError):
 
 
 def rank() -> int:
-    """Return the number of this process."""
+    """Return the rank of this process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -59,12 +59,12 @@ def any_rank(flag: bool) -> bool:
 
 
 def from_rank_0(make: Callable[[], str], doing: str) -> str:
-    """Return on every rank what `make` returns on rank 0; if it fails there, raise on every rank."""
+    """Return the result of `make` on rank 0 on every rank; if it fails there, raise on every rank."""
     with raise_on_all_ranks(doing):
-        made = make() if rank() == 0 else None
+        text = make() if rank() == 0 else None
     if world_size() == 1:
-        return made or ""
-    return broadcast_bytes(None if made is None else made.encode()).decode()
+        return text or ""
+    return broadcast_bytes(None if text is None else text.encode()).decode()
 
 
 class raise_on_all_ranks:  # noqa: N801  a context manager, named as contextlib names its own
@@ -94,24 +94,24 @@ class raise_on_all_ranks:  # noqa: N801  a context manager, named as contextlib 
         if isinstance(error, MoeReplayError):
             error.known_on_all_ranks = True
         status = error.exit_status if isinstance(error, MoeReplayError) else ExitStatus.FAILED
-        own = f"{int(status)} {type(error).__name__}: {error}".encode() if rank() == failed else None
-        told = broadcast_bytes(own, failed) if world_size() > 1 else own or b""
+        report = f"{int(status)} {type(error).__name__}: {printable(error)}".encode() if rank() == failed else None
+        message = broadcast_bytes(report, failed) if world_size() > 1 else report or b""
         if error is None:
-            status_text, _, report = told.decode().partition(" ")
-            raise OtherRankError(f"{self._doing} failed on rank {failed}: {report}", exit_status=int(status_text))
+            status_text, _, text = message.decode().partition(" ")
+            raise OtherRankError(f"{self._doing} failed on rank {failed}: {text}", exit_status=int(status_text))
 
 
 def _first_rank_with(flag: bool) -> int | None:
-    """Return the first rank whose flag is set; None if there is none. All ranks call it."""
+    """Return the first rank whose flag is set; None if there is none. Collective: call on every rank."""
     if world_size() == 1:
         return 0 if flag else None
     group = control_group()
     limit = FAILED_PATIENCE if flag and group is not None else None
-    own = torch.tensor([int(flag)], device=device_of(group))
-    flags = [torch.zeros_like(own) for _ in range(world_size())] if rank() == 0 else None
-    wait_within(dist.gather(own, flags, 0, group=group, async_op=True), limit)
-    first = torch.full_like(own, -1)
-    if flags is not None and (found := torch.cat(flags).nonzero()).numel():
-        first[0] = found[0, 0]
+    is_set = torch.tensor([int(flag)], device=device_of(group))
+    flags = [torch.zeros_like(is_set) for _ in range(world_size())] if rank() == 0 else None
+    wait_within(dist.gather(is_set, flags, 0, group=group, async_op=True), limit)
+    first = torch.full_like(is_set, -1)
+    if flags is not None and (set_on := torch.cat(flags).nonzero()).numel():
+        first[0] = set_on[0, 0]
     wait_within(dist.broadcast(first, 0, group=group, async_op=True), limit)
     return None if int(first) < 0 else int(first)

@@ -23,20 +23,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import torch
 from torch import nn
 
+from moe_replay.engines.base import Engine
 from moe_replay.errors import MoeReplayError
 from moe_replay.integrations.trl_generation import EngineGeneration, GenerationWatch
-from moe_replay.integrations.trl_metrics import ReplayMetrics
 from moe_replay.integrations.trl_passes import (
     ComparingPass,
     RecordingPass,
     ReplayingPass,
+    ReplayMetrics,
     RoutedPass,
     RoutedSample,
     rollout_logprobs,
 )
+from moe_replay.records import SamplingParams
 from moe_replay.replay.controller import attach
-from moe_replay.rollout.engine import Engine
-from moe_replay.rollout.types import SamplingParams
 from moe_replay.routes.trace import RouteTrace
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ else:
     _Trainer = object
 
 ReplayMode = Literal["off", "observe", "r2", "r3"]
-SAMPLES = "moe_replay_samples"  # our entry in TRL's batches, a list beside its tensors
-ROUTES = "routes"  # what a rollout_func returns beside prompt_ids, completion_ids and logprobs
+SAMPLES = "moe_replay_samples"  # our entry in TRL's batches, a list next to its tensors
+ROUTES = "routes"  # returned by a rollout_func with prompt_ids, completion_ids and logprobs
 
 
 class TrlError(MoeReplayError):
@@ -60,7 +60,7 @@ class RouterReplayMixin(_Trainer):
              observe: routes of the rollout are compared with those of training, nothing is replayed
              r2: updates replay the routes of the old-log-prob pass
              r3: the old-log-prob pass and the updates replay the routes of the rollout
-    engine   samples in place of TRL's own generation; its weights are updated after every step (rollout/engine.py)
+    engine   samples in place of TRL's own generation; its weights are updated after every step (engines/base.py)
     """
 
     TESTED_TRL: ClassVar[tuple[str, ...]] = ("1.16.0",)
@@ -83,8 +83,8 @@ class RouterReplayMixin(_Trainer):
                 found=version("trl"),
                 remedy="Run this library's tests/integrations with it; then name it in TESTED_TRL of your class",
             )
-        given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
-        _check_settings(given, replay, engine)  # before TRL starts a vLLM that would not be used
+        arguments = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
+        _check_settings(arguments, replay, engine)  # before TRL starts a vLLM that would not be used
         super().__init__(*args, **kwargs)
         self.replay_mode = replay
         self._samples: list[RoutedSample] | None = None  # of the batch that TRL is scoring; None: no replay
@@ -186,11 +186,11 @@ class RouterReplayMixin(_Trainer):
                 found="none" if traces is None else len(traces),
                 remedy='With replay="r2" no routes of the rollout are needed',
             )
-        for number, (sample, trace) in enumerate(zip(samples, traces, strict=True)):
+        for index, (sample, trace) in enumerate(zip(samples, traces, strict=True)):
             if tuple(trace.token_ids.tolist()) != sample.token_ids:
                 raise TrlError(
                     "a trace is of other tokens than its sample",
-                    sample=number,
+                    sample=index,
                     expected=f"prompt and completion, {len(sample.token_ids)} tokens",
                     found=trace,
                 )
@@ -266,24 +266,28 @@ class RouterReplayMixin(_Trainer):
         super().log(logs, start_time)
 
 
-def _check_settings(given: Mapping[str, Any], replay: str, engine: Engine | None) -> None:
+def _check_settings(arguments: Mapping[str, Any], replay: str, engine: Engine | None) -> None:
     """Raise where TRL's arguments and ours are incompatible."""
-    settings = given.get("args")
-    own_rollout = given.get("rollout_func") is not None
-    tools = bool(given.get("tools")) or given.get("environment_factory") is not None
+    settings = arguments.get("args")
+    own_rollout = arguments.get("rollout_func") is not None
+    tools = bool(arguments.get("tools")) or arguments.get("environment_factory") is not None
     vllm = settings is not None and settings.use_vllm
     continuous = settings is not None and settings.use_transformers_continuous_batching
     filters = settings is not None and (
         settings.repetition_penalty != 1.0 or settings.min_p is not None or settings.generation_kwargs is not None
     )
     engine_only = engine is not None
-    routes = replay in ("observe", "r3") and not own_rollout  # asked of what samples inside TRL
+    routes = replay in ("observe", "r3") and not own_rollout  # to be recorded inside TRL
     rules = [
         (replay not in get_args(ReplayMode), "unknown way to replay", f"One of {', '.join(get_args(ReplayMode))}"),
         (engine_only and own_rollout, "both an engine and a rollout_func", "Give one of them"),
         (engine_only and (vllm or continuous), "both an engine and a backend of TRL's own", "Leave out use_..."),
         (engine_only and filters, "min_p, repetition_penalty or generation_kwargs with an engine", "Leave them out"),
-        (routes and vllm, "TRL's own vLLM returns no routes", "Give engine=VllmEngine(...) or VllmServer(...) instead"),
+        (
+            routes and vllm,
+            "TRL's own vLLM returns no routes",
+            "Give engine=VllmEngine(...) or RolloutClient(...) instead",
+        ),
         (routes and continuous, "continuous batching mixes samples in one pass", "Switch it off"),
         (routes and tools, "TRL's tool loop cuts samples into calls", "Run the turns in a rollout_func with routes"),
     ]

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_replay.engines.base import Engine
+from moe_replay.engines.transformers import TransformersEngine
+from moe_replay.engines.vllm.engine import VllmEngine
 from moe_replay.errors import AlignmentError, EngineError
 from moe_replay.integrations.trl_passes import RoutedSample, batch_layout
-from moe_replay.replay.controller import RouterReplay
-from moe_replay.replay.recording import Recording
-from moe_replay.rollout.engine import Engine
-from moe_replay.rollout.transformers import TransformersEngine
-from moe_replay.rollout.types import FinishReason, Probe, Sample, SamplingParams
-from moe_replay.rollout.vllm.engine import VllmEngine
-from moe_replay.rollout.weights.checkpoint import checkpoint_tensors
+from moe_replay.records import FinishReason, Sample, SamplingParams
+from moe_replay.replay.controller import Recording, RouterReplay
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.trace import RouteTrace
+from moe_replay.weights.checkpoint import checkpoint_tensors
+from moe_replay.weights.probe import Probe
 
 PROBE_TOKENS = 64
 
@@ -30,7 +30,7 @@ class GenerationWatch:
     """Records token ids, routes and log-probs while Transformers generates.
 
     model        the language model whose `generate` runs, without wrappers
-    replay       its controller, where routes are wanted
+    replay       its controller, where routes are needed
     temperature  of the log-probs, as TRL scores them; filters such as top-p have no part in those
     """
 
@@ -111,8 +111,8 @@ class GenerationWatch:
         if self.replay is None or self._recording is None:
             return [None] * len(samples)
         passes = self._recording.passes()
-        chosen = {layer: self._columns(passes, layer) for layer in self.replay.layers}
-        traces = RouteBatch.recorded(chosen, self.replay.topology, fed).to_traces(ids, layout, weight_version)
+        routed_experts = {layer: self._columns(passes, layer) for layer in self.replay.layers}
+        traces = RouteBatch.recorded(routed_experts, self.replay.topology, fed).to_traces(ids, layout, weight_version)
         return [trace.append_tokens(s.token_ids[-1:]) for trace, s in zip(traces, samples, strict=True)]
 
     def _columns(self, passes: Sequence[RouteBatch], layer: int) -> Tensor:
@@ -165,11 +165,11 @@ class EngineGeneration:
 
     def _sample(self, prompts: Sequence[Sequence[int]]) -> list[Sample]:
         """Sample once per prompt. TRL repeats each prompt; the engine gets it once, with n samples."""
-        wanted = Counter(map(tuple, prompts))
+        counts = Counter(map(tuple, prompts))
         drawn: dict[tuple[int, ...], list[Sample]] = {}
-        for n in sorted(set(wanted.values())):
-            alike = [prompt for prompt, count in wanted.items() if count == n]
-            drawn |= dict(zip(alike, self.engine.generate(alike, replace(self.params, n=n)), strict=True))
+        for n in sorted(set(counts.values())):
+            group = [prompt for prompt, count in counts.items() if count == n]
+            drawn |= dict(zip(group, self.engine.generate(group, replace(self.params, n=n)), strict=True))
         return [drawn[tuple(prompt)].pop(0) for prompt in prompts]
 
     def _update(self, prompt: Sequence[int]) -> None:

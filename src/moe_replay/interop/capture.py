@@ -14,41 +14,45 @@ import numpy as np
 from moe_replay.errors import EngineError, EngineName, TraceError
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
-from moe_replay.routes.trace_parts import VersionSpan
 
 _CHANCE_IS_RULED_OUT = 64  # this many consecutive rows of expert 0, at top 1, are no choice of a router
 
 
 def trace_from_capture(
-    captured: np.ndarray,
+    routed_experts: np.ndarray | None,
     token_ids: Sequence[int] | np.ndarray,
     topology: MoeTopology,
     engine: EngineName | str,
     *,
-    weight_version: int | Sequence[VersionSpan] = 0,
+    weight_version: int = 0,
     first_token: int = 0,
     sample: int | str | None = None,
 ) -> RouteTrace:
-    """Return the trace of all T tokens from rows (T - first_token [- 1], decoder layers, K) as an engine reports them.
+    """Return the trace of all T tokens from the routes that an engine reports.
 
-    engine        name for errors
-    first_token   rows before this token were not requested: those tokens are uncovered
-    sample        index for errors
+    routed_experts   (T - first_token [- 1], decoder layers, K); None: aborted before anything was routed
+    engine           name for errors
+    first_token      rows before this token were not requested: those tokens are uncovered
+    sample           index for errors
     """
-    check = _Checks(captured, len(token_ids), first_token, topology, engine, sample)
+    if routed_experts is None:
+        return RouteTrace.uncovered(
+            token_ids, topology.layers, topology.top_k, weight_version, num_experts=topology.num_experts
+        )
+    check = _Checks(routed_experts, len(token_ids), first_token, topology, engine, sample)
     check.shape()
     check.dense_layers()
-    layers, rows = check.layers, slice(first_token, first_token + len(captured))
-    experts = np.zeros((len(token_ids), len(layers), captured.shape[2]), captured.dtype)
+    layers, rows = check.layers, slice(first_token, first_token + len(routed_experts))
+    by_token = np.zeros((len(token_ids), len(layers), routed_experts.shape[2]), routed_experts.dtype)
     covered = np.zeros(len(token_ids), bool)
-    in_a_row = len(layers) > 1 and layers[-1] - layers[0] == len(layers) - 1
-    of_layers = slice(layers[0], layers[-1] + 1) if in_a_row else layers  # a slice is not copied twice
-    experts[rows], covered[rows] = captured[:, of_layers], True
-    chosen = captured.shape[0] * len(layers) if topology.num_experts > 1 else 0  # a single expert is no choice
-    if topology.top_k == 1 and chosen >= _CHANCE_IS_RULED_OUT and not experts.any():
+    adjacent = len(layers) > 1 and layers[-1] - layers[0] == len(layers) - 1
+    of_layers = slice(layers[0], layers[-1] + 1) if adjacent else layers  # a slice is not copied twice
+    by_token[rows], covered[rows] = routed_experts[:, of_layers], True
+    choices = routed_experts.shape[0] * len(layers) if topology.num_experts > 1 else 0  # a single expert is no choice
+    if topology.top_k == 1 and choices >= _CHANCE_IS_RULED_OUT and not by_token.any():
         check.unwritten()
     try:
-        trace = RouteTrace(token_ids, experts, layers, covered, weight_version, num_experts=topology.num_experts)
+        trace = RouteTrace(token_ids, by_token, layers, covered, weight_version, num_experts=topology.num_experts)
     except TraceError as wrong:
         if topology.top_k > 1:
             check.unwritten()  # says more than "a duplicate expert"
@@ -69,14 +73,14 @@ class _Checks:
 
     def __init__(
         self,
-        captured: np.ndarray,
+        routed_experts: np.ndarray,
         tokens: int,
         first_token: int,
         topology: MoeTopology,
         engine: EngineName | str,
         sample: int | str | None,
     ) -> None:
-        self.captured = captured
+        self.routed_experts = routed_experts
         self.tokens = tokens
         self.first_token = first_token
         self.topology = topology
@@ -90,13 +94,13 @@ class _Checks:
 
     def shape(self) -> None:
         """Raise unless rows, layers and top-k are those of these tokens and this model."""
-        shape, topology = self.captured.shape, self.topology
-        if len(shape) != 3 or self.captured.dtype.kind not in "iu":
+        shape, topology = self.routed_experts.shape, self.topology
+        if len(shape) != 3 or self.routed_experts.dtype.kind not in "iu":
             raise self.error(
                 "returned something else than routes",
                 "This version of the engine may encode routes differently: see docs/engines.md",
                 expected="integers (rows, decoder layers, top_k)",
-                found=f"{self.captured.dtype} {shape}",
+                found=f"{self.routed_experts.dtype} {shape}",
             )
         rows, layers, top_k = shape
         if layers != topology.num_layers:
@@ -113,19 +117,19 @@ class _Checks:
                 expected=f"top {topology.top_k}",
                 found=f"top {top_k}",
             )
-        wanted = self.tokens - self.first_token
-        if rows not in (wanted, wanted - 1):
+        needed = self.tokens - self.first_token
+        if rows not in (needed, needed - 1):
             raise self.error(
-                "returned fewer rows than tokens" if rows < wanted else "returned more rows than tokens",
-                _row_count_cause(rows, wanted),
-                expected=f"{wanted - 1} or {wanted} rows for {self.tokens} tokens from token {self.first_token} on",
+                "returned fewer rows than tokens" if rows < needed else "returned more rows than tokens",
+                _row_count_cause(rows, needed),
+                expected=f"{needed - 1} or {needed} rows for {self.tokens} tokens from token {self.first_token} on",
                 found=f"{rows} rows",
             )
 
     def dense_layers(self) -> None:
         """Raise unless the capture is zero in dense layers."""
         dense = [layer for layer in range(self.topology.num_layers) if layer not in self.layers]
-        of_dense = self.captured[:, dense]
+        of_dense = self.routed_experts[:, dense]
         if of_dense.any():
             row, slot = np.argwhere(of_dense.any(axis=-1))[0].tolist()
             raise self.error(
@@ -135,12 +139,12 @@ class _Checks:
                 layer=dense[slot],
                 token=self.first_token + row,
                 expected=f"routes in layers {list(self.topology.layers)} only",
-                found=self.captured[row, dense[slot]].tolist(),
+                found=self.routed_experts[row, dense[slot]].tolist(),
             )
 
     def unwritten(self) -> None:
         """Raise if rows were never written, naming which: all, those of a layer, those of the prompt."""
-        empty = np.logical_not(self.captured[:, self.layers].any(axis=-1))
+        empty = np.logical_not(self.routed_experts[:, self.layers].any(axis=-1))
         if not empty.any():
             return
         token, slot = np.argwhere(empty)[0].tolist()
@@ -192,8 +196,8 @@ def _layer_count_cause(layers: int, topology: MoeTopology) -> str:
     return "The engine runs another model, or reports one pipeline stage only"
 
 
-def _row_count_cause(rows: int, wanted: int) -> str:
-    if rows > wanted:
+def _row_count_cause(rows: int, needed: int) -> str:
+    if rows > needed:
         return (
             "Routes of a resumed request were appended to the full sequence that came back, or rejected tokens of "
             "speculative decoding were captured"
@@ -204,3 +208,13 @@ def _row_count_cause(rows: int, wanted: int) -> str:
         "Rows of a cached or transferred prefix were left out (routed_experts_prompt_start, "
         "routed_experts_start_len, external KV), or the capture buffer is too small for the batch"
     )
+
+
+def unrouted_trace(token_ids: np.ndarray, topology: MoeTopology, weight_version: int) -> RouteTrace:
+    """Return the trace of tokens whose routes were not requested: none is covered, and one layer represents all."""
+    return RouteTrace.uncovered(token_ids, topology.layers[:1], 1, weight_version)
+
+
+def is_unrouted(trace: RouteTrace) -> bool:
+    """Whether a trace has nothing but its tokens."""
+    return len(trace.layers) == 1 and not trace.covered_fraction

@@ -1,8 +1,8 @@
 """A core attention in torch: causal, padded or packed (thd), sliding window, sinks, zigzag context parallelism.
 
-Megatron-Core has packed sequences, context parallelism and multi-latent attention in Transformer Engine only; its own
-`DotProductAttention` has none of them, and keeps the scores of all pairs of tokens. This one serves where Transformer
-Engine is missing, on GPUs and CPUs: torch's fused kernels where they can compute it, explicit scores otherwise.
+Megatron-Core supports packed sequences, context parallelism and multi-latent attention through Transformer Engine only;
+its `DotProductAttention` supports none of them and keeps the scores of all token pairs. This module replaces it where
+Transformer Engine is missing, on GPUs and CPUs: torch's fused kernels where they apply, explicit scores otherwise.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from moe_replay.errors import UnsupportedRouterError
 from moe_replay.utils.device import accelerator
 
-_HALF = (torch.bfloat16, torch.float16)  # what torch's attention of packed sequences takes
+_HALF = (torch.bfloat16, torch.float16)  # dtypes of torch's varlen attention
 
 
 class PlainCoreAttention(nn.Module):
     """Replaces `core_attention` in a layer spec.
 
-    Reads of the config: `softmax_type` ("learnable": one sink a head, as gpt-oss has it), `window_size` and
-    `window_attn_skip_freq`.
+    Settings: `softmax_type` ("learnable": one sink per head, as in gpt-oss), `window_size`, `window_attn_skip_freq`.
     """
 
     def __init__(
@@ -45,7 +44,9 @@ class PlainCoreAttention(nn.Module):
     ) -> None:
         super().__init__()
         if (config.attention_dropout if attention_dropout is None else attention_dropout) != 0.0:
-            raise UnsupportedRouterError("the plain core attention has no dropout", remedy="Set attention_dropout=0.0")
+            raise UnsupportedRouterError(
+                "the plain core attention does not support dropout", remedy="Set attention_dropout=0.0"
+            )
         self.scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
         self.context_group: Any = _context_group(pg_collection) if config.context_parallel_size > 1 else None
         self.window = _window(config, layer_number)
@@ -90,11 +91,11 @@ class PlainCoreAttention(nn.Module):
         query, key, value = (part.unsqueeze(1) for part in (query, key, value))
         if self.context_group is not None:
             return self._over_context_ranks(query, key, value, lengths).squeeze(1)
-        each = zip(*(part.split(lengths) for part in (query, key, value)), strict=True)
-        return torch.cat([self._causal(*parts) for parts in each]).squeeze(1)
+        sequences = zip(*(part.split(lengths) for part in (query, key, value)), strict=True)
+        return torch.cat([self._causal(*parts) for parts in sequences]).squeeze(1)
 
     def _varlen_kernel(self, query: Tensor, value: Tensor) -> Callable[..., Any] | None:
-        """Return torch's attention of packed sequences where it computes this one: on GPUs, in half precision."""
+        """Return torch's varlen attention where it applies: on GPUs, in half precision, without sinks."""
         is_plain = self.softmax_offset is None and self.context_group is None
         if not (is_plain and query.is_cuda and query.dtype in _HALF and query.shape[-1] == value.shape[-1]):
             return None
@@ -105,7 +106,7 @@ class PlainCoreAttention(nn.Module):
         return varlen_attn
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend within sequences that are all here, (s, b, heads, dim)."""
+        """Attend within sequences that are whole on this rank, (s, b, heads, dim)."""
         if self.window is None and self.softmax_offset is None:
             return self._attend(query, key, value, None)
         positions = torch.arange(len(query), device=query.device)
@@ -163,7 +164,7 @@ def _context_group(pg_collection: Any) -> Any:
 
 
 def _window(config: Any, layer_number: int) -> int | None:
-    """Return how many tokens before its own a query sees, None: all of them."""
+    """Return how many previous tokens a query sees; None: all."""
     size = getattr(config, "window_size", None)
     if size is None:
         return None
@@ -173,13 +174,13 @@ def _window(config: Any, layer_number: int) -> int | None:
 
 
 def _sinks(config: Any) -> nn.Parameter | None:
-    """Return the sink of each head of this rank, under the name that it has in Megatron-Core."""
+    """Return the sinks of this rank's heads; the caller's attribute has Megatron-Core's name."""
     kind = getattr(config, "softmax_type", "vanilla")
     if kind == "vanilla":
         return None
     if kind != "learnable":
         raise UnsupportedRouterError(
-            "the plain core attention has learnable sinks or none",
+            "the plain core attention supports learnable sinks or none",
             expected="softmax_type 'learnable'",
             found=repr(kind),
         )
@@ -187,23 +188,23 @@ def _sinks(config: Any) -> nn.Parameter | None:
 
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     device = "cpu" if config.use_cpu_initialization else accelerator()
-    made = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
-    set_tensor_model_parallel_attributes(made, is_parallel=True, dim=0, stride=1)
-    return made
+    sinks = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
+    set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)
+    return sinks
 
 
 def sequence_bounds(packed_seq_params: Any) -> Tensor:
-    """Return where the packed sequences begin, and where the last ends, padding included, (sequences + 1,)."""
+    """Return the cumulative lengths of packed sequences, padding included, (sequences + 1,)."""
     padded = packed_seq_params.cu_seqlens_q_padded
     return packed_seq_params.cu_seqlens_q if padded is None else padded
 
 
 def _token_positions(lengths: list[int], rank: int, size: int) -> Tensor:
     """Return sequence and position of each token of a rank in Megatron's zigzag order, (tokens, 2)."""
-    found = []
+    tokens = []
     for sequence, length in enumerate(lengths):
         positions = torch.arange(length)
         chunks = positions.view(2 * size, -1)
         positions = torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])
-        found.append(torch.stack([torch.full_like(positions, sequence), positions], dim=1))
-    return torch.cat(found)
+        tokens.append(torch.stack([torch.full_like(positions, sequence), positions], dim=1))
+    return torch.cat(tokens)

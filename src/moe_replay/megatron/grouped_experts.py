@@ -1,7 +1,7 @@
-"""Experts of a layer as grouped GEMMs of torch, where Transformer Engine is not installed.
+"""Experts as torch grouped GEMMs, where Transformer Engine is not installed.
 
 Megatron-Core's `TEGroupedMLP` needs Transformer Engine, its `GroupedMLP` the package grouped_gemm, and `SequentialMLP`
-multiplies for one expert after another. torch has `grouped_mm` from 2.10 on, for GPUs and CPUs.
+loops over experts. torch has `grouped_mm` since 2.10, for GPUs and CPUs.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from moe_replay.errors import MissingExtraError, UnsupportedRouterError
 from moe_replay.utils.device import accelerator
 
-_ROW_BYTES = 16  # alignment that the kernels ask for
+_ROW_BYTES = 16  # alignment required by the kernels
 
 
 class GroupedExperts(nn.Module):
-    """The experts of this rank, all in one parameter for each projection; computes what `SequentialMLP` does.
+    """The experts of this rank, one parameter per projection; equivalent to `SequentialMLP`.
 
     weight1   (experts, 2F, H), gate and up; F is the shard of this expert-tensor-parallel rank
     weight2   (experts, H, F)
-    bias1     (experts, 2F), bias2 (experts, H), where the config asks for biases
+    bias1     (experts, 2F), bias2 (experts, H), if the config has biases
     """
 
     def __init__(self, num_local_experts: int, config: Any, pg_collection: Any = None) -> None:
@@ -42,19 +42,19 @@ class GroupedExperts(nn.Module):
         from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
         device = "cpu" if self.config.use_cpu_initialization else accelerator()
-        made = nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=device))
+        parameter = nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=device))
         if self.config.perform_initialization:
             with torch.no_grad():
-                initialize(made)
+                initialize(parameter)
         if partition_dim is not None:
-            set_tensor_model_parallel_attributes(made, is_parallel=True, dim=partition_dim, stride=1)
-        # An attribute that Megatron-Core reads: whether gradients are summed over the ranks of the dense layers
-        made.allreduce = self.config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
-        return made
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=partition_dim, stride=1)
+        # Read by Megatron-Core: whether gradients are reduced over the data-parallel ranks of the dense layers
+        parameter.allreduce = self.config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+        return parameter
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Return the output (rows, H) of rows (rows, H), sorted by expert and weighted by `probs` (rows,)."""
-        if len(hidden) == 0:  # the kernels refuse it; every parameter still gets a gradient
+        if len(hidden) == 0:  # the kernels reject empty input; every parameter still gets a gradient
             inner = hidden @ self.weight1[0].T
             return self._activated(inner, probs) @ self.weight2[0].T + self._unused_biases(), None
         counts = tokens_per_expert.to(hidden.device)
@@ -75,7 +75,7 @@ class GroupedExperts(nn.Module):
         """Multiply the rows of each expert by its weight (out, in)."""
         transposed = weight.transpose(-2, -1)
         if transposed.requires_grad:
-            # On some GPUs the kernel leaves the gradient of an expert without rows unwritten (pytorch #172439).
+            # On some GPUs the kernel does not write the gradient of an expert without rows (pytorch #172439).
             empty = (counts == 0)[:, None, None]
             transposed.register_hook(lambda gradient: gradient.masked_fill(empty, 0))
         return nn.functional.grouped_mm(rows, transposed, offs=ends)
@@ -99,7 +99,7 @@ def _of_rows(bias: Tensor, counts: Tensor, rows: Tensor) -> Tensor:
 
 
 def check(config: Any) -> None:
-    """Raise unless torch's grouped GEMMs compute the experts of this config."""
+    """Raise unless torch's grouped GEMMs support the experts of this config."""
     if not hasattr(nn.functional, "grouped_mm"):
         raise MissingExtraError(
             "moe_grouped_gemm without Transformer Engine needs torch's grouped_mm",
@@ -114,15 +114,15 @@ def check(config: Any) -> None:
         "moe_latent_size": getattr(config, "moe_latent_size", None),
         "recompute_modules with 'moe_act'": "moe_act" in recomputed,
     }
-    if found := [name for name, is_set in unsupported.items() if is_set]:
+    if names := [name for name, is_set in unsupported.items() if is_set]:
         raise UnsupportedRouterError(
-            "torch's grouped GEMMs do not compute experts with these settings",
-            found=", ".join(found),
+            "torch's grouped GEMMs do not support these expert settings",
+            found=", ".join(names),
             remedy="Set moe_grouped_gemm = false, or install Transformer Engine",
         )
     if not is_aligned(config.hidden_size, config.moe_ffn_hidden_size, config.params_dtype, _shards(config)):
         raise UnsupportedRouterError(
-            "the rows of the experts' weights are not aligned as torch's grouped GEMMs need them",
+            "the rows of the expert weights are not aligned for torch's grouped GEMMs",
             expected=f"multiples of {_ROW_BYTES} bytes",
             found=f"hidden_size {config.hidden_size}, moe_ffn_hidden_size {config.moe_ffn_hidden_size} in "
             f"{_shards(config)} shards, {config.params_dtype}",
@@ -131,7 +131,6 @@ def check(config: Any) -> None:
 
 
 def is_aligned(hidden_size: int, expert_size: int, dtype: torch.dtype, shards: int = 1) -> bool:
-    """Whether the rows of both projections are aligned."""
     return all(width * dtype.itemsize % _ROW_BYTES == 0 for width in (hidden_size, expert_size // shards))
 
 

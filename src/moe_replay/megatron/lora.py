@@ -1,30 +1,135 @@
 """LoRA in the layers of Megatron-Core itself: attention, experts, dense MLPs and routers, under every parallel layout.
 
-An adapter of a parameter (out, in) computes `scale * up(down(x))` beside it. It is sharded as its layer is: where the
-layer shards its output, `up` is sharded and `down` replicated; where it shards its input, the other way round. What
-is exchanged between ranks has the width of the rank, not of the layer.
+An adapter of a parameter (out, in) adds `scale * up(down(x))` to its output. It is sharded as its layer is: where the
+layer shards its output, `up` is sharded and `down` replicated; where it shards its input, the other way round. Tensors
+exchanged between ranks have the width of the LoRA rank, not of the layer.
 
-A parameter may hold several weights of the checkpoint (`linear_qkv`: q_proj, k_proj, v_proj). Each has a `down` of its
-own, as with peft; gate and up of an expert share one, as in peft's adapter of a fused expert tensor.
+A parameter may hold several weights of the checkpoint (`linear_qkv`: q_proj, k_proj, v_proj). Each has its own `down`,
+as in PEFT; gate and up of an expert share one, as in PEFT's adapter of a fused expert tensor.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from moe_replay.errors import MoeReplayError
-from moe_replay.megatron.weights.local_shards import LocalModel, ParameterSpec
-from moe_replay.megatron.weights.lora_plan import LoraPlan, Part
-from moe_replay.megatron.weights.transfer import Chunks
+from moe_replay.megatron.weights.checkpoint import Checkpoint
+from moe_replay.megatron.weights.family import Family
+from moe_replay.megatron.weights.loading import Chunks, WeightMap
+from moe_replay.megatron.weights.local_shards import LocalModel, ParameterSpec, export_order, gather
+from moe_replay.megatron.weights.tensor_slices import ParameterShard, TensorSlice, WeightMapError
 from moe_replay.replay.adapters.megatron import language_model
+from moe_replay.weights.lora_adapter import module_names
+
+# ---- targets ---------------------------------------------------------------------------------------------------------
+
+ALL_LINEAR = "all-linear"
+ROUTER = "router"
+_LINEAR = re.compile(r"^decoder\.layers\.\{layer\}\..*\.linear_\w+\.weight$")
+_ROUTER = re.compile(r"^decoder\.layers\.\{layer\}\..*\.router\.weight$")
+
+
+class Part(NamedTuple):
+    """A checkpoint weight inside a parameter.
+
+    name     in the checkpoint, with a tensor per expert
+    rows     (rows,) indices of its rows in the parameter
+    group    parts of a group share their `down`
+    slices   from the checkpoint tensor to the parameter
+    """
+
+    name: str
+    rows: Tensor
+    group: int
+    slices: tuple[TensorSlice, ...]
+
+
+@dataclass(frozen=True)
+class LoraPlan:
+    """Rank and scale of the adapters, and their target layers (see docs/lora.md)."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    weight_map: WeightMap
+
+    @classmethod
+    def of(cls, rank: int, alpha: float, targets: tuple[str, ...], checkpoint: Checkpoint, family: Family) -> LoraPlan:
+        """Return the plan for a checkpoint's model; names are those of checkpoints with a tensor per expert."""
+        rules = family.rules_for(fused=False, tied=False)
+        return cls(rank, alpha, targets, WeightMap(family, checkpoint.model_type, rules))
+
+    def parts(self, shard: ParameterShard) -> tuple[Part, ...]:
+        """Return the weights in a shard that get an adapter; empty for other parameters."""
+        is_router = bool(_ROUTER.search(shard.key))
+        if not is_router and not _LINEAR.search(shard.key):
+            return ()
+        names = dict.fromkeys(part.name for part in self.weight_map.slices(shard.unsharded()))
+        targets = [name for name in names if self._is_target(name, is_router=is_router)]
+        shard_slices = self.weight_map.slices(shard)
+        parts = []
+        for group, name in enumerate(targets):
+            slices = tuple(part for part in shard_slices if part.name == name)
+            parts.append(Part(name, _rows(slices), 0 if shard.expert is not None else group, slices))
+        return tuple(parts)
+
+    def _is_target(self, name: str, *, is_router: bool) -> bool:
+        return (ROUTER if is_router else ALL_LINEAR) in self.targets or _leaf(name) in self.targets
+
+    def check(self, model: LocalModel) -> None:
+        """Raise, on every rank, if a target matches no layer of the whole model."""
+        names: set[str] = set()
+        has_router = False
+        for shard in model.unsharded():
+            is_router = bool(_ROUTER.search(shard.key))
+            has_router |= is_router
+            if is_router or _LINEAR.search(shard.key):
+                slices = self.weight_map.slices(shard)
+                names |= {_leaf(part.name) for part in slices}
+                targeted = [part for part in slices if self._is_target(part.name, is_router=is_router)]
+                self._check_matrices(shard, targeted)
+        valid = {*names, ALL_LINEAR, *([ROUTER] if has_router else [])}
+        for target in self.targets:
+            if target not in valid:
+                raise WeightMapError(
+                    "model.lora_target_modules: no layer of this model on Megatron-Core has this name",
+                    expected=f"some of {', '.join(sorted(valid))}",
+                    found=repr(target),
+                )
+
+    @staticmethod
+    def _check_matrices(shard: ParameterShard, slices: Sequence[TensorSlice]) -> None:
+        for part in slices:
+            if len(part.tensor_shape) != 2 or part.transposed:
+                raise WeightMapError(
+                    "model.lora_target_modules: checkpoints of this family have no separate matrix for this layer",
+                    layer=shard.layer,
+                    expected="a tensor (out, in) per expert",
+                    found=f"{part.name} of shape {part.tensor_shape}",
+                    remedy="Leave experts out of model.lora_target_modules, or set backend.kind = fsdp",
+                )
+
+
+def _rows(slices: Sequence[TensorSlice]) -> Tensor:
+    ranges = [torch.arange(part.target[0].start, part.target[0].stop) for part in slices]
+    return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.long)
+
+
+def _leaf(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
 
 
 class MegatronLoraError(MoeReplayError):
@@ -36,7 +141,7 @@ class Sharding(NamedTuple):
 
     kind       "column": the output is sharded, "row": the input, "whole": neither
     sequence   input and output of the layer are shards of the sequence
-    expert     tokens come to the experts and go from them by the dispatcher, which sums what ranks leave partial
+    expert     the dispatcher moves tokens to and from the experts, and sums partial outputs of ranks
     """
 
     kind: str
@@ -46,14 +151,13 @@ class Sharding(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return self.group.size()
 
 
 class LoraAdapter(nn.Module):
     """The adapter of one parameter on this rank.
 
-    down   (groups * rank, in), one block of `rank` rows for each group of parts
+    down   (groups * rank, in), `rank` rows per group of parts
     up     (out, rank)
     """
 
@@ -75,29 +179,29 @@ class LoraAdapter(nn.Module):
         self._blocks = [(part.rows.to(weight.device), part.group * rank) for part in parts]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return what is added to the output of the layer for its input."""
+        """Return the adapter's addition to the layer's output."""
         from megatron.core.tensor_parallel import mappings
 
-        how = self.sharding
+        sharding = self.sharding
         down, up = self.down.to(hidden.dtype), self.up.to(hidden.dtype)
-        if how.expert and how.size > 1:  # every rank has all tokens, and the gradient of its shard of the layer
-            if how.kind == "column":
-                down = mappings.copy_to_tensor_model_parallel_region(down, group=how.group)
+        if sharding.expert and sharding.size > 1:  # every rank has all tokens, and the gradient of its shard
+            if sharding.kind == "column":
+                down = mappings.copy_to_tensor_model_parallel_region(down, group=sharding.group)
             else:
-                up = mappings.copy_to_tensor_model_parallel_region(up, group=how.group)
+                up = mappings.copy_to_tensor_model_parallel_region(up, group=sharding.group)
         inner = linear(hidden, down)
-        if not how.expert and how.size > 1:
-            if how.kind == "column" and how.sequence:
-                inner = mappings.gather_from_sequence_parallel_region(inner, group=how.group)
-            elif how.kind == "column":
-                inner = mappings.copy_to_tensor_model_parallel_region(inner, group=how.group)
-            elif how.kind == "row" and how.sequence:
-                inner = mappings.reduce_scatter_to_sequence_parallel_region(inner, group=how.group)
-            elif how.kind == "row":
-                inner = mappings.reduce_from_tensor_model_parallel_region(inner, group=how.group)
-        return self._upwards(inner, up) * self.scale
+        if not sharding.expert and sharding.size > 1:
+            if sharding.kind == "column" and sharding.sequence:
+                inner = mappings.gather_from_sequence_parallel_region(inner, group=sharding.group)
+            elif sharding.kind == "column":
+                inner = mappings.copy_to_tensor_model_parallel_region(inner, group=sharding.group)
+            elif sharding.kind == "row" and sharding.sequence:
+                inner = mappings.reduce_scatter_to_sequence_parallel_region(inner, group=sharding.group)
+            elif sharding.kind == "row":
+                inner = mappings.reduce_from_tensor_model_parallel_region(inner, group=sharding.group)
+        return self._project_up(inner, up) * self.scale
 
-    def _upwards(self, inner: Tensor, up: Tensor) -> Tensor:
+    def _project_up(self, inner: Tensor, up: Tensor) -> Tensor:
         if self._is_plain:
             return linear(inner, up)
         output = inner.new_zeros(*inner.shape[:-1], len(up))
@@ -107,7 +211,7 @@ class LoraAdapter(nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """Return the weight of this rank with the adapter added in float32."""
+        """Return this rank's weight with the adapter added in float32."""
         total = weight.detach().float().clone()
         for rows, first in self._blocks:
             total[rows] += self.scale * (self.up[rows].float() @ self.down[first : first + self.rank].float())
@@ -115,18 +219,18 @@ class LoraAdapter(nn.Module):
 
     @torch.no_grad()
     def initialize(self, columns: slice, width: int, seed: int) -> None:
-        """Draw `down` as peft does, alike in every layout: `columns` of (rank, width) for each group."""
+        """Initialize `down` as PEFT does, equally in every layout: `columns` of a (rank, width) draw per group."""
         bound = 1 / math.sqrt(width)
         for part in reversed(self.parts):  # the first part of a group names it
             digest = hashlib.sha256(f"{seed} {part.name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
-            drawn = torch.empty(self.rank, width).uniform_(-bound, bound, generator=generator)
+            values = torch.empty(self.rank, width).uniform_(-bound, bound, generator=generator)
             first = part.group * self.rank
-            self.down[first : first + self.rank].copy_(drawn[:, columns])
+            self.down[first : first + self.rank].copy_(values[:, columns])
 
 
 def add_adapters(chunks: Chunks, plan: LoraPlan, seed: int = 0) -> dict[ParameterSpec, LoraAdapter]:
-    """Freeze a loaded model and add adapters to the layers of a plan, in place; return those of this rank."""
+    """Freeze a loaded model and add the plan's adapters in place; returns those of this rank."""
     local = LocalModel.of(chunks)
     plan.check(local)
     models = [language_model(chunk) for chunk in ([chunks] if isinstance(chunks, nn.Module) else chunks)]
@@ -144,7 +248,7 @@ def add_adapters(chunks: Chunks, plan: LoraPlan, seed: int = 0) -> dict[Paramete
 
 @contextmanager
 def adapters_off(adapters: dict[ParameterSpec, LoraAdapter]) -> Iterator[None]:
-    """Disable the adapters inside this context: the model that training started from."""
+    """Disable the adapters inside this context, which gives the base model."""
     for adapter in adapters.values():
         adapter.enabled = False
     try:
@@ -183,11 +287,11 @@ def _sharding(owner: Any, spec: ParameterSpec, local: LocalModel) -> Sharding:
         if isinstance(owner, layer):
             return Sharding(kind, group, bool(owner.sequence_parallel), expert=spec.expert is not None)
     raise MegatronLoraError(
-        "model.lora_targets: this layer of Megatron-Core cannot have an adapter",
+        "model.lora_target_modules: this layer of Megatron-Core cannot have an adapter",
         layer=spec.layer,
         expected="a ColumnParallelLinear, RowParallelLinear or router",
         found=f"{spec.key} in {type(owner).__name__}",
-        remedy="Leave it out of model.lora_targets, or set moe_grouped_gemm = false where it is an expert",
+        remedy="Leave it out of model.lora_target_modules, or set moe_grouped_gemm = false where it is an expert",
     )
 
 
@@ -195,18 +299,18 @@ def _mark(adapter: LoraAdapter, weight: Any) -> None:
     """Set the attributes by which Megatron-Core reduces gradients and counts each parameter once in their norm."""
     from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
-    how = adapter.sharding
-    sharded = {"column": (adapter.up, 0), "row": (adapter.down, 1)}.get(how.kind)
-    both: tuple[Any, ...] = (adapter.down, adapter.up)
-    for parameter in both:
+    sharding = adapter.sharding
+    sharded = {"column": (adapter.up, 0), "row": (adapter.down, 1)}.get(sharding.kind)
+    parameters: tuple[Any, ...] = (adapter.down, adapter.up)
+    for parameter in parameters:
         parameter.allreduce = getattr(weight, "allreduce", True)
         if sharded is not None and parameter is sharded[0]:
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=sharded[1], stride=1)
             continue
-        if how.expert:  # a replica on each rank of the group: the first one counts
-            set_tensor_model_parallel_attributes(parameter, is_parallel=how.group.rank() == 0, dim=0, stride=1)
+        if sharding.expert:  # replicated over the group: only the first rank counts
+            set_tensor_model_parallel_attributes(parameter, is_parallel=sharding.group.rank() == 0, dim=0, stride=1)
         else:  # each rank has the gradient of its part of the sequence
-            parameter.sequence_parallel = how.sequence
+            parameter.sequence_parallel = sharding.sequence
 
 
 def _add_to_output(layer: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
@@ -215,11 +319,11 @@ def _add_to_output(layer: Any, inputs: tuple[Any, ...], output: tuple[Tensor, An
 
 
 def _extend_router(router: Any, adapter: LoraAdapter) -> None:
-    """Add the adapter to the logits, in the type that the router computes them in."""
-    logits_of = router.gating
+    """Add the adapter to the logits, in the dtype in which the router computes them."""
+    native_gating = router.gating
 
     def gating(hidden: Tensor) -> Tensor:
-        logits = logits_of(hidden)
+        logits = native_gating(hidden)
         return logits + adapter(hidden.to(logits.dtype)) if adapter.enabled else logits
 
     router.gating = gating
@@ -229,9 +333,74 @@ def _freeze(model: Any, trained: set[int]) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in trained)
     if getattr(model, "pre_process", False):
-        # Recomputed layers and pipeline stages need an input with a gradient, which a frozen embedding has not.
+        # Recomputed layers and pipeline stages need an input with a gradient, which a frozen embedding does not give.
         model.embedding.register_forward_hook(_with_gradient)
 
 
 def _with_gradient(embedding: Any, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
+
+
+# ---- export ----------------------------------------------------------------------------------------------------------
+
+
+class Factors(Protocol):
+    """An adapter's two matrices on this rank."""
+
+    @property
+    def down(self) -> Tensor:
+        """(groups * rank, in)."""
+        ...
+
+    @property
+    def up(self) -> Tensor:
+        """(out, rank)."""
+        ...
+
+
+def adapter_tensors(
+    chunks: Chunks, plan: LoraPlan, adapters: Mapping[ParameterSpec, Factors]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield all adapters under PEFT's names, unsharded in float32, on every rank.
+
+    Collective: all ranks must iterate to the end.
+    """
+    local = LocalModel.of(chunks)
+    for stage, spec in export_order(local):
+        sample = plan.parts(local.shard(spec, 0, 0))
+        if not sample:
+            continue
+        groups = 1 + max(part.group for part in sample)
+        adapter = adapters.get(spec) if stage == local.groups.pipeline.rank() else None
+        up_spec = spec._replace(shape=(spec.shape[0], plan.rank), partition_dim=0 if spec.partition_dim == 0 else None)
+        down_spec = spec._replace(
+            shape=(groups * plan.rank, spec.shape[1]), partition_dim=1 if spec.partition_dim == 1 else None
+        )
+        ups = gather(local, up_spec, stage, None if adapter is None else adapter.up)
+        downs = gather(local, down_spec, stage, None if adapter is None else adapter.down)
+        for expert_rank in range(len(ups)):
+            down = torch.cat(list(downs[expert_rank]), dim=1).float()
+            yield from _adapters_of_parameter(local, plan, up_spec, expert_rank, ups[expert_rank], down)
+
+
+def _adapters_of_parameter(
+    local: LocalModel,
+    plan: LoraPlan,
+    up_spec: ParameterSpec,
+    expert_rank: int,
+    ups: Tensor,
+    down: Tensor,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the adapters of one parameter's weights on one expert-parallel rank."""
+    assembled: dict[str, Tensor] = {}
+    for rank, up in enumerate(ups):
+        shard: ParameterShard = local.shard(up_spec, expert_rank, rank)
+        for part in plan.parts(shard):
+            for region in part.slices:
+                whole = assembled.setdefault(part.name, up.new_empty(region.tensor_shape, dtype=torch.float32))
+                whole[region.source] = up[region.target].float()
+    for part in plan.parts(local.shard(up_spec, expert_rank, 0)):
+        first = part.group * plan.rank
+        name_down, name_up = module_names(part.name)
+        yield name_down, down[first : first + plan.rank]
+        yield name_up, assembled[part.name]

@@ -1,8 +1,8 @@
 """Megatron-Core on Ascend NPUs: MindSpeed replaces the parts of it that are written for CUDA.
 
-Importing `mindspeed.megatron_adaptor` patches Megatron-Core and redirects `torch.cuda` to `torch.npu`. What it changes
-of routers is handled where versions of Megatron-Core are (`replay/adapters`): a `TransformerConfig` that it rebuilds
-with more fields, routers of 0.12 without a replay object, and settings under which routes cannot be replayed.
+Importing `mindspeed.megatron_adaptor` patches Megatron-Core and redirects `torch.cuda` to `torch.npu`. Its changes to
+routers are handled in `replay/adapters`, as Megatron-Core versions are: a `TransformerConfig` with more fields,
+routers of 0.12 without a replay object, and settings under which routes cannot be replayed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from moe_replay.errors import MissingExtraError
 
 
 def enable(settings: Mapping[str, Any]) -> None:
-    """Import MindSpeed and have it patch for these settings of a `TransformerConfig`; before process groups are made.
+    """Import MindSpeed and patch for these `TransformerConfig` settings; call before creating process groups.
 
-    MindSpeed reads its settings from its own command line, which does not exist here: its first round of
-    patches is that of a single device, without context parallelism.
+    MindSpeed reads settings from its command line, which does not exist here, so its first round of patches assumes a
+    single device without context parallelism.
     """
     try:
         from mindspeed.megatron_adaptor import repatch

@@ -1,16 +1,23 @@
-"""`ActivePass`: which pass the routers of one model use now."""
+"""`ActivePass`: the pass that the routers of one model use now, and the module hooks that keep it current.
+
+The hooks see a forward start and end, and tie its backward to its pass.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.hooks import RemovableHandle
 
 from moe_replay.errors import ReplayStateError
 from moe_replay.replay.passes import ForwardPass
-from moe_replay.replay.site import RouterHook
+from moe_replay.replay.site import Chunk, RouterHook
 
 MAX_BACKWARDS = 16  # at a time; those of an aborted backward are dropped as newer ones come
 
@@ -24,17 +31,20 @@ class ActivePass:
 
     opened           the pass of the open context
     run_eagerly      runs a hook outside compiled code, where it must see autograd
+    eager_routers    whether routers run outside compiled code
     detached_hooks   router hooks of a controller that was detached, for backwards that are still to come
     """
 
     def __init__(self) -> None:
         self.opened: ForwardPass | None = None
-        self.run_eagerly: Callable[..., None] = torch.compiler.disable(_hook_outside_the_graph)
+        self.run_eagerly: Callable[..., Any] = torch.compiler.disable(_outside_the_graph)
+        self.eager_routers = False
         self.detached_hooks: tuple[RouterHook, ...] = ()
         self._recomputes = False
         self._has_opened = False
         self._thread = _Thread()
         self._backwards: dict[int, _Backward] = {}  # by graph task
+        self.outputs = TensorPasses()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActivePass:
         """Return a new one without any pass: a copy of a model has nothing to do with the contexts of the original."""
@@ -61,7 +71,6 @@ class ActivePass:
         self._has_opened = True
 
     def close(self) -> None:
-        """Close the open pass."""
         self.opened = None
         self._thread.slot.use(None)
         self._thread.slot.has_opened = False
@@ -101,6 +110,13 @@ class ActivePass:
             return self.opened
         backward = self._backwards.get(task)
         if backward is not None:
+            if backward.is_guess and self._has_opened:
+                raise ReplayStateError(
+                    "a router is recomputed in a backward whose forward is not known",
+                    expected="decoder layers that are recomputed on the tensors that their forward was given",
+                    found="a tensor that left its context and was changed before another module of the model took it",
+                    remedy="Run the whole model, norm and head included, inside one context",
+                )
             return backward.current
         if not self._has_opened:
             return None
@@ -112,8 +128,11 @@ class ActivePass:
             "use_reentrant=True",
         )
 
-    def enter_backward(self, forward_pass: ForwardPass | None) -> None:
-        """Make the pass of a forward that autograd has reached the one of this backward (None: a native forward)."""
+    def enter_backward(self, forward_pass: ForwardPass | None, *, is_guess: bool = False) -> None:
+        """Make the pass of a forward that autograd has reached the one of this backward (None: a native forward).
+
+        is_guess   nothing shows that this pass computed the tensor
+        """
         task = torch._C._current_graph_task_id()
         backward = self._backwards.get(task)
         if backward is None:
@@ -124,11 +143,20 @@ class ActivePass:
                 hook.install()
             # Runs when this backward has ended, also inside the nested backwards of reentrant checkpointing.
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
-        backward.enter(forward_pass)
+        backward.enter(forward_pass, is_guess)
         backward.set(self._thread.slot)
 
-    def follow_backward(self) -> None:
-        """Let compiled code use the pass of the backward that recomputes a layer now."""
+    def follow_backward(self, seen: Sequence[ForwardPass | Gone | None] = ()) -> None:
+        """Use the pass of the forward that is recomputed now.
+
+        seen   passes in which the module was given these inputs. The same inputs may have gone through several: then
+               the one that autograd has reached counts
+        """
+        backward = self._backwards.get(torch._C._current_graph_task_id())
+        if seen and (backward is None or backward.is_guess or backward.forward_pass not in seen):
+            forward_pass = seen[-1]
+            is_guess = len(seen) > 1 or isinstance(forward_pass, Gone)
+            self.enter_backward(None if isinstance(forward_pass, Gone) else forward_pass, is_guess=is_guess)
         self.for_router()  # raises in a backward that is not known
         backward = self._backwards.get(torch._C._current_graph_task_id())
         if backward is not None:
@@ -176,11 +204,15 @@ class _Backward:
 
     def __init__(self) -> None:
         self.current: ForwardPass | None = None
+        self.forward_pass: ForwardPass | None = None
+        self.is_guess = False
         self.thread = threading.get_ident()
         self._recomputed: dict[int, ForwardPass] = {}
         self._previous: dict[_Slot, ForwardPass | None] = {}
 
-    def enter(self, forward_pass: ForwardPass | None) -> None:
+    def enter(self, forward_pass: ForwardPass | None, is_guess: bool) -> None:
+        self.forward_pass = forward_pass
+        self.is_guess = is_guess
         if forward_pass is not None and id(forward_pass) not in self._recomputed:
             self._recomputed[id(forward_pass)] = forward_pass.for_recompute()
         self.current = None if forward_pass is None else self._recomputed[id(forward_pass)]
@@ -194,5 +226,202 @@ class _Backward:
             slot.use(previous)
 
 
-def _hook_outside_the_graph(hook: Callable[..., None], *args: Any) -> None:
-    hook(*args)
+def _outside_the_graph(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+# ---- hooks on modules ------------------------------------------------------------------------------------------------
+
+
+def register_hooks(chunk: Chunk, active: ActivePass) -> list[RemovableHandle]:
+    handles = []
+    for depth, module in enumerate(chunk.entry_modules):
+        hooks = EntryHooks(chunk.layers, depth, active)
+        handles.append(module.register_forward_pre_hook(hooks.begin_forward, with_kwargs=True))
+        handles.append(module.register_forward_hook(hooks.end_forward, with_kwargs=True))
+    for module in chunk.boundary_modules:
+        boundary = BoundaryHook(active)
+        handles.append(module.register_forward_pre_hook(boundary.begin_module, with_kwargs=True))
+        handles.append(module.register_forward_hook(boundary.end_module, with_kwargs=True))
+    return handles
+
+
+class EntryHooks:
+    """Hooks on one of the modules around the decoder layers of a chunk.
+
+    Their methods are bound, so that a deep copy of the model has its own hooks.
+    """
+
+    def __init__(self, layers: tuple[int, ...], depth: int, active: ActivePass) -> None:
+        self.layers = layers
+        self.depth = depth
+        self.active = active
+        self.inputs = TensorPasses()
+
+    def begin_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Start a forward of the open pass and compare what it is fed."""
+        if not torch.compiler.is_compiling():
+            self._begin_eager(args, kwargs)
+        elif self.active.needs_eager_hooks():
+            self.active.run_eagerly(self._begin_eager, args, kwargs)
+        else:
+            self._begin_compiled(args, kwargs)
+
+    def _begin_eager(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not self.active.begin_forward():
+            self.active.follow_backward(self.inputs.of(_tensors((args, kwargs))))
+            return
+        forward_pass = self.active.opened
+        self.inputs.add(_tensors((args, kwargs)), forward_pass)
+        if forward_pass is not None:
+            forward_pass.begin_chunk(self.layers, self.depth)
+            self._feed(forward_pass, args, kwargs)
+
+    def _begin_compiled(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        forward_pass = self.active.begin_compiled()
+        ids = _fed_token_ids(args, kwargs)
+        if forward_pass is not None and ids is not None:
+            forward_pass.feed_compiled(ids, _attention_mask(args, kwargs))
+
+    def _feed(self, forward_pass: ForwardPass, args: tuple, kwargs: dict[str, Any]) -> None:
+        ids = _fed_token_ids(args, kwargs)
+        if ids is not None:
+            forward_pass.feed(self.layers, self.depth, ids, _attention_mask(args, kwargs))
+
+    def end_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Compare what the module was really fed, and tie the backward of its outputs to the pass."""
+        if not torch.compiler.is_compiling():
+            self._end_eager(args, kwargs, output)
+        elif self.active.needs_eager_hooks():
+            self.active.run_eagerly(self._end_eager, args, kwargs, output)
+
+    def _end_eager(self, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        in_forward = torch._C._current_graph_task_id() == -1
+        if in_forward and self.active.opened is not None:
+            self._feed(self.active.opened, args, kwargs)  # hooks registered after ours may have changed it
+        if in_forward:
+            self.active.outputs.add(_tensors(output), self.active.opened)
+        if torch.is_grad_enabled():
+            _tie(_tensors(output), self.active, self.active.for_router())
+
+
+class BoundaryHook:
+    """Hook on a decoder layer, or on a module next to the layers: its inputs are the outputs of what ran before it.
+
+    They are tied to the pass even inside a reentrant checkpoint, whose outputs no hook on a module can see otherwise.
+    """
+
+    def __init__(self, active: ActivePass) -> None:
+        self.active = active
+        self.inputs = TensorPasses()
+
+    def begin_module(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Tie the backward of the inputs to the pass that computed them."""
+        if torch.compiler.is_compiling():
+            return
+        tensors = list(_tensors((args, kwargs)))
+        if not self.active.begin_forward():
+            self.active.follow_backward(self.inputs.of(tensors))
+            return
+        self.inputs.add(tensors, self.active.opened)
+        for tensor in tensors:
+            # The module may run in another context than what computed its input, e.g. a head after the layers' context.
+            producers = self.active.outputs.of([tensor])
+            forward_pass = producers[-1] if producers else GONE
+            if isinstance(forward_pass, Gone):
+                _tie([tensor], self.active, self.active.opened, is_guess=True)
+            else:
+                _tie([tensor], self.active, forward_pass)
+
+    def end_module(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Note the pass that computed the outputs."""
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
+            self.active.outputs.add(_tensors(output), self.active.opened)
+
+
+class Gone:
+    """Stands for a pass whose graph has been freed."""
+
+
+GONE = Gone()
+
+
+class TensorPasses:
+    """The passes that tensors took part in, by the memory of the tensor.
+
+    Autograd keeps the memory of what a recomputed module was given, so this names the pass of its forward, whatever
+    context its outputs went through later. A weak reference keeps the address of freed memory from being reused.
+    """
+
+    def __init__(self) -> None:
+        self._passes: dict[int, tuple[StorageWeakRef, list[weakref.ref[ForwardPass] | None]]] = {}
+        self._limit = 256
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorPasses:
+        return TensorPasses()
+
+    def add(self, tensors: Iterable[torch.Tensor], forward_pass: ForwardPass | None) -> None:
+        """Note that tensors take part in a pass; None: a native forward."""
+        reference = None if forward_pass is None else weakref.ref(forward_pass)
+        for tensor in tensors:
+            if tensor.is_floating_point():
+                storage = tensor.untyped_storage()
+                _, references = self._passes.setdefault(storage._cdata, (StorageWeakRef(storage), []))
+                if reference not in references:
+                    references.append(reference)
+        if len(self._passes) > self._limit:
+            self._passes = {key: entry for key, entry in self._passes.items() if not entry[0].expired()}
+            self._limit = max(256, 2 * len(self._passes))
+
+    def of(self, tensors: Iterable[torch.Tensor]) -> list[ForwardPass | Gone | None]:
+        """Return the passes in which all of those tensors that are known took part, the oldest first."""
+        common: list[weakref.ref[ForwardPass] | None] | None = None
+        for tensor in tensors:
+            entry = self._passes.get(tensor.untyped_storage()._cdata) if tensor.is_floating_point() else None
+            if entry is not None:
+                common = [one for one in entry[1] if common is None or one in common]
+        return [None if one is None else one() or GONE for one in common or ()]
+
+
+class _TensorHook:
+    """Hook on tensors of one forward: autograd calls it before it goes back through what computed them."""
+
+    def __init__(self, active: ActivePass, forward_pass: ForwardPass | None, is_guess: bool) -> None:
+        self.active = active
+        self.forward_pass = forward_pass
+        self.is_guess = is_guess
+
+    def on_backward(self, grad: torch.Tensor) -> None:
+        self.active.enter_backward(self.forward_pass, is_guess=self.is_guess)
+
+
+def _tie(
+    tensors: Iterable[torch.Tensor], active: ActivePass, forward_pass: ForwardPass | None, *, is_guess: bool = False
+) -> None:
+    hook = _TensorHook(active, forward_pass, is_guess)
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            tensor.register_hook(hook.on_backward)
+
+
+def _fed_token_ids(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if isinstance(ids, torch.Tensor) and ids.is_nested:  # verl hands those to later pipeline stages, which ignore them
+        return None
+    return ids if isinstance(ids, torch.Tensor) and not ids.is_floating_point() else None
+
+
+def _attention_mask(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    mask = kwargs.get("attention_mask", args[1] if len(args) == 2 else None)
+    return mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _tensors(value)

@@ -20,10 +20,8 @@ import torch
 from torch import nn
 
 from moe_replay.errors import AlignmentError, ReplayStateError, UnsupportedRouterError
-from moe_replay.replay.active import ActivePass
-from moe_replay.replay.module_hooks import register_hooks
+from moe_replay.replay.active import ActivePass, register_hooks
 from moe_replay.replay.passes import ForwardPass, LayerRoutes
-from moe_replay.replay.recording import Recording, Replaying
 from moe_replay.replay.site import (
     Chunk,
     RouterHookFactory,
@@ -41,6 +39,11 @@ from moe_replay.utils.plugins import resolve
 
 if TYPE_CHECKING:
     from moe_replay.replay.adapters.megatron import AuxLoss
+
+
+from moe_replay.replay.passes import FedTokens
+from moe_replay.routes.layout import TokenLayout
+from moe_replay.routes.trace import RouteTrace
 
 
 def attach(
@@ -63,20 +66,20 @@ def attach(
 
     models = [model] if isinstance(model, nn.Module) else list(model)
     if megatron.is_megatron(models):
-        found = megatron.find_chunks(models, topology, aux_loss)
-        return RouterReplay(found.chunks, found.topology, found.hook, found.rows, found.native_sites)
+        part = megatron.find_chunks(models, topology, aux_loss)
+        return RouterReplay(part.chunks, part.topology, part.hook, part.rows, part.native_sites)
     if len(models) != 1:
         raise UnsupportedRouterError(
             "a list of modules that are not Megatron-Core chunks",
             expected="one model, or the list of this rank's Megatron-Core pipeline chunks",
-            found=[type(one).__name__ for one in models],
+            found=[type(module).__name__ for module in models],
         )
     family = _family(routers)
-    known = topology or transformers.topology_of(models[0], family if isinstance(family, RouterFamily) else None)
+    declared = topology or transformers.topology_of(models[0], family if isinstance(family, RouterFamily) else None)
     rules = family.routers if isinstance(family, RouterFamily) else family
-    sites = transformers.find_routers(models[0], rules, known)
+    sites = transformers.find_routers(models[0], rules, declared)
     chunk = Chunk(entry_modules(models[0], sites), tuple(sites), boundary_modules(models[0], sites))
-    return RouterReplay([chunk], known, TopKHook, RowOrder("batch"))
+    return RouterReplay([chunk], declared, TopKHook, RowOrder("batch"))
 
 
 class RouterReplay:
@@ -120,14 +123,22 @@ class RouterReplay:
     def layers_of(self, chunk: nn.Module) -> tuple[int, ...]:
         """Return the decoder layers of the routers in this pipeline chunk, wrapped or not."""
         inside = {id(module) for module in chunk.modules()}
-        found = [one.layers for one in self._chunks if inside & set(map(id, one.entry_modules))]
-        if not found:
+        by_chunk = [part.layers for part in self._chunks if inside & set(map(id, part.entry_modules))]
+        if not by_chunk:
             raise ReplayStateError(
                 "a module that this controller is not attached to",
                 found=type(chunk).__name__,
                 remedy="Pass the chunk that was given to attach(), or a wrapper of it",
             )
-        return tuple(sorted(layer for layers in found for layer in layers))
+        return tuple(sorted(layer for layers in by_chunk for layer in layers))
+
+    def keep_routers_eager(self) -> None:
+        """Run routers outside compiled code, for layers that are compiled one by one.
+
+        A router in a graph makes it the graph of one layer, and of recording or replaying. Without it, all layers share
+        their graphs in all passes, recomputations included.
+        """
+        self._active.eager_routers = True
 
     def detach(self) -> None:
         """Remove all hooks from the model. Backwards of earlier forwards still recompute with their routes."""
@@ -179,12 +190,12 @@ class RouterReplay:
         needed = tuple(layer for layer in self.layers if any(layer in chunk for chunk in chunks))
         if batch.layers != needed:
             batch = batch.select_layers(needed)
-        if batch.experts.device.type == "cpu":  # a batch that is on a device already stays there
+        if batch.routed_experts.device.type == "cpu":  # a batch that is on a device already stays there
             batch = batch.to(self._device())
         layer_routes = {}
         for layer in needed:
-            experts, valid, all_valid = batch.layer(layer)
-            layer_routes[layer] = LayerRoutes(layer, experts, valid, all_valid=all_valid, observe=observe)
+            routed_experts, valid, all_valid = batch.layer(layer)
+            layer_routes[layer] = LayerRoutes(layer, routed_experts, valid, all_valid=all_valid, observe=observe)
         forward_pass = ForwardPass(
             "replay",
             layer_routes,
@@ -232,15 +243,109 @@ class RouterReplay:
 
 def _family(routers: Sequence[RouterRule] | RouterFamily | str) -> Sequence[RouterRule] | RouterFamily:
     """Return the family or the rules that `attach` was given, by value or as "module:name"."""
-    found = (
+    family = (
         resolve(routers, ROUTER_FAMILIES, kind="router family", key="routers") if isinstance(routers, str) else routers
     )
-    rules = found.routers if isinstance(found, RouterFamily) else found
+    rules = family.routers if isinstance(family, RouterFamily) else family
     if not isinstance(rules, (list, tuple)) or not all(isinstance(rule, RouterRule) for rule in rules):
         raise UnsupportedRouterError(
             "the description of the routers has the wrong type",
             expected="a RouterFamily or a list of RouterRule",
-            found=type(found).__name__,
+            found=type(family).__name__,
             remedy="See docs/routers.md for an example",
         )
-    return found
+    return family
+
+
+# ---- results of record() and replay() --------------------------------------------------------------------------------
+
+
+class Recording:
+    """The routes recorded inside `record()`."""
+
+    def __init__(self, topology: MoeTopology, rows: RowOrder, forward_pass: ForwardPass) -> None:
+        self._topology = topology
+        self._rows = rows
+        self._pass = forward_pass
+
+    def batch(self) -> RouteBatch:
+        """Return the routes as they were taken, on the device, ready to be replayed on this rank. Nothing is moved."""
+        layer_routes = self._routes_run()
+        if any(routes.earlier for routes in layer_routes.values()):
+            raise ReplayStateError(
+                "the recording spans several forwards", expected="one", remedy="Use recording.passes()"
+            )
+        return self._batch(
+            {layer: (routes.taken_routed_experts, routes.tokens) for layer, routes in layer_routes.items()}
+        )
+
+    def passes(self) -> list[RouteBatch]:
+        """Return one batch for each forward that ran inside `record(every_pass=True)`, in order."""
+        by_layer = {
+            layer: [*routes.earlier, (routes.taken_routed_experts, routes.tokens)]
+            for layer, routes in self._routes_run().items()
+        }
+        counts = {len(forwards) for forwards in by_layer.values()}
+        if len(counts) != 1:
+            raise ReplayStateError("routers ran unequally often", found={k: len(v) for k, v in by_layer.items()})
+        return [self._batch({layer: v[i] for layer, v in by_layer.items()}) for i in range(counts.pop())]
+
+    def traces(
+        self,
+        layout: TokenLayout,
+        token_ids: Sequence[Sequence[int]],
+        weight_version: int = 0,
+        *,
+        unverified: bool = False,
+    ) -> list[RouteTrace]:
+        """Return one trace for each sequence of the micro-batch; tokens of other ranks are uncovered.
+
+        Layout and ids are compared with what the model was fed, unless `unverified`.
+        """
+        batch, topology = self.batch(), self._topology
+        if not batch.layers:  # a pipeline stage without routers has routes for no token
+            return [
+                RouteTrace.uncovered(
+                    ids, topology.layers, topology.top_k, weight_version, num_experts=topology.num_experts
+                )
+                for ids in token_ids
+            ]
+        return batch.to_traces(token_ids, layout, weight_version, unverified=unverified)
+
+    def _routes_run(self) -> dict[int, LayerRoutes]:
+        return {layer: self._pass.layer_routes[layer] for layer in self._pass.layers_run()}
+
+    def _batch(self, by_layer: dict[int, tuple[torch.Tensor | None, FedTokens | None]]) -> RouteBatch:
+        routed_experts = {layer: experts for layer, (experts, _) in by_layer.items() if experts is not None}
+        if len(routed_experts) < len(by_layer):
+            missing = [str(layer) for layer in by_layer if layer not in routed_experts]
+            raise ReplayStateError("nothing was recorded", layer=", ".join(missing))
+        fed = [tokens for _, tokens in by_layer.values()] if by_layer else [self._pass.tokens]
+        tokens = self._pass.given or next((tokens for tokens in fed if tokens is not None), None)
+        return RouteBatch.recorded(routed_experts, self._topology, None if tokens is None else tokens.ids, self._rows)
+
+
+class Replaying:
+    """The value of a `replay()` context."""
+
+    def __init__(self, topology: MoeTopology, rows: RowOrder, forward_pass: ForwardPass) -> None:
+        self._topology = topology
+        self._rows = rows
+        self._pass = forward_pass
+
+    def native(self) -> RouteBatch:
+        """Return what the routers would have chosen; needs `replay(batch, observe=True)` and the forward done."""
+        layers, layer_routes = self._pass.layers_run(), self._pass.layer_routes
+        observed = {layer: layer_routes[layer].native_routed_experts for layer in layers}
+        routed_experts = {layer: experts for layer, experts in observed.items() if experts is not None}
+        if len(routed_experts) < len(layers):
+            raise ReplayStateError(
+                "native choices were not observed", remedy="Open replay(batch, observe=True) and run the forward first"
+            )
+        tokens = self._pass.given or self._pass.tokens
+        return RouteBatch.recorded(routed_experts, self._topology, None if tokens is None else tokens.ids, self._rows)
+
+    @property
+    def unknown_tokens(self) -> int:
+        """Tokens that the model was fed and that no trace has: they were routed natively (`allow_unknown_tokens`)."""
+        return 0 if self._pass.tokens is None else self._pass.tokens.unknown

@@ -1,7 +1,7 @@
-"""`ForwardPass`: the routes of one forward of a micro-batch and of its recomputation.
+"""`ForwardPass`: the token ids and routes of one forward of a micro-batch and of its recomputation.
 
 A forward uses the pass that a `record()` or `replay()` context opened. A backward uses the pass of the forward that
-built its graph, so that recomputed layers get the routes of their own micro-batch, whatever the order of micro-batches.
+built its graph, so that recomputed layers get the routes of their own micro-batch, in any order of micro-batches.
 Router hooks only ask `ActivePass.for_router()`.
 """
 
@@ -13,38 +13,79 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from moe_replay.errors import AlignmentError, ReplayStateError
-from moe_replay.replay.fed_tokens import FedTokens
 from moe_replay.routes.batch import RouteBatch
+
+
+class FedTokens:
+    """The token ids of one forward.
+
+    ids      (B, W), a copy: the caller may reuse its buffer
+    mask     (B, W) where the attention mask is of this shape: zero for padding
+    checked  whether they were compared with those of a batch
+    unknown  tokens fed that the batch has no routes for, where they were counted
+    """
+
+    def __init__(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+        self.ids = ids
+        self.mask = mask if mask is not None and mask.shape == ids.shape else None
+        self.checked = False
+        self.unknown = 0
+
+    @classmethod
+    def copied(cls, ids: torch.Tensor, mask: torch.Tensor | None = None) -> FedTokens:
+        """Copy the ids that a model is fed; no device sync."""
+        return cls(ids.detach().clone(), mask)
+
+    def copy(self) -> None:
+        """Replace the ids by a copy."""
+        self.ids = self.ids.detach().clone()
+
+    def check(self, batch: RouteBatch | None, allow_unknown: bool) -> None:
+        """Raise unless these are the tokens of the batch, where there is one. One device sync."""
+        if batch is not None and not self.checked:
+            self.unknown = batch.check_fed(self.ids, self.mask, allow_unknown=allow_unknown)
+            self.checked = True
+
+    def check_equal(self, other: FedTokens) -> None:
+        """Raise unless the model is fed the ids that the caller passed. One device sync."""
+        if self.ids.shape == other.ids.shape and bool((self.ids == other.ids.to(self.ids.device)).all()):
+            return
+        raise AlignmentError(
+            "the model is fed other token ids than those passed as fed_ids",
+            expected=tuple(self.ids.shape),
+            found=tuple(other.ids.shape),
+            remedy="Leave fed_ids out for a model that is fed token ids",
+        )
 
 
 class LayerRoutes:
     """The routes of one layer in one pass, used exactly once.
 
-    target     (R, K) the experts to take, or None to let the router choose and record its choice
-    valid      (R,) rows that have a target; the others are routed natively
-    all_valid  whether every row has a target, as known on the host
-    observe    also record what the router would have chosen
-    chosen     (R, K) the experts taken, in the target's narrow dtype; None until the router has run
-    native     (R, K) the router's own choice, where observed
-    tokens     what the model was fed in the forward in which the router ran
+    routed_experts         (R, K) the experts to replay; None: the router chooses, and its choice is recorded
+    valid                  (R,) rows with a route to replay; the others are routed natively
+    all_valid              whether every row has one, as known on the host
+    observe                also record the router's native choice
+    taken_routed_experts   (R, K) the experts taken, in the same narrow dtype; None until the router has run
+    native_routed_experts  (R, K) the router's native choice, where observed
+    tokens                 token ids fed in the forward in which the router ran
     """
 
     def __init__(
         self,
         layer: int,
-        target: torch.Tensor | None = None,
+        routed_experts: torch.Tensor | None = None,
         valid: torch.Tensor | None = None,
         *,
         all_valid: bool = False,
         observe: bool = False,
     ) -> None:
         self.layer = layer
-        self.target = target
+        self.routed_experts = routed_experts
         self.valid = valid
         self.all_valid = all_valid
         self.observe = observe
-        self.chosen: torch.Tensor | None = None
-        self.native: torch.Tensor | None = None
+        self.taken_routed_experts: torch.Tensor | None = None
+        self.native_routed_experts: torch.Tensor | None = None
         self.tokens: FedTokens | None = None
         self.earlier: list[tuple[torch.Tensor, FedTokens | None]] = []  # of earlier forwards of one recording
 
@@ -52,7 +93,7 @@ class LayerRoutes:
 class ForwardPass:
     """One forward of a micro-batch through one model, or its recomputation in the backward.
 
-    purpose       what the pass is for, for error messages
+    purpose       record or replay, for error messages
     layer_routes  the routes of each layer, by decoder layer
     chunks        the layers of each pipeline chunk that has routes; a whole model is one chunk
     thread        the only thread whose forward may use it; None in a backward, which autograd may run in any thread
@@ -130,7 +171,7 @@ class ForwardPass:
         """Copy the ids of compiled forwards out of the memory of their graphs, which the next run may overwrite."""
         eager = {id(forward.tokens) for forward in self._forwards.values()}
         fed = [self.tokens, *(routes.tokens for routes in self.layer_routes.values())]
-        for tokens in {id(one): one for one in fed if one is not None and id(one) not in eager}.values():
+        for tokens in {id(tokens): tokens for tokens in fed if tokens is not None and id(tokens) not in eager}.values():
             tokens.copy()
 
     def check_fed(self) -> None:
@@ -160,7 +201,7 @@ class ForwardPass:
             )
         if not torch.compiler.is_compiling():
             self._check_thread("a router ran", layer)
-        if routes.chosen is not None:
+        if routes.taken_routed_experts is not None:
             if not self.repeats:
                 raise ReplayStateError(
                     f"a router used the routes of one {self.purpose} twice",
@@ -169,7 +210,7 @@ class ForwardPass:
                     found="a second one",
                     remedy="Open a new context for each micro-batch; do not nest checkpoints around a router",
                 )
-            routes.earlier.append((routes.chosen, routes.tokens))
+            routes.earlier.append((routes.taken_routed_experts, routes.tokens))
         routes.tokens = self.tokens
         return routes
 
@@ -187,7 +228,7 @@ class ForwardPass:
 
     def check_used(self) -> None:
         """Raise unless at least one chunk has run, and each that has used all its routers."""
-        unused = [layer for layer in self.layers_run() if self.layer_routes[layer].chosen is None]
+        unused = [layer for layer in self.layers_run() if self.layer_routes[layer].taken_routed_experts is None]
         if not unused and self._chunks_run():
             return
         raise ReplayStateError(
@@ -200,7 +241,7 @@ class ForwardPass:
 
     def _chunks_run(self) -> list[tuple[int, ...]]:
         def used(chunk: tuple[int, ...]) -> bool:  # a compiled forward runs no start hook
-            return any(self.layer_routes[layer].chosen is not None for layer in chunk)
+            return any(self.layer_routes[layer].taken_routed_experts is not None for layer in chunk)
 
         return [chunk for chunk in self.chunks if chunk in self._forwards or used(chunk)]
 
@@ -216,9 +257,9 @@ class ForwardPass:
         recompute = ForwardPass(
             f"backward of a {self.purpose}",
             {
-                layer: LayerRoutes(layer, routes.chosen, all_valid=True)
+                layer: LayerRoutes(layer, routes.taken_routed_experts, all_valid=True)
                 for layer, routes in self.layer_routes.items()
-                if routes.chosen is not None
+                if routes.taken_routed_experts is not None
             },
         )
         recompute.thread = None

@@ -1,10 +1,10 @@
-"""Routers and pipeline chunks as the controller sees them, whatever library the model comes from."""
+"""Routers and pipeline chunks as the controller sees them, independent of the model's library."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
@@ -43,7 +43,7 @@ class Chunk:
 
     entry_modules     modules whose forward starts and ends a forward of the chunk, from the outermost inwards
     sites             its routers
-    boundary_modules  its decoder layers and the modules beside them: what one of them returns, another is given
+    boundary_modules  its decoder layers and the modules next to them: one takes what another returns
     """
 
     entry_modules: tuple[nn.Module, ...]
@@ -69,7 +69,10 @@ class RouterHook(Protocol):
 
 
 class PassSource(Protocol):
-    """Source of the pass that a router hook uses."""
+    """Source of the pass that a router hook uses, and of what runs a hook outside compiled code."""
+
+    eager_routers: bool
+    run_eagerly: Callable[..., Any]
 
     def for_router(self) -> ForwardPass | None:
         """Return the pass that a router uses which is called now; None: it routes natively."""
@@ -81,9 +84,7 @@ class RouterHookFactory(Protocol):
 
     def __call__(self, site: RouterSite, active: PassSource) -> RouterHook: ...
 
-    def is_installed(self, module: nn.Module) -> bool:
-        """Return whether a router has a hook already."""
-        ...
+    def is_installed(self, module: nn.Module) -> bool: ...
 
 
 def entry_modules(model: nn.Module, sites: Sequence[RouterSite]) -> tuple[nn.Module, ...]:
@@ -97,9 +98,9 @@ def entry_modules(model: nn.Module, sites: Sequence[RouterSite]) -> tuple[nn.Mod
 
 
 def boundary_modules(model: nn.Module, sites: Sequence[RouterSite]) -> tuple[nn.Module, ...]:
-    """Return the decoder layers and the modules beside them or around their list: embedding, norms, head."""
+    """Return the decoder layers and the modules next to them or around their list: embedding, norms, head."""
     path = entry_modules(model, sites) if sites else ()
-    return tuple(child for module in path for child in module.children() if not any(child is one for one in path))
+    return tuple(child for module in path for child in module.children() if not any(child is module for module in path))
 
 
 def recomputes(chunk: Chunk) -> bool:

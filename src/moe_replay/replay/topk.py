@@ -7,16 +7,93 @@ mechanism serves every gate formula and its gradient.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from moe_replay.errors import UnsupportedRouterError
-from moe_replay.replay.choice import Choice
+from moe_replay.errors import AlignmentError, UnsupportedRouterError
 from moe_replay.replay.passes import LayerRoutes
 from moe_replay.replay.site import PassSource, RouterSite
+
+
+def narrow(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Return ids in their storage dtype: uint8, or int16 above 256 experts (torch supports few uint16 operations)."""
+    return ids.detach().to(torch.uint8 if num_experts <= 256 else torch.int16)
+
+
+class Choice:
+    """The experts that a router takes in one pass: its native choice, the replayed ones, or a mix by rows.
+
+    routed_experts         (..., K) experts taken; None until the router has chosen
+    native_routed_experts  (..., K) native choice, where it was computed
+    fully_replayed         whether every row was replayed
+    """
+
+    def __init__(self, site: RouterSite, routes: LayerRoutes) -> None:
+        self.site = site
+        self.routes = routes
+        self.routed_experts: torch.Tensor | None = None
+        self.native_routed_experts: torch.Tensor | None = None
+        self.fully_replayed = False
+
+    # In every mode the ids are computed outside autograd and the caller gathers the scores at them, so that a forward
+    # and its recomputation save the same tensors: checkpointing compares them.
+
+    def select(self, scores: torch.Tensor, native_choice: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the experts (..., K) int64 to take for scores (..., E); `native_choice` computes the router's own."""
+        routes = self.routes
+        # A compiled graph always takes the masked branch: it must not recompile when a batch becomes fully covered.
+        some_rows = routes.valid if torch.compiler.is_compiling() or not routes.all_valid else None
+        self.fully_replayed = routes.routed_experts is not None and some_rows is None
+        if routes.routed_experts is None:
+            self.native_routed_experts = routed_experts = _outside_autograd(native_choice)
+        elif some_rows is not None:
+            self.native_routed_experts = _outside_autograd(native_choice)
+            replayed_rows = some_rows.view(*scores.shape[:-1], 1)
+            routed_experts = torch.where(replayed_rows, self.replayed(scores), self.native_routed_experts)
+        else:
+            self.native_routed_experts = _outside_autograd(native_choice) if routes.observe else None
+            routed_experts = self.replayed(scores)
+        self.routed_experts = routed_experts
+        return routed_experts
+
+    def replayed(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return the experts to replay (..., K) int64, for scores (..., E)."""
+        routed_experts = self.routes.routed_experts
+        assert routed_experts is not None
+        rows = scores.shape[:-1].numel()
+        if routed_experts.shape[0] != rows:
+            raise AlignmentError(
+                f"the router {self.site} sees another number of rows than the routes have",
+                layer=self.site.layer,
+                expected=f"{routed_experts.shape[0]} rows",
+                found=f"{rows} rows",
+                remedy="The layout of the batch must be the one this rank's model sees: padding, packing, "
+                "context and sequence parallel",
+            )
+        return routed_experts.long().view(*scores.shape[:-1], self.site.top_k)
+
+    def store(self) -> None:
+        """Store the experts taken, for recordings and for recomputation."""
+        assert self.routed_experts is not None
+        if self.fully_replayed:
+            self.routes.taken_routed_experts = self.routes.routed_experts
+        else:
+            self.routes.taken_routed_experts = self._narrowed(self.routed_experts)
+        if self.routes.observe:
+            assert self.native_routed_experts is not None
+            self.routes.native_routed_experts = self._narrowed(self.native_routed_experts)
+
+    def _narrowed(self, ids: torch.Tensor) -> torch.Tensor:
+        return narrow(ids, self.site.num_experts).view(-1, self.site.top_k)
+
+
+def _outside_autograd(native_choice: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        return native_choice()
 
 
 class TopKHandler(Protocol):
@@ -69,8 +146,8 @@ class RouterCall:
 
     def _experts(self, func: Any, args: Any, kwargs: Any, scores: torch.Tensor) -> Any:
         # A router with one group calls topk twice: the last result is the route.
-        experts = self.choice.select(scores, lambda: func(*args, **kwargs).indices)
-        return torch.return_types.topk((scores.gather(-1, experts), experts))
+        routed_experts = self.choice.select(scores, lambda: func(*args, **kwargs).indices)
+        return torch.return_types.topk((scores.gather(-1, routed_experts), routed_experts))
 
     def _groups(self, func: Any, args: Any, kwargs: Any, scores: torch.Tensor) -> Any:
         """Keep the groups of the replayed experts unmasked: some families read the gate off the masked scores."""
@@ -78,8 +155,8 @@ class RouterCall:
         # The same number of columns in every mode; naming a group twice unmasks it once.
         width = max(self.site.top_k, self.site.groups_kept)
         groups = own = _widened(_native_topk(func, args, kwargs), width)
-        if routes.target is not None:
-            groups = _widened(self.choice.target(scores) // (self.site.num_experts // self.site.num_groups), width)
+        if routes.routed_experts is not None:
+            groups = _widened(self.choice.replayed(scores) // (self.site.num_experts // self.site.num_groups), width)
             if routes.valid is not None:
                 groups = torch.where(routes.valid.view(*scores.shape[:-1], 1), groups, own)
         return torch.return_types.topk((scores.gather(-1, groups), groups))
@@ -88,8 +165,8 @@ class RouterCall:
 class TopKHook:
     """Replaces the forward of one router instance.
 
-    Its methods are bound, so that `copy.deepcopy` of an attached model yields a model with hooks and an
-    `ActivePass` of its own.
+    Its methods are bound, so that `copy.deepcopy` of an attached model yields a model with its own hooks and its own
+    `ActivePass`.
     """
 
     call_type: type[RouterCall] = RouterCall
@@ -120,6 +197,11 @@ class TopKHook:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the router's forward under the active pass."""
+        if self.active.eager_routers and torch.compiler.is_compiling():
+            return self.active.run_eagerly(self._route, args, kwargs)
+        return self._route(args, kwargs)
+
+    def _route(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         forward_pass = self.active.for_router()
         if forward_pass is None:
             return self.native_forward(*args, **kwargs)
@@ -127,7 +209,7 @@ class TopKHook:
         call = self.call_type(self.site, routes)
         with TopKInterceptor(call):
             result = self.native_forward(*args, **kwargs)
-        if call.choice.experts is None:
+        if call.choice.routed_experts is None:
             raise UnsupportedRouterError(
                 f"the router {self.site} made no top-k choice that could be recorded or replayed",
                 layer=self.site.layer,
@@ -136,7 +218,7 @@ class TopKHook:
                 remedy="See docs/routers.md for how to describe a router",
             )
         if routes.observe and self.site.num_groups:
-            call.choice.native = self._native_choice(args, kwargs)
+            call.choice.native_routed_experts = self._native_choice(args, kwargs)
         call.choice.store()
         return result
 
@@ -145,7 +227,7 @@ class TopKHook:
         call = self.call_type(self.site, LayerRoutes(self.site.layer))
         with torch.no_grad(), TopKInterceptor(call):
             self.native_forward(*args, **kwargs)
-        return call.choice.experts
+        return call.choice.routed_experts
 
 
 def _native_topk(func: Any, args: Any, kwargs: Any) -> torch.Tensor:

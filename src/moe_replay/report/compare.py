@@ -10,28 +10,24 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_replay.report.colours import RUN_ROLES
-from moe_replay.report.formatting import MISSING, format_metric, format_number
-from moe_replay.report.page import Page, Table
-from moe_replay.report.plots import Curve
+from moe_replay.report.page import MISSING, Page, Table, format_metric, format_number
+from moe_replay.report.plots import RUN_ROLES, Curve, RenderedFigure, curve_figure
 from moe_replay.report.record import ReportError, RunRecord, Series, read_run
-from moe_replay.report.rendering import RenderedFigure
-from moe_replay.report.run_figures import curve_figure
 
-ENOUGH_STEPS = 20  # in every run, before one of them is called better
+ENOUGH_STEPS = 20  # per run, to rank them
 _STYLES = ("-", "--", ":", "-.")
-_PER_RUN = ("output", "name", "resume")  # differ between any two runs: not worth listing
+_PER_RUN = ("output", "name", "resume")  # differ between any two runs
 
 
 @dataclass(frozen=True, slots=True)
 class _Metric:
-    """A metric that runs are compared by; `best` is "max" or "min", or empty if neither is better."""
+    """A compared metric; `best` is "max", "min", or empty if neither is better."""
 
     metric: str
     title: str
     best: str = ""
     log: bool = False
-    share: bool = False
+    percent: bool = False
     mark: float | None = None
 
 
@@ -45,14 +41,14 @@ _METRICS = {
         _Metric("mismatch/rollout_vs_native/k3_kl", "k3, without replay", "min", log=True),
         _Metric("mismatch/rollout_vs_old/logprob_abs_diff/mean", "|Δ log p|, as trained", "min", log=True),
         _Metric("mismatch/rollout_vs_old/ratio/max", "Largest ratio, as trained", "min", log=True, mark=1.0),
-        _Metric("mismatch/rollout_vs_old/beyond_two", "F(2), as trained", "min", share=True),
+        _Metric("mismatch/rollout_vs_old/frac_ratio_gt2", "F(2), as trained", "min", percent=True),
         _Metric("mismatch/old_vs_train/ratio/mean", "Mean ratio, train / old", mark=1.0),
         _Metric("mismatch/rollout_vs_train/ratio/mean", "Mean ratio, train / rollout", mark=1.0),
         _Metric("mismatch/old_vs_train/k3_kl", "Policy change within a step", log=True),
     ),
     "Routes": (
-        _Metric("routing/agreement", "Route agreement", "max", share=True, mark=1.0),
-        _Metric("routing/replayed_fraction", "Routes replayed", share=True),
+        _Metric("routing/agreement", "Route agreement", "max", percent=True, mark=1.0),
+        _Metric("routing/replayed_fraction", "Routes replayed", percent=True),
         _Metric("routing/load_violation", "Load of the busiest expert", "min"),
     ),
     "Learning": (
@@ -75,12 +71,12 @@ def write_comparison(folders: Sequence[Path], output: Path) -> Path:
     runs = _with_unique_labels([read_run(folder) for folder in folders])
     page = Page(f"Comparison of {len(runs)} runs")
     page.head(" · ".join(run.label for run in runs), _summary(runs))
-    colours = [f"var(--{RUN_ROLES[place % len(RUN_ROLES)]})" for place in range(len(runs))]
+    colours = [f"var(--{RUN_ROLES[index % len(RUN_ROLES)]})" for index in range(len(runs))]
     head = [run.label for run in runs]
     page.section(
         "Final values",
         [],
-        "Mean over the last tenth of the steps, as in the reports of the runs; the best single step in brackets.",
+        "Mean over the last tenth of the steps, as in run reports; best single step in parentheses.",
         Table(("", *head), list(_last_values(runs)), colours),
     )
     for title, measures in _METRICS.items():
@@ -93,7 +89,7 @@ def write_comparison(folders: Sequence[Path], output: Path) -> Path:
 
 
 def _with_unique_labels(runs: list[RunRecord]) -> list[RunRecord]:
-    """Return the runs with unique labels: as many trailing path components as that takes."""
+    """Label the runs uniquely, with as many trailing path components as needed."""
     labels = [run.label for run in runs]
     if len(set(labels)) < len(labels):
         paths = [run.folder.resolve().parts for run in runs]
@@ -114,7 +110,7 @@ def _summary(runs: list[RunRecord]) -> Iterator[str]:
 
 
 def _ranking(runs: list[RunRecord]) -> str:
-    """Say which run has the highest reward at the end, if there are enough steps and more than noise between them."""
+    """Name the run with the highest final reward, if it has enough steps and the difference exceeds the noise."""
     ranked = sorted(runs, key=lambda run: run["reward/mean"].end, reverse=True)
     rewards = ", ".join(f"{run.label} {format_number(run['reward/mean'].end)}" for run in ranked)
     fewest = min(len(run["reward/mean"].finite) for run in runs)
@@ -129,7 +125,7 @@ def _ranking(runs: list[RunRecord]) -> str:
 
 
 def _standard_error(series: Series) -> float:
-    """Return the standard error of the mean at the end, from the scatter of neighbouring steps in the second half."""
+    """Return the standard error of the final mean, from differences of adjacent steps in the second half."""
     late = series.finite[len(series.finite) // 2 :]
     return float(np.std(np.diff(late)) / math.sqrt(2 * series.tenth))
 
@@ -139,13 +135,15 @@ def _overlay(runs: list[RunRecord], measure: _Metric) -> Iterator[RenderedFigure
         Curve(
             run[measure.metric],
             _shortened(run.label),
-            RUN_ROLES[place % len(RUN_ROLES)],
-            _STYLES[place // len(RUN_ROLES) % len(_STYLES)],
+            RUN_ROLES[index % len(RUN_ROLES)],
+            _STYLES[index // len(RUN_ROLES) % len(_STYLES)],
         )
-        for place, run in enumerate(runs)
+        for index, run in enumerate(runs)
     ]
     name = measure.metric.replace("/", "-").replace("_", "-")
-    yield from curve_figure(name, measure.title, "", curves, log=measure.log, share=measure.share, mark=measure.mark)
+    yield from curve_figure(
+        name, measure.title, "", curves, log=measure.log, percent=measure.percent, mark=measure.mark
+    )
 
 
 def _last_values(runs: list[RunRecord]) -> Iterator[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""`write_model_card`: what an exported model was trained with, as the README.md that the Hub shows."""
+"""The README.md of an exported model, and its upload to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from moe_replay.report.formatting import MISSING, format_metric
+from moe_replay.errors import ExitStatus, MissingExtraError, MoeReplayError
+from moe_replay.report.page import MISSING, format_metric
 from moe_replay.report.record import RunRecord, Series, read_run
 from moe_replay.report.run_report import MODES, k3_native_and_replayed
-from moe_replay.train.run.checkpoint import EXPORT
+from moe_replay.train.checkpoint.checkpoint import EXPORT
+from moe_replay.utils.misc import one_line
 from moe_replay.version import __version__
 
 _ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
@@ -17,13 +19,13 @@ _MISMATCH = (
     ("k3 KL per token", "k3_kl"),
     ("mean \\|Δ log p\\|", "logprob_abs_diff/mean"),
     ("largest \\|Δ log p\\|", "logprob_abs_diff/max"),
-    ("tokens off by a factor of 2", "beyond_two"),
+    ("tokens off by a factor of 2", "frac_ratio_gt2"),
     ("effective samples", "ess"),
 )
 _TRAINING = (
     ("data", "data.path"),
     ("rewards", "reward.functions"),
-    ("loss", "algorithm.loss"),
+    ("loss", "algorithm.loss_aggregation"),
     ("updates per rollout", "algorithm.updates_per_rollout"),
     ("learning rate", "optim.lr"),
     ("trainer", "backend.kind"),
@@ -34,13 +36,12 @@ _TRAINING = (
 
 
 def newest_export(folder: Path) -> Path | None:
-    """Return the export in the newest checkpoint of a run that has one."""
-    found = sorted(path for path in (folder / "checkpoints").glob(f"step-*/{EXPORT}") if path.is_dir())
-    return next((path for path in reversed(found) if path.parent.suffix == ""), None)
+    exports = sorted(path for path in (folder / "checkpoints").glob(f"step-*/{EXPORT}") if path.is_dir())
+    return next((path for path in reversed(exports) if path.parent.suffix == ""), None)
 
 
 def write_model_card(folder: Path) -> Path | None:
-    """Write README.md into the newest export of a run and return its path; None where nothing was exported."""
+    """Write README.md into the newest export of a run and return its path; None without an export."""
     export = newest_export(folder)
     if export is None:
         return None
@@ -50,7 +51,7 @@ def write_model_card(folder: Path) -> Path | None:
 
 
 def model_card(run: RunRecord, step: int) -> str:
-    """Return the card of the model that a run had after a step: replay mode, and mismatch of rollout and trainer."""
+    """Return the model card after a step: replay mode, mismatch of rollout and trainer, and training settings."""
     mode = MODES.get(run.mode, "unknown")
     rows = [(name, run.setting(key, "")) for name, key in _TRAINING]
     training = [f"| {name} | `{value}` |" for name, value in rows if value]
@@ -77,15 +78,15 @@ def _front_matter(run: RunRecord) -> Iterator[str]:
 
 
 def _mismatch(run: RunRecord) -> Iterator[str]:
-    """Yield what lies between rollout and trainer: medians over the steps, with and without replay."""
+    """Yield the table of rollout-trainer mismatch: medians over steps, with and without replay."""
     without, _ = k3_native_and_replayed(run)
     is_compared = run.scored_with_replay and len(without.values) > 0
     scored = "replayed" if run.scored_with_replay else "native routing"
     yield f"| rollout against trainer, median over steps | {scored} |" + (" native routing |" if is_compared else "")
     yield "|---|---|" + ("---|" if is_compared else "")
     for name, key in _MISMATCH:
-        passes = ["rollout_vs_old", *(["rollout_vs_native"] if is_compared else [])]
-        cells = [format_metric(f"/{key}", run[f"mismatch/{one}/{key}"].median) for one in passes]
+        pairs = ["rollout_vs_old", *(["rollout_vs_native"] if is_compared else [])]
+        cells = [format_metric(f"/{key}", run[f"mismatch/{pair}/{key}"].median) for pair in pairs]
         if set(cells) != {MISSING}:
             yield f"| {name} | {' | '.join(cells)} |"
     aligned: Series = run["routing/aligned"]
@@ -93,9 +94,44 @@ def _mismatch(run: RunRecord) -> Iterator[str]:
     yield ""
     yield (
         f"Native routing agreed with the rollout in {_number(run, 'routing/agreement', 'median')} of all (token, "
-        f"layer) pairs (median over steps); routes were found aligned in {checked}."
+        f"layer) pairs (median over steps); routes were aligned in {checked}."
     )
 
 
-def _number(run: RunRecord, metric: str, of: str) -> str:
-    return format_metric(metric, getattr(run[metric], of))
+def _number(run: RunRecord, metric: str, statistic: str) -> str:
+    return format_metric(metric, getattr(run[metric], statistic))
+
+
+# ---- upload ----------------------------------------------------------------------------------------------------------
+
+
+class HubPushError(MoeReplayError):
+    """A failed upload; the model is still on disk."""
+
+    exit_status = ExitStatus.FAILED
+
+
+def push_folder(folder: Path, repository: str, *, private: bool = True) -> str:
+    """Upload a folder to a model repository, created if needed, and return its address.
+
+    The token is huggingface_hub's: $HF_TOKEN, or the one of `hf auth login`.
+    """
+    try:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    except ImportError as missing:
+        raise MissingExtraError(
+            "pushing to the Hub needs huggingface_hub", remedy="pip install 'moe-replay[train]'"
+        ) from missing
+    api = HfApi(library_name="moe-replay")
+    try:
+        created = api.create_repo(repository, private=private, exist_ok=True)
+        api.upload_folder(
+            repo_id=created.repo_id, folder_path=folder, commit_message=f"Weights of {folder.parent.name}"
+        )
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError, ValueError) as error:
+        raise HubPushError(
+            f"pushing the model to {repository} failed: {type(error).__name__}: {one_line(error)}",
+            remedy=f"After fixing that: hf upload {repository} {folder}",
+        ) from error
+    return str(created)

@@ -1,28 +1,29 @@
-"""Self-contained HTML pages: no external resources, readable on phones, light and dark."""
+"""Self-contained HTML pages: no external resources, readable on phones, light and dark. Numbers as text."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from moe_replay.report.colours import INK, INK_ON_DARK, css_variables
-from moe_replay.report.rendering import RenderedFigure
+from moe_replay.report.plots import INK, INK_ON_DARK, RenderedFigure, css_variables
 from moe_replay.utils.files import write_whole
 
 _STYLE = f"""
 :root {{
   color-scheme: light dark;
   --ground: #ffffff; --card: #f6f8fa; --line: #d9dfe5; --ink: {INK}; --faint: #59636e;
-  --warn: #9a5b00; --warn-ground: #fff6e0;
+  --warn: #9a5b00; --warn-ground: #fff6e0; --good: #1a7f37; --good-ground: #e6f6ea;
   {css_variables(dark=False)}
 }}
 @media (prefers-color-scheme: dark) {{
   :root {{
     --ground: #12171c; --card: #1a2128; --line: #313b45; --ink: {INK_ON_DARK}; --faint: #a3aeb9;
-    --warn: #ffc561; --warn-ground: #33280f;
+    --warn: #ffc561; --warn-ground: #33280f; --good: #57c878; --good-ground: #10291a;
     {css_variables(dark=True)}
   }}
 }}
@@ -49,6 +50,9 @@ p {{ margin: 6px 0; max-width: 56rem; overflow-wrap: anywhere; }}
 }}
 .warnings strong {{ color: var(--warn); }}
 .warnings ul {{ margin: 4px 0; padding-left: 20px; }}
+.verdict {{ font-size: 1.04rem; font-weight: 600; padding: 8px 14px; border-radius: 4px; max-width: none; }}
+.verdict.good {{ background: var(--good-ground); border-left: 4px solid var(--good); }}
+.verdict.bad {{ background: var(--warn-ground); border-left: 4px solid var(--warn); }}
 .figures {{ display: grid; gap: 18px; grid-template-columns: minmax(0, 1fr); margin: 12px 0; }}
 @media (min-width: 740px) and (max-width: 1149px) {{
   .figures {{ grid-template-columns: repeat(2, minmax(0, 1fr)); }}
@@ -125,42 +129,45 @@ class Table:
 
 
 class Card(NamedTuple):
-    """A key number, and in small print what it is a number of."""
+    """A key number with a note in small print."""
 
     name: str
     value: str
     note: str = ""
 
     def html(self) -> str:
-        """Return the card as HTML."""
         note = f'<span class="faint">{escape(self.note)}</span>' if self.note else ""
         return f'<div class="card">{escape(self.name)}<b>{escape(self.value)}</b>{note}</div>'
 
 
 class TextSample(NamedTuple):
-    """A prompt and its completion, with a line of facts about them."""
+    """A prompt and its completion, with a line of facts."""
 
     facts: str
     prompt: str
     completion: str
 
     def html(self) -> str:
-        """Return the texts as they are, line breaks included."""
+        """Return the sample as HTML, with line breaks preserved."""
         texts = f'<pre class="faint">{escape(self.prompt)}</pre><pre>{escape(self.completion)}</pre>'
         return f'<div class="sample"><p class="faint">{escape(self.facts)}</p>{texts}</div>\n'
 
 
 @dataclass(slots=True)
 class Page:
-    """A page built from top to bottom; all text is escaped here."""
+    """A page built from top to bottom, which escapes all text."""
 
     title: str
+    reload_s: int = 0  # 0: a browser loads the page once
     figures: list[RenderedFigure] = field(default_factory=list)
     _parts: list[str] = field(default_factory=list)
 
-    def head(self, subtitle: str, summary: Iterable[str]) -> None:
-        """Add the title, a subtitle, and the paragraphs of the summary."""
+    def head(self, subtitle: str, summary: Iterable[str], verdict: tuple[str, bool] | None = None) -> None:
+        """Add the title, a subtitle, a verdict and whether it is good, and the paragraphs of the summary."""
         self._parts.append(f'<h1>{escape(self.title)}</h1>\n<p class="faint">{escape(subtitle)}</p>')
+        if verdict is not None:
+            text, is_good = verdict
+            self._parts.append(f'<p class="verdict {"good" if is_good else "bad"}">{escape(text)}</p>')
         self._parts += [f'<p class="lead">{escape(text)}</p>' for text in summary]
 
     def cards(self, values: Iterable[Card]) -> None:
@@ -174,7 +181,7 @@ class Page:
             self._parts.append(f'<div class="warnings"><strong>Warnings</strong><ul>{items}</ul></div>')
 
     def append(self, other: Page) -> None:
-        """Add everything that another page contains, except its title."""
+        """Add the contents of another page, without its title."""
         self._parts += other._parts
         self.figures += other.figures
 
@@ -185,7 +192,7 @@ class Page:
     def section(
         self, title: str, figures: Iterable[RenderedFigure], text: str = "", table: Table | None = None
     ) -> None:
-        """Add a heading, text, a table and figures; nothing at all if there is neither a figure nor a table."""
+        """Add a heading, text, a table and figures, or nothing if there is neither a figure nor a table."""
         rendered = list(figures)
         if not rendered and table is None:
             return
@@ -196,7 +203,7 @@ class Page:
             self._parts.append(table.html())
         if rendered:
             halves = len(rendered) - figures_of_half_width(len(rendered))
-            parts = [_figure(figure, half=place >= halves) for place, figure in enumerate(rendered)]
+            parts = [_figure(figure, half=index >= halves) for index, figure in enumerate(rendered)]
             self._parts.append(f'<div class="figures">\n{"".join(parts)}</div>')
         self.figures += rendered
 
@@ -211,11 +218,11 @@ class Page:
         self._parts.append(f"<details><summary>{escape(title)}</summary>{table.html()}</details>")
 
     def html(self) -> str:
-        """Return the page as HTML."""
         return (
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f"<title>{escape(self.title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+            + (f'<meta http-equiv="refresh" content="{self.reload_s}">\n' if self.reload_s else "")
+            + f"<title>{escape(self.title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
             + "\n".join(self._parts)
             + "\n<footer>Generated by moe-replay. The figures are also PNG files next to this page.</footer>\n"
             + "</body>\n</html>\n"
@@ -232,7 +239,7 @@ class Page:
 
 
 def figures_of_half_width(count: int) -> int:
-    """Return how many figures at the end of a section take half a row instead of a third: none is left over alone."""
+    """Return how many figures at the end of a section take half a row instead of a third, so that none is alone."""
     return min(count, (0, 4, 2)[count % 3])
 
 
@@ -244,3 +251,64 @@ def _figure(figure: RenderedFigure, *, half: bool) -> str:
 
 def _swatch(colour: str) -> str:
     return f'<span class="swatch" style="background: {colour}"></span>' if colour else ""
+
+
+# ---- numbers as text -------------------------------------------------------------------------------------------------
+
+
+MISSING = "-"
+LEVEL = 1.15  # numbers within this factor count as equal
+_FRACTIONS = re.compile(  # metrics that are fractions; rewards are not
+    r"/(ess|frac_ratio_gt2|truncated|frac_groups_zero_std|unscored|clip_low|clip_high|agreement|replayed_fraction|"
+    r"unrouted_fraction)$|/agreement/layer_"
+)
+
+
+def format_number(value: float) -> str:
+    """Format with about three significant digits; a dash for NaN and infinities."""
+    if not math.isfinite(value):
+        return MISSING
+    if value == 0:
+        return "0"
+    if 1e-3 <= abs(value) < 1e5:
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
+
+
+def format_percent(value: float) -> str:
+    """Format a fraction as a percentage."""
+    return f"{100 * value:.4g}%" if math.isfinite(value) else MISSING
+
+
+def format_metric(name: str, value: float) -> str:
+    """Format the value of a metric: fractions as percentages, everything else as a number."""
+    return format_percent(value) if _FRACTIONS.search(name) else format_number(value)
+
+
+def describe_change(before: float, after: float) -> str:
+    """Describe how much lower or higher `after` is than `before`."""
+    if not (math.isfinite(before) and math.isfinite(after)) or before <= 0:
+        return ""
+    if after <= 0:
+        return "down to exactly 0"
+    factor = before / after
+    if factor >= LEVEL:
+        return f"{format_number(round(factor, 1 if factor < 10 else 0))} times lower"
+    return "about the same" if is_level(before, after) else f"{format_number(round(1 / factor, 1))} times higher"
+
+
+def is_level(before: float, after: float) -> bool:
+    """Whether two positive numbers are about the same."""
+    return before > 0 and after > 0 and 1 / LEVEL < before / after < LEVEL
+
+
+def explain_level(agreement: float) -> str:
+    """Explain why replay may change little, given the route agreement of native routing."""
+    percent = f" ({format_percent(agreement)} of the routes agree without replay)" if math.isfinite(agreement) else ""
+    return (
+        "Native routing and replay are level here. That is expected where engine and trainer compute in the same "
+        f"precision, so that their routers choose the same experts anyway{percent}, and where the remaining mismatch "
+        "comes from attention, quantization or the LM head rather than from routing. A few tokens decide whether a run "
+        "collapses: compare the largest ratio and F(2) too. The gap widens with a lower precision of the rollout and "
+        "with more layers."
+    )

@@ -1,15 +1,173 @@
-"""Plots of plain arrays: curves, a band, stacked areas, a heat map, bars."""
+"""Figures: colours by meaning, plots of plain arrays, and rendering as SVG for a page and as PNG."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 
-from moe_replay.report.colours import INK, Role, colour
+from moe_replay.errors import MissingExtraError
 from moe_replay.report.record import Series
+
+# ---- colours ---------------------------------------------------------------------------------------------------------
+
+
+Role = Literal[
+    "replayed", "native", "noise", "recorded", "plain", "second", "third", "fourth", "fifth", "sixth", "seventh"
+]
+
+INK = "#1f2933"  # text and axes; the text colour on a page
+INK_ON_DARK = "#e4e8ec"
+
+# role: (on a light background and in PNG files, on a dark background)
+COLOURS: dict[Role, tuple[str, str]] = {
+    "replayed": ("#0072b2", "#58b4ea"),  # the rollout's routes, replayed (R3)
+    "native": ("#d55e00", "#ff9248"),  # the trainer's native routing
+    "noise": ("#7c8792", "#9aa5b0"),  # the same pass, repeated
+    "recorded": ("#009e73", "#3ecb9f"),  # the trainer's recorded routes, replayed (R2)
+    "plain": ("#5b4a9c", "#b3a4ee"),  # anything else
+    "second": ("#b0457f", "#ea94c3"),
+    "third": ("#a67c00", "#e8c04a"),
+    "fourth": ("#46525e", "#b9c3cd"),
+    "fifth": ("#2f7d87", "#6fc5d0"),
+    "sixth": ("#8c5a3c", "#cf9f82"),
+    "seventh": ("#6d8b1f", "#b2d05f"),
+}
+# In a comparison, colours only identify runs.
+RUN_ROLES: tuple[Role, ...] = ("replayed", "native", "recorded", "plain", "third", "second", "fourth")
+
+
+def colour(role: Role) -> str:
+    """Return the colour that matplotlib draws with."""
+    return COLOURS[role][0]
+
+
+def css_variables(*, dark: bool) -> str:
+    """Return CSS declarations of all colours, for a light or a dark page."""
+    return " ".join(f"--{role}: {shades[dark]};" for role, shades in COLOURS.items())
+
+
+def use_css_variables(svg: str) -> str:
+    """Replace the colours in an SVG by CSS variables, so that it follows the colour scheme of the page."""
+    for role, (light, _) in COLOURS.items():
+        svg = svg.replace(light, f"var(--{role})")
+    return svg.replace(INK, "currentColor")
+
+
+# ---- rendering -------------------------------------------------------------------------------------------------------
+
+
+WIDTH = 5.0  # inches: about the width of a phone's screen, so that 10 pt text is 10 pt there
+PNG_DPI = 200
+RASTER_DPI = 160  # of rasterized parts inside the SVG
+
+_STYLE = {
+    "svg.fonttype": "none",  # keep text as text: searchable, in the font and colour of the page
+    "svg.hashsalt": "moe-replay",
+    "font.family": "DejaVu Sans",  # ships with matplotlib, and is wider than page fonts, so no text overflows
+    "font.size": 10,
+    "text.color": INK,
+    "text.parse_math": False,  # names of runs and rewards may contain dollar signs
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.formatter.limits": (-3, 4),
+    "axes.formatter.use_mathtext": False,
+    "axes.titlesize": 10,
+    "axes.unicode_minus": True,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "grid.color": INK,
+    "grid.alpha": 0.13,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 3.5,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedFigure:
+    """A finished figure.
+
+    name      stem of the PNG file, and anchor on the page
+    caption   explanation below the figure
+    """
+
+    name: str
+    title: str
+    caption: str
+    svg: str
+    png: bytes
+
+
+def render(
+    name: str, title: str, caption: str, plot: Callable[[Any], None], *, height: float = 2.9, panels: int = 1
+) -> RenderedFigure:
+    """Render a figure; `plot` fills its axes, a list if there are several panels."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as missing:
+        raise MissingExtraError("figures need matplotlib", remedy="pip install 'moe-replay[report]'") from missing
+
+    # Without pyplot no figure stays open and no display is needed.
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        layout = figure.get_layout_engine()
+        axes = figure.subplots(1, panels, squeeze=False, sharex=panels > 1, sharey=panels > 1)[0]
+        plot(axes[0] if panels == 1 else list(axes))
+        _arrange(figure, layout)
+        content = io.StringIO()
+        figure.savefig(content, format="svg", dpi=RASTER_DPI, metadata={"Date": None})
+        figure.suptitle(title, fontsize=11, fontweight="bold", x=0.02, ha="left")
+        _arrange(figure, layout)
+        image = io.BytesIO()
+        figure.savefig(image, format="png", dpi=PNG_DPI, facecolor="white", metadata={"Software": None})
+    return RenderedFigure(name, title, caption, _for_page(content.getvalue(), name), image.getvalue())
+
+
+def _arrange(figure: Any, layout: Any) -> None:
+    """Make room for labels and titles, once: with its layout engine, a figure is drawn twice whenever it is saved."""
+    layout.execute(figure)
+    figure.set_layout_engine(None)
+
+
+def _for_page(svg: str, name: str) -> str:
+    """Adapt matplotlib's SVG for embedding: scalable, with ids unique on the page and colours as CSS variables."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<!--.*?-->\n?", "", svg, flags=re.DOTALL)
+    svg = svg.replace("xlink:href", "href")
+    head, rest = svg.split(">", 1)
+    box = re.search(r'viewBox="([^"]*)"', head)
+    assert box is not None, "matplotlib always writes a viewBox"
+    svg = f'<svg viewBox="{box[1]}" role="img" aria-labelledby="title-{name}">{rest}'
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = re.sub(r'href="#', f'href="#{name}-', svg)
+    svg = svg.replace("url(#", f"url(#{name}-")
+    svg = re.sub(r"\n\s*", "\n", svg)
+    return use_css_variables(svg)
+
+
+# ---- plots -----------------------------------------------------------------------------------------------------------
+
 
 MAX_POINTS = 400  # of a curve; more cannot be distinguished
 MAX_MARKED_POINTS = 25  # curves of at most this many points get markers
@@ -38,14 +196,14 @@ def plot_curves(
     unit: str = "",
     *,
     log: bool = False,
-    share: bool = False,
+    percent: bool = False,
     mark: float | None = None,
 ) -> None:
     """Plot curves over steps; long ones are drawn faint, with their moving average on top.
 
-    log     logarithmic scale, with a linear part around zero if zero occurs
-    share   values are fractions, labelled in percent
-    mark    the value that means something, such as a ratio of 1: it is on the axis, with a tick and a line
+    log       logarithmic scale, with a linear part around zero if zero occurs
+    percent   values are fractions, labelled in percent
+    mark      a reference value, such as a ratio of 1, shown with a tick and a line
     """
     for curve in curves:
         steps, values = downsample(curve.series)
@@ -59,12 +217,12 @@ def plot_curves(
     every = np.concatenate([curve.series.finite for curve in curves])
     if log:
         _set_log(axes, every)
-    elif share:
+    elif percent:
         _set_percent(axes, every)
     _label_axes(axes, "step", unit)
     integer_ticks(axes.xaxis)
     if mark is not None:
-        _set_mark(axes, mark, keep_format=log or share)
+        _set_mark(axes, mark, keep_format=log or percent)
     if any(curve.label for curve in curves):
         legend(axes)
 
@@ -95,8 +253,8 @@ def plot_heatmap(
     axes: Any, values: np.ndarray, rows: Sequence[int], columns: Sequence[float], row_unit: str, column_unit: str
 ) -> None:
     """Plot fractions (R, C) with row 0 at the bottom; `columns` holds the edges on the horizontal axis."""
-    known = values[np.isfinite(values)]
-    lowest = min(float(known.min()) if len(known) else 0.9, 0.9)
+    finite = values[np.isfinite(values)]
+    lowest = min(float(finite.min()) if len(finite) else 0.9, 0.9)
     image = axes.imshow(
         values,
         aspect="auto",
@@ -133,6 +291,24 @@ def plot_bars(axes: Any, groups: Sequence[tuple[str, Role, np.ndarray]], ticks: 
         legend(axes)
 
 
+def curve_figure(
+    name: str,
+    title: str,
+    caption: str,
+    curves: list[Curve],
+    unit: str = "",
+    *,
+    log: bool = False,
+    percent: bool = False,
+    mark: float | None = None,
+) -> Iterator[RenderedFigure]:
+    shown = with_data(curves)
+    if not shown:
+        return
+    plot = partial(plot_curves, curves=shown, unit=unit, log=log, percent=percent, mark=mark)
+    yield render(name, title, caption, plot)
+
+
 # ---- parts ----------------------------------------------------------------------------------------------------------
 
 
@@ -146,16 +322,16 @@ def downsample(series: Series) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _widen_single_step(steps: np.ndarray, *values: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Give a single step some width, so that an area can be drawn around it."""
+    """Widen a single step, so that an area can be drawn around it."""
     return (steps, *values) if len(steps) != 1 else (steps + np.array([-0.4, 0.4]), *(np.repeat(v, 2) for v in values))
 
 
 def moving_average(values: np.ndarray, window: int) -> np.ndarray:
     """Return the centred moving average over finite values, with shorter windows at both ends."""
-    known = np.isfinite(values)
+    is_finite = np.isfinite(values)
     kernel = np.ones(window)
-    total = np.convolve(np.where(known, values, 0.0), kernel, "same")
-    count = np.convolve(known.astype(float), kernel, "same")
+    total = np.convolve(np.where(is_finite, values, 0.0), kernel, "same")
+    count = np.convolve(is_finite.astype(float), kernel, "same")
     return np.divide(total, count, out=np.full(len(values), np.nan), where=count > 0)
 
 
@@ -216,7 +392,7 @@ def _set_log(axes: Any, values: np.ndarray) -> None:
 
 
 def _set_mark(axes: Any, value: float, *, keep_format: bool) -> None:
-    """Draw a line at a value, with its own tick; ticks so near that their labels would touch are left out."""
+    """Draw a line and a tick at a value, without the ticks whose labels would touch it."""
     axes.axhline(value, color=INK, linewidth=0.8, linestyle=(0, (4, 3)), alpha=0.6)
     low, high = sorted(axes.get_ylim())
     to_axes = axes.yaxis.get_transform().transform
@@ -233,9 +409,9 @@ def _set_mark(axes: Any, value: float, *, keep_format: bool) -> None:
 
 
 def _set_percent(axes: Any, values: np.ndarray) -> None:
-    known = values[np.isfinite(values)]
-    if len(known) and np.ptp(known) < 1e-6:  # autoscaling would magnify a flat line to noise
-        middle = float(known[0])
+    finite = values[np.isfinite(values)]
+    if len(finite) and np.ptp(finite) < 1e-6:  # autoscaling would magnify a flat line to noise
+        middle = float(finite[0])
         axes.set_ylim(max(-0.0015, middle - 0.05), min(1.0015, max(0.05, middle + 0.05)))
     axes.yaxis.set_major_formatter(_format_percent)
 
@@ -245,17 +421,9 @@ def _format_percent(value: float, _: Any = None) -> str:
 
 
 def _format_log_tick(value: float, _: Any = None) -> str:
-    return (
-        "0"
-        if value == 0
-        else f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
-        if _is_far(value)
-        else f"{value:g}"
-    )
-
-
-def _is_far(value: float) -> bool:
-    return not 1e-3 <= abs(value) < 1e4
+    if value == 0 or 1e-3 <= abs(value) < 1e4:
+        return f"{value:g}"
+    return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
 
 
 def plot_diagonal(axes: Any, low: float, high: float) -> None:

@@ -1,4 +1,4 @@
-"""`RunRecord`: the contents of a run folder, as far as a report needs them."""
+"""`RunRecord`: settings and metrics of a run folder."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from moe_replay.errors import MoeReplayError
-from moe_replay.train.sinks.jsonl import read_lines
+from moe_replay.train.output.location import FAILURE
+from moe_replay.train.output.sinks import read_lines
 
 
 class ReportError(MoeReplayError):
-    """A folder or file that no report can be made from."""
+    """A folder or file without the data for a report."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,12 +29,11 @@ class Series:
 
     @property
     def finite(self) -> np.ndarray:
-        """The finite values."""
         return self.values[np.isfinite(self.values)]
 
     @property
     def tenth(self) -> int:
-        """Number of values at the start and at the end that are averaged, since single steps are noisy."""
+        """Number of values averaged at the start and at the end, since single steps are noisy."""
         return math.ceil(len(self.values) / 10)
 
     @property
@@ -43,7 +43,7 @@ class Series:
 
     @property
     def end(self) -> float:
-        """Mean over the last tenth of the values, the one meaning of "end" in reports; NaN if none is finite."""
+        """Mean over the last tenth of the values, which is "end" in all reports; NaN if none is finite."""
         return _mean(self.values[len(self.values) - self.tenth :])
 
     @property
@@ -52,9 +52,8 @@ class Series:
         return float(np.median(self.finite)) if len(self.finite) else math.nan
 
     def at_steps(self, steps: np.ndarray) -> Series:
-        """Return the series restricted to these steps."""
-        kept = np.isin(self.steps, steps)
-        return Series(self.steps[kept], self.values[kept])
+        mask = np.isin(self.steps, steps)
+        return Series(self.steps[mask], self.values[mask])
 
 
 EMPTY = Series(np.zeros(0, np.int64), np.zeros(0))
@@ -69,6 +68,7 @@ class RunRecord:
     mode       off, r2 or r3; "" if unknown
     reason     why this mode was chosen
     metrics    name -> series
+    failure    the error that ended the run; "" if none did
     """
 
     folder: Path
@@ -77,12 +77,12 @@ class RunRecord:
     mode: str
     reason: str
     metrics: dict[str, Series]
+    failure: str = ""
 
     def __getitem__(self, name: str) -> Series:
         return self.metrics.get(name, EMPTY)
 
     def setting(self, key: str, default: str = "unknown") -> str:
-        """Return a setting as text."""
         return str(self.settings.get(key, default))
 
     @property
@@ -102,29 +102,31 @@ def read_run(folder: Path) -> RunRecord:
     if not path.is_file():
         raise ReportError(f"{folder} is not a run folder", expected="a metrics.jsonl in it", found="none")
     metrics = collect_series(read_lines(path))
+    failure = folder / FAILURE
+    error = failure.read_text(encoding="utf-8").strip() if failure.is_file() else ""
     if not metrics:
-        raise ReportError(f"the run in {folder} has not finished a step yet")
+        raise ReportError(f"the run in {folder} has not finished a step yet{error and f'; it failed: {error}'}")
     mode, reason = _replay_plan(folder / "config.toml")
     label = folder.resolve().name
-    return RunRecord(folder, label, _settings(folder / "config.toml"), mode, reason, metrics)
+    return RunRecord(folder, label, _settings(folder / "config.toml"), mode, reason, metrics, error)
 
 
 def collect_series(lines: Iterable[dict[str, Any]]) -> dict[str, Series]:
     """Return name -> series from the lines of a metrics.jsonl; null becomes NaN."""
-    found: dict[str, dict[int, float]] = {}
+    by_name: dict[str, dict[int, float]] = {}
     for line in lines:
         for name, value in line.items():
             if name not in ("step", "time", "version") and (value is None or isinstance(value, (int, float))):
-                found.setdefault(name, {})[int(line["step"])] = _finite(value)
+                by_name.setdefault(name, {})[int(line["step"])] = _finite(value)
     return {
         name: Series(np.array(sorted(values)), np.array([values[step] for step in sorted(values)]))
-        for name, values in found.items()
+        for name, values in by_name.items()
     }
 
 
 def _mean(values: np.ndarray) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if len(known) else math.nan
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else math.nan
 
 
 def _finite(value: float | None) -> float:
@@ -145,11 +147,11 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _replay_plan(path: Path) -> tuple[str, str]:
-    """Return (mode, reason), with `auto` resolved as the trainer does; both empty if this version cannot read it."""
+    """Return (mode, reason), with `auto` resolved as in training; both empty if the file cannot be read."""
     try:
         from moe_replay.train.config.file import ConfigError, load_config
-        from moe_replay.train.replay_mode import plan_replay
-    except ImportError:  # reports are also written on machines without the training extras
+        from moe_replay.train.learn.replay_mode import plan_replay
+    except ImportError:  # no training extras on this machine
         return _plain_mode(path)
     try:
         plan = plan_replay(load_config(path))

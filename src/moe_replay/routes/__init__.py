@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from moe_replay.utils.lazy import lazy_names
+from moe_replay.utils.misc import lazy_names
 
 if TYPE_CHECKING:
     from moe_replay.routes.batch import Coverage, RouteBatch

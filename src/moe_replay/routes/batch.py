@@ -18,7 +18,6 @@ from torch import Tensor
 from moe_replay.errors import AlignmentError
 from moe_replay.routes.layout import PADDING, RowOrder, TokenLayout, compare_fed
 from moe_replay.routes.trace import RouteTrace
-from moe_replay.routes.transpose import as_ids, as_slice, as_words, runs_of, to_layer_major, to_token_major
 
 if TYPE_CHECKING:
     from moe_replay.routes.topology import MoeTopology
@@ -53,7 +52,7 @@ class RouteBatch:
     """Routes of R rows for L layers of this rank.
 
     layers          decoder index of each of the L slices, increasing
-    experts         (L, R, K) uint8, or int16 above 256 experts; zero where not valid
+    routed_experts  (L, R, K) uint8, or int16 above 256 experts; zero where not valid
     valid           (L, R) bool: False for padding and where no route was recorded; the router chooses there
     all_valid       for each layer, whether every row is valid: known on the host, so that no device sync is needed
     source_layers   all layers of the model that the routes come from, also those of other pipeline stages
@@ -66,7 +65,7 @@ class RouteBatch:
     """
 
     layers: tuple[int, ...]
-    experts: Tensor
+    routed_experts: Tensor
     valid: Tensor
     all_valid: tuple[bool, ...]
     source_layers: tuple[int, ...]
@@ -78,18 +77,18 @@ class RouteBatch:
     row_order: RowOrder | None = None
 
     def __post_init__(self) -> None:
-        shape, slices = self.experts.shape, len(self.layers)
+        shape, slices = self.routed_experts.shape, len(self.layers)
         if len(shape) != 3 or self.valid.shape != shape[:2] or not slices == shape[0] == len(self.all_valid):
             raise AlignmentError(
                 "the parts of a batch have inconsistent shapes",
-                expected=f"experts ({slices}, rows, top_k), valid ({slices}, rows), all_valid of {slices}",
+                expected=f"routed_experts ({slices}, rows, top_k), valid ({slices}, rows), all_valid of {slices}",
                 found=f"{tuple(shape)}, {tuple(self.valid.shape)}, {len(self.all_valid)}",
             )
-        if self.experts.dtype not in (torch.uint8, torch.int16) or self.valid.dtype != torch.bool:
+        if self.routed_experts.dtype not in (torch.uint8, torch.int16) or self.valid.dtype != torch.bool:
             raise AlignmentError(
                 "a batch must hold narrow ids",
-                expected="experts uint8 or int16, valid bool",
-                found=f"{self.experts.dtype}, {self.valid.dtype}",
+                expected="routed_experts uint8 or int16, valid bool",
+                found=f"{self.routed_experts.dtype}, {self.valid.dtype}",
             )
         if any(b <= a for a, b in pairwise(self.layers)):
             raise AlignmentError("layers must be increasing decoder indices", found=list(self.layers))
@@ -111,28 +110,30 @@ class RouteBatch:
         num_experts = _check_one_model(traces)
         for sample, trace in enumerate(traces):
             trace.check_rows(sample)
-        wanted = traces[0].layers if layers is None else tuple(layers)
-        indices = as_slice(traces[0].layer_indices(wanted))
+        layer_ids = traces[0].layers if layers is None else tuple(layers)
+        indices = as_slice(traces[0].layer_indices(layer_ids))
         runs = runs_of(layout)
 
-        dtype = np.result_type(*(trace.experts.dtype for trace in traces))
-        words = to_layer_major([as_words(t.experts.astype(dtype, copy=False)) for t in traces], layout, runs, indices)
-        experts = as_ids(words, dtype)
+        dtype = np.result_type(*(trace.routed_experts.dtype for trace in traces))
+        words = to_layer_major(
+            [as_words(t.routed_experts.astype(dtype, copy=False)) for t in traces], layout, runs, indices
+        )
+        routed_experts = as_ids(words, dtype)
 
         # Most traces cover all layers of a token or none: then one row of flags serves all layers.
         masks = [trace.valid for trace in traces]
         shared = all(mask.strides[1] == 0 for mask in masks)
         valid = to_layer_major(masks, layout, runs, slice(0, 1) if shared else indices)
-        replayed = np.broadcast_to(np.count_nonzero(valid, axis=1), len(wanted)).tolist()
+        replayed = np.broadcast_to(np.count_nonzero(valid, axis=1), len(layer_ids)).tolist()
 
         return cls(
-            layers=wanted,
-            experts=torch.from_numpy(experts.view(np.int16) if dtype == np.uint16 else experts),
-            valid=torch.from_numpy(valid).expand(len(wanted), -1),
+            layers=layer_ids,
+            routed_experts=torch.from_numpy(routed_experts.view(np.int16) if dtype == np.uint16 else routed_experts),
+            valid=torch.from_numpy(valid).expand(len(layer_ids), -1),
             all_valid=tuple(count == layout.num_rows for count in replayed),
             source_layers=traces[0].layers if source_layers is None else source_layers,
             num_experts=num_experts,
-            max_expert=int(experts.max(initial=0)),
+            max_expert=int(routed_experts.max(initial=0)),
             fed_token_ids=torch.from_numpy(fed_token_ids),
             coverage=Coverage(layout.num_rows, layout.num_rows - layout.num_padding, tuple(replayed)),
             layout=layout,
@@ -141,19 +142,24 @@ class RouteBatch:
     @classmethod
     def recorded(
         cls,
-        chosen: Mapping[int, Tensor],
+        routed_experts: Mapping[int, Tensor],
         topology: MoeTopology,
         fed_token_ids: Tensor | None = None,
         row_order: RowOrder | None = None,
     ) -> RouteBatch:
-        """Return what the routers of this rank chose: decoder layer -> (R, K), on the device. No device sync."""
-        layers = tuple(sorted(chosen))
+        """Return what the routers of this rank chose: decoder layer -> (R, K), on the device. No device sync.
+
+        Also for routers that another framework controls: ids of any integer dtype.
+        """
+        layers = tuple(sorted(routed_experts))
         nothing = torch.zeros((0, 0, topology.top_k), dtype=torch.uint8)  # of a pipeline stage without routers
-        experts = torch.stack([chosen[layer] for layer in layers]) if layers else nothing
-        every_row = torch.ones((1, experts.shape[1]), dtype=torch.bool, device=experts.device)
+        stacked = torch.stack([routed_experts[layer] for layer in layers]) if layers else nothing
+        if stacked.dtype not in (torch.uint8, torch.int16):
+            stacked = stacked.to(torch.uint8 if topology.num_experts <= 256 else torch.int16)
+        every_row = torch.ones((1, stacked.shape[1]), dtype=torch.bool, device=stacked.device)
         return cls(
             layers=layers,
-            experts=experts,
+            routed_experts=stacked,
             valid=every_row.expand(len(layers), -1),
             all_valid=(True,) * len(layers),
             source_layers=topology.layers,
@@ -167,17 +173,17 @@ class RouteBatch:
     @property
     def num_rows(self) -> int:
         """Rows that each router sees, padding included."""
-        return self.experts.shape[1]
+        return self.routed_experts.shape[1]
 
     @property
     def top_k(self) -> int:
         """Experts of one token in one layer."""
-        return self.experts.shape[2]
+        return self.routed_experts.shape[2]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor, bool]:
-        """Return experts (R, K), valid (R,) and whether all rows are valid, for one decoder layer."""
+        """Return routed_experts (R, K), valid (R,) and whether all rows are valid, for one decoder layer."""
         index = self._index(layer)
-        return self.experts[index], self.valid[index], self.all_valid[index]
+        return self.routed_experts[index], self.valid[index], self.all_valid[index]
 
     def select_layers(self, layers: Iterable[int]) -> RouteBatch:
         """Return only these decoder layers, e.g. of one pipeline chunk; a view where they are adjacent."""
@@ -192,14 +198,13 @@ class RouteBatch:
         return replace(
             self,
             layers=wanted,
-            experts=self.experts[selected],
+            routed_experts=self.routed_experts[selected],
             valid=self.valid[:1].expand(len(wanted), -1) if self._shares_valid else self.valid[selected],
             all_valid=tuple(self.all_valid[index] for index in indices),
             coverage=coverage,
         )
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> RouteBatch:
-        """Return the same batch on a device."""
         return self._moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> RouteBatch:
@@ -213,7 +218,12 @@ class RouteBatch:
     def _moved(self, move: Callable[[Tensor], Tensor]) -> RouteBatch:
         valid = move(self.valid[:1]).expand(len(self.layers), -1) if self._shares_valid else move(self.valid)
         fed = self.fed_token_ids
-        return replace(self, experts=move(self.experts), valid=valid, fed_token_ids=None if fed is None else move(fed))
+        return replace(
+            self,
+            routed_experts=move(self.routed_experts),
+            valid=valid,
+            fed_token_ids=None if fed is None else move(fed),
+        )
 
     def _index(self, layer: int) -> int:
         if layer not in self.layers:
@@ -249,7 +259,7 @@ class RouteBatch:
                     remedy="Capture logical expert ids; redundant (load-balanced) copies have their own ids",
                 )
             if self.max_expert is not None and self.max_expert >= num_experts:
-                largest = int(self.experts[index].max()) if self.num_rows else 0
+                largest = int(self.routed_experts[index].max()) if self.num_rows else 0
                 if largest >= num_experts:
                     raise AlignmentError(
                         "expert id out of range", layer=layer, expected=f"0 to {num_experts - 1}", found=largest
@@ -319,14 +329,16 @@ class RouteBatch:
             )
         if not unverified:
             self._check_claim(token_ids, layout)
-        experts = self.experts.cpu().numpy()
-        dtype = np.dtype(np.uint16 if experts.dtype == np.int16 else np.uint8)
+        routed_experts = self.routed_experts.cpu().numpy()
+        dtype = np.dtype(np.uint16 if routed_experts.dtype == np.int16 else np.uint8)
         runs = runs_of(layout)
-        words = to_token_major(as_words(experts.view(dtype)), layout, runs)
+        words = to_token_major(as_words(routed_experts.view(dtype)), layout, runs)
         valid = to_token_major(self.valid.cpu().numpy(), layout, runs)
         return [
-            RouteTrace(ids, as_ids(chosen, dtype), self.layers, mask, weight_version, num_experts=self.num_experts)
-            for ids, chosen, mask in zip(token_ids, words, valid, strict=True)
+            RouteTrace(
+                ids, as_ids(sequence_words, dtype), self.layers, mask, weight_version, num_experts=self.num_experts
+            )
+            for ids, sequence_words, mask in zip(token_ids, words, valid, strict=True)
         ]
 
     def _check_claim(self, token_ids: Sequence[np.ndarray | Sequence[int]], layout: TokenLayout) -> None:
@@ -376,3 +388,75 @@ def _check_one_model(traces: Sequence[RouteTrace]) -> int | None:
             )
         num_experts = num_experts or trace.num_experts
     return num_experts
+
+
+# ---- between token-major traces and layer-major batches --------------------------------------------------------------
+
+TOKENS_PER_RUN = 256  # of 48 layers, top 8: read and written within the first-level cache
+
+LayerIndex = slice | list[int]
+Run = tuple[int, slice, slice]  # (sequence, its tokens, their rows)
+
+
+def runs_of(layout: TokenLayout) -> list[Run]:
+    """Return runs of tokens at equal distance in the rows, each short enough for the cache.
+
+    A few for each sequence in any layout, in row order, so that memory is written in order.
+    """
+    step = layout.fed.shape[0] if layout.order == "sequence" else 1
+    filled = np.flatnonzero(layout.rows != PADDING)
+    row_of = np.full(layout.num_tokens, PADDING)
+    row_of[layout.rows[filled]] = filled
+    block = row_of // (TOKENS_PER_RUN * step)  # -1 for tokens of other ranks
+    begins = np.ones(layout.num_tokens, bool)
+    begins[1:] = (np.diff(row_of) != step) | (np.diff(block) != 0)
+    begins[layout.starts[:-1][np.array(layout.lengths) > 0]] = True
+
+    bounds = np.append(np.flatnonzero(begins), layout.num_tokens)
+    first, count = bounds[:-1], np.diff(bounds)
+    here = row_of[first] != PADDING
+    first, count = first[here], count[here]
+    in_order = np.argsort(block[first], kind="stable")
+    first, count = first[in_order], count[in_order]
+
+    sequence = np.searchsorted(layout.starts, first, side="right") - 1
+    token, row = first - layout.starts[sequence], row_of[first]
+    numbers = zip(*(a.tolist() for a in (sequence, token, row, count)), strict=True)
+    return [(s, slice(t, t + n), slice(r, r + (n - 1) * step + 1, step)) for s, t, r, n in numbers]
+
+
+def to_layer_major(
+    sequences: Sequence[np.ndarray], layout: TokenLayout, runs: Sequence[Run], indices: LayerIndex
+) -> np.ndarray:
+    """Transpose (T, L) of each sequence to (L, R); zero in rows that hold no token."""
+    layers = sequences[0][:0, indices].shape[1]
+    out = np.zeros((layers, layout.num_rows), sequences[0].dtype)
+    for sequence, tokens, rows in runs:
+        out[:, rows] = sequences[sequence][tokens, indices].T
+    return out
+
+
+def to_token_major(batch: np.ndarray, layout: TokenLayout, runs: Sequence[Run]) -> list[np.ndarray]:
+    """Transpose (L, R) to (T, L) of each sequence; zero for tokens that no row holds."""
+    out = [np.zeros((length, len(batch)), batch.dtype) for length in layout.lengths]
+    for sequence, tokens, rows in runs:
+        out[sequence][tokens] = batch[:, rows].T
+    return out
+
+
+def as_words(ids: np.ndarray) -> np.ndarray:
+    """View ids (X, Y, K) as words (X, Y) of K ids each, so that a row of ids moves as one."""
+    size = ids.shape[2] * ids.itemsize
+    word = np.dtype(f"u{size}") if size in (1, 2, 4, 8) else np.dtype((np.void, size))
+    return np.ascontiguousarray(ids).view(word)[..., 0]
+
+
+def as_ids(words: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """View words (X, Y) as ids (X, Y, K)."""
+    return words.view(dtype).reshape(*words.shape, words.itemsize // dtype.itemsize)
+
+
+def as_slice(indices: list[int]) -> LayerIndex:
+    """Return adjacent indices as a slice, which indexes without a copy."""
+    contiguous = indices == list(range(indices[0], indices[0] + len(indices))) if indices else False
+    return slice(indices[0], indices[-1] + 1) if contiguous else indices

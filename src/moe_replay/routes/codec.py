@@ -1,7 +1,7 @@
 """Encode the parts of a trace as bytes, and decode them. The format, with the names used here, is docs/trace-format.md.
 
 Reading trusts nothing: sizes are compared with the bytes that exist before anything is allocated, every byte is under
-a checksum, and whatever the one canonical writer would not have written is a `TraceFormatError`.
+a checksum, and anything that the one canonical writer would not have written is a `TraceFormatError`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,42 @@ from typing import NamedTuple
 import numpy as np
 
 from moe_replay.errors import TraceFormatError
-from moe_replay.routes.bit_planes import ID_GROUP, pack_ids, smallest_id_bits, unpack_ids
 from moe_replay.routes.trace_parts import MAX_EXPERTS, TraceParts, VersionSpan, cut_spans
+
+# ---- ids of more than a byte as planes -------------------------------------------------------------------------------
+# All low bytes, then the remaining bits, one plane each. Both directions are bound by memory, not by arithmetic: each
+# pass over a block costs about as much as any other.
+
+ID_GROUP = 64  # ids are padded to a multiple of this, so that every plane is a whole number of 64-bit words
+_BIT_8_OF_EIGHT_IDS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") * np.uint16(256)
+
+
+def smallest_id_bits(num_ids: int) -> int:
+    """Return the bits of an id on the wire, at least 8."""
+    return max(8, (num_ids - 1).bit_length())
+
+
+def pack_ids(ids: np.ndarray, id_bits: int, out: np.ndarray) -> None:
+    """Pack ids (n,) uint16, all below 2**id_bits, into out (n / 8 * id_bits,) uint8; n is a multiple of `ID_GROUP`."""
+    np.copyto(out[: len(ids)], ids, casting="unsafe")  # keeps the low byte
+    planes = out[len(ids) :].reshape(id_bits - 8, -1)
+    for bit in range(id_bits - 1, 7, -1):  # from the top, where a comparison finds the bit
+        planes[bit - 8] = np.packbits(ids >= (1 << bit), bitorder="little")
+        if bit > 8:
+            ids = ids & ((1 << bit) - 1)
+
+
+def unpack_ids(block: np.ndarray, id_bits: int, out: np.ndarray) -> None:
+    """Invert `pack_ids`, into out (n,) uint16."""
+    eights = out.reshape(-1, 8)
+    planes = block[len(out) :].reshape(id_bits - 8, -1)
+    np.take(_BIT_8_OF_EIGHT_IDS, planes[0], axis=0, out=eights, mode="clip")  # "clip": "raise" would buffer
+    for more, plane in enumerate(planes[1:], 1):
+        eights |= np.take(_BIT_8_OF_EIGHT_IDS << more, plane, axis=0)
+    out |= block[: len(out)]
+
+
+# ---- sizes and offsets -----------------------------------------------------------------------------------------------
 
 MAGIC = b"\x89MRT\r\n\x1a\n"
 VERSION = 1
@@ -32,7 +66,7 @@ _DIGEST_ROW = 512  # words
 
 @dataclass(frozen=True)
 class Limits:
-    """Upper bounds on what is read or written, whatever a header claims."""
+    """Upper bounds on reads and writes, regardless of a header's claims."""
 
     tokens: int = 2**24
     layers: int = 4096
@@ -63,7 +97,7 @@ class Shape:
     tokens: int
     layers: int
     top_k: int
-    experts: int  # 0: unknown
+    num_experts: int  # 0: unknown
     id_bits: int
     coverage: int
     spans: int
@@ -112,7 +146,6 @@ class BlobSource:
     def error(
         self, field: str, at: int, problem: str, expected: object, found: object, token: int | None = None
     ) -> TraceFormatError:
-        """Return the error for a field."""
         text = f"{self.prefix}{field} at byte {self.start + at}: {problem}"
         return TraceFormatError(text, sample=self.sample, token=token, expected=expected, found=found)
 
@@ -123,21 +156,27 @@ class BlobSource:
 def encode(trace: TraceParts, limits: Limits = DEFAULT_LIMITS) -> list[memoryview]:
     """Encode a trace as buffers for vectored writes. Up to 256 experts, ids are views of the trace and not copied."""
     mode, bitmap = _coverage_bitmap(trace.coverage)
-    experts = trace.num_experts or 0
-    id_bits = smallest_id_bits(experts or int(trace.experts.max(initial=0)) + 1)
+    num_experts = trace.num_experts or 0
+    id_bits = smallest_id_bits(num_experts or int(trace.routed_experts.max(initial=0)) + 1)
     shape = Shape(
-        len(trace.token_ids), len(trace.layers), trace.experts.shape[2], experts, id_bits, mode, len(trace.versions)
+        len(trace.token_ids),
+        len(trace.layers),
+        trace.routed_experts.shape[2],
+        num_experts,
+        id_bits,
+        mode,
+        len(trace.versions),
     )
     unwritten = BlobSource(memoryview(b""))
     _check_shape(unwritten, shape, limits)
     if trace.layers[-1] >= 2**32:
         raise unwritten.error("layer ids", shape.offsets.layers, "id out of range", "below 2**32", trace.layers[-1])
-    _check_uncovered(unwritten, shape, trace.experts, trace.coverage, 0)
+    _check_uncovered(unwritten, shape, trace.routed_experts, trace.coverage, 0)
     blocks, digests = [], []
     packed = np.empty(0 if id_bits == 8 else shape.blob_bytes - shape.offsets.payload, np.uint8)
     for block in range(shape.blocks):
-        ids = trace.experts[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS].reshape(-1)
-        limit = experts or MAX_EXPERTS
+        ids = trace.routed_experts[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS].reshape(-1)
+        limit = num_experts or MAX_EXPERTS
         if limit <= np.iinfo(ids.dtype).max and (largest := int(ids.max())) >= limit:  # bits would be lost silently
             raise unwritten.error("payload", shape.offsets.payload, "id out of range", f"below {limit}", largest)
         if len(ids) % ID_GROUP:
@@ -152,7 +191,7 @@ def encode(trace: TraceParts, limits: Limits = DEFAULT_LIMITS) -> list[memoryvie
     numbers = ((trace.versions, "<u8"), (digests, "<u8"), (trace.layers, "<u4"), (trace.token_ids, "<u4"))
     padding = bytes(shape.offsets.payload - shape.offsets.padding)
     sections = b"".join([*(np.asarray(values, dtype).tobytes() for values, dtype in numbers), bitmap, padding])
-    fields = (MAGIC, VERSION, _CODEC_PLANES, id_bits, mode, 0, shape.top_k, shape.layers, experts)
+    fields = (MAGIC, VERSION, _CODEC_PLANES, id_bits, mode, 0, shape.top_k, shape.layers, num_experts)
     sizes = (shape.tokens, shape.spans, 0, shape.blob_bytes, 0, zlib.crc32(sections))
     header = _HEADER.pack(*fields, *sizes, 0)[:-4]
     head = header + struct.pack("<I", zlib.crc32(header)) + sections
@@ -205,12 +244,18 @@ def decode(source: BlobSource, tokens: slice, limits: Limits) -> tuple[TracePart
     first, last = (min(block * BLOCK_TOKENS, shape.tokens) for block in (blocks.start, blocks.stop))
     covered = sections.covered[first:last]
     ids = _read_ids(source, shape, sections.digests, blocks)
-    experts = ids[: (last - first) * shape.layers * shape.top_k].reshape(last - first, shape.layers, shape.top_k)
-    _check_uncovered(source, shape, experts, covered, first)
+    routed_experts = ids[: (last - first) * shape.layers * shape.top_k].reshape(last - first, shape.layers, shape.top_k)
+    _check_uncovered(source, shape, routed_experts, covered, first)
     versions = cut_spans(sections.versions, first, last)
     token_ids = sections.token_ids[first:last]
-    parts = TraceParts(token_ids, experts, sections.layers, covered, versions, shape.experts or None)
+    parts = TraceParts(token_ids, routed_experts, sections.layers, covered, versions, shape.num_experts or None)
     return parts, slice(start - first, stop - first, step)
+
+
+def decode_token_ids(data: bytes | memoryview, limits: Limits = DEFAULT_LIMITS) -> np.ndarray:
+    """(T,) int32: the tokens of a blob, without reading its routes."""
+    source = buffer_source(data)
+    return _read_sections(source, *read_header(source, limits)).token_ids
 
 
 def read_header(source: BlobSource, limits: Limits) -> tuple[Shape, int]:
@@ -240,13 +285,13 @@ def read_header(source: BlobSource, limits: Limits) -> tuple[Shape, int]:
 
 
 def _check_shape(source: BlobSource, shape: Shape, limits: Limits) -> None:
-    least_bits = smallest_id_bits(shape.experts or 1)
-    most_bits = least_bits if shape.experts else smallest_id_bits(MAX_EXPERTS)
+    least_bits = smallest_id_bits(shape.num_experts or 1)
+    most_bits = least_bits if shape.num_experts else smallest_id_bits(MAX_EXPERTS)
     for field, at, least, most, found in (
-        ("num_experts", 20, 0, MAX_EXPERTS, shape.experts),
+        ("num_experts", 20, 0, MAX_EXPERTS, shape.num_experts),
         ("id_bits", 11, least_bits, most_bits, shape.id_bits),
         ("coverage", 12, _ALL, _PER_TOKEN_AND_LAYER if shape.tokens else _ALL, shape.coverage),
-        ("top_k", 14, 1, min(limits.top_k, shape.experts or MAX_EXPERTS), shape.top_k),
+        ("top_k", 14, 1, min(limits.top_k, shape.num_experts or MAX_EXPERTS), shape.top_k),
         ("num_layers", 16, 1, limits.layers, shape.layers),
         ("num_tokens", 24, 0, limits.tokens, shape.tokens),
         ("num_spans", 32, 1, min(limits.spans, max(shape.tokens, 1)), shape.spans),
@@ -321,8 +366,8 @@ def _read_ids(source: BlobSource, shape: Shape, digests: list[int], blocks: rang
     payload = np.frombuffer(source.take(start, stop), np.uint8)
     ids = payload if shape.id_bits == 8 else np.empty(len(payload) // shape.id_bits * 8, np.uint16)
     row_ids = shape.layers * shape.top_k
-    limit = shape.experts or MAX_EXPERTS
-    largest, largest_matters = 0, shape.experts < 1 << shape.id_bits  # else no id of `id_bits` bits is too large
+    limit = shape.num_experts or MAX_EXPERTS
+    largest, largest_matters = 0, shape.num_experts < 1 << shape.id_bits  # else no id of `id_bits` bits is too large
     for block in blocks:  # each is checked and unpacked while it is in cache
         at = shape.block_at(block)
         raw = payload[at - start : shape.block_at(block + 1) - start]
@@ -339,22 +384,24 @@ def _read_ids(source: BlobSource, shape: Shape, digests: list[int], blocks: rang
             raise source.error("payload", at, "id out of range", f"below {limit}", largest, token)
         if block_ids[(shape.tokens - block * BLOCK_TOKENS) * row_ids :].any():
             raise source.error("payload", at, "ids after the last token", "zeros", "others")
-    if not shape.experts and len(blocks) == shape.blocks and shape.id_bits != smallest_id_bits(largest + 1):
+    if not shape.num_experts and len(blocks) == shape.blocks and shape.id_bits != smallest_id_bits(largest + 1):
         raise source.error("id_bits", 11, "fewer would do", smallest_id_bits(largest + 1), shape.id_bits)
     return ids
 
 
-def _check_uncovered(source: BlobSource, shape: Shape, experts: np.ndarray, covered: np.ndarray, first: int) -> None:
+def _check_uncovered(
+    source: BlobSource, shape: Shape, routed_experts: np.ndarray, covered: np.ndarray, first: int
+) -> None:
     """Raise unless the ids of uncovered (token, layer) pairs are zero."""
     if covered.all():
         return
     rows = np.nonzero(~covered if covered.shape[1] > 1 else ~covered[:, 0])
-    strays = experts[rows].reshape(len(rows[0]), -1).any(axis=1)
+    strays = routed_experts[rows].reshape(len(rows[0]), -1).any(axis=1)
     if strays.any():
         row = tuple(axis[np.argmax(strays)] for axis in rows)
         token = first + int(row[0])
         at = shape.block_at(token // BLOCK_TOKENS)
-        raise source.error("payload", at, "ids where nothing is covered", "zeros", experts[row].tolist(), token)
+        raise source.error("payload", at, "ids where nothing is covered", "zeros", routed_experts[row].tolist(), token)
 
 
 def _check_crc(source: BlobSource, field: str, at: int, raw: bytes | memoryview, expected: int) -> None:

@@ -34,8 +34,8 @@ class TokenLayout:
     lengths         tokens of each sequence, whole: the same on every rank
     segments        widths that the columns divide into: one per sequence where packed, else the whole width
     order           how the model flattens (B, W): "batch" major, or "sequence" major as Megatron's [s, b, h]
-    context_shard   (rank, size): `fed` holds this rank's share of the columns
-    sequence_shard  (rank, size): the routers see this rank's share of the columns of `fed`
+    context_shard   (rank, size): `fed` holds this rank's part of the columns
+    sequence_shard  (rank, size): the routers see this rank's part of the columns of `fed`
     """
 
     fed: np.ndarray
@@ -121,7 +121,7 @@ class TokenLayout:
         )
 
     def context_parallel(self, rank: int, size: int, style: Literal["zigzag", "contiguous"] = "zigzag") -> TokenLayout:
-        """Keep this rank's share of the columns.
+        """Keep this rank's part of the columns.
 
         zigzag: every segment is split into 2 * size chunks, of which the rank holds `rank` and `2 * size - 1 - rank`.
         contiguous: the whole width is split into `size` chunks; also what Ulysses-style trainers feed.

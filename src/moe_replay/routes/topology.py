@@ -12,9 +12,16 @@ from functools import cached_property
 from typing import Protocol
 
 from moe_replay.errors import UnsupportedRouterError
-from moe_replay.routes.layer_rules import STATE_IT, Config, decoder_depth, not_understood, setting
-from moe_replay.routes.refused import refusal_by_type
-from moe_replay.routes.router_families import ROUTER_FAMILIES, RouterFamily
+from moe_replay.routes.router_families import (
+    ROUTER_FAMILIES,
+    STATE_IT,
+    Config,
+    RouterFamily,
+    decoder_depth,
+    not_understood,
+    refusal_by_type,
+    setting,
+)
 from moe_replay.routes.trace_parts import MAX_EXPERTS
 
 ATTENTION_ROUTER = 1 << 16
@@ -99,7 +106,6 @@ class MoeTopology:
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """The names of the layers that route."""
         return tuple(moe.layer for moe in self.moe_layers)
 
     @cached_property
@@ -208,7 +214,6 @@ def _experts_without_weights(config: Config) -> int:
 
 
 def _by_any_name(config: Config, names: tuple[str, ...]) -> int | Sequence[int]:
-    """Return the one number that the config has under any of these names."""
     values = {name: value for name in names if (value := setting(config, name)) is not None}
     found = list(values.values())
     if not found or any(value != found[0] for value in found):

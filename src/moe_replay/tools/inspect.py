@@ -1,4 +1,4 @@
-"""The contents of a trace file: tokens, layers, coverage, weight versions and expert load."""
+"""Statistics of trace files: tokens, layers, coverage, weight versions and expert load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_replay.routes.trace_file import TraceFile
 
 
 def read_traces(path: str | Path) -> Iterator[RouteTrace]:
-    """Yield the traces of a `TraceFile` one at a time, or the only trace of a `RouteTrace.to_bytes` file."""
+    """Yield the traces of a `TraceFile` one at a time, or the single trace of a `RouteTrace.to_bytes` file."""
     try:
         with open(path, "rb") as file:
             head = file.read(len(MAGIC))
@@ -39,7 +39,7 @@ class LayerSummary:
 
     tokens    tokens of the traces that have this layer
     covered   tokens with a route in this layer
-    load      (E,) int64, how often each expert was chosen
+    load      (E,) int64, number of times each expert was selected
     """
 
     layer: int
@@ -48,7 +48,6 @@ class LayerSummary:
     load: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def add(self, load: np.ndarray, tokens: int, covered: int) -> None:
-        """Add the routes of one trace."""
         size = max(len(self.load), len(load))
         self.load = np.pad(self.load, (0, size - len(self.load))) + np.pad(load, (0, size - len(load)))
         self.tokens += tokens
@@ -56,12 +55,12 @@ class LayerSummary:
 
     @property
     def entropy(self) -> float:
-        """Normalized entropy of the load: 1 if all experts are chosen equally often, 0 if only one is."""
+        """Normalized entropy of the load: 1 for equal loads, 0 for a single expert."""
         total = self.load.sum()
         if len(self.load) < 2 or not total:
             return 0.0
-        shares = self.load[self.load > 0] / total
-        return float(-(shares * np.log(shares)).sum() / np.log(len(self.load))) + 0.0
+        fractions = self.load[self.load > 0] / total
+        return float(-(fractions * np.log(fractions)).sum() / np.log(len(self.load))) + 0.0
 
     @property
     def peak(self) -> float:
@@ -70,11 +69,9 @@ class LayerSummary:
 
     @property
     def unused(self) -> int:
-        """Number of experts that were never chosen."""
         return int(np.count_nonzero(self.load == 0))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the summary as plain data for JSON."""
         return {
             "layer": self.layer,
             "tokens": self.tokens,
@@ -94,8 +91,8 @@ class TraceSummary:
     covered      cells with a route
     routers      number of traces for each (top_k, num_experts); num_experts is None if a trace does not say
     versions     number of tokens for each weight version
-    duplicates   cells that name an expert twice, which no router does
-    repeated     traces with exactly the tokens of an earlier one
+    duplicates   cells with the same expert twice, which no router produces
+    repeated     traces with the same tokens as an earlier one
     """
 
     traces: int = 0
@@ -111,11 +108,10 @@ class TraceSummary:
 
     @property
     def coverage(self) -> float:
-        """Share of (token, layer) pairs with a route."""
+        """Fraction of (token, layer) pairs with a route."""
         return self.covered / self.cells if self.cells else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the summary as plain data for JSON."""
         routers = sorted(self.routers.items(), key=str)
         return {
             "traces": self.traces,
@@ -131,30 +127,30 @@ class TraceSummary:
 
     def differences(self, topology: MoeTopology) -> list[str]:
         """Return how these traces contradict a model; empty if they fit."""
-        found = []
+        differences = []
         if sorted(self.layers) != list(topology.layers):
-            found.append(f"layers: the model routes in {list(topology.layers)}, the traces in {sorted(self.layers)}")
+            differences.append(f"layers: {list(topology.layers)} in the model, {sorted(self.layers)} in the traces")
         for top_k, experts in self.routers:
             if top_k != topology.top_k:
-                found.append(f"experts per token: {topology.top_k} in the model, {top_k} in the traces")
+                differences.append(f"experts per token: {topology.top_k} in the model, {top_k} in the traces")
             if experts not in (None, topology.num_experts):
-                found.append(f"experts: {topology.num_experts} in the model, {experts} in the traces")
+                differences.append(f"experts: {topology.num_experts} in the model, {experts} in the traces")
         largest = max((len(summary.load) for summary in self.layers.values()), default=0)
-        if largest > topology.num_experts and not found:
-            found.append(f"expert {largest - 1} was chosen, and the model has {topology.num_experts}")
-        return found
+        if largest > topology.num_experts and not differences:
+            differences.append(f"expert {largest - 1} was selected, but the model has {topology.num_experts}")
+        return differences
 
     def check(self, topology: MoeTopology) -> None:
         """Raise unless these traces fit a model."""
         if differences := self.differences(topology):
             raise AlignmentError(
-                f"these are not routes of this model: {'; '.join(differences)}",
-                remedy="Compare the model, its top-k setting and the layer numbering of the engine",
+                f"the traces do not match the model: {'; '.join(differences)}",
+                remedy="Check the model, its top-k setting and the layer numbering of the engine",
             )
 
 
 def summarize(traces: Iterable[RouteTrace]) -> TraceSummary:
-    """Summarize traces in one pass, with one of them in memory at a time."""
+    """Summarize traces in one pass, with one trace in memory at a time."""
     summary, seen = TraceSummary(), set()
     for trace in traces:
         tokens, valid = len(trace), trace.valid
@@ -171,14 +167,14 @@ def summarize(traces: Iterable[RouteTrace]) -> TraceSummary:
         summary.repeated += digest in seen
         seen.add(digest)
         for slot, layer in enumerate(trace.layers):
-            chosen = trace.experts[valid[:, slot], slot]
-            load = np.bincount(chosen.ravel(), minlength=trace.num_experts or 0)
-            summary.layers.setdefault(layer, LayerSummary(layer)).add(load, tokens, len(chosen))
+            covered = trace.routed_experts[valid[:, slot], slot]
+            load = np.bincount(covered.ravel(), minlength=trace.num_experts or 0)
+            summary.layers.setdefault(layer, LayerSummary(layer)).add(load, tokens, len(covered))
     return summary
 
 
 def _duplicates(trace: RouteTrace) -> int:
-    """Count valid cells that name an expert twice; reading a trace from bytes does not check for them."""
-    ordered = np.sort(trace.experts, axis=2)
-    twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=2)
-    return int(np.count_nonzero(twice & trace.valid))
+    """Count valid cells with a duplicate expert, which decoding a trace does not check."""
+    ordered = np.sort(trace.routed_experts, axis=2)
+    is_duplicate = (ordered[..., 1:] == ordered[..., :-1]).any(axis=2)
+    return int(np.count_nonzero(is_duplicate & trace.valid))

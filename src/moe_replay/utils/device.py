@@ -1,4 +1,4 @@
-"""The accelerator of this process, whatever its name, and copies to it that do not wait for it."""
+"""The accelerator of this process (CUDA, NPU, ...), and copies to it that do not synchronize."""
 
 from __future__ import annotations
 
@@ -20,31 +20,57 @@ EXTENSIONS = {"npu": "torch_npu"}
 
 def accelerator() -> str | None:
     """Return the type of the accelerator that torch computes on here, such as cuda or npu; None if there is none."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return None if found is None else found.type
+    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if current is None else current.type
 
 
-def device_type(wanted: str = "auto") -> str:
-    """Return the device type to compute on: the one asked for, or for auto the accelerator, else cpu."""
-    if package := EXTENSIONS.get(wanted):
+def device_type(requested: str = "auto") -> str:
+    """Return the device type to compute on: the requested one; for auto the accelerator, else cpu."""
+    if package := EXTENSIONS.get(requested):
         try:
             importlib.import_module(package)
         except ImportError as missing:
             raise MissingExtraError(
-                f"the device {wanted} needs {package}",
+                f"the device {requested} needs {package}",
                 found=missing,
                 remedy=f"Install {package}, or use another device",
             ) from missing
-    found = accelerator()
-    if wanted == "auto":
-        return found or "cpu"
-    if wanted not in ("cpu", found):
+    present = accelerator()
+    if requested == "auto":
+        return present or "cpu"
+    if requested not in ("cpu", present):
         raise MoeReplayError(
-            f"no device of type {wanted} is available",
-            found=f"{found or 'cpu'} as torch sees it",
+            f"no device of type {requested} is available",
+            found=f"{present or 'cpu'} as torch sees it",
             remedy="Set the device to auto",
         )
-    return wanted
+    return requested
+
+
+PEAK_TFLOPS = {
+    "B200": (2250.0, 75.0),
+    "H200": (989.5, 67.0),
+    "H20": (148.0, 44.0),
+    "H100 PCIe": (756.0, 51.0),
+    "H100 NVL": (835.0, 60.0),
+    "H100": (989.5, 67.0),
+    "H800": (989.5, 67.0),
+    "A100": (312.0, 19.5),
+    "A800": (312.0, 19.5),
+    "L40S": (362.0, 91.6),
+    "RTX 4090": (165.2, 82.6),
+    "MI300X": (1307.4, 163.4),
+}
+"""Part of a device's name -> dense TFLOP/s by its data sheet, in bfloat16 or float16, and in float32 without TF32."""
+
+
+def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return what a GPU computes at best in a dtype; None for a CPU and for devices that are not listed."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    half, single = next((peaks for part, peaks in PEAK_TFLOPS.items() if part in name), (None, None))
+    return single if dtype == torch.float32 else half
 
 
 def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
@@ -55,7 +81,7 @@ def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def device_module(device: torch.device) -> Any:
-    """Return torch.cuda, torch.npu and so on: what torch offers for this type of device."""
+    """Return torch.cuda, torch.npu and so on: torch's module for this type of device."""
     return torch.get_device_module(device)
 
 

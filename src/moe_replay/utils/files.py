@@ -1,9 +1,10 @@
-"""Files that are complete or absent, also after a crash."""
+"""Files that are complete or absent, also after a crash; anonymous files that processes of one machine map."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 Write = Callable[[Path], list[Path]]
@@ -48,3 +49,27 @@ def sizes(folder: Path) -> dict[str, int]:
 
 def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+_MAX_PARTS = 512  # a kernel takes at most 1024
+
+
+def anonymous_file() -> int:
+    """Return the descriptor of a new file without a name, in memory where the system has such files."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("moe-replay")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def write_at(file: int, offset: int, parts: Sequence[memoryview]) -> int:
+    """Write all parts from `offset` on; return their size."""
+    left, begin = [part for part in parts if len(part)], offset
+    while left:
+        written = os.pwritev(file, left[:_MAX_PARTS], offset)
+        offset += written
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if written:
+            left[0] = left[0][written:]
+    return offset - begin

@@ -1,6 +1,6 @@
 """`ObjectRefs`: references of Ray to the parts of a batch, for processes that did not put them.
 
-In a separate module, so that the actor's process imports nothing else.
+A separate module, so that the actor's process imports nothing else.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 class Part(NamedTuple):
     """An object with some trajectories of a batch.
 
-    start   number of the first of them
+    start   index of the first of them
     ref     Ray's reference to it
     """
 
@@ -42,4 +42,4 @@ class ObjectRefs:
         if number != self._number or not self._sections:
             return None
         parts = self._sections[section]
-        return [parts[one] for one in sorted({part_with(wanted, parts) for wanted in numbers})]
+        return [parts[index] for index in sorted({part_with(number, parts) for number in numbers})]

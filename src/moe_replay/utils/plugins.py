@@ -19,8 +19,8 @@ from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from moe_replay.errors import MissingExtraError, MoeReplayError
-from moe_replay.utils.hang_watch import WATCH
-from moe_replay.utils.messages import one_line
+from moe_replay.utils.misc import one_line
+from moe_replay.utils.processes import WATCH
 
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -85,7 +85,7 @@ def is_path(name: str) -> bool:
 
 
 def import_path(path: str, *, kind: str, key: str) -> Any:
-    """Import `module:attribute`; whatever the module raises while it is imported is an error that names it."""
+    """Import `module:attribute`; any error that the module raises while it is imported names it."""
     module, _, attribute = path.partition(":")
     try:
         with user_code(f"{kind} {path!r} cannot be loaded: {module}", PluginError, remedy="Correct the module"):

@@ -1,8 +1,10 @@
-"""Processes that end with their parent, and what a process that was killed has left behind."""
+"""Processes that end with their parent, cleanup after killed processes, and the end of processes that hang."""
 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
+import math
 import os
 import re
 import select
@@ -17,6 +19,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
+
+from moe_replay.errors import ExitStatus
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 1.0  # where the system cannot report the end of a process
@@ -66,8 +71,8 @@ if not sys.stdin.buffer.readline():
 """
 
 
-class KilledWithThis:
-    """Kills processes when this one ends, however it ends: those that were started with a variable, `mark`.
+class OrphanReaper:
+    """Kills the processes that have the environment variable `mark` when this process ends, for any reason.
 
     For processes of other programs, which cannot be made to watch their parent.
     """
@@ -81,7 +86,7 @@ class KilledWithThis:
 
     def close(self) -> None:
         """End the guard; the processes run on."""
-        self._guard.communicate(b"done\n")  # a line: processes that were forked meanwhile keep the pipe open
+        self._guard.communicate(b"done\n")  # a line: processes forked in the meantime keep the pipe open
 
 
 def leave_process_group() -> None:
@@ -111,10 +116,10 @@ def owned_folder(parent: Path | None = None) -> Iterator[Path]:
 def clear_leftovers(parent: Path) -> list[Path]:
     """Remove this user's folders of `owned_folder` whose process on this machine is gone; return them.
 
-    With each go the files in shared memory that it lists and no process uses.
+    The shared-memory files that a folder lists and no process uses go with it.
     """
-    found = [(path, _OWNED.fullmatch(path.name)) for path in parent.glob("moe-replay-*") if _is_own(path)]
-    dead = [path for path, name in found if name is not None and name["host"] == _host() and not _alive(name)]
+    folders = [(path, _OWNED.fullmatch(path.name)) for path in parent.glob("moe-replay-*") if _is_own(path)]
+    dead = [path for path, name in folders if name is not None and name["host"] == _host() and not _alive(name)]
     for path in dead:
         _remove_shared_files(path / _LIST)
         shutil.rmtree(path, ignore_errors=True)  # another process may be removing it too
@@ -161,7 +166,7 @@ def _is_own(path: Path) -> bool:
     try:
         return path.lstat().st_uid == os.getuid() and not path.is_symlink()
     except OSError:
-        return False  # removed meanwhile
+        return False  # removed by another process
 
 
 def _alive(name: re.Match[str]) -> bool:
@@ -186,7 +191,7 @@ def _exists(pid: int) -> bool:
 def start_time(pid: int) -> int | None:
     """Return when a process started, in ticks since the system did; None if there is no such process, or not Linux.
 
-    A process id is given again to a later process; the two together are not.
+    Process ids are reused; the pair of id and start time is not.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -197,3 +202,68 @@ def start_time(pid: int) -> int | None:
 
 def _host() -> str:
     return re.sub("[^0-9a-z]", "", socket.gethostname().lower()) or "host"
+
+
+# ---- functions that end the process ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def exits_are_failures() -> Iterator[None]:
+    """Have `os._exit(0)` in this block end the process with `ExitStatus.FAILED`, and a line that names the caller.
+
+    A user's function that calls it would end the run as if it had succeeded, and Python has no hook before it. Other
+    statuses are kept, and processes that are forked in the block, whose normal end it is.
+    """
+    own_pid, end_process = os.getpid(), os._exit
+
+    def end(status: int) -> NoReturn:
+        if status == ExitStatus.OK and os.getpid() == own_pid:
+            caller = sys._getframe(1)
+            place = f"{caller.f_code.co_name} in {caller.f_code.co_filename}, line {caller.f_lineno}"
+            os.write(_STDERR, f"error: the run was ended by os._exit(0), called by {place}\n".encode())
+            status = ExitStatus.FAILED
+        end_process(status)
+
+    os._exit = end
+    try:
+        yield
+    finally:
+        os._exit = end_process
+
+
+# ---- functions that hang in C code -----------------------------------------------------------------------------------
+# They keep the interpreter's lock: no thread can raise an error, and no signal handler runs. The timer of
+# `faulthandler` does not need the lock: it writes the stacks of all threads and ends the process with status 1.
+
+HANG_GRACE_S = 60.0  # beyond the limit after which the waiting thread gives up
+_LONGEST_S = 1e7
+_STDERR = 2
+
+
+class HangWatch:
+    """One timer for all threads that wait for a user's function; it restarts whenever one of them begins to wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting = 0
+
+    @contextmanager
+    def waiting(self, limit_s: float) -> Iterator[None]:
+        """End the process if this block takes much longer than `limit_s`, after which the waiting thread gives up."""
+        if limit_s == math.inf:
+            yield
+            return
+        with self._lock:
+            self._waiting += 1
+            faulthandler.dump_traceback_later(min(limit_s + HANG_GRACE_S, _LONGEST_S), exit=True, file=_STDERR)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting -= 1
+                if not self._waiting:
+                    faulthandler.cancel_dump_traceback_later()
+
+
+WATCH = HangWatch()
+"""Of this process, as the timer of `faulthandler` is."""

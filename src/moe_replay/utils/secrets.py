@@ -1,4 +1,4 @@
-"""Tokens and passwords: where they are read from, and how they are kept out of texts that others see."""
+"""Tokens and passwords: read from files or the environment, and masked in logs and errors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ _PASSWORD = re.compile(r"(?P<before>[a-zA-Z][a-zA-Z0-9+.-]*://[^\s/?#@:]*:)(?P<p
 
 _SECRET_NAME = re.compile(r"(?:^|[._])(?:token|password|secret|api_key)$")
 READABLE_BY_ALL = "on the command line can be read by every user of the machine"
+
+MIN_TOKEN_CHARACTERS = 16
 
 
 class SecretError(MoeReplayError):
@@ -38,6 +40,23 @@ def find_token(argument: str | None, file: Path | None, variable: str) -> str | 
     return token
 
 
+def check_token(token: str, variable: str, *, is_public: bool) -> None:
+    """Raise for a token that no header can carry, or that others could guess.
+
+    is_public   other machines can try tokens
+    """
+    remedy = f"Use a random one, or leave ${variable} unset: the server makes one and prints it"
+    if not token.strip() or not token.isprintable():
+        raise SecretError("the token is blank, or has control characters", remedy=remedy)
+    if is_public and len(token) < MIN_TOKEN_CHARACTERS:
+        raise SecretError(
+            "the token is too short for a server that other machines reach",
+            expected=f"at least {MIN_TOKEN_CHARACTERS} characters",
+            found=len(token),
+            remedy=remedy,
+        )
+
+
 def mask_passwords(text: str) -> str:
     """Return a text with the passwords of its URLs masked: `http://user:***@host`."""
     return _PASSWORD.sub(rf"\g<before>{MASK}@", text)
@@ -49,11 +68,10 @@ def is_secret_name(key: str) -> bool:
 
 
 def has_password(url: str) -> bool:
-    """Whether a URL has a password in it, masked or not."""
     return _PASSWORD.search(url) is not None
 
 
 def is_masked(url: str) -> bool:
     """Whether a URL had its password masked."""
-    found = _PASSWORD.search(url)
-    return found is not None and found["password"] == MASK
+    match = _PASSWORD.search(url)
+    return match is not None and match["password"] == MASK

@@ -1,4 +1,4 @@
-"""Signals that ask a process to end: the first is handled in order, a later one ends the process whatever it is doing.
+"""Signals that ask a process to end: the first is handled in order, a later one ends the process immediately.
 
 Python runs handlers in the main thread, between two of its instructions. A main thread that waits in a library (a
 collective with a dead rank) never gets there. So signals are also counted in a thread, by the byte that Python's C
@@ -8,12 +8,14 @@ handler writes for each.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -21,11 +23,33 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group of the sender
 
 
+@contextmanager
+def time_limit(limit_s: float, error: Exception) -> Iterator[None]:
+    """Raise `error` in this block if it takes longer; only the main thread can be interrupted, in any other it may.
+
+    Ends Python code and calls that sleep, but no extension that does not return to Python.
+    """
+    if limit_s == math.inf or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def expire(number: int, frame: FrameType | None) -> None:
+        raise error
+
+    handler = signal.signal(signal.SIGALRM, expire)
+    timer = signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
+
+
 class EndSignals:
     """Handles SIGINT, SIGTERM and SIGHUP while open; those that the process ignores (nohup) stay ignored.
 
     on_signal   called in the main thread with the number of the signal and how many there have been
-    end_after   signals after which the process is ended at once, with status 128 + signal
+    end_after   signals after which the process is ended immediately, with status 128 + signal
     farewell    line written to standard error then
 
     Only the main thread can handle signals; in any other it does nothing.

@@ -141,7 +141,7 @@ DOTS1 = _SIZES | {
     "routed_scaling_factor": 2.5,
     "sliding_window": None,
 }
-EXAMPLES = {"dots1": ("dots1", DOTS1)}  # families of docs/megatron-weights.md
+EXAMPLES = {"dots1": ("dots1", DOTS1)}  # families of docs/megatron.md
 DENSE_FIRST, DENSE_LAST = "qwen3_moe-dense-first", "qwen3_moe-dense-last"
 CHUNKS_WITHOUT_ROUTERS = {  # with two pipeline stages, a whole chunk at the beginning or at the end of the model
     DENSE_FIRST: ("qwen3_moe", _QWEN3 | {"mlp_only_layers": [0, 1]}),

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import moe_replay as mr
 from moe_replay.megatron import weights
-from moe_replay.replay.adapters.megatron_layout import layout_for
+from moe_replay.replay.adapters.megatron_settings import layout_for
+from moe_replay.weights.model_folder import ModelError
 from tests.distributed.megatron_models import Case, enable, fed, start
 from tests.megatron.weights.models import BATCH, LENGTH, assert_same_bytes, saved_tensors, token_ids
 
@@ -34,7 +35,7 @@ def traces(data: list[bytes]) -> list[mr.RouteTrace]:
 
 def chosen_sets(found: list[mr.RouteTrace]) -> np.ndarray:
     """(sequences, T, L, K), experts of a row in ascending order."""
-    return np.sort(np.stack([trace.experts for trace in found]), axis=-1)
+    return np.sort(np.stack([trace.routed_experts for trace in found]), axis=-1)
 
 
 # ---- one rank -------------------------------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ def refusals(folder: str, broken: list[str]) -> dict[str, Any]:
 def _refusal(function: Any, *args: Any, **kwargs: Any) -> str:
     try:
         function(*args, **kwargs)
-    except weights.WeightMapError as error:
+    except (weights.WeightMapError, ModelError) as error:
         return str(error)
     return "nothing"
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moe_replay.megatron.weights.checkpoint import INDEX, Checkpoint
-from moe_replay.megatron.weights.errors import WeightMapError
-from moe_replay.megatron.weights.export import CheckpointWriter
+from moe_replay.megatron.weights.checkpoint import INDEX, Checkpoint, CheckpointWriter
+from moe_replay.megatron.weights.tensor_slices import WeightMapError
 from tests.megatron.weights.models import assert_same_bytes, saved_tensors
 
 pytest.importorskip("safetensors")

@@ -9,7 +9,7 @@ import pytest
 
 from moe_replay.megatron import weights
 from moe_replay.megatron.weights.deepseek_v3 import prediction_layers
-from moe_replay.megatron.weights.errors import WeightMapError
+from moe_replay.megatron.weights.tensor_slices import WeightMapError
 from moe_replay.utils.plugins import PluginError
 from tests.megatron.weights.models import VARIANTS
 
@@ -90,7 +90,7 @@ def test_enums_of_megatron_core_are_given_by_name() -> None:
 
 def test_an_unknown_family_says_what_exists() -> None:
     with pytest.raises(
-        WeightMapError, match=r"deepseek_v3, .*, mixtral, olmoe, .*, qwen3_moe.*found 'jamba'.*megatron-weights"
+        WeightMapError, match=r"deepseek_v3, .*, mixtral, olmoe, .*, qwen3_moe.*found 'jamba'.*megatron\.md"
     ):
         weights.family_of("jamba")
 
@@ -136,11 +136,11 @@ def test_experts_with_biases_are_grouped() -> None:
 
 def test_a_family_of_the_caller_takes_precedence() -> None:
     own = weights.family_of("mixtral")
-    path = "moe_replay.megatron.weights.mixtral:MIXTRAL"
+    path = "moe_replay.megatron.weights.families:MIXTRAL"
     assert weights.family_of("my_moe", own) is own
     assert weights.family_of("my_moe", path) is own
     assert weights.family_of("my_moe", "mixtral") is own
     with pytest.raises(WeightMapError, match=r"expected a Family, found function"):
-        weights.family_of("my_moe", "moe_replay.megatron.weights.mixtral:settings")
+        weights.family_of("my_moe", "moe_replay.megatron.weights.families:mixtral_settings")
     with pytest.raises(PluginError, match=r"weight family 'no_such_module:FAMILY' cannot be loaded"):
         weights.family_of("my_moe", "no_such_module:FAMILY")

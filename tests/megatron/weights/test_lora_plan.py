@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
+from moe_replay.megatron.lora import LoraPlan
 from moe_replay.megatron.weights import family_of
-from moe_replay.megatron.weights.errors import WeightMapError
-from moe_replay.megatron.weights.lora_plan import LoraPlan
-from moe_replay.megatron.weights.tensor_slices import ParameterShard
-from moe_replay.megatron.weights.transfer import WeightMap
+from moe_replay.megatron.weights.loading import WeightMap
+from moe_replay.megatron.weights.tensor_slices import ParameterShard, WeightMapError
 
 CONFIG = SimpleNamespace(num_moe_experts=4, num_query_groups=2, num_attention_heads=4, kv_channels=8, hidden_size=16)
 LAYER = "decoder.layers.{layer}."
@@ -53,6 +52,6 @@ def test_a_name_that_no_layer_has_is_refused() -> None:
 
 
 def test_experts_that_a_checkpoint_keeps_in_one_tensor_are_refused() -> None:
-    with pytest.raises(WeightMapError, match=r"no matrix of their own.*layer 3.*experts\.gate_up_proj"):
+    with pytest.raises(WeightMapError, match=r"no separate matrix.*layer 3.*experts\.gate_up_proj"):
         plan("gpt_oss", "all-linear").check(model(FC1))
     plan("gpt_oss", "q_proj").check(model(QKV, FC1))

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.local_shards import ParameterSpec, global_name, specs_from_json, specs_to_json
 from moe_replay.megatron.weights.tensor_slices import (
     AlternatingGateUp,
@@ -22,6 +21,7 @@ from moe_replay.megatron.weights.tensor_slices import (
     Sections,
     Stacked,
     Transposed,
+    WeightMapError,
 )
 
 EXPERTS = 3

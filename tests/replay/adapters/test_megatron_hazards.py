@@ -54,7 +54,7 @@ def test_megatrons_own_switch_has_no_effect_on_an_attached_model():
 def test_layers_that_are_shifted_are_refused():
     model, replay, inputs, routes = routed()
     shifted = [
-        mr.RouteTrace(trace.token_ids, trace.experts, (0, 1, 3, 4, 6), num_experts=8)
+        mr.RouteTrace(trace.token_ids, trace.routed_experts, (0, 1, 3, 4, 6), num_experts=8)
         for trace in as_traces(routes[0], inputs[0])
     ]
     batch = mr.RouteBatch.from_traces(shifted, layout_of(inputs[0]))
@@ -187,11 +187,11 @@ def test_rows_that_no_router_can_have_chosen_are_refused(row, text):
 def test_every_integer_type_replays_alike(dtype):
     model, replay, inputs, routes = routed()
     traces = [
-        mr.RouteTrace(trace.token_ids, trace.experts.astype(dtype), trace.layers, num_experts=8)
+        mr.RouteTrace(trace.token_ids, trace.routed_experts.astype(dtype), trace.layers, num_experts=8)
         for trace in as_traces(routes[0], inputs[0])
     ]
     batch = mr.RouteBatch.from_traces(traces, layout_of(inputs[0]))
-    assert batch.experts.dtype == torch.uint8
+    assert batch.routed_experts.dtype == torch.uint8
     with torch.no_grad():
         with replay.replay(batch):
             found = call(model, inputs[0])

@@ -97,7 +97,7 @@ def test_traces_go_in_and_come_out():
     model, replay, inputs, routes = routed()
     traces = as_traces(routes[0], inputs[0])
     again = mr.RouteBatch.from_traces(traces, layout_of(inputs[0]), replay.layers)
-    assert torch.equal(again.experts, routes[0].experts)
+    assert torch.equal(again.routed_experts, routes[0].routed_experts)
     with torch.no_grad():
         with replay.replay(again):
             output = call(model, inputs[0])
@@ -124,7 +124,7 @@ def test_rows_without_a_route_are_routed_natively():
 
 def uncovered_where(trace, offset):
     valid = (np.arange(len(trace)) + offset) % 3 != 0
-    return mr.RouteTrace(trace.token_ids, trace.experts, trace.layers, valid, num_experts=trace.num_experts)
+    return mr.RouteTrace(trace.token_ids, trace.routed_experts, trace.layers, valid, num_experts=trace.num_experts)
 
 
 @pytest.mark.parametrize("wrap", ["Float16Module", "list", "DDP"])
@@ -189,7 +189,7 @@ def test_the_order_test_would_notice(recompute):
     model, replay, inputs, routes = routed(**RECOMPUTE[recompute])
     expected = expected_gradients(inputs, routes, **COMPARED.get(recompute, {}))
     active = replay._active
-    active.enter_backward = lambda forward_pass: type(active).enter_backward(active, None)
+    active.enter_backward = lambda forward_pass, **_: type(active).enter_backward(active, None)
     with replay.replay(routes[0]):
         loss = call(model, inputs[0]).mean()
     loss.backward()
@@ -205,11 +205,11 @@ def test_a_recording_is_left_as_it_was_by_recomputation():
         with replay.record() as recording:
             losses.append(call(model, ids).mean())
         recordings.append(recording)
-    before = [recording.batch().experts.clone() for recording in recordings]
+    before = [recording.batch().routed_experts.clone() for recording in recordings]
     for loss in reversed(losses):
         loss.backward()
     for recording, experts in zip(recordings, before, strict=True):
-        assert torch.equal(recording.batch().experts, experts)
+        assert torch.equal(recording.batch().routed_experts, experts)
     assert not torch.equal(before[0], before[1])
 
 

@@ -55,8 +55,8 @@ def test_recorded_and_foreign_routes_are_replayed(family: str) -> None:
         with replay.replay(batch):
             again = model(input_ids=ids)[0]
         assert batch.num_experts is not None
-        shifted = (batch.experts.long() + 1) % batch.num_experts
-        foreign = dataclasses.replace(batch, experts=shifted.to(batch.experts.dtype))
+        shifted = (batch.routed_experts.long() + 1) % batch.num_experts
+        foreign = dataclasses.replace(batch, routed_experts=shifted.to(batch.routed_experts.dtype))
         with replay.replay(foreign, observe=True) as replaying:
             moved = model(input_ids=ids)[0]
     assert torch.equal(native, again)

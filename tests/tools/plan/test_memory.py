@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("pydantic")
 
 from moe_replay.errors import LayoutError
-from moe_replay.tools.model_config import model_config
-from moe_replay.tools.plan.memory import GIB, MemoryPlan, plan_memory
-from moe_replay.tools.plan.sizes import ModelSizes
+from moe_replay.tools.plan.speed import plan_speed
 from moe_replay.train.config.file import load_config
+from moe_replay.train.setup import launch
+from moe_replay.train.setup.memory_plan import GIB, MemoryPlan, plan_memory, smallest_remedy, with_recomputation
+from moe_replay.weights.model_folder import read_config
+from moe_replay.weights.model_sizes import ModelSizes
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 QWEN3_30B: dict[str, Any] = {
@@ -36,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sizes(folder: Path) -> ModelSizes:
-    return ModelSizes.of(model_config(folder))
+    return ModelSizes.of(read_config(folder))
 
 
 def plan(sizes: ModelSizes, recipe: str, *overrides: str) -> MemoryPlan:
@@ -55,7 +61,7 @@ def test_parameters_are_counted_by_kind(sizes: ModelSizes) -> None:
 def test_the_recipes_fit_eight_cards_of_80_gb(sizes: ModelSizes, recipe: str) -> None:
     """Or as many as the recipe itself asks for."""
     config = load_config(RECIPES / f"{recipe}.toml")
-    gpus = config.cluster.ranks if config.cluster.kind == "ray" else 8
+    gpus = config.cluster.ranks if config.cluster.launcher == "ray" else 8
     found = plan_memory(config, sizes, gpus=gpus, gpu_gib=CARD_GIB)
     assert found.fits, str(found)
     assert "DOES NOT FIT" not in str(found)
@@ -92,15 +98,15 @@ def test_the_engine_on_the_same_cards(sizes: ModelSizes) -> None:
     found = plan(sizes, "megatron")
     assert found.phases["sample"]["engine"] == pytest.approx(0.8 * CARD_GIB * GIB)
     assert set(found.phases["sample"]) == {"engine", "context"}, "the trainer is in host memory"
-    assert found.phases["sync of weights"]["engine's weights"] == pytest.approx(2 * sizes.total / 8)
+    assert found.phases["weight sync"]["engine weights"] == pytest.approx(2 * sizes.total / 8)
     assert found.host > 14 * sizes.total
     kept = plan(sizes, "megatron", "--rollout.sleep_level", "1")
     assert kept.host - found.host == pytest.approx(2 * sizes.total)
     replicas = plan(sizes, "megatron", "--rollout.options", "tensor_parallel_size", "2", "data_parallel_size", "4")
     share = 2 * (sizes.experts / 8 + (sizes.total - sizes.experts) / 2)
-    assert replicas.phases["sync of weights"]["engine's weights"] == pytest.approx(share)
+    assert replicas.phases["weight sync"]["engine weights"] == pytest.approx(share)
     options = ["--rollout.options", "tensor_parallel_size", "1", "gpu_memory_utilization", "0.5"]
-    with pytest.raises(LayoutError, match="do not fit into its share"):
+    with pytest.raises(LayoutError, match="do not fit into its GPU memory"):
         plan(sizes, "megatron", *options)
 
 
@@ -116,6 +122,84 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "DOES NOT FIT" in capsys.readouterr().out
 
 
+def test_stages_are_counted_one_by_one(sizes: ModelSizes) -> None:
+    """Of 48 layers the first two are dense here; embedding and head are on the outer stages."""
+    experts, others = sizes.by_layer[0]
+    uneven = replace(sizes, by_layer=((0, others), (0, others), *sizes.by_layer[2:]))
+    words = ["--backend.pipeline_parallel", "4", "--backend.tensor_parallel", "1", "--backend.context_parallel", "1"]
+    words += ["--backend.expert_parallel", "2"]
+    config = load_config(RECIPES / "qwen3-30b-a3b-megatron.toml", words)
+    found = plan_memory(config, uneven, gpus=8, gpu_gib=CARD_GIB)
+    assert len(found.stages) == 4
+    assert max(found.stages) == max(found.totals.values())
+    even = plan_memory(config, sizes, gpus=8, gpu_gib=CARD_GIB)
+    fewer = 2 * experts / 2  # of two layers, half on each rank; 2 bytes of weights and 4 of gradients
+    assert even.stages[0] - found.stages[0] == pytest.approx(6 * fewer)
+    assert found.stages[1:] == even.stages[1:]
+    assert even.phases["optimizer step"]["weights"] == 2 * (12 * (experts / 2 + others) + sizes.embedding)
+    assert "fullest phase of each pipeline stage in GiB: 0: " in str(found)
+    ends = ["--backend.megatron", "num_layers_in_first_pipeline_stage", "9", "num_layers_in_last_pipeline_stage", "9"]
+    config = load_config(RECIPES / "qwen3-30b-a3b-megatron.toml", [*words, *ends])
+    middle = plan_memory(config, sizes, gpus=8, gpu_gib=CARD_GIB)
+    assert middle.stages[0] < even.stages[0]
+    assert middle.stages[1] > even.stages[1]
+
+
+def test_the_remedy_fits(sizes: ModelSizes) -> None:
+    overrides = ["--backend.offload", "false", "--batch.tokens_per_micro_batch", "65536"]
+    config = load_config(RECIPES / "qwen3-30b-a3b-fsdp.toml", overrides)
+    assert not plan(sizes, "fsdp", *overrides).fits
+    remedy = smallest_remedy(config, sizes, gpus=8, gpu_gib=CARD_GIB)
+    assert remedy is not None
+    assert "GPUs" not in remedy
+    words = [word for change in remedy.split(" and ") for word in f"--{change}".split(" = ")]
+    assert plan(sizes, "fsdp", *overrides, *words).fits
+    assert (smallest_remedy(config, sizes, gpus=1, gpu_gib=CARD_GIB) or "").startswith(("2 GPUs", "4 GPUs", "8 GPUs"))
+    assert smallest_remedy(config, sizes, gpus=1, gpu_gib=2.0) is None
+
+
+def test_a_remedy_of_a_pipeline(sizes: ModelSizes) -> None:
+    config = load_config(RECIPES / "qwen3-30b-a3b-megatron.toml")
+    remedy = smallest_remedy(config, sizes, gpus=8, gpu_gib=60.0)
+    assert remedy == "16 GPUs"  # among which the recipe divides the optimizer
+
+
+def test_the_command_says_it_as_json_with_the_remedy(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from moe_replay.cli.plan import PlanCommand
+
+    recipe = str(RECIPES / "qwen3-30b-a3b-megatron.toml")
+    with pytest.raises(SystemExit) as ended:
+        PlanCommand(model=str(folder), recipe=recipe, gpu_gib=60.0, json=True)()
+    said = json.loads(capsys.readouterr().out)
+    assert ended.value.code == 1
+    assert not said["fits"]
+    assert said["remedy"]
+    assert len(said["stages"]) == 2
+    assert [cost["kind"] for cost in said["weight_sync"]] == ["ipc", "nccl", "http"]
+    with pytest.raises(SystemExit):
+        PlanCommand(model=str(folder), recipe=recipe, gpu_gib=60.0)()
+    assert f"it fits with {said['remedy']}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["gpus", "gpu_gib", "gpu_tflops", "mfu", "ranks_per_node", "gbit"])
+def test_nothing_is_planned_for_no_gpus(option: str, folder: Path) -> None:
+    from moe_replay.cli.plan import PlanCommand
+
+    settings: dict[str, Any] = {option: 0}
+    with pytest.raises(LayoutError, match=f"--{option.replace('_', '-')} is not a positive number: found 0"):
+        PlanCommand(model=str(folder), recipe=str(RECIPES / "qwen3-30b-a3b-fsdp.toml"), **settings)()
+
+
+def test_an_engine_wider_than_a_machine_is_refused(folder: Path, tmp_path: Path) -> None:
+    from moe_replay.cli.plan import PlanCommand
+
+    text = (RECIPES / "qwen3-30b-a3b-megatron.toml").read_text()
+    recipe = tmp_path / "wide.toml"
+    recipe.write_text(re.sub(r"tensor_parallel_size = \d+", "tensor_parallel_size = 32", text))
+    with pytest.raises(LayoutError, match=r"an engine runs on one machine: expected at most 8 GPUs .*, found 32"):
+        PlanCommand(model=str(folder), recipe=str(recipe))()
+
+
 def test_engines_of_a_cluster_have_gpus_of_their_own(sizes: ModelSizes) -> None:
     apart = plan(sizes, "ray").phases["forward, backward"]
     shared = plan(
@@ -125,8 +209,68 @@ def test_engines_of_a_cluster_have_gpus_of_their_own(sizes: ModelSizes) -> None:
         "colocated",
         "--rollout.max_staleness",
         "0",
-        "--algorithm.correction",
+        "--algorithm.rollout_correction",
         "off",
     ).phases["forward, backward"]
     assert not apart.get("engine")
     assert shared["engine"] > sizes.total
+
+
+def test_operations_of_a_forward(sizes: ModelSizes) -> None:
+    """3.3 billion active parameters, as the model's page says; by hand for one layer's parts, and attention."""
+    attention, gate = 2048 * 4096 * 2 + 2 * 2048 * 512, 2048 * 128
+    matrices = 48 * (attention + gate + 8 * 3 * 2048 * 768)
+    flops = sizes.forward_flops([4096, 1024], scored=1000)
+    assert flops.parameters == pytest.approx(2 * (5120 * matrices + 1000 * 151936 * 2048), rel=1e-3)  # norms are small
+    assert flops.attention == pytest.approx(48 * 2 * 4096 * (4096**2 + 1024**2), rel=1e-3)
+    assert flops.update(frozen=False) == pytest.approx(3 * flops.forward)
+    assert flops.update(frozen=True) == pytest.approx(2 * flops.parameters + 3 * flops.attention)
+
+
+def test_layers_with_a_window_or_without_attention_count_less(sizes: ModelSizes) -> None:
+    windows = (4, None, 0, *[0] * 45)
+    pairs = (1 + 2 + 3 + 4 + 4 + 4) + (6 * 7 // 2)
+    assert replace(sizes, windows=windows).forward_flops([6], scored=0).attention == 4 * 4096 * pairs
+
+
+@pytest.mark.parametrize(
+    ("setting", "score"), [("auto", 0.75), ("always", 1.0), ("rollout", 0.0), ("auto --algorithm.beta 0.1", 1.75)]
+)
+def test_the_time_of_passes(sizes: ModelSizes, setting: str, score: float) -> None:
+    overrides = ["--algorithm.updates-per-rollout", "4", "--replay.mode", "r3", "--algorithm.rollout-correction", "off"]
+    overrides += ["--algorithm.old-logprobs", *setting.split()]
+    config = load_config(RECIPES / "qwen3-30b-a3b-fsdp.toml", overrides)
+    found = plan_speed(config, sizes, gpus=8, peak_tflops=1000.0, mfu=0.5)
+    assert found.score / found.train == pytest.approx(score / 3)
+    assert found.seconds == pytest.approx((found.score + found.train) / 4)
+    assert "at 50% of 1000 TFLOP/s on 8 GPUs" in str(found)
+
+
+@pytest.mark.parametrize(("gib", "recomputes"), [(60.0, True), (79.6, True), (400.0, False)])
+def test_layers_are_recomputed_unless_memory_is_left(sizes: ModelSizes, gib: float, recomputes: bool) -> None:
+    config = load_config(RECIPES / "qwen3-30b-a3b-fsdp.toml", ["--model.gradient-checkpointing", "auto"])
+    decided = with_recomputation(config, sizes, gpus=8, gpu_gib=gib)
+    assert decided.model.gradient_checkpointing is recomputes
+    assert plan_memory(config, sizes, gpus=8, gpu_gib=gib) == plan_memory(decided, sizes, gpus=8, gpu_gib=gib)
+    chosen = load_config(RECIPES / "qwen3-30b-a3b-fsdp.toml", ["--model.gradient-checkpointing", str(not recomputes)])
+    assert with_recomputation(chosen, sizes, gpus=8, gpu_gib=gib) is chosen
+
+
+@pytest.mark.parametrize(
+    ("device", "gib", "told"),
+    [
+        ("cpu", 0, (False, "")),
+        ("cuda", 400, (False, "off: at least 15% of 400 GiB free without, by estimate")),
+        ("cuda", 60, (True, "on: less than 15% of 60 GiB free without, by estimate")),
+    ],
+)
+def test_a_run_decides_about_recomputation_by_its_device(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, device: str, gib: int, told: tuple[bool, str]
+) -> None:
+    module = SimpleNamespace(mem_get_info=lambda device: (0, gib * GIB))
+    monkeypatch.setattr(launch, "device_module", lambda device: module)
+    monkeypatch.setattr(launch, "world_size", lambda: 8)
+    config = load_config(RECIPES / "qwen3-30b-a3b-fsdp.toml", ["--model.gradient-checkpointing", "auto"])
+    assert launch.recomputes(config, str(folder), torch.device(device)) == told
+    unreadable = launch.recomputes(config, str(folder / "nowhere"), torch.device(device))
+    assert unreadable[0] == (device == "cuda")

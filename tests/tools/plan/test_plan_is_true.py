@@ -9,17 +9,19 @@ from hypothesis import strategies as st
 
 from moe_replay import MoeTopology, RouteBatch, RouteTrace, TokenLayout
 from moe_replay.distributed import ranks
-from moe_replay.distributed.collectives import broadcast_bytes
-from moe_replay.distributed.control import open_control_group
-from moe_replay.rollout.types import FinishReason
+from moe_replay.distributed.collectives import broadcast_bytes, open_control_group
+from moe_replay.records import FinishReason, Trajectory
 from moe_replay.routes import MoeLayer
 from moe_replay.tools.plan import Cluster, Parallel, RouteBytes, Work, plan_layout
-from moe_replay.tools.plan.layout_plan import in_flight
-from moe_replay.train.trajectories.header import HEADER_BYTES
-from moe_replay.train.trajectories.shared_batch import SharedBatch
+from moe_replay.tools.plan.layout import in_flight
 from moe_replay.train.trajectories.store import InProcessStore, RankStore
-from moe_replay.train.trajectories.wire import table_bytes, trajectories_to_bytes
-from moe_replay.train.types import RolloutBatch, Trajectory
+from moe_replay.train.trajectories.wire import (
+    HEADER_BYTES,
+    batch_from_bytes,
+    batch_to_bytes,
+    table_bytes,
+    trajectories_to_bytes,
+)
 from tests.distributed.harness import run_ranks
 
 SIZES = st.sampled_from([1, 2, 4])
@@ -69,7 +71,7 @@ def test_rows_layers_and_bytes_of_every_rank(tp, cp, pp, vpp, lengths, packed, e
     parallel = Parallel(tp=tp, cp=cp, pp=pp, vpp=vpp if pp > 1 else 1)
     work = Work(lengths=lengths, packed=packed, micro_batches=pp)
     if extra is not None:
-        least = work.fed_shape(parallel.column_multiple)[1]
+        least = work.input_shape(parallel.column_multiple)[1]
         work = Work(lengths=lengths, packed=packed, micro_batches=pp, width=least + extra * parallel.column_multiple)
     plan = plan_layout(of, parallel, work)
     traces = [trace(length, of, seed) for seed, length in enumerate(lengths)]
@@ -80,11 +82,11 @@ def test_rows_layers_and_bytes_of_every_rank(tp, cp, pp, vpp, lengths, packed, e
         layout = layout_of(work, parallel, where["cp"], where["tp"])
         assert planned.rows == layout.num_rows
         assert planned.token_rows == layout.num_rows - layout.num_padding == plan.table["token_rows"][rank]
-        assert plan.fed_bytes == 4 * layout.fed.size
+        assert plan.token_id_bytes == 4 * layout.fed.size
         held = 0
         for layers in filter(None, planned.routing_layers):
             batch = RouteBatch.from_traces(traces, layout, layers)
-            held += batch.experts.nbytes + batch.valid[:1].nbytes
+            held += batch.routed_experts.nbytes + batch.valid[:1].nbytes
         assert planned.batch_bytes == held == plan.table["batch_bytes"][rank]
         layers = [layer for chunk in planned.routing_layers for layer in chunk]
         replayed.setdefault((where["cp"], where["tp"]), []).extend(layers)
@@ -162,12 +164,11 @@ def moved(parallel: dict[str, int], ranks_per_node: int) -> list[int]:
         alone = layout.world == 1
         store = InProcessStore() if alone else RankStore(own, layers, 60.0, machine=str(ranks.rank() // ranks_per_node))
         whole = [trajectory(i, LENGTHS[i % len(LENGTHS)], STORED) for i in range(each * layout.dp)]
-        made = SharedBatch.put(RolloutBatch(whole, {}), store) if ranks.rank() == 0 else None
-        batch = SharedBatch.from_bytes(broadcast_bytes(None if made is None else made.to_bytes()), store)
-        batch.get(range(own * each, (own + 1) * each), layers)
+        batch = batch_from_bytes(broadcast_bytes(batch_to_bytes(store.put(whole)) if ranks.rank() == 0 else None))
+        store.get(batch, range(own * each, (own + 1) * each), layers)
         ranks.barrier()
         sent = 0 if isinstance(store, InProcessStore) else store.sent_bytes
-        sections = batch.ref.sections
+        sections = batch.sections
         held = sum(size for _, size in sections) - len(sections) * table_bytes(len(whole))
         store.close()
     return [store.received_bytes, sent, held, HEADER_BYTES * len(batch.headers)]
@@ -191,7 +192,7 @@ def test_bytes_of_a_step_are_those_that_the_store_moves(parallel: dict[str, int]
     work = Work(lengths=LENGTHS, micro_batches=MICRO_BATCHES)
     plan = plan_layout(STORED, layout, work, cluster=Cluster(ranks_per_node=ranks_per_node))
     every = run_ranks(layout.world, moved, parallel, ranks_per_node)
-    assert [received for received, *_ in every] == plan.table["share_bytes"].tolist()
+    assert [received for received, *_ in every] == plan.table["fetched_bytes"].tolist()
     assert max(received for received, *_ in every) == plan.wire_bytes["rank"]
     _, sent, held, headers = every[0]
     assert sent == plan.wire_bytes["all_nodes"]

@@ -12,7 +12,6 @@ from moe_replay import MoeTopology
 from moe_replay.errors import LayoutError
 from moe_replay.routes import MoeLayer
 from moe_replay.tools.plan import Dimensions, ImpossibleLayoutError, Parallel, Work, find_problems, plan_layout
-from moe_replay.tools.plan.text import plan_text
 
 MODEL = MoeTopology(24, tuple(MoeLayer(layer, 64, 8) for layer in range(2, 24)))
 SIZES = Dimensions(heads=32, key_value_heads=4, vocabulary=1024, expert_width=96)
@@ -113,7 +112,7 @@ def test_ten_thousand_ranks_and_every_token_once_in_each_layer() -> None:
 
 def test_a_plan_speaks() -> None:
     plan = plan_layout(MODEL, Parallel(tp=2, pp=2, vpp=2, dp=2, ep=4, etp=1), WORK)
-    text = plan_text(plan)
+    text = str(plan)
     assert "8 ranks on 1 nodes" in text
     assert "2-5 | 12-17" in text
     assert "batch_p2p_comm" in text
@@ -122,12 +121,12 @@ def test_a_plan_speaks() -> None:
     assert told["stages"][0]["routing_layers"] == [[2, 3, 4, 5], [12, 13, 14, 15, 16, 17]]
     assert told["wire_bytes"]["step"] == plan.wire_bytes["step"]
     idle = plan_layout(MODEL, Parallel(pp=12), WORK)
-    assert "stages without routers: [0]" in plan_text(idle)
+    assert "stages without routers: [0]" in str(idle)
     assert idle.rank(0).batch_bytes == 0
 
 
 def test_a_long_pipeline_is_abbreviated() -> None:
     deep = MoeTopology(64, tuple(MoeLayer(layer, 64, 8) for layer in range(64)))
-    lines = plan_text(plan_layout(deep, Parallel(pp=64), WORK)).splitlines()
+    lines = str(plan_layout(deep, Parallel(pp=64), WORK)).splitlines()
     assert len(lines) < 40
     assert "... 40 more" in lines

@@ -7,7 +7,7 @@
         ...
     export_hf(chunks, "out", like=folder)           # or as a folder that Transformers and vLLM load
 
-A family is one file and one line in `WEIGHT_MAPS`, or a `Family` of the caller's own, passed as `family`.
+A family is a `Family` and one line in `WEIGHT_MAPS`, or one passed by the caller as `family`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from typing import Any
 from torch import Tensor
 
 from moe_replay.distributed.ranks import world_size
-from moe_replay.megatron.weights import source, transfer
+from moe_replay.megatron.weights import loading as transfer
+from moe_replay.megatron.weights import source
 from moe_replay.megatron.weights.checkpoint import FILE_BYTES, Checkpoint
-from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.family import ADD_A_FAMILY, Family
+from moe_replay.megatron.weights.loading import Chunks, Merging
 from moe_replay.megatron.weights.local_shards import ParameterSpec
 from moe_replay.megatron.weights.model import MegatronRecipe, config_of, recipe
 from moe_replay.megatron.weights.source import MegatronSource
-from moe_replay.megatron.weights.transfer import Chunks, Merging
-from moe_replay.rollout.weights.source import tensors_of
+from moe_replay.megatron.weights.tensor_slices import WeightMapError
 from moe_replay.utils.plugins import is_path, resolve
+from moe_replay.weights.source import tensors_of
 
 __all__ = [
     "WEIGHT_MAPS",
@@ -44,19 +45,19 @@ __all__ = [
 
 WEIGHT_MAPS: Mapping[str, Family | str] = {
     "deepseek_v3": "moe_replay.megatron.weights.deepseek_v3:DEEPSEEK_V3",
-    "glm4_moe": "moe_replay.megatron.weights.glm4_moe:GLM4_MOE",
+    "glm4_moe": "moe_replay.megatron.weights.families:GLM4_MOE",
     "gpt_oss": "moe_replay.megatron.weights.gpt_oss:GPT_OSS",
-    "mixtral": "moe_replay.megatron.weights.mixtral:MIXTRAL",
-    "olmoe": "moe_replay.megatron.weights.olmoe:OLMOE",
-    "qwen2_moe": "moe_replay.megatron.weights.qwen2_moe:QWEN2_MOE",
-    "qwen3_moe": "moe_replay.megatron.weights.qwen3_moe:QWEN3_MOE",
+    "mixtral": "moe_replay.megatron.weights.families:MIXTRAL",
+    "olmoe": "moe_replay.megatron.weights.families:OLMOE",
+    "qwen2_moe": "moe_replay.megatron.weights.families:QWEN2_MOE",
+    "qwen3_moe": "moe_replay.megatron.weights.families:QWEN3_MOE",
     "qwen3_next": "moe_replay.megatron.weights.qwen3_next:QWEN3_NEXT",
 }
 """`model_type` of a Transformers config -> its family, or where to import it from."""
 
 
 def family_of(model_type: str, family: Family | str | None = None) -> Family:
-    """Return the family of a `model_type`, or the given one: a `Family`, a built-in name or 'module:name'."""
+    """Return the family of a `model_type`, or the one passed: a `Family`, a built-in name or 'module:name'."""
     if isinstance(family, Family):
         return family
     name = family or model_type
@@ -67,18 +68,18 @@ def family_of(model_type: str, family: Family | str | None = None) -> Family:
             found=repr(name),
             remedy=ADD_A_FAMILY,
         )
-    found = resolve(name, WEIGHT_MAPS, kind="weight family", key="family")
-    if not isinstance(found, Family):
-        raise WeightMapError(f"{name} is not a weight family", expected="a Family", found=type(found).__name__)
-    return found
+    resolved = resolve(name, WEIGHT_MAPS, kind="weight family", key="family")
+    if not isinstance(resolved, Family):
+        raise WeightMapError(f"{name} is not a weight family", expected="a Family", found=type(resolved).__name__)
+    return resolved
 
 
 def megatron_config(
     hf_config: Any, *, family: Family | str | None = None, trust_remote_code: bool = False, **settings: Any
 ) -> MegatronRecipe:
-    """Return how to build a Megatron-Core model of a Transformers config, or of the one in a folder.
+    """Return the recipe for a Megatron-Core model of a Transformers config, or of a folder's config.
 
-    family              None: the one of the config's `model_type`
+    family              None: by the config's `model_type`
     trust_remote_code   run a config class that comes with the model
     settings            of a `TransformerConfig`: parallel sizes, dtypes, recomputation
 
@@ -89,7 +90,7 @@ def megatron_config(
 
 
 def load_hf(folder: str | Path, chunks: Chunks, *, family: Family | str | None = None) -> None:
-    """Load a checkpoint into the model chunks of this rank, wrapped or not. A collective call.
+    """Load a checkpoint into the model chunks of this rank, wrapped or not. Collective.
 
     An optimizer with master weights must copy them afterwards: `optimizer.reload_model_params()`.
     """
@@ -106,12 +107,12 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights with the names, shapes and dtypes of the checkpoint `like`, one at a time, on every rank.
 
-    A collective: all ranks must iterate to the end, whether they use the tensors or not. `adapters` of this rank
+    Collective: all ranks must iterate to the end, whether they use the tensors or not. This rank's `adapters`
     (`moe_replay.megatron.lora`) are merged.
     """
     checkpoint = Checkpoint(like)
-    everything = MegatronSource(chunks, checkpoint, family_of(checkpoint.model_type, family), adapters)
-    return tensors_of(everything, range(world_size()))
+    weight_source = MegatronSource(chunks, checkpoint, family_of(checkpoint.model_type, family), adapters)
+    return tensors_of(weight_source, range(world_size()))
 
 
 def export_hf(
@@ -122,6 +123,6 @@ def export_hf(
     *,
     family: Family | str | None = None,
 ) -> None:
-    """Write the weights as a checkpoint folder; config and tokenizer are copied from `like`. A collective call."""
+    """Write the weights as a checkpoint folder; config and tokenizer are copied from `like`. Collective."""
     checkpoint = Checkpoint(like)
     source.write(chunks, folder, checkpoint, family_of(checkpoint.model_type, family), file_bytes)

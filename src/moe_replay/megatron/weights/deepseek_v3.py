@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.family import (
     HF_LAYER,
     LAYER,
@@ -22,7 +21,7 @@ from moe_replay.megatron.weights.family import (
     require,
     rope_parameters,
 )
-from moe_replay.megatron.weights.tensor_slices import Plain, Rule
+from moe_replay.megatron.weights.tensor_slices import Plain, Rule, WeightMapError
 
 LATENT_NORM_EPS = 1e-6  # Transformers' norms of the latents do not read rms_norm_eps
 
@@ -40,7 +39,7 @@ _ATTENTION = {
 
 
 def latent_attention_rules() -> dict[str, Rule]:
-    """Return the rules of the projections: stored unchanged, since Megatron-Core interleaves rotary dimensions too."""
+    """Projections are stored unchanged, since Megatron-Core also interleaves rotary dimensions."""
     return {
         LAYER + f"self_attention.{here}.weight": Plain(HF_LAYER + f"self_attn.{there}.weight")
         for here, there in _ATTENTION.items()
@@ -48,7 +47,6 @@ def latent_attention_rules() -> dict[str, Rule]:
 
 
 def settings(hf: Any) -> dict[str, Any]:
-    """Return the settings of an `MLATransformerConfig` for a `DeepseekV3Config`."""
     require(hf, "rope_interleave", True)
     require(hf, "rms_norm_eps", LATENT_NORM_EPS)
     return {
@@ -70,9 +68,9 @@ def settings(hf: Any) -> dict[str, Any]:
 def complete_rotary_key_gradient(chunk: Any) -> None:
     """Sum the gradient of the rotary key over tensor-parallel ranks (layers without Transformer Engine).
 
-    All heads share that key. Megatron-Core gathers it from a sharded projection in a way that leaves each rank with
-    the gradient of its own heads (multi_latent_attention.py:596 of 0.16.1). A sequence shard, which is the output of
-    an unsharded projection, is gathered in a way that sums the gradients.
+    All heads share that key. Megatron-Core gathers it from a sharded projection without summing gradients, so each rank
+    keeps the gradient of its own heads (multi_latent_attention.py:596 of 0.16.1). A sequence shard, the output of an
+    unsharded projection, is gathered with a sum of the gradients.
     """
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -99,7 +97,7 @@ def _rotary_settings(hf: Any) -> dict[str, Any]:
     rope = rope_parameters(hf)
     kind = rope.get("rope_type", "default")
     if kind == "default":
-        # Megatron-Core applies this factor to the softmax scale even for unscaled rotary embeddings
+        # Megatron-Core applies this factor to the softmax scale even without rotary scaling
         return {"rope_type": "rope", "rotary_base": rope["rope_theta"], "rotary_scaling_factor": 1.0}
     both = bool(rope.get("mscale")) == bool(rope.get("mscale_all_dim"))
     if kind != "yarn" or not both or rope.get("attention_factor") is not None or rope.get("truncate") is False:
@@ -121,10 +119,10 @@ def _rotary_settings(hf: Any) -> dict[str, Any]:
 
 
 def sigmoid_moe_settings(hf: Any) -> dict[str, Any]:
-    """Return the settings of DeepSeek's sigmoid router, its experts and shared experts."""
+    """DeepSeek's sigmoid router, its experts and shared experts."""
     if not hf.norm_topk_prob or hf.num_experts_per_tok == 1:
         raise WeightMapError(
-            "a sigmoid router of Megatron-Core always normalizes the gate weights of a token",
+            "Megatron-Core's sigmoid router always normalizes the gate weights of a token",
             expected="norm_topk_prob True and several experts",
             found=f"norm_topk_prob {hf.norm_topk_prob}, num_experts_per_tok {hf.num_experts_per_tok}",
         )
@@ -152,12 +150,12 @@ def prediction_layers(config: Mapping[str, Any]) -> re.Pattern[str] | None:
     """Return the pattern of multi-token prediction layers, which follow the decoder layers in a checkpoint."""
     first = config["num_hidden_layers"]
     count = config.get("num_nextn_predict_layers", 0) or 0
-    numbers = "|".join(str(first + number) for number in range(count))
-    return re.compile(rf"model\.layers\.({numbers})\.") if numbers else None
+    layers = "|".join(str(first + index) for index in range(count))
+    return re.compile(rf"model\.layers\.({layers})\.") if layers else None
 
 
 def sigmoid_moe_rules() -> dict[str, Rule]:
-    """Return the rules of dense first layers, a router with bias, experts and shared experts."""
+    """Dense first layers, a router with bias, experts and shared experts."""
     return {
         **dense_mlp_rules(),
         **expert_rules(),

@@ -1,7 +1,4 @@
-"""`Family`: the weight map and the Megatron-Core settings of one `model_type`, and what families have in common.
-
-A family is assembled from the shared rules and settings below; its own file holds only what is particular to it.
-"""
+"""`Family`: weight map and Megatron-Core settings of a `model_type`, and the rules and settings that families share."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_replay.megatron.weights.errors import WeightMapError
-from moe_replay.megatron.weights.tensor_slices import GateUp, GroupedQkv, Plain, Rule, Stacked
+from moe_replay.megatron.weights.tensor_slices import GateUp, GroupedQkv, Plain, Rule, Stacked, WeightMapError
 from moe_replay.routes.topology import MoeTopology
 
 Rules = Mapping[str, Rule]
@@ -19,25 +15,22 @@ Rules = Mapping[str, Rule]
 LAYER = "decoder.layers.{layer}."
 EXPERT = LAYER + "mlp.experts.local_experts.{expert}."
 HF_LAYER = "model.layers.{layer}."
-ADD_A_FAMILY = "docs/megatron-weights.md explains how to add a family"
+ADD_A_FAMILY = "docs/megatron.md explains how to add a family"
 
 
 def no_arguments(hf: Any) -> dict[str, Any]:
-    """Return no arguments besides those of every `GPTModel`."""
     return {}
 
 
 def unchanged_spec(spec: Any, config: Any) -> Any:
-    """Return the layer spec as Megatron-Core makes it."""
     return spec
 
 
 def unchanged_chunk(chunk: Any) -> None:
-    """Leave the chunk as Megatron-Core builds it."""
+    pass
 
 
 def no_extra_tensors(config: Mapping[str, Any]) -> re.Pattern[str] | None:
-    """Return None: every tensor of the checkpoint is a weight of the model."""
     return None
 
 
@@ -47,12 +40,12 @@ class Family:
 
     rules          Megatron-Core parameter -> rule, for checkpoints with one tensor per expert
     fused_rules    rules that replace them for checkpoints with all experts of a layer in one tensor
-    settings       Transformers config -> settings of a `TransformerConfig`; refuses what Megatron-Core cannot compute
+    settings       Transformers config -> settings of a `TransformerConfig`; refuses models Megatron-Core cannot compute
     arguments      Transformers config -> arguments of a `GPTModel` that differ from those of other families
     adapt_spec     (layer spec, config) -> the layer spec of this family
     after_build    changes a built chunk in place, where a layer spec cannot
     extra_tensors  config.json -> pattern of checkpoint tensors that are not part of the model
-    local_layers   whether the layers are Megatron-Core's own and ours, also where Transformer Engine is installed
+    local_layers   do not use Transformer Engine's layers, even where it is installed
     """
 
     rules: Rules
@@ -76,7 +69,7 @@ class Family:
 
 
 def decoder_rules() -> dict[str, Rule]:
-    """Return the rules of embeddings, norms and the output projection."""
+    """Embeddings, norms and the output projection."""
     return {
         "embedding.word_embeddings.weight": Plain("model.embed_tokens.weight"),
         LAYER + "input_layernorm.weight": Plain(HF_LAYER + "input_layernorm.weight"),
@@ -87,7 +80,7 @@ def decoder_rules() -> dict[str, Rule]:
 
 
 def attention_rules() -> dict[str, Rule]:
-    """Return the rules of grouped-query attention, whose projections may have biases."""
+    """Grouped-query attention, whose projections may have biases."""
     inside = HF_LAYER + "self_attn."
     rules: dict[str, Rule] = {}
     for part in ("weight", "bias"):
@@ -98,7 +91,6 @@ def attention_rules() -> dict[str, Rule]:
 
 
 def query_key_norm_rules() -> dict[str, Rule]:
-    """Return the rules of query and key norms."""
     return {
         LAYER + f"self_attention.{part}_layernorm.weight": Plain(HF_LAYER + f"self_attn.{part}_norm.weight")
         for part in ("q", "k")
@@ -108,7 +100,7 @@ def query_key_norm_rules() -> dict[str, Rule]:
 def mlp_rules(
     here: str, there: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> dict[str, Rule]:
-    """Return the rules of a gated MLP: dense layer, expert or shared experts."""
+    """A gated MLP: dense layer, expert or shared expert."""
     return {
         f"{here}linear_fc1.weight": GateUp(f"{there}{gate}.weight", f"{there}{up}.weight"),
         f"{here}linear_fc2.weight": Plain(f"{there}{down}.weight"),
@@ -116,22 +108,20 @@ def mlp_rules(
 
 
 def dense_mlp_rules() -> dict[str, Rule]:
-    """Return the rules of layers without experts."""
     return mlp_rules(LAYER + "mlp.", HF_LAYER + "mlp.")
 
 
 def router_rule(there: str = "mlp.gate.weight") -> dict[str, Rule]:
-    """Return the rule of the router weight."""
     return {LAYER + "mlp.router.weight": Plain(HF_LAYER + there)}
 
 
 def expert_rules() -> dict[str, Rule]:
-    """Return the rules of router and experts, one tensor per expert."""
+    """Router and experts, one tensor per expert."""
     return {**router_rule(), **mlp_rules(EXPERT, HF_LAYER + "mlp.experts.{expert}.")}
 
 
 def fused_expert_rules() -> dict[str, Rule]:
-    """Return the rules of router and experts in the layout of Transformers 5: (E, 2F, H) and (E, H, F)."""
+    """Router and experts in the layout of Transformers 5: (E, 2F, H) and (E, H, F)."""
     inside = HF_LAYER + "mlp.experts."
     return {
         **router_rule(),
@@ -140,14 +130,22 @@ def fused_expert_rules() -> dict[str, Rule]:
     }
 
 
+def gated_shared_expert_rules() -> dict[str, Rule]:
+    """A shared expert whose output is weighted by a gate."""
+    return {
+        **mlp_rules(LAYER + "mlp.shared_experts.", HF_LAYER + "mlp.shared_expert."),
+        LAYER + "mlp.shared_experts.gate_weight": Plain(HF_LAYER + "mlp.shared_expert_gate.weight"),
+    }
+
+
 # ---- shared settings -------------------------------------------------------------------------------------------------
 
 
 def decoder_settings(hf: Any, *, qkv_bias: bool = False) -> dict[str, Any]:
-    """Return the settings of a pre-norm decoder with gated MLPs and experts, and refuse other activations.
+    """A pre-norm decoder with gated MLPs and experts; refuses other activations.
 
-    qkv_bias   whether the projections of queries, keys and values have a bias, and that of the output has none;
-               False: the config must not ask for biases
+    qkv_bias   query, key and value projections have a bias, the output projection has none; False: refuse configs
+               with attention biases
     """
     from torch.nn.functional import silu
 
@@ -178,8 +176,8 @@ def decoder_settings(hf: Any, *, qkv_bias: bool = False) -> dict[str, Any]:
 
 
 def attention_settings(hf: Any) -> dict[str, Any]:
-    """Return the settings of causal grouped-query attention with unscaled rotary embeddings; refuse other kinds."""
-    if getattr(hf, "sliding_window", None) != 0:  # as Qwen2-MoE writes none
+    """Causal grouped-query attention with unscaled rotary embeddings; refuses anything else."""
+    if getattr(hf, "sliding_window", None) != 0:  # Qwen2-MoE writes 0 for none
         require(hf, "sliding_window", None)
     kind = rope_parameters(hf).get("rope_type", "default")
     if kind != "default":
@@ -195,15 +193,15 @@ def attention_settings(hf: Any) -> dict[str, Any]:
 
 
 def softmax_router_settings(normalized: bool) -> dict[str, Any]:
-    """Return the settings of softmax, then top-k; `normalized` gates equal a softmax over the top-k alone."""
+    """Softmax, then top-k; `normalized` gates equal a softmax over the top-k alone."""
     return {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not normalized}
 
 
 def softmax_moe_settings(hf: Any, *, expert_size: int, normalized: bool, qkv_bias: bool = False) -> dict[str, Any]:
-    """Return the settings of a decoder with grouped-query attention and softmax-routed experts.
+    """A decoder with grouped-query attention and softmax-routed experts.
 
     expert_size   hidden size of an expert
-    normalized    whether the gate weights of a token add up to one
+    normalized    the gate weights of a token sum to one
     qkv_bias      as in `decoder_settings`
     """
     return {
@@ -214,10 +212,17 @@ def softmax_moe_settings(hf: Any, *, expert_size: int, normalized: bool, qkv_bia
     }
 
 
+def gated_shared_expert_settings(hf: Any) -> dict[str, Any]:
+    return {
+        "moe_shared_expert_intermediate_size": hf.shared_expert_intermediate_size,
+        "moe_shared_expert_gate": True,
+    }
+
+
 def rope_parameters(hf: Any) -> dict[str, Any]:
     """Return the rotary settings of a config of Transformers 4 or 5."""
-    if found := getattr(hf, "rope_parameters", None):
-        return dict(found)
+    if parameters := getattr(hf, "rope_parameters", None):
+        return dict(parameters)
     scaling = getattr(hf, "rope_scaling", None) or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     return {**scaling, "rope_theta": hf.rope_theta, "rope_type": kind}
@@ -225,10 +230,10 @@ def rope_parameters(hf: Any) -> dict[str, Any]:
 
 def require(hf: Any, name: str, *allowed: object) -> None:
     """Raise unless a setting is absent or has an allowed value."""
-    found = getattr(hf, name, allowed[0])
-    if found not in allowed:
+    value = getattr(hf, name, allowed[0])
+    if value not in allowed:
         raise WeightMapError(
-            f"a setting of this {hf.model_type} is not supported on Megatron-Core",
+            f"this {hf.model_type} has a setting that Megatron-Core does not support",
             expected=f"{name} {' or '.join(map(repr, allowed))}",
-            found=repr(found),
+            found=repr(value),
         )

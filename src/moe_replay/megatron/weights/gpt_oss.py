@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.family import (
     EXPERT,
     HF_LAYER,
@@ -20,14 +19,20 @@ from moe_replay.megatron.weights.family import (
     rope_parameters,
     softmax_router_settings,
 )
-from moe_replay.megatron.weights.tensor_slices import AlternatingGateUp, Plain, Rule, Stacked, Transposed
+from moe_replay.megatron.weights.tensor_slices import (
+    AlternatingGateUp,
+    Plain,
+    Rule,
+    Stacked,
+    Transposed,
+    WeightMapError,
+)
 
-QUICK_GELU_GAIN = 1.702  # Megatron-Core has this one
-SWIGLU_LIMIT = 7.0  # of configs that do not name it
+QUICK_GELU_GAIN = 1.702  # the gain of Megatron-Core's quick_gelu
+SWIGLU_LIMIT = 7.0  # default of older configs
 
 
 def settings(hf: Any) -> dict[str, Any]:
-    """Return the settings of a `TransformerConfig` for a `GptOssConfig`."""
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
     require(hf, "attention_bias", True)
@@ -50,17 +55,16 @@ def settings(hf: Any) -> dict[str, Any]:
 
 
 def arguments(hf: Any) -> dict[str, Any]:
-    """Return the kind of rotary embeddings."""
     return {"position_embedding_type": "yarn" if _is_yarn(hf) else "rope"}
 
 
 def check_experts(spec: Any, config: Any) -> Any:
-    """Return the layer spec unchanged; refuse experts one after another."""
+    """Return the layer spec unchanged; refuse ungrouped experts."""
     if not config.moe_grouped_gemm:
         raise WeightMapError(
-            "experts with biases, one after another, have no gradient in Megatron-Core 0.16.1",
+            "ungrouped experts with biases get no gradient in Megatron-Core 0.16.1",
             expected="moe_grouped_gemm True",
-            found="False, which LoRA sets as well",
+            found="False, which LoRA also sets",
         )
     return spec
 
@@ -118,5 +122,5 @@ GPT_OSS = Family(
     settings=settings,
     arguments=arguments,
     adapt_spec=check_experts,
-    local_layers=True,  # in Transformer Engine the parameter of the sinks is another
+    local_layers=True,  # Transformer Engine stores the sinks in a different parameter
 )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe_replay.distributed.collectives import all_gather
@@ -61,7 +62,6 @@ class ParallelGroups(NamedTuple):
 
     @classmethod
     def of_this_process(cls) -> ParallelGroups:
-        """Return the groups of Megatron-Core's `parallel_state`."""
         from megatron.core import parallel_state as ps
 
         return cls(
@@ -88,11 +88,11 @@ class LocalModel:
 
     @classmethod
     def of(cls, chunks: nn.Module | Sequence[nn.Module]) -> LocalModel:
-        """Describe the parameters of all pipeline stages. A collective call: every rank of the model takes part."""
+        """Describe the parameters of all pipeline stages. Collective over all ranks of the model."""
         models = [language_model(chunk) for chunk in ([chunks] if isinstance(chunks, nn.Module) else chunks)]
         groups = ParallelGroups.of_this_process()
-        named = [found for model in models for found in _named_tensors(model)]
-        local = tuple(_spec(*found) for found in named)
+        named = [item for model in models for item in _named_tensors(model)]
+        local = tuple(_spec(*item) for item in named)
         stages = all_gather(np.frombuffer(specs_to_json(local), np.uint8), groups.pipeline)
         return cls(
             models[0].config,
@@ -104,12 +104,10 @@ class LocalModel:
 
     @property
     def parameters(self) -> Iterator[tuple[ParameterSpec, Tensor]]:
-        """The parameters on this rank."""
         return zip(self.specs[self.groups.pipeline.rank()], self.tensors, strict=True)
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters on this rank."""
         return self.tensors[0].device
 
     def shard_groups(self, spec: ParameterSpec) -> tuple[Any, Any]:
@@ -158,14 +156,12 @@ def global_name(name: str, layer_numbers: Sequence[int]) -> tuple[str, int | Non
 
 
 def specs_to_json(specs: Sequence[ParameterSpec]) -> bytes:
-    """Encode specs for other ranks."""
     return json.dumps(
         [[*spec[:4], str(spec.dtype).removeprefix("torch."), spec.partition_dim] for spec in specs]
     ).encode()
 
 
 def specs_from_json(data: bytes) -> tuple[ParameterSpec, ...]:
-    """Decode the output of `specs_to_json`."""
     return tuple(
         ParameterSpec(key, layer, expert, tuple(shape), getattr(torch, dtype), partition_dim)
         for key, layer, expert, shape, dtype, partition_dim in json.loads(data)
@@ -173,7 +169,7 @@ def specs_from_json(data: bytes) -> tuple[ParameterSpec, ...]:
 
 
 _Named = tuple[tuple[str, int | None, int | None], Tensor, int | None]
-"""What `global_name` returns, the tensor, and the dimension along which it is sharded."""
+"""The result of `global_name`, the tensor, and the dimension along which it is sharded."""
 
 
 def _named_tensors(model: Any) -> Iterator[_Named]:
@@ -182,8 +178,8 @@ def _named_tensors(model: Any) -> Iterator[_Named]:
         if ADAPTER in name:
             continue
         if _GROUPED.search(name):
-            for of_expert, tensor, partition_dim in expert_views(name, parameter, model.config):
-                yield global_name(of_expert, numbers), tensor, partition_dim
+            for expert_name, tensor, partition_dim in expert_views(name, parameter, model.config):
+                yield global_name(expert_name, numbers), tensor, partition_dim
         else:
             yield global_name(name, numbers), parameter, _partition_dim(parameter)
     for name, buffer in model.named_buffers():
@@ -192,7 +188,7 @@ def _named_tensors(model: Any) -> Iterator[_Named]:
 
 
 def expert_views(name: str, parameter: Tensor, config: Any) -> Iterator[tuple[str, Tensor, int | None]]:
-    """Yield name, view and partition dimension of each expert in a parameter that holds all experts of this rank.
+    """Yield name, view and partition dimension per expert of a parameter that holds all experts of this rank.
 
     The names and shapes are those of `SequentialMLP`. `GroupedExperts` stores (experts, out, in), Megatron-Core's
     `GroupedMLP` (in, experts * out) and (experts * in, out), each to be read as (experts, in, out).
@@ -203,9 +199,9 @@ def expert_views(name: str, parameter: Tensor, config: Any) -> Iterator[tuple[st
         shape = (config.hidden_size, -1) if name.endswith("1") else (-1, config.hidden_size)
         whole = whole.view(experts, *shape).transpose(1, 2)
         partition_dim = 1 if name.endswith("1") else 2
-    for expert, one in enumerate(whole):
-        of_expert = _GROUPED.sub(rf"local_experts.{expert}.linear_fc\2.\1", name)
-        yield of_expert, one, None if partition_dim is None else partition_dim - 1
+    for expert, view in enumerate(whole):
+        expert_name = _GROUPED.sub(rf"local_experts.{expert}.linear_fc\2.\1", name)
+        yield expert_name, view, None if partition_dim is None else partition_dim - 1
 
 
 def _partition_dim(tensor: Tensor) -> int | None:
@@ -215,3 +211,43 @@ def _partition_dim(tensor: Tensor) -> int | None:
 
 def _spec(name: tuple[str, int | None, int | None], tensor: Tensor, partition_dim: int | None) -> ParameterSpec:
     return ParameterSpec(*name, tuple(tensor.shape), tensor.dtype, partition_dim)
+
+
+# ---- gather ---------------------------------------------------------------------------------------------------------
+
+
+def export_order(local: LocalModel) -> list[tuple[int, ParameterSpec]]:
+    """Return every parameter with its pipeline stage: embeddings, layers in order, then the rest."""
+
+    def position(item: tuple[int, ParameterSpec]) -> float:
+        _, spec = item
+        if spec.layer is not None:
+            return spec.layer
+        return -1 if spec.key.startswith("embedding.") else float("inf")
+
+    return sorted(((stage, spec) for stage, specs in enumerate(local.specs) for spec in specs), key=position)
+
+
+def gather(local: LocalModel, spec: ParameterSpec, stage: int, shard: Tensor | None) -> Tensor:
+    """Return all shards of a parameter on every rank, (expert-parallel ranks, tensor-parallel ranks, *shard).
+
+    Collective.
+    """
+    pipeline = local.groups.pipeline
+    if shard is None:
+        shards = torch.empty((*local.num_shards(spec), *spec.shape), dtype=spec.dtype, device=local.device)
+    else:
+        by_expert, by_shard = local.shard_groups(spec)
+        shards = _all_gather(_all_gather(shard.detach(), by_shard), by_expert)
+    if pipeline.size() > 1:
+        dist.broadcast(shards, dist.get_global_rank(pipeline, stage), group=pipeline)
+    return shards
+
+
+def _all_gather(tensor: Tensor, group: Any) -> Tensor:
+    """Return the tensors of all ranks of a group, (ranks, *shape)."""
+    if group is None or group.size() == 1:
+        return tensor.unsqueeze(0)
+    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.stack(parts)

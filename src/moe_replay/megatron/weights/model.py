@@ -1,4 +1,4 @@
-"""Megatron-Core models that compute the same function as a Transformers model."""
+"""`MegatronRecipe`: builds a Megatron-Core model that computes the same function as a Transformers model."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from moe_replay.megatron import without_transformer_engine
 from moe_replay.megatron.core_attention import use_plain_attention
 from moe_replay.megatron.grouped_experts import check as check_grouped_experts
 from moe_replay.megatron.grouped_experts import is_aligned, use_grouped_experts
-from moe_replay.megatron.weights.errors import WeightMapError
 from moe_replay.megatron.weights.family import Family, rope_parameters
+from moe_replay.megatron.weights.tensor_slices import WeightMapError
 from moe_replay.replay.adapters.megatron_settings import WRONG_EXPERT_GRADIENTS, has_wrong_expert_gradients
-from moe_replay.rollout.model_folder import read_config
 from moe_replay.utils.device import accelerator
-from moe_replay.utils.messages import one_line
+from moe_replay.utils.misc import one_line
+from moe_replay.weights.model_folder import read_config
 
 _REPLAY = "moe_enable_routing_replay"  # Megatron-Core has it from 0.16 on
 
@@ -30,8 +30,8 @@ class MegatronRecipe:
     """Everything needed to build the model on this rank.
 
     config              Megatron-Core's `TransformerConfig` or `MLATransformerConfig`
-    arguments           of a `GPTModel`, besides config, layer spec and pipeline stage
-    transformer_engine  whether to use the layers of Transformer Engine
+    arguments           of a `GPTModel`, except config, layer spec and pipeline stage
+    transformer_engine  use Transformer Engine's layers
     """
 
     family: Family
@@ -40,7 +40,7 @@ class MegatronRecipe:
     transformer_engine: bool
 
     def layer_spec(self, vp_stage: int | None = None, *, packed: bool = False) -> Any:
-        """Return the layer spec of one model chunk; `packed`: with attention for packed sequences."""
+        """Return the layer spec of a model chunk; `packed`: with attention for packed sequences."""
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
         spec = get_gpt_decoder_block_spec(self.config, self.transformer_engine, vp_stage=vp_stage)
@@ -53,8 +53,8 @@ class MegatronRecipe:
 
     @property
     def _needs_plain_attention(self) -> bool:
-        """Whether Megatron-Core's own attention does not compute this model."""
-        sinks = getattr(self.config, "softmax_type", "vanilla") != "vanilla"  # its own are not marked as sharded
+        """Whether Megatron-Core's `DotProductAttention` does not support this model."""
+        sinks = getattr(self.config, "softmax_type", "vanilla") != "vanilla"  # it does not mark them as sharded
         return sinks or self.config.multi_latent_attention or self.config.context_parallel_size > 1
 
     def build(self, *, packed: bool = False) -> list[Any]:
@@ -82,23 +82,23 @@ def recipe(hf_config: Any, family: Family, settings: dict[str, Any]) -> Megatron
     """Return the recipe for a Transformers config. `settings` of a `TransformerConfig` override those of the family."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    if accelerator() == "cuda":  # elsewhere it is mended by MindSpeed, or by megatron.cpu
+    if accelerator() == "cuda":  # elsewhere MindSpeed or megatron.cpu patch it
         without_transformer_engine.enable()
     chosen = {**family.settings(hf_config), **_runtime_settings(settings), **settings}
     engine = _has_transformer_engine() and not family.local_layers
     chosen.setdefault("moe_grouped_gemm", _can_group_experts(chosen, engine))
     kind = MLATransformerConfig if chosen.get("multi_latent_attention") else TransformerConfig
     chosen |= _enum_settings(kind, chosen)
-    known = {field.name for field in fields(kind)}
-    if _REPLAY not in known:
+    field_names = {field.name for field in fields(kind)}
+    if _REPLAY not in field_names:
         del chosen[_REPLAY]
-    # Megatron-Core reads these from its config, of which they are no fields
-    yarn = {name: chosen.pop(name) for name in [*chosen] if name.startswith("yarn_") and name not in known}
+    # Megatron-Core reads these from its config, which has no such fields
+    yarn = {name: chosen.pop(name) for name in [*chosen] if name.startswith("yarn_") and name not in field_names}
     try:
         config = kind(**chosen)
     except (ValueError, TypeError, AssertionError, LookupError, AttributeError) as wrong:
         raise WeightMapError(
-            f"Megatron-Core does not take these settings: {one_line(wrong)}", found=", ".join(map(str, settings))
+            f"Megatron-Core rejected these settings: {one_line(wrong)}", found=", ".join(map(str, settings))
         ) from wrong
     vars(config).update(yarn)
     if hf_config.vocab_size % config.tensor_model_parallel_size:
@@ -134,7 +134,7 @@ def _has_transformer_engine() -> bool:
 
 
 def _can_group_experts(settings: dict[str, Any], engine: bool) -> bool:
-    """Whether the experts of a layer are multiplied at once unless the caller says otherwise: on GPUs, in bfloat16."""
+    """Default of moe_grouped_gemm: on for GPUs in bfloat16 where a grouped kernel is available."""
     if settings["params_dtype"] != torch.bfloat16 or accelerator() != "cuda":
         return False
     shards = settings.get("expert_tensor_parallel_size") or settings.get("tensor_model_parallel_size", 1)
@@ -143,13 +143,13 @@ def _can_group_experts(settings: dict[str, Any], engine: bool) -> bool:
 
 
 def _enum_settings(kind: type, settings: dict[str, Any]) -> dict[str, Enum]:
-    """Return the settings that are enums in Megatron-Core and are given by name, e.g. attention_backend = "flash"."""
+    """Convert settings that Megatron-Core declares as enums from their names, e.g. attention_backend = "flash"."""
     enums = {field.name: type(field.default) for field in fields(kind) if isinstance(field.default, Enum)}
     named = {name: value for name, value in settings.items() if name in enums and isinstance(value, str)}
     for name, value in named.items():
         if value not in enums[name].__members__:
             raise WeightMapError(
-                f"no such value of the Megatron-Core setting {name}",
+                f"invalid value of the Megatron-Core setting {name}",
                 expected=", ".join(enums[name].__members__),
                 found=repr(value),
             )
@@ -157,14 +157,13 @@ def _enum_settings(kind: type, settings: dict[str, Any]) -> dict[str, Enum]:
 
 
 def config_of(source: Any, *, trust_remote_code: bool = False) -> Any:
-    """Return a Transformers config, read from a folder or given as is."""
+    """Return a Transformers config: `source` itself, or read from that folder."""
     if not isinstance(source, str | Path):
         return source
     return read_config(source, trust_remote_code=trust_remote_code)
 
 
 def _runtime_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that depend on how the model is run, not on its family."""
     half = torch.bfloat16 if settings.get("bf16") else torch.float16 if settings.get("fp16") else torch.float32
     dtype = settings.get("params_dtype", half)
     cpu = {} if accelerator() else megatron_cpu.SETTINGS

@@ -1,7 +1,7 @@
-"""The weights of a Megatron-Core policy for an engine: each rank sends the shards it holds to the ranks that need them.
+"""`MegatronSource`: full checkpoint tensors of a Megatron-Core policy, from the shards of all ranks.
 
-A shard that several ranks hold (data-parallel replicas, parameters that are not sharded) is sent by one of them, and
-none is sent to a rank that holds it itself or that needs nothing.
+Each rank sends its shards to the ranks that receive weights. A shard that several ranks hold (data-parallel replicas,
+unsharded parameters) is sent by one of them, and never to a rank that holds it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_replay.distributed.exchange import Exchange
+from moe_replay.distributed.collectives import Exchange
 from moe_replay.distributed.ranks import all_gather_text
-from moe_replay.megatron.weights.checkpoint import FILE_BYTES, Checkpoint
-from moe_replay.megatron.weights.errors import WeightMapError
-from moe_replay.megatron.weights.export import write_folder
+from moe_replay.megatron.weights.checkpoint import FILE_BYTES, Checkpoint, write_folder
 from moe_replay.megatron.weights.family import Family
-from moe_replay.megatron.weights.local_shards import LocalModel, ParameterSpec
-from moe_replay.megatron.weights.tensor_slices import TensorSlice
-from moe_replay.megatron.weights.transfer import Chunks, Merging, WeightMap, check, export_order, gather
-from moe_replay.rollout.weights.source import Group, TensorInfo
+from moe_replay.megatron.weights.loading import Chunks, Merging, WeightMap, check
+from moe_replay.megatron.weights.local_shards import LocalModel, ParameterSpec, export_order, gather
+from moe_replay.megatron.weights.tensor_slices import TensorSlice, WeightMapError
+from moe_replay.weights.source import Group, TensorInfo
 
 BUCKET_BYTES = 64 * 2**20
-"""Shards that are in flight at once."""
+"""Maximum bytes of shards in flight."""
 
 
 class _Position(NamedTuple):
@@ -42,7 +40,7 @@ class _Position(NamedTuple):
 
 
 class _Shard(NamedTuple):
-    """A shard of a parameter: its coordinates, the ranks that hold it, and where its values go."""
+    """A shard of a parameter: its coordinates, the ranks that hold it, and its slices of checkpoint tensors."""
 
     expert_rank: int
     rank: int
@@ -50,7 +48,7 @@ class _Shard(NamedTuple):
     parts: tuple[TensorSlice, ...]
 
     def sender(self, receiver: int) -> int:
-        """Return the rank that a receiver gets the shard from: itself if it holds it."""
+        """Return the rank that sends the shard to `receiver`: itself if it holds it."""
         return receiver if receiver in self.holders else self.holders[receiver % len(self.holders)]
 
 
@@ -63,14 +61,13 @@ class _Step(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size of all shards."""
         return len(self.shards) * math.prod(self.spec.shape) * self.spec.dtype.itemsize
 
 
 class MegatronSource:
-    """A `WeightSource` of the chunks of all ranks, with names, shapes and dtypes of a checkpoint. Made by all ranks.
+    """A `WeightSource` with the names, shapes and dtypes of the checkpoint `like`. Construct on all ranks: collective.
 
-    adapters   of the parameters on this rank, which are merged into them
+    adapters   of this rank's parameters, merged into them
     """
 
     def __init__(
@@ -90,26 +87,28 @@ class MegatronSource:
         self._bucket_bytes = bucket_bytes
         self._positions = _positions(self._local)
         steps = list(self._steps(weight_map))
-        self._layers = [list(of_layer) for _, of_layer in groupby(steps, key=lambda step: _place(step.spec))]
+        self._layers = [list(of_layer) for _, of_layer in groupby(steps, key=lambda step: _layer_key(step.spec))]
 
     def metadata(self) -> Sequence[TensorInfo]:
         """Return every tensor of the checkpoint, in the order of `groups`."""
         return list(self._info.values())
 
     def groups(self, receivers: Collection[int] = (0,)) -> Iterator[Group]:
-        """Yield the tensors of each layer on `receivers`, and of what lies before and behind the layers.
+        """Yield the tensors of embeddings, each layer and the rest on `receivers`; empty lists on other ranks.
 
-        A list that has been yielded is emptied when the next one is requested.
+        A yielded list is cleared when the next one is requested.
         """
         parameters = dict(self._local.parameters)
-        every = set(range(dist.get_world_size()))
+        all_ranks = set(range(dist.get_world_size()))
         for steps in self._layers:
             group: Group = []
             assembly = _Assembly(self._info)
-            if set(receivers) >= every:
+            if set(receivers) >= all_ranks:
                 received = (self._gathered(step, parameters) for step in steps)
             else:
-                received = (one for part in self._buckets(steps) for one in self._sent(part, receivers, parameters))
+                received = (
+                    item for bucket in self._buckets(steps) for item in self._sent(bucket, receivers, parameters)
+                )
             for step, shards in received:
                 for shard, values in zip(step.shards, shards, strict=True):
                     for part in shard.parts:
@@ -119,32 +118,32 @@ class MegatronSource:
             yield group
             group.clear()
 
-    # ---- what goes where ----------------------------------------------------------------------------------------
+    # ---- routing of shards --------------------------------------------------------------------------------------
 
     def _steps(self, weight_map: WeightMap) -> Iterator[_Step]:
-        """Yield every parameter of every stage in the order of export; the second of two tied ones is left out."""
+        """Yield every parameter of every stage in export order; the second of two tied ones is skipped."""
         local = self._local
         missing: dict[str, int] = {}  # elements of each tensor
         for stage, spec in export_order(local):
-            experts, shards = local.num_shards(spec)
-            found = [
+            num_expert_ranks, num_ranks = local.num_shards(spec)
+            shards = [
                 _Shard(
                     expert_rank,
                     rank,
                     self._holders(stage, spec, expert_rank, rank),
                     tuple(weight_map.slices(local.shard(spec, expert_rank, rank))),
                 )
-                for expert_rank in range(experts)
-                for rank in range(shards)
+                for expert_rank in range(num_expert_ranks)
+                for rank in range(num_ranks)
             ]
-            parts = [part for one in found for part in one.parts]
+            parts = [part for shard in shards for part in shard.parts]
             if all(missing.get(part.name) == 0 for part in parts):
                 continue
             for part in parts:
                 missing[part.name] = missing.get(part.name, math.prod(part.tensor_shape)) - part.numel
                 if missing[part.name] == 0:
                     self._info[part.name] = TensorInfo(part.name, self._like.dtype(part.name), part.tensor_shape)
-            yield _Step(stage, spec, tuple(found))
+            yield _Step(stage, spec, tuple(shards))
 
     def _holders(self, stage: int, spec: ParameterSpec, expert_rank: int, rank: int) -> tuple[int, ...]:
         def holds(position: _Position) -> bool:
@@ -156,7 +155,7 @@ class MegatronSource:
                 and (spec.partition_dim is None or here == rank)
             )
 
-        return tuple(number for number, position in enumerate(self._positions) if holds(position))
+        return tuple(rank for rank, position in enumerate(self._positions) if holds(position))
 
     def _buckets(self, steps: Sequence[_Step]) -> Iterator[list[_Step]]:
         bucket: list[_Step] = []
@@ -172,39 +171,39 @@ class MegatronSource:
 
     # ---- transfers ----------------------------------------------------------------------------------------------
 
-    def _own(self, spec: ParameterSpec, parameters: Mapping[ParameterSpec, Tensor]) -> Tensor:
-        """Return the shard of a parameter on this rank, with its adapter merged."""
-        own = parameters[spec].detach()
-        return self._adapters[spec].merged(own) if spec in self._adapters else own
+    def _local_values(self, spec: ParameterSpec, parameters: Mapping[ParameterSpec, Tensor]) -> Tensor:
+        """Return this rank's shard of a parameter, with its adapter merged."""
+        values = parameters[spec].detach()
+        return self._adapters[spec].merged(values) if spec in self._adapters else values
 
     def _gathered(self, step: _Step, parameters: Mapping[ParameterSpec, Tensor]) -> tuple[_Step, list[Tensor]]:
         """Return all shards of a parameter, on every rank."""
-        is_here = step.stage == self._local.groups.pipeline.rank()
-        own = self._own(step.spec, parameters) if is_here else None
-        shards = gather(self._local, step.spec, step.stage, own)
-        return step, [shards[one.expert_rank, one.rank] for one in step.shards]
+        is_local = step.stage == self._local.groups.pipeline.rank()
+        values = self._local_values(step.spec, parameters) if is_local else None
+        shards = gather(self._local, step.spec, step.stage, values)
+        return step, [shards[shard.expert_rank, shard.rank] for shard in step.shards]
 
     def _sent(
         self, steps: Sequence[_Step], receivers: Collection[int], parameters: Mapping[ParameterSpec, Tensor]
     ) -> Iterator[tuple[_Step, list[Tensor]]]:
-        """Yield all shards of some parameters on ranks that receive them; nothing on the others."""
+        """Yield all shards of some parameters on receiving ranks; nothing on the others."""
         me, exchange = dist.get_rank(), Exchange()
         received: list[tuple[_Step, list[Tensor]]] = []
         for step in steps:
-            own: Tensor | None = None
+            values: Tensor | None = None
             if any(me in shard.holders for shard in step.shards):
-                own = self._own(step.spec, parameters)
+                values = self._local_values(step.spec, parameters)
             shards: list[Tensor] = []
             for shard in step.shards:
                 for receiver in sorted(receivers):
                     sender = shard.sender(receiver)
-                    if own is not None and me == sender != receiver:
-                        exchange.send(own, receiver)
+                    if values is not None and me == sender != receiver:
+                        exchange.send(values, receiver)
                     elif me == receiver != sender:
                         shards.append(torch.empty(step.spec.shape, dtype=step.spec.dtype, device=self._local.device))
                         exchange.receive(shards[-1], sender)
-                    elif own is not None and me == receiver:
-                        shards.append(own)
+                    elif values is not None and me == receiver:
+                        shards.append(values)
             received.append((step, shards))
         exchange.run()
         if me in receivers:
@@ -212,16 +211,15 @@ class MegatronSource:
                 yield received.pop(0)
 
 
-def _place(spec: ParameterSpec) -> tuple[int | None, bool]:
-    """Return the layer of a parameter, and whether it is an embedding."""
+def _layer_key(spec: ParameterSpec) -> tuple[int | None, bool]:
     return spec.layer, spec.key.startswith("embedding.")
 
 
 def _positions(local: LocalModel) -> list[_Position]:
-    """Return the coordinates of all ranks."""
+    """Return the coordinates of all ranks. Collective."""
     groups = local.groups
-    own = [groups.pipeline.rank(), groups.tensor.rank(), groups.expert.rank(), groups.expert_tensor.rank()]
-    return [_Position(*json.loads(text)) for text in all_gather_text(json.dumps(own))]
+    coordinates = [groups.pipeline.rank(), groups.tensor.rank(), groups.expert.rank(), groups.expert_tensor.rank()]
+    return [_Position(*json.loads(text)) for text in all_gather_text(json.dumps(coordinates))]
 
 
 class _Assembly:
@@ -246,7 +244,6 @@ class _Assembly:
         return tensor, tensor.numel()
 
     def check_complete(self) -> None:
-        """Raise if a tensor is incomplete."""
         if self._open:
             raise WeightMapError("the shards of all ranks do not cover a tensor", found=sorted(self._open)[:3])
 
@@ -255,7 +252,7 @@ class _Assembly:
 
 
 def write(chunks: Chunks, folder: str | Path, like: Checkpoint, family: Family, file_bytes: int = FILE_BYTES) -> None:
-    """Write the current weights as a checkpoint folder, every rank some of its files. A collective call.
+    """Write the current weights as a checkpoint folder, each rank writing some of its files. Collective.
 
     Tensors of `like` that are not part of the model (multi-token prediction layers) are copied unchanged.
     """
@@ -264,7 +261,7 @@ def write(chunks: Chunks, folder: str | Path, like: Checkpoint, family: Family, 
 
 
 def _extra_tensors(like: Checkpoint, family: Family) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that are not part of the model, on rank 0, which writes them."""
+    """Yield, on rank 0, the checkpoint tensors that are not part of the model."""
     extra = family.extra_tensors(like.config)
     if extra is None or dist.get_rank() != 0:
         return

@@ -13,10 +13,14 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from moe_replay.megatron.weights.errors import WeightMapError
+from moe_replay.errors import MoeReplayError
 
 Shape = tuple[int, ...]
 Slices = tuple[slice, ...]
+
+
+class WeightMapError(MoeReplayError):
+    """A checkpoint, a family and a Megatron-Core model that do not match; raised before any weight is written."""
 
 
 class TensorSlice(NamedTuple):
@@ -26,7 +30,7 @@ class TensorSlice(NamedTuple):
     tensor_shape  of the whole tensor
     source        slices of the tensor; may have a leading expert dimension that the shard lacks
     target        slices of the shard, with the same number of elements
-    transposed    whether the last two dimensions of the tensor are those of the shard in reverse
+    transposed    the last two dimensions of the tensor are those of the shard, swapped
     """
 
     name: str
@@ -37,18 +41,17 @@ class TensorSlice(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
-        ranges = (range(*one.indices(size)) for one, size in zip(self.source, self.tensor_shape, strict=True))
+        ranges = (range(*part.indices(size)) for part, size in zip(self.source, self.tensor_shape, strict=True))
         return math.prod(map(len, ranges))
 
     def oriented(self, region: Tensor) -> Tensor:
-        """Return a view of the `source` region of the tensor, with dimensions in the order of the shard."""
+        """Return a view of the tensor's `source` region with the shard's order of dimensions."""
         return region.transpose(-2, -1) if self.transposed else region
 
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """The shard of one parameter on one rank.
+    """A rank's shard of a parameter.
 
     key            the parameter, e.g. "decoder.layers.{layer}.mlp.linear_fc1.weight"
     shape          of the shard
@@ -69,7 +72,6 @@ class ParameterShard:
 
     @property
     def full_shape(self) -> Shape:
-        """Shape of the parameter before sharding."""
         return tuple(size * self.size if dim == self.partition_dim else size for dim, size in enumerate(self.shape))
 
     def unsharded(self) -> ParameterShard:
@@ -113,15 +115,15 @@ class _Rows(NamedTuple):
 
 
 def _cut_rows(shard: ParameterShard, blocks: list[_Rows]) -> list[TensorSlice]:
-    """Return the part of a parameter, which consists of these blocks one after another, that belongs to a shard."""
+    """Return a shard's part of a parameter that is the concatenation of these blocks."""
     rows, *rest = shard.shape
     _check_rows(shard, sum(block.length for block in blocks))
-    begin, end, offset, found = shard.rank * rows, (shard.rank + 1) * rows, 0, []
+    begin, end, offset, slices = shard.rank * rows, (shard.rank + 1) * rows, 0, []
     for block in blocks:
         first, last = max(offset, begin), min(offset + block.length, end)
         if first < last:
             inside = block.start - offset
-            found.append(
+            slices.append(
                 TensorSlice(
                     shard.tensor_name(block.name),
                     (block.total, *rest),
@@ -130,12 +132,12 @@ def _cut_rows(shard: ParameterShard, blocks: list[_Rows]) -> list[TensorSlice]:
                 )
             )
         offset += block.length
-    return found
+    return slices
 
 
 @dataclass(frozen=True)
 class GroupedQkv:
-    """The fused QKV projection: for each query group its queries, its key, its value."""
+    """The fused QKV projection: per query group its queries, its key, its value."""
 
     query: str
     key: str
@@ -157,9 +159,9 @@ class GroupedQkv:
 
 @dataclass(frozen=True)
 class GatedQkv:
-    """The fused projection of gated attention: for each query group its queries, their gates, its key, its value.
+    """The fused projection of gated attention: per query group its queries, their gates, its key, its value.
 
-    The tensor of the queries holds, for each head, its query and its gate.
+    The query tensor holds query and gate of each head.
     """
 
     query: str
@@ -171,16 +173,17 @@ class GatedQkv:
         heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
         blocks = []
         for group in range(groups):
-            of_group = range(group * heads // groups, (group + 1) * heads // groups)
+            group_heads = range(group * heads // groups, (group + 1) * heads // groups)
             for gate in (0, 1):
-                blocks += [_Rows(self.query, 2 * heads * width, (2 * head + gate) * width, width) for head in of_group]
+                first_rows = [(2 * head + gate) * width for head in group_heads]
+                blocks += [_Rows(self.query, 2 * heads * width, first, width) for first in first_rows]
             blocks += [_Rows(name, groups * width, group * width, width) for name in (self.key, self.value)]
         return _cut_rows(shard, blocks)
 
 
 @dataclass(frozen=True)
 class Sections:
-    """Consecutive sections of rows in one tensor, each sharded separately; `sizes`: config -> rows of each."""
+    """Consecutive sections of rows in a tensor, each sharded separately; `sizes`: config -> rows per section."""
 
     name: str
     sizes: Callable[[Any], tuple[int, ...]]
@@ -189,11 +192,11 @@ class Sections:
         _, *rest = shard.shape
         sizes = self.sizes(shard.config)
         _check_rows(shard, sum(sizes))
-        found, begin, target = [], 0, 0
+        slices, begin, target = [], 0, 0
         for size in sizes:
             rows = size // shard.size
             first = begin + shard.rank * rows
-            found.append(
+            slices.append(
                 TensorSlice(
                     shard.tensor_name(self.name),
                     shard.full_shape,
@@ -202,7 +205,7 @@ class Sections:
                 )
             )
             begin, target = begin + size, target + rows
-        return found
+        return slices
 
 
 @dataclass(frozen=True)
@@ -233,7 +236,7 @@ class GateUp:
 
 @dataclass(frozen=True)
 class AlternatingGateUp:
-    """Gate and up projection of a gated MLP in one tensor: the rows of gate are the even ones, those of up the odd."""
+    """Gate and up projection of a gated MLP in one tensor: gate has the even rows, up the odd ones."""
 
     name: str
 
@@ -246,23 +249,23 @@ class AlternatingGateUp:
             TensorSlice(
                 shard.tensor_name(self.name),
                 shard.full_shape,
-                (slice(first + number, last, 2), *_all(rest)),
-                (slice(number * half, (number + 1) * half), *_all(rest)),
+                (slice(first + part, last, 2), *_all(rest)),
+                (slice(part * half, (part + 1) * half), *_all(rest)),
             )
-            for number in (0, 1)
+            for part in (0, 1)
         ]
 
 
 @dataclass(frozen=True)
 class Transposed:
-    """A matrix whose checkpoint tensor has its two dimensions in reverse."""
+    """A matrix whose checkpoint tensor is transposed."""
 
     each: Rule
 
     def slices(self, shard: ParameterShard) -> list[TensorSlice]:
         return [
-            one._replace(tensor_shape=one.tensor_shape[::-1], source=one.source[::-1], transposed=True)
-            for one in self.each.slices(shard)
+            part._replace(tensor_shape=part.tensor_shape[::-1], source=part.source[::-1], transposed=True)
+            for part in self.each.slices(shard)
         ]
 
 
@@ -276,8 +279,8 @@ class Stacked:
         expert, count = shard.expert, shard.config.num_moe_experts
         assert expert is not None
         return [
-            one._replace(tensor_shape=(count, *one.tensor_shape), source=(slice(expert, expert + 1), *one.source))
-            for one in self.each.slices(shard)
+            part._replace(tensor_shape=(count, *part.tensor_shape), source=(slice(expert, expert + 1), *part.source))
+            for part in self.each.slices(shard)
         ]
 
 

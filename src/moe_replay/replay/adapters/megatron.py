@@ -1,9 +1,9 @@
 """The routers of Megatron-Core chunks and the hooks that drive them.
 
-From 0.16 on a router calls its `router.router_replay` object to choose experts. A `MegatronHook` in its
-place is all that replay needs: nothing of Megatron is patched, and its process-wide list of replay objects is never
-used. Without Transformer Engine, a name that routers read and Megatron never sets is set (`megatron_gemm.py`). Versions
-before 0.16 have no replay object; `megatron_legacy.py` serves them.
+From 0.16 on a router calls its `router.router_replay` object to choose experts. A `MegatronHook` in its place is all
+that replay needs: nothing of Megatron is patched, and its process-wide list of replay objects is never used. Without
+Transformer Engine, a name that routers read and Megatron never sets is set (`bind_missing_gemm`). Versions before 0.16
+have no replay object: the result of their `topk` is replaced (`LegacyHook`).
 
 Nothing here imports Megatron: its classes are recognised by name, so that an attached model may be wrapped or
 subclassed.
@@ -19,12 +19,14 @@ import torch
 from torch import nn
 
 from moe_replay.errors import UnsupportedRouterError
-from moe_replay.replay.adapters.megatron_gemm import bind_missing_gemm
-from moe_replay.replay.adapters.megatron_legacy import legacy_hook
-from moe_replay.replay.adapters.megatron_settings import check_replay_enabled, check_settings, megatron_version
-from moe_replay.replay.choice import Choice
+from moe_replay.replay.adapters.megatron_settings import (
+    bind_missing_gemm,
+    check_replay_enabled,
+    check_settings,
+    megatron_version,
+)
 from moe_replay.replay.site import Chunk, PassSource, RouterHookFactory, RouterSite, boundary_modules
-from moe_replay.replay.topk import TopKInterceptor
+from moe_replay.replay.topk import Choice, RouterCall, TopKHook, TopKInterceptor
 from moe_replay.routes.layout import RowOrder
 from moe_replay.routes.topology import MoeLayer, MoeTopology
 
@@ -78,9 +80,9 @@ def find_chunks(
         modules = dict(model.named_modules())
         sites = [_site(modules, name) for name, module in modules.items() if _is_a(module, ROUTER)]
         predicting = [site for site in sites if _enclosing(modules, site.name, PREDICTION_LAYER) is not None]
-        own = tuple(site for site in sites if site not in predicting)
+        decoder_sites = tuple(site for site in sites if site not in predicting)
         predicting = [replace(site, layer=_prediction_index(modules, site, declared.num_layers)) for site in predicting]
-        chunk = Chunk((model,), own, boundary_modules(model, own))
+        chunk = Chunk((model,), decoder_sites, boundary_modules(model, decoder_sites))
         _check_topology(declared, chunk, modules)
         chunks.append(chunk)
         native.extend(predicting)
@@ -141,12 +143,12 @@ class MegatronHook:
                 return default_compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
 
         choice = Choice(self.site, forward_pass.claim(self.site.layer))
-        experts = choice.select(scores, native_choice)
+        routed_experts = choice.select(scores, native_choice)
         choice.store()
-        self.on_choice(experts)
-        return scores.gather(-1, experts), experts
+        self.on_choice(routed_experts)
+        return scores.gather(-1, routed_experts), routed_experts
 
-    def on_choice(self, experts: torch.Tensor) -> None:
+    def on_choice(self, routed_experts: torch.Tensor) -> None:
         """Receive the experts (R, K) that the router takes."""
 
 
@@ -157,7 +159,7 @@ class ReplayedAuxLossHook(MegatronHook):
     """
 
     def __init__(self, site: RouterSite, active: PassSource) -> None:
-        self._taken: torch.Tensor | None = None
+        self._routed_experts: torch.Tensor | None = None
         self.native_routing = cast(Any, site.module).routing
         super().__init__(site, active)
 
@@ -181,18 +183,22 @@ class ReplayedAuxLossHook(MegatronHook):
             with TopKInterceptor(self):
                 return self.native_routing(*args, **kwargs)
         finally:
-            self._taken = None
+            self._routed_experts = None
 
-    def on_choice(self, experts: torch.Tensor) -> None:
-        self._taken = experts
+    def on_choice(self, routed_experts: torch.Tensor) -> None:
+        self._routed_experts = routed_experts
 
     def topk(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the first choice for every later `topk` over the experts."""
         scores = args[0] if args else kwargs["input"]
         k = args[1] if len(args) > 1 else kwargs["k"]
-        if self._taken is None or (k, *scores.shape) != (self.site.top_k, len(self._taken), self.site.num_experts):
+        if self._routed_experts is None or (k, *scores.shape) != (
+            self.site.top_k,
+            len(self._routed_experts),
+            self.site.num_experts,
+        ):
             return func(*args, **kwargs)
-        return torch.return_types.topk((scores.gather(-1, self._taken), self._taken))
+        return torch.return_types.topk((scores.gather(-1, self._routed_experts), self._routed_experts))
 
 
 # ---- finding the routers --------------------------------------------------------------------------------------------
@@ -201,7 +207,7 @@ class ReplayedAuxLossHook(MegatronHook):
 def _is_a(module: nn.Module, name: str) -> bool:
     """Return whether a class in the MRO has this full name, or lies in this package where the name ends with a dot."""
     names = (f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__)
-    return any(found == name or (name.endswith(".") and found.startswith(name)) for found in names)
+    return any(full == name or (name.endswith(".") and full.startswith(name)) for full in names)
 
 
 def language_model(model: nn.Module) -> Any:
@@ -266,7 +272,6 @@ def _outwards(name: str) -> Iterator[str]:
 
 
 def _enclosing(modules: Modules, name: str, kind: str) -> Any:
-    """Return the nearest enclosing module of a kind."""
     return next((modules[outer] for outer in _outwards(name) if _is_a(modules[outer], kind)), None)
 
 
@@ -325,3 +330,63 @@ def _check_each_layer_once(chunks: Sequence[Chunk]) -> None:
             found=[chunk.layers for chunk in chunks],
             remedy="Give attach() the chunks of one model, each built with its own vp_stage",
         )
+
+
+# ---- Megatron-Core 0.12 to 0.15: no replay object, so the result of `topk` is replaced -------------------------------
+
+FIRST_WITH_TWO_CHOICES = (0, 14)  # since then the router chooses a second time for its load-balancing losses
+
+
+def legacy_hook(version: tuple[int, int], config: Any, aux_loss: Literal["native", "replayed"]) -> RouterHookFactory:
+    """Return the hook for the routers of an old version."""
+    if aux_loss == "replayed":
+        return ReplayedAuxLossLegacyHook
+    if version < FIRST_WITH_TWO_CHOICES and _has_aux_loss(config):
+        raise UnsupportedRouterError(
+            f"the load-balancing loss of Megatron-Core {version[0]}.{version[1]} counts the experts that were taken",
+            expected="aux_loss='replayed'",
+            found="aux_loss='native', the default",
+            remedy="Call attach(model, aux_loss='replayed'), or set moe_aux_loss_coeff=0",
+        )
+    return LegacyHook
+
+
+def _has_aux_loss(config: Any) -> bool:
+    return config.moe_router_load_balancing_type != "none" and bool(config.moe_aux_loss_coeff)
+
+
+class ReplayedAuxLossCall(RouterCall):
+    """Replaces the result of every `topk` over the experts: for the dispatch, and for the load-balancing losses."""
+
+    def topk(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the choice of the first call for every later one.
+
+        Scores inside groups have three dimensions: that `topk` chooses groups, never experts.
+        """
+        scores = args[0] if args else kwargs["input"]
+        routed_experts = self.choice.routed_experts
+        if scores.dim() != 2:
+            return func(*args, **kwargs)
+        if routed_experts is not None and scores.shape[-1] == self.site.num_experts:
+            return torch.return_types.topk((scores.gather(-1, routed_experts), routed_experts))
+        return super().topk(func, args, kwargs)
+
+
+class NativeAuxLossCall(ReplayedAuxLossCall):
+    """Replaces the result of the first `topk` over the experts alone: the dispatch."""
+
+    def topk(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Leave every call after the choice to the load-balancing losses."""
+        return func(*args, **kwargs) if self.choice.routed_experts is not None else super().topk(func, args, kwargs)
+
+
+class LegacyHook(TopKHook):
+    """Hook of an old router; its load-balancing losses count its own choice."""
+
+    call_type = NativeAuxLossCall
+
+
+class ReplayedAuxLossLegacyHook(TopKHook):
+    """Hook of an old router; its load-balancing losses count the experts taken."""
+
+    call_type = ReplayedAuxLossCall

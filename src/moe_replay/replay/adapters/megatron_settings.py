@@ -1,4 +1,4 @@
-"""Settings of Megatron-Core under which routes cannot be replayed: refused by name, before the first forward."""
+"""Megatron-Core's config: settings under which routes cannot be replayed, and the layout of its rows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from moe_replay.errors import UnsupportedRouterError
 from moe_replay.replay.site import RouterSite
+from moe_replay.routes.layout import TokenLayout
 
 KNOWN_FROM = (0, 12)
 TOP_K_BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
@@ -32,14 +33,14 @@ class Refusal(NamedTuple):
 
 def megatron_version() -> tuple[int, int]:
     """Return (major, minor) of the Megatron-Core that is loaded."""
-    found = getattr(sys.modules.get("megatron.core"), "__version__", None)
-    numbers = re.match(r"(\d+)\.(\d+)", found or "")
+    text = getattr(sys.modules.get("megatron.core"), "__version__", None)
+    numbers = re.match(r"(\d+)\.(\d+)", text or "")
     version = (int(numbers[1]), int(numbers[2])) if numbers else None
     if version is None or version < KNOWN_FROM:
         raise UnsupportedRouterError(
             "unknown version of Megatron-Core",
             expected="megatron.core.__version__ of at least 0.12",
-            found=found,
+            found=text,
             remedy="0.12 to 0.15 are driven at their topk, newer ones through router.router_replay",
         )
     return version
@@ -149,7 +150,7 @@ REFUSALS = (
     Refusal(
         "fix_router",
         _is_on("fix_router"),
-        "MindSpeed's router then sends tokens to experts in turn, whatever their scores",
+        "MindSpeed's router then sends tokens to experts round-robin, regardless of their scores",
         "Set fix_router=False; it is for benchmarks",
     ),
     Refusal(
@@ -196,3 +197,52 @@ REFUSALS = (
         "Set it to tensor_model_parallel_size, or use expert parallelism",
     ),
 )
+
+
+# ---- a missing name --------------------------------------------------------------------------------------------------
+
+
+def bind_missing_gemm() -> None:
+    """Set `te_general_gemm` to None where Transformer Engine is missing; Megatron-Core then multiplies by torch.
+
+    moe_utils.py imports the name together with Transformer Engine, and compares it with None in every forward of a
+    router: without Transformer Engine that is a NameError, on a GPU as on a CPU.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    if hasattr(moe_utils, "RouterGatingLinearFunction") and not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+# ---- the token in each row of this rank's routers --------------------------------------------------------------------
+
+
+def column_multiple(config: Any) -> int:
+    """Return what each packed sequence, and the width of a padded batch, must be a multiple of."""
+    context = config.context_parallel_size
+    return (2 * context if context > 1 else 1) * _sequence_shards(config)
+
+
+def layout_for(config: Any, lengths: Sequence[int], *, packed: bool = False, width: int | None = None) -> TokenLayout:
+    """Return this rank's layout for sequences of these lengths: sbhd, padded on the right, or packed (thd).
+
+    Rows are sequence-major; context parallelism is zigzag, sequence parallelism contiguous. `width` is the width
+    fed, over all context-parallel ranks; where None, the smallest that the parallelism allows.
+    """
+    from megatron.core import parallel_state
+
+    multiple = column_multiple(config)
+    if packed:
+        layout = TokenLayout.packed(lengths, pad_each_to_multiple_of=multiple).pad_to(width, multiple_of=multiple)
+    else:
+        layout = TokenLayout.padded(lengths).pad_to(width, multiple_of=multiple)
+    if config.context_parallel_size > 1:
+        layout = layout.context_parallel(parallel_state.get_context_parallel_rank(), config.context_parallel_size)
+    shards = _sequence_shards(config)
+    if shards > 1:
+        layout = layout.sequence_parallel(parallel_state.get_tensor_model_parallel_rank(), shards)
+    return layout.sequence_major()
+
+
+def _sequence_shards(config: Any) -> int:
+    return config.tensor_model_parallel_size if config.sequence_parallel else 1

@@ -1,4 +1,4 @@
-"""A recipe that is being converted: settings with where they come from, and remarks on what has no counterpart."""
+"""A recipe under conversion: settings with the options they come from, what has changed, and what was lost."""
 
 from __future__ import annotations
 
@@ -9,106 +9,157 @@ from typing import Any
 from pydantic import ValidationError
 
 from moe_replay.errors import MoeReplayError
-from moe_replay.tools.convert.shell_words import names_of
 from moe_replay.train.config.checks import problems
 from moe_replay.train.config.command_line import parse_scalar, parse_value
 from moe_replay.train.config.file import toml_value
-from moe_replay.train.config.foreign.advice import TABLES
+from moe_replay.train.config.foreign import TABLES
 from moe_replay.train.config.foreign.options import Option
 from moe_replay.train.config.keys import all_fields, enclosing_table, fields_of, sections
 from moe_replay.train.config.sections import Sections
 
 WIDTH = 40
+UNKNOWN = "unknown option"
+SUBJECTS = {
+    "model.": "model",
+    "data.": "data",
+    "reward.": "reward",
+    "rollout.environment": "environment",
+    "rollout.tools": "environment",
+    "rollout.max_turns": "environment",
+    "rollout.temperature": "sampling",
+    "rollout.top_": "sampling",
+    "rollout.num_generations": "sampling",
+    "algorithm.": "loss",
+    "optim.": "optimizer",
+    "replay.mode": "replay",
+}
+"""What our keys decide, by prefix: a command whose option for it is lost becomes another run."""
+NEEDED = {"model.path": "model", "data.path": "data", "reward.functions": "reward"}
+"""Keys whose defaults here are of no use to a converted run."""
 
 
 class ConversionError(MoeReplayError):
-    """A command of another trainer that cannot be converted."""
+    """A command or file of another trainer that cannot be converted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value and the option that it comes from; `is_default`: the other trainer's default, not in the script."""
+    """A value and its source option.
+
+    is_default   the other trainer's default, not part of the command
+    change       how the value, or what it counts, differs from theirs
+    """
 
     value: Any
     source: str
     is_default: bool = False
+    change: str = ""
 
 
 @dataclass(slots=True)
 class Draft:
-    """Settings by dotted key, and remarks in the order in which they came up."""
+    """Settings by dotted key, and remarks in the order in which they came up.
+
+    lost           options without a counterpart that do not change what is learned
+    differences    reasons why the recipe is not the run of the command: "subject: option: reason"
+    changes        options whose meaning is another here
+    is_recipe      false for the command of a rollout server
+    """
 
     trainer: str
     settings: dict[str, Setting] = field(default_factory=dict)
-    remarks: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
     header: list[str] = field(default_factory=list)
+    is_recipe: bool = True
 
-    def put(self, key: str, value: Any, source: str, *, is_default: bool = False) -> None:
-        """Set a key; a default never replaces what was written, and None sets nothing."""
-        known = self.settings.get(key)
-        if value is not None and not (is_default and known is not None and not known.is_default):
-            self.settings[key] = Setting(value, source, is_default)
+    def put(self, key: str, value: Any, source: str, *, is_default: bool = False, change: str = "") -> None:
+        """Set a key; a default never replaces an explicit value, and None sets nothing."""
+        previous = self.settings.get(key)
+        if value is not None and not (is_default and previous is not None and not previous.is_default):
+            self.settings[key] = Setting(value, source, is_default, change)
 
     def drop(self, key: str, reason: str) -> None:
-        """Remove a setting, if it is there; one that was written down is noted."""
+        """Remove a setting if present, with a remark if it was explicit."""
         setting = self.settings.pop(key, None)
         if setting is not None and not setting.is_default:
             self.remark(setting.source, reason)
 
-    def remark(self, option: str, reason: str) -> None:
-        """Note an option that has no counterpart, or whose counterpart needs a look."""
-        line = f"{option}: {reason}"
-        if line not in self.remarks:
-            self.remarks.append(line)
+    def remark(self, option: str, reason: str, subject: str = "") -> None:
+        """Note an option that has no counterpart.
+
+        subject   what is another here without it; empty: nothing that decides what is learned
+        """
+        line = f"{subject}: {option}: {reason}" if subject else f"{option}: {reason}"
+        lines = self.differences if subject else self.lost
+        if line not in lines:
+            lines.append(line)
+
+    def change(self, option: str, reason: str) -> None:
+        """Note an option that has another meaning or form here."""
+        self.changes.append(f"{option}: {reason}")
 
     def apply(self, shown: str, source: str, words: list[str], option: Option, *, is_default: bool = False) -> None:
-        """Set what an option of the other trainer is here, or note that it is nothing.
+        """Set the counterpart of an option of the other trainer, or note that there is none.
 
-        shown    the option as it was written, for remarks
-        source   its name, for the comment beside the setting
+        shown    the option as written, for remarks
+        source   its name, for the comment next to the setting
         """
+        subject = option.subject or subject_of(option.key)
         if option.values is not None:
             value = _looked_up(option.values, words)
             if value is ...:
                 listed = ", ".join(option.values)
-                self._unless_default(is_default, shown, option.note or f"only {listed} can be converted")
+                self._unless_default(is_default, shown, option.note or f"only {listed} can be converted", subject)
             else:
                 self.put(option.key, value, source, is_default=is_default)
             return
         if not option.key:
-            self._unless_default(is_default, shown, option.note)
+            self._unless_default(is_default, shown, option.note, subject)
             return
         kind = all_fields()[option.key].annotation if _table(option.key) is None else None
-        missing = [name for word in words for name in names_of(word)]
-        if missing and kind is not None and str not in (kind, *getattr(kind, "__args__", ())):
-            self.remark(shown, f"the script does not assign {', '.join(missing)}; set {option.key}")
-            return
-        if missing:
-            self.remark(shown, f"the script does not assign {', '.join(missing)}; replace it in {option.key}")
         try:
             value = _entry(words) if kind is None else parse_value(source, words, kind)
         except MoeReplayError as error:
-            self.remark(shown, str(error))
+            self.remark(shown, str(error), subject or UNKNOWN)
             return
         self.put(option.key, value, source, is_default=is_default)
 
-    def _unless_default(self, is_default: bool, shown: str, reason: str) -> None:
+    def _unless_default(self, is_default: bool, shown: str, reason: str, subject: str) -> None:
         if not is_default:
-            self.remark(shown, reason)
+            self.remark(shown, reason, subject)
 
     def render(self) -> tuple[str, list[str]]:
-        """Return the recipe as TOML with comments, and what our configuration would not accept of it."""
-        config, wrong = self._validated()
+        """Return the recipe as TOML with comments, and why it is not the run of the command, or not valid."""
+        config, invalid = self._validated()
+        missing = {key: f"{subject}: the command names none; set {key}" for key, subject in self._missing()}
+        invalid = [problem for problem in invalid if problem.partition(":")[0] not in missing]
+        different = [*missing.values(), *self.differences, *invalid]
         lines = [f"# {line}".rstrip() for line in self.header]
-        lines += ["#", "# Not valid yet:", *(f"#   {problem}" for problem in wrong)] if wrong else []
+        changes = [f"{item.source}: {item.change}" for item in self.settings.values() if item.change] + self.changes
+        for title, entries in (
+            ("Not the run of this command yet:", different),
+            ("Changed:", changes),
+            ("Lost, without a counterpart:", self.lost),
+        ):
+            listed = [f"#   {line}" for entry in entries for line in entry.splitlines()]
+            lines += ["#", f"# {title}", *listed] if listed else []
+        lines += [
+            "#",
+            "# Taken: all other options, named beside their settings or equal to the defaults.",
+        ] * self.is_recipe
         for name, section in sections():
             keys = [key for key, _ in fields_of(name, section) if self._holds(key)]
             body = [line for key in keys for line in self._lines(key, key.removeprefix(f"{name}."), config)]
             lines += ["", *([f"[{name}]"] if name else []), *body] if body else []
-        if self.remarks:
-            lines += ["", f"# Options of {self.trainer} without a counterpart, or that need a look:"]
-            lines += [f"#   {line}" for remark in self.remarks for line in remark.splitlines()]
-        return "\n".join(lines).lstrip("\n") + "\n", wrong
+        return "\n".join(lines).lstrip("\n") + "\n", different
+
+    def _missing(self) -> Iterator[tuple[str, str]]:
+        """Yield key and subject of what a recipe needs and no option, not even a lost one, has named."""
+        for key, subject in NEEDED.items() if self.is_recipe else ():
+            if key not in self.settings and not any(line.startswith(f"{subject}: ") for line in self.differences):
+                yield key, subject
 
     def _holds(self, key: str) -> bool:
         return key in self.settings or (key in TABLES and any(_table(name) == key for name in self.settings))
@@ -127,17 +178,18 @@ class Draft:
             yield _line(name, value, item)
 
     def _validated(self) -> tuple[Sections, list[str]]:
-        """Return the settings without values that a key does not take, and what is wrong with all of them together."""
+        """Return the settings less invalid values, which become remarks, and the problems of their combination."""
         while True:
             try:
                 config = Sections.model_validate(self._tables())
             except ValidationError as error:
-                wrong = {_key(problem["loc"], self.settings): problem["msg"] for problem in error.errors()}
+                messages = {_key(problem["loc"], self.settings): problem["msg"] for problem in error.errors()}
             else:
                 return config, list(problems(config))
-            for key, message in wrong.items():
+            for key, message in messages.items():
                 setting = self.settings.pop(key)
-                self.remark(f"{setting.source} {_shown(setting.value)}", f"{key}: {message}")
+                shown = f"{setting.source} {_shown(setting.value)}"
+                self.remark(shown, f"{key}: {message}", subject_of(key) or UNKNOWN)
 
     def _tables(self) -> dict[str, Any]:
         tables: dict[str, Any] = {}
@@ -156,26 +208,36 @@ def _line(name: str, value: Any, item: Setting) -> str:
     return f"{f'{name} = {toml_value(value)}':<{WIDTH}}  # {comment}" if comment else f"{name} = {toml_value(value)}"
 
 
+def subject_of(key: str) -> str:
+    """Return what a key of ours decides; empty if a run without it learns the same."""
+    return next((subject for prefix, subject in SUBJECTS.items() if key.startswith(prefix)), "")
+
+
 def _validated_value(config: Sections, key: str) -> Any:
     section, _, name = key.rpartition(".")
     return getattr(getattr(config, section) if section else config, name)
 
 
 def _table(key: str) -> str | None:
-    """Return the table that a key is an entry of; None if it is an entry of none."""
     return next((table for table in TABLES if key.startswith(f"{table}.")), None)
 
 
-def _key(place: Iterable[Any], settings: Mapping[str, Setting]) -> str:
-    dotted = ".".join(map(str, place))
+def _key(location: Iterable[Any], settings: Mapping[str, Setting]) -> str:
+    dotted = ".".join(map(str, location))
     return next(key for key in settings if f"{dotted}.".startswith(f"{key}.") or key.startswith(f"{dotted}."))
 
 
 def _looked_up(values: Mapping[str, Any], words: list[str]) -> Any:
-    """Return our value for theirs, in any case; a switch without a value is on; ... if there is none."""
-    name = " ".join(words) or "true"
-    found = [ours for theirs, ours in values.items() if theirs.lower() == name.lower()]
-    return found[0] if found else ...
+    """Return our value for theirs, ignoring case; a switch without a value is on; `...` if there is no counterpart."""
+    name = _canonical(" ".join(words) or "true")
+    return next((ours for theirs, ours in values.items() if _canonical(theirs) == name), ...)
+
+
+def _canonical(text: str) -> str:
+    try:
+        return str(float(text))  # 0, 0.0 and 0.00 are one value
+    except ValueError:
+        return text.lower()
 
 
 def _entry(words: list[str]) -> Any:

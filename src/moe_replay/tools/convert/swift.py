@@ -1,23 +1,30 @@
-"""ms-swift's `megatron rlhf`, `swift rlhf` and `swift rollout` into a recipe and the command of a server."""
+"""ms-swift: `megatron rlhf` and `swift rlhf` to a recipe, `swift rollout` to a `moe-replay rollout` command."""
 
 from __future__ import annotations
 
 import json
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
-from moe_replay.tools.convert.draft import ConversionError, Draft
-from moe_replay.tools.convert.shell_script import Command
-from moe_replay.tools.convert.shell_words import names_of
-from moe_replay.train.config.foreign.swift import MEGATRON_DEFAULTS, OPTIONS, RENAMED, SWIFT_DEFAULTS
-from moe_replay.train.rewards import REWARDS
+from moe_replay.tools.convert.draft import UNKNOWN, ConversionError, Draft, subject_of
+from moe_replay.train.config.foreign.swift import (
+    AGGREGATIONS,
+    LOSSES,
+    MEGATRON_DEFAULTS,
+    OPTIONS,
+    RENAMED,
+    SUBSETS,
+    SWIFT_DEFAULTS,
+)
 from moe_replay.utils.plugins import is_path
 
 TRAINER = "ms-swift"
 DEFAULT_PORT = "8000"
 FRACTIONS = ("lr_warmup_fraction", "warmup_ratio")
+REWARDS = ("accuracy", "format")
+"""Rewards of ms-swift that are built in here under the same names."""
 COUNTS = {
     "train_iters": "steps",
     "max_steps": "steps",
@@ -26,34 +33,35 @@ COUNTS = {
     "lr_warmup_iters": "optim.warmup_steps",
     "warmup_steps": "optim.warmup_steps",
 }
-"""Options that count updates, where ours count steps."""
+"""Options in updates; ours are in steps."""
 
 
-def from_swift(commands: Sequence[Command]) -> Draft:
-    """Return the recipe of the first training command, with the command of a rollout server beside it."""
-    trainings = [(command, found) for command in commands if (found := _training(command.words)) is not None]
-    servers = [found for command in commands if (found := _after(command.words, "rollout")) is not None]
-    if not trainings and not servers:
-        raise ConversionError(
-            "no command of ms-swift was found", expected="megatron rlhf, swift rlhf, swift rollout or their options"
-        )
+def from_swift(words: list[str], environment: Mapping[str, str]) -> Draft:
+    """Return the recipe of a training command, or our command for a rollout server in the header of an empty one."""
     draft = Draft(TRAINER)
-    if trainings:
-        command, (words, is_megatron) = trainings[0]
-        _Swift(draft, words, command.variables, is_megatron=is_megatron).convert()
-    for words in servers:
-        draft.header += ["", "The rollout server:", f"  {_server(draft, words)}"]
+    if (training := _training(words)) is not None:
+        options, is_megatron = training
+        _Swift(draft, options, environment, is_megatron=is_megatron).convert()
+    elif (options := _after(words, "rollout")) is not None:
+        draft.is_recipe = False
+        draft.header += ["The rollout server:", f"  {_server(draft, options)}"]
+    else:
+        raise ConversionError(
+            "not a command of ms-swift",
+            expected="megatron rlhf, swift rlhf, swift rollout or their options",
+            found=shlex.join(words[:3]),
+        )
     return draft
 
 
 def _training(words: list[str]) -> tuple[list[str], bool] | None:
-    """Return the options of a training command and whether it is that of Megatron; None for another command."""
+    """Return the options of a training command and whether it is the Megatron one; None for any other command."""
     for name, is_megatron in (("_megatron/rlhf.py", True), ("_megatron.rlhf", True), ("cli/rlhf.py", False)):
-        for number, word in enumerate(words):
+        for index, word in enumerate(words):
             if word.endswith(name):
-                return words[number + 1 :], is_megatron
-    if (found := _after(words, "rlhf")) is not None:
-        return found, PurePath(words[words.index("rlhf") - 1]).name == "megatron"
+                return words[index + 1 :], is_megatron
+    if (options := _after(words, "rlhf")) is not None:
+        return options, PurePath(words[words.index("rlhf") - 1]).name == "megatron"
     if words[:1] and words[0].startswith("--"):
         names = {_plain(word) for word in words if word.startswith("--")}
         return words, any("parallel_size" in name and "vllm" not in name for name in names) or "lr" in names
@@ -61,9 +69,9 @@ def _training(words: list[str]) -> tuple[list[str], bool] | None:
 
 
 def _after(words: list[str], action: str) -> list[str] | None:
-    for number, word in enumerate(words[:-1]):
-        if PurePath(word).name in ("swift", "megatron") and words[number + 1] == action:
-            return words[number + 2 :]
+    for index, word in enumerate(words[:-1]):
+        if PurePath(word).name in ("swift", "megatron") and words[index + 1] == action:
+            return words[index + 2 :]
     return None
 
 
@@ -73,7 +81,7 @@ def _plain(word: str) -> str:
 
 
 def _flags(words: Sequence[str]) -> dict[str, list[str]]:
-    """Return name -> values; of an option that is given twice, the last."""
+    """Return name -> values; the last occurrence of an option wins."""
     flags: dict[str, list[str]] = {}
     current: list[str] = []
     for word in words:
@@ -86,14 +94,14 @@ def _flags(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 class _Swift:
-    """One command of ms-swift on its way into a draft."""
+    """The conversion of one training command."""
 
-    def __init__(self, draft: Draft, words: list[str], variables: dict[str, str], *, is_megatron: bool) -> None:
+    def __init__(self, draft: Draft, words: list[str], environment: Mapping[str, str], *, is_megatron: bool) -> None:
         self.draft = draft
-        self.given = _flags(words)
+        self.options = _flags(words)
         defaults = MEGATRON_DEFAULTS if is_megatron else SWIFT_DEFAULTS
-        self.defaults = {name: value.split() for name, value in defaults.items() if name not in self.given}
-        self.variables = variables
+        self.defaults = {name: value.split() for name, value in defaults.items() if name not in self.options}
+        self.environment = environment
         self.is_megatron = is_megatron
 
     def convert(self) -> None:
@@ -102,16 +110,17 @@ class _Swift:
         if kind not in ("grpo", ""):
             raise ConversionError("only GRPO can be converted", found=f"--rlhf_type {kind}")
         launcher = "megatron rlhf" if self.is_megatron else "swift rlhf"
-        self.draft.header += [f"Converted from ms-swift's `{launcher}`. Look at it with --dry-run first."]
+        self.draft.header += [f"Converted from ms-swift's `{launcher}`. Check it with --dry-run first."]
         self.draft.header += ["", f"  {self._launch()}"]
         self.draft.put("backend.kind", "megatron" if self.is_megatron else "fsdp", launcher)
-        for name, words in [*self.given.items(), *self.defaults.items()]:
+        for name, words in [*self.options.items(), *self.defaults.items()]:
             option = OPTIONS.get(name)
             if option is None:
-                self.draft.remark(self.shown(name), "no counterpart is known")
+                self.draft.remark(self.shown(name), "whether it changes the run is not known", UNKNOWN)
             elif not option.derived:
                 is_default = name in self.defaults
                 self.draft.apply(self.shown(name), f"--{name}", words, option, is_default=is_default)
+        self._loss()
         updates = self._batches()
         self._counts(updates)
         self._adam()
@@ -122,77 +131,114 @@ class _Swift:
         self._log()
 
     def values(self, name: str) -> list[str]:
-        """Return the values of an option, or its default; empty if there is neither."""
-        return self.given.get(name, self.defaults.get(name, []))
+        """Return the values of an option, or its default; empty without either."""
+        return self.options.get(name, self.defaults.get(name, []))
 
-    def number(self, name: str, default: int) -> int:
-        """Return the value of an option that is a whole number."""
+    def integer(self, name: str, default: int) -> int:
         word = " ".join(self.values(name))
         if not word:
             return default
         try:
             return int(float(word))
         except (ValueError, OverflowError):
-            missing = f"; the script does not assign {', '.join(names_of(word))}" if names_of(word) else ""
-            self.draft.remark(self.shown(name), f"not a number{missing}; {default} was used in its place")
+            subject = subject_of(OPTIONS[name].key) or UNKNOWN
+            self.draft.remark(self.shown(name), f"not a number; {default} was used instead", subject)
             return default
 
     def shown(self, name: str) -> str:
-        """Return an option as it was written."""
         return " ".join([f"--{name}", *self.values(name)])
 
+    def _loss(self) -> None:
+        kind = " ".join(self.values("loss_type"))
+        aggregation = (AGGREGATIONS | LOSSES).get(kind)
+        if aggregation is None:
+            reason = f"not implemented; {', '.join(AGGREGATIONS | LOSSES)} are, or write one: docs/extending.md"
+            self.draft.remark(self.shown("loss_type"), reason, "loss")
+            return
+        is_default = "loss_type" in self.defaults
+        self.draft.put("algorithm.loss", kind if kind in LOSSES else None, "--loss_type")
+        self.draft.put("algorithm.loss_aggregation", aggregation, "--loss_type", is_default=is_default)
+        if kind == "cispo":
+            self._cispo_bounds()
+        elif "epsilon" in self.options:
+            self.draft.put("algorithm.clip_high", self.values("epsilon")[0], "--epsilon", is_default=True)
+        if "algorithm.rollout_correction" in self.draft.settings:
+            source = "--rollout_importance_sampling_mode"
+            self.draft.put("algorithm.rollout_correction_low", 0.0, source)  # ratios have an upper bound only
+        if "rollout.top_k" not in self.draft.settings:
+            self.draft.put("rollout.top_k", max(self.integer("top_k", 0), 0) or None, "--top_k")
+        if self.values("dynamic_sample") != ["true"]:
+            self.draft.settings.pop("algorithm.max_refills", None)
+
+    def _cispo_bounds(self) -> None:
+        """Set the bounds of the ratio: theirs is the largest ratio itself, and there is no smallest one."""
+        source = "--epsilon_high" if "epsilon_high" in self.options else "--epsilon"
+        try:
+            largest = float((self.values(source[2:]) or ["0.2"])[0])
+        except ValueError:
+            return  # reported with the setting that it does not fit
+        if largest < 1:
+            reason = f"cispo clips all ratios above {largest}, also those near 1; set --epsilon_high, e.g. 5"
+            self.draft.remark(self.shown(source[2:]), reason, "loss")
+            return
+        self.draft.put("algorithm.clip_low", 1.0, "--loss_type cispo")
+        self.draft.put("algorithm.clip_high", largest - 1, source, change="here the distance from 1")
+
     def _batches(self) -> int:
-        """Set prompts and updates of a step and the size of micro-batches; return the number of updates."""
-        samples = self.number("num_generations", 8)
+        """Set prompts and updates per step and the micro-batch size; return the number of updates."""
+        samples = self.integer("num_generations", 8)
         if self.is_megatron:
-            of_update, sizes = self.number("global_batch_size", 16), "global_batch_size"
-            of_rollout = self.number("generation_batch_size", 0)
-            updates = self.number("steps_per_generation", of_rollout // of_update or 1)
-            at_once = self.number("micro_batch_size", 1)
+            per_update, size_option = self.integer("global_batch_size", 16), "global_batch_size"
+            per_rollout = self.integer("generation_batch_size", 0)
+            updates = self.integer("steps_per_generation", per_rollout // per_update or 1)
+            per_pass = self.integer("micro_batch_size", 1)
         else:
-            ranks = int(self.variables.get("NPROC_PER_NODE") or 1) * int(self.variables.get("NNODES") or 1)
-            at_once = self.number("per_device_train_batch_size", 1)
-            forwards = self.number("gradient_accumulation_steps", 1)
-            of_rollout = self.number("generation_batch_size", 0)
-            passes = self.number("steps_per_generation", of_rollout // (at_once * ranks) or forwards)
+            ranks = int(self.environment.get("NPROC_PER_NODE") or 1) * int(self.environment.get("NNODES") or 1)
+            per_pass = self.integer("per_device_train_batch_size", 1)
+            forwards = self.integer("gradient_accumulation_steps", 1)
+            per_rollout = self.integer("generation_batch_size", 0)
+            passes = self.integer("steps_per_generation", per_rollout // (per_pass * ranks) or forwards)
             updates = max(passes // forwards, 1)
-            of_update, sizes = at_once * ranks * forwards, f"per_device_train_batch_size on {ranks} ranks"
-        sequences = of_update * updates
+            per_update, size_option = per_pass * ranks * forwards, f"per_device_train_batch_size on {ranks} ranks"
+        sequences = per_update * updates
         if sequences % samples:
-            self.draft.remark(f"--{sizes}", f"{sequences} sequences are not whole groups of {samples}; rounded down")
-        source = f"--{sizes}, --steps_per_generation, --num_generations"
-        self.draft.put("rollout.prompts_per_step", max(sequences // samples, 1), source)
+            self.draft.remark(
+                f"--{size_option}", f"{sequences} sequences are not whole groups of {samples}; rounded down", "sampling"
+            )
+        source, change = f"--{size_option}, --steps_per_generation, --num_generations", "prompts, not sequences"
+        self.draft.put("rollout.prompts_per_step", max(sequences // samples, 1), source, change=change)
         self.draft.put("algorithm.updates_per_rollout", updates, "--steps_per_generation")
-        updates *= self.number("num_iterations", 1)
-        prompt, completion = self.number("max_length", 512), self.number("max_completion_length", 512)
-        length = min(prompt + completion, self.number("vllm_max_model_len", prompt + completion))
-        what = "--micro_batch_size" if self.is_megatron else "--per_device_train_batch_size"
-        self.draft.put("batch.tokens_per_micro_batch", at_once * length, f"{what} x {length} tokens")
+        updates *= self.integer("num_iterations", 1)
+        prompt, completion = self.integer("max_length", 512), self.integer("max_completion_length", 512)
+        length = min(prompt + completion, self.integer("vllm_max_model_len", prompt + completion))
+        micro_batch = "--micro_batch_size" if self.is_megatron else "--per_device_train_batch_size"
+        source, change = f"{micro_batch} x {length} tokens", "micro-batches are filled by tokens, not by sequences"
+        self.draft.put("batch.tokens_per_micro_batch", per_pass * length, source, change=change)
         return updates
 
     def _counts(self, updates: int) -> None:
         for name, key in COUNTS.items():
             if values := self.values(name):
-                steps = math.ceil(self.number(name, 0) / updates)
-                source = f"{self.shown(name)} / {updates} updates of a step" if updates > 1 else f"--{name}"
+                steps = math.ceil(self.integer(name, 0) / updates)
+                source = f"{self.shown(name)} / {updates} updates per step" if updates > 1 else f"--{name}"
                 self.draft.put(key, steps or None, source, is_default=name in self.defaults and bool(values))
         if "steps" in self.draft.settings:
-            self.draft.drop("data.epochs", "the number of steps is given")
+            self.draft.drop("data.epochs", "the number of steps is set")
         for name in FRACTIONS:
-            if name in self.given:
+            if name in self.options:
                 steps = self.draft.settings.get("steps")
                 if steps is None:
-                    self.draft.remark(self.shown(name), "set optim.warmup_steps: a fraction of steps")
+                    self.draft.remark(self.shown(name), "set optim.warmup_steps, which counts steps", "optimizer")
                 else:
                     part = math.ceil(float(self.values(name)[0]) * steps.value)
                     self.draft.put("optim.warmup_steps", part or None, self.shown(name))
-        if "eval.every" in self.draft.settings and "val_dataset" not in self.given:
-            self.draft.remark(self.shown("eval_steps"), "set data.eval_path too: no rows are split off the others")
+        if "eval.every" in self.draft.settings and "val_dataset" not in self.options:
+            self.draft.remark(self.shown("eval_steps"), "without effect: set data.eval_path too")
             del self.draft.settings["eval.every"]
 
     def _adam(self) -> None:
         betas = [" ".join(self.values("adam_beta1")) or "0.9", " ".join(self.values("adam_beta2"))]
-        is_default = not {"adam_beta1", "adam_beta2"} & self.given.keys()
+        is_default = not {"adam_beta1", "adam_beta2"} & self.options.keys()
         self.draft.put("optim.betas", betas, "--adam_beta1, --adam_beta2", is_default=is_default)
         lora = self.values("tuner_type") == ["lora"]
         rate = "--lr" if self.is_megatron else "--learning_rate"
@@ -200,37 +246,65 @@ class _Swift:
 
     def _data(self) -> None:
         for name, key in (("dataset", "data.path"), ("val_dataset", "data.eval_path")):
-            for number, written in enumerate(self.values(name)):
-                path, hash_, count = written.partition("#")
-                if hash_:
-                    self.draft.remark(f"--{name} {written}", f"all rows are used, not {count}")
-                if number:
-                    self.draft.remark(f"--{name} {written}", f"{key} is one data set; put the rows into one file")
+            for index, dataset in enumerate(self.values(name)):
+                if index:
+                    self.draft.remark(f"--{name} {dataset}", f"{key} takes one dataset; merge the files", "data")
                 else:
-                    self.draft.put(key, path, f"--{name}")
+                    self._dataset(f"--{name}", dataset, key)
+        if self.values("truncation_strategy") != ["delete"]:
+            self.draft.change("--truncation_strategy left", "prompts longer than --max_length are dropped, not cut")
+        if text := " ".join(self.values("columns")):
+            try:
+                columns = {theirs: "prompt" if ours == "query" else ours for theirs, ours in json.loads(text).items()}
+            except (ValueError, AttributeError):
+                self.draft.remark(f"--columns {text}", "not a JSON object; set data.columns", "data")
+            else:
+                self.draft.put("data.columns", columns, "--columns")
+        if " ".join(self.values("system")).endswith(".txt"):
+            self.draft.remark(self.shown("system"), "a file: put its text into data.system", "data")
+            del self.draft.settings["data.system"]
+
+    def _dataset(self, option: str, dataset: str, key: str) -> None:
+        """Set path and subset of `hub::name:subset/subset#rows`, of which all but the name may be missing."""
+        path, hash_, count = dataset.rpartition("::")[2].partition("#")
+        path, _, subsets = path.partition(":")
+        subset, slash, _ = subsets.partition("/")
+        if hash_:
+            self.draft.remark(f"{option} {dataset}", f"all rows are used, not {count}", "data")
+        if slash:
+            self.draft.remark(f"{option} {dataset}", "data.subset is one; merge the subsets", "data")
+        self.draft.put(key, path, option)
+        previous = self.draft.settings.get("data.subset")
+        subset = subset or SUBSETS.get(path, "")
+        if previous is not None and previous.value != subset:
+            self.draft.remark(f"{option} {dataset}", f"data.subset is {previous.value} for both data sets", "data")
+        elif subset:
+            self.draft.put("data.subset", subset, option)
 
     def _lora(self) -> None:
         if self.values("tuner_type") == ["lora"]:
             self.draft.put("model.lora_rank", 8, "--lora_rank", is_default=True)
             self.draft.put("model.lora_alpha", 32, "--lora_alpha", is_default=True)
-            self.draft.put("model.lora_targets", ["all-linear"], "--target_modules", is_default=True)
-            if "tuner_type" not in self.given:
-                self.draft.remark("--tuner_type lora", "the default of swift rlhf; lora_rank = 0 trains all weights")
+            self.draft.put("model.lora_target_modules", ["all-linear"], "--target_modules", is_default=True)
+            if "lora_dropout" not in self.options:
+                self.draft.change("--lora_dropout 0.05", "the default of ms-swift; adapters have no dropout here")
             return
         if kind := " ".join(self.values("tuner_type")).replace("full", ""):
-            self.draft.remark(f"--tuner_type {kind}", "weights are trained in full or by LoRA")
-        for key in ("model.lora_rank", "model.lora_alpha", "model.lora_targets", "model.lora_merge"):
-            self.draft.drop(key, "of no use without --tuner_type lora")
+            self.draft.remark(f"--tuner_type {kind}", "only full training and LoRA are supported", "model")
+        for key in ("model.lora_rank", "model.lora_alpha", "model.lora_target_modules", "model.lora_merge"):
+            self.draft.drop(key, "no effect without --tuner_type lora")
 
     def _engine(self) -> None:
         mode = " ".join(self.values("vllm_mode"))
-        is_server = mode == "server" or any(name in self.given for name in ("vllm_server_host", "vllm_server_base_url"))
+        is_server = mode == "server" or any(
+            name in self.options for name in ("vllm_server_host", "vllm_server_base_url")
+        )
         if "rollout.engine" not in self.draft.settings:
-            self.draft.put("rollout.engine", "vllm_server" if is_server else "vllm", f"--vllm_mode {mode}".strip())
+            self.draft.put("rollout.engine", "rollout_server" if is_server else "vllm", f"--vllm_mode {mode}".strip())
         self._engine_options()
         self._engines(is_server)
-        level = self.number("sleep_level", 0)
-        self.draft.put("rollout.sleep", level > 0 if "sleep_level" in self.given else None, "--sleep_level")
+        level = self.integer("sleep_level", 0)
+        self.draft.put("rollout.sleep", level > 0 if "sleep_level" in self.options else None, "--sleep_level")
         self.draft.put("rollout.sleep_level", level or None, "--sleep_level")
         if is_server:
             hosts, ports = self.values("vllm_server_host") or ["127.0.0.1"], self.values("vllm_server_port")
@@ -238,66 +312,75 @@ class _Swift:
             addresses = [f"http://{host}:{port}" for host, port in zip(hosts, ports, strict=False)]
             urls = self.values("vllm_server_base_url") or addresses
             self.draft.put("rollout.urls", urls, "--vllm_server_base_url, --vllm_server_host, --vllm_server_port")
-            self.draft.remark("--vllm_mode server", "the servers are `moe-replay rollout`, with the engine's options")
+            self.draft.change("--vllm_mode server", "start the servers with `moe-replay rollout`")
             for key in [key for key in self.draft.settings if key.startswith("rollout.options.")]:
                 setting = self.draft.settings.pop(key)
                 name = key.rpartition(".")[2]
-                self.draft.remark(setting.source, f"moe-replay rollout --engine-options {name} {setting.value}")
+                self.draft.change(setting.source, f"moe-replay rollout --engine-options {name} {setting.value}")
 
     def _engines(self, is_server: bool) -> None:
-        """Set how many engines share the GPUs of a machine, where one does not take them all."""
-        gpus, of_one = self.variables.get("NPROC_PER_NODE", "1"), self.number("vllm_tensor_parallel_size", 1)
-        if not is_server and gpus.isdecimal() and int(gpus) > of_one and "vllm_tensor_parallel_size" in self.given:
-            engines = int(gpus) // of_one
-            self.draft.put("rollout.engines_per_node", engines, f"{gpus} GPUs / --vllm_tensor_parallel_size {of_one}")
+        """Set the number of engines per node if one engine does not use all of its GPUs."""
+        gpus, per_engine = self.environment.get("NPROC_PER_NODE", "1"), self.integer("vllm_tensor_parallel_size", 1)
+        if (
+            not is_server
+            and gpus.isdecimal()
+            and int(gpus) > per_engine
+            and "vllm_tensor_parallel_size" in self.options
+        ):
+            engines = int(gpus) // per_engine
+            self.draft.put(
+                "rollout.engines_per_node", engines, f"{gpus} GPUs / --vllm_tensor_parallel_size {per_engine}"
+            )
 
     def _engine_options(self) -> None:
-        for name, value in _engine_items(self.draft, " ".join(self.given.get("vllm_engine_kwargs", []))):
+        for name, value in _engine_items(self.draft, " ".join(self.options.get("vllm_engine_kwargs", []))):
             self.draft.put(f"rollout.options.{name}", value, "--vllm_engine_kwargs")
 
     def _rewards(self) -> None:
         names, weights = self.values("reward_funcs"), self.values("reward_weights")
-        kept = [number for number, name in enumerate(names) if name in REWARDS or is_path(name)]
-        for number, name in enumerate(names):
-            if number not in kept:
-                self.draft.remark(f"--reward_funcs {name}", "a function of yours: module:name in reward.functions")
-        if kept:
-            self.draft.put("reward.functions", [names[number] for number in kept], "--reward_funcs")
-        if len(weights) == len(names) and kept:
-            self.draft.put("reward.weights", [weights[number] for number in kept], "--reward_weights")
+        usable = [index for index, name in enumerate(names) if name in REWARDS or is_path(name)]
+        for index, name in enumerate(names):
+            if index not in usable:
+                self.draft.remark(
+                    f"--reward_funcs {name}", "not built in: add module:name to reward.functions", "reward"
+                )
+        if usable:
+            self.draft.put("reward.functions", [names[index] for index in usable], "--reward_funcs")
+        if len(weights) == len(names) and usable:
+            self.draft.put("reward.weights", [weights[index] for index in usable], "--reward_weights")
 
     def _log(self) -> None:
         for name in self.values("report_to"):
             if name in ("wandb", "tensorboard", "mlflow"):
                 self.draft.put(f"log.{name}", True, "--report_to", is_default="report_to" in self.defaults)
             elif name != "none":
-                self.draft.remark(f"--report_to {name}", "a metric sink of your own: log.sinks, docs/extending.md")
+                self.draft.remark(f"--report_to {name}", "a custom metric sink: log.sinks, docs/extending.md")
 
     def _launch(self) -> str:
-        ranks, nodes = self.variables.get("NPROC_PER_NODE", "1"), self.variables.get("NNODES", "1")
-        several = "" if nodes in ("", "1") else f"--nnodes {nodes} "
-        if ranks in ("", "1") and not several:
+        ranks, nodes = self.environment.get("NPROC_PER_NODE", "1"), self.environment.get("NNODES", "1")
+        nnodes = "" if nodes in ("", "1") else f"--nnodes {nodes} "
+        if ranks in ("", "1") and not nnodes:
             return "moe-replay train RECIPE.toml"
-        return f"torchrun {several}--nproc-per-node {ranks} -m moe_replay.cli.main train RECIPE.toml"
+        return f"torchrun {nnodes}--nproc-per-node {ranks} -m moe_replay.cli.main train RECIPE.toml"
 
 
 def _engine_items(draft: Draft, text: str) -> list[tuple[str, object]]:
-    """Return the items of `--vllm_engine_kwargs` that are to be set here."""
+    """Return the items of `--vllm_engine_kwargs` that become engine options."""
     if not text:
         return []
     try:
         items = json.loads(text)
     except ValueError:
-        draft.remark(f"--vllm_engine_kwargs {text}", "not a JSON object; set rollout.options")
+        draft.remark(f"--vllm_engine_kwargs {text}", "not a JSON object; set rollout.options", UNKNOWN)
         return []
-    own = {"enable_return_routed_experts": "routes are recorded whenever replay.mode needs them"}
-    for name in own.keys() & items.keys():
-        draft.remark(f"--vllm_engine_kwargs {name}", own[name])
-    return [(name, value) for name, value in items.items() if name not in own]
+    automatic = {"enable_return_routed_experts": "routes are captured whenever replay.mode needs them"}
+    for name in automatic.keys() & items.keys():
+        draft.remark(f"--vllm_engine_kwargs {name}", automatic[name])
+    return [(name, value) for name, value in items.items() if name not in automatic]
 
 
 def _server(draft: Draft, words: list[str]) -> str:
-    """Return our command of a rollout server for `swift rollout`."""
+    """Return our `moe-replay rollout` command for `swift rollout`."""
     flags = _flags(words)
     command, options = ["moe-replay", "rollout"], list[str]()
     names = {
@@ -317,5 +400,6 @@ def _server(draft: Draft, words: list[str]) -> str:
             options += [option.key.rpartition(".")[2], *values]
         else:
             shown = " ".join([f"--{name}", *values])
-            draft.remark(f"swift rollout {shown}", option.note if option and option.note else "no counterpart is known")
+            reason = option.note if option and option.note else "no known counterpart"
+            draft.remark(f"swift rollout {shown}", reason, "" if option else UNKNOWN)
     return shlex.join(command + (["--engine-options", *options] if options else []))

@@ -7,10 +7,18 @@ Closed forms for each class of ranks, so that ten thousand ranks take no longer 
 no weights.
 """
 
-from moe_replay.tools.plan.checks import Dimensions, ImpossibleLayoutError, Problem, find_problems
-from moe_replay.tools.plan.layout_plan import Cluster, Plan, RankPlan, StagePlan, plan_layout
-from moe_replay.tools.plan.parallel import Parallel
-from moe_replay.tools.plan.work import RouteBytes, Work
+from moe_replay.tools.plan.layout import (
+    Cluster,
+    Dimensions,
+    ImpossibleLayoutError,
+    Plan,
+    Problem,
+    RankPlan,
+    StagePlan,
+    find_problems,
+    plan_layout,
+)
+from moe_replay.tools.plan.parallel import Parallel, RouteBytes, Work
 
 __all__ = [
     "Cluster",

@@ -1,15 +1,15 @@
 """Interface between the training loop and the policy.
 
-A pass takes the micro-batches of this rank and returns, for each, one value for each of its N sampled tokens, in the
-order of sequences and positions. Ranks that share a micro-batch (tensor, context, pipeline parallel) get the same
-micro-batches, each with its own rows; ranks that hold the last pipeline stage return the values of all N tokens, the
-others None.
+A pass takes the micro-batches of this rank and returns, for each, one value per sampled token (N,), ordered by sequence
+and position. Ranks that share a micro-batch (tensor, context, pipeline parallel) get the same micro-batches, each with
+its own rows; ranks with the last pipeline stage return the values of all N tokens, the others None.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -19,16 +19,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_replay.distributed.ranks import world_size
-from moe_replay.rollout.adapter import Adapter
-from moe_replay.rollout.weights.source import WeightSource, tensors_of
+from moe_replay.records import MicroBatch
+from moe_replay.replay.controller import RouterReplay
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.topology import MoeTopology
-from moe_replay.train.micro_batch import MicroBatch
 from moe_replay.utils.files import Write
+from moe_replay.weights.lora_adapter import Adapter
+from moe_replay.weights.source import WeightSource, tensors_of
 
 LossFunction = Callable[[MicroBatch, Tensor], Tensor]
-"""(micro-batch, log-probs (N,) with gradient) -> scalar: its share of the loss of the whole mini-batch."""
+"""(micro-batch, log-probs (N,) with gradient) -> scalar: its part of the loss of the whole mini-batch."""
 
 
 RouteObserver = Callable[[MicroBatch, int, RouteBatch, RouteBatch | None], None]
@@ -66,6 +67,20 @@ class Scores(NamedTuple):
     logprobs: Tensor
     entropy: Tensor
 
+    def detached(self) -> Scores:
+        return Scores(self.logprobs.detach(), self.entropy.detach())
+
+
+class OldPass(NamedTuple):
+    """The part of the old-log-prob pass in an update whose own forward takes its place.
+
+    take     called with each micro-batch and its scores, without gradient, before its loss is computed
+    finish   called on every rank between the last backward and the optimizer step, while the weights are the old ones
+    """
+
+    take: Callable[[MicroBatch, Scores], None]
+    finish: Callable[[], None]
+
 
 class UpdateResult(NamedTuple):
     """Norm of the whole gradient before clipping, and whether the optimizer step was applied."""
@@ -79,7 +94,7 @@ class Backend(ABC):
 
     topology               routers of the whole model
     device                 device of the micro-batches
-    data_rank, data_size   this rank trains share `data_rank` of `data_size` of the sequences
+    data_rank, data_size   this rank trains part `data_rank` of `data_size` of the sequences
     reports_metrics        whether token metrics of this rank count: true on one of the ranks that share a micro-batch
     micro_batch_multiple   the number of micro-batches of a pass must be a multiple of this
     """
@@ -108,12 +123,28 @@ class Backend(ABC):
     ) -> list[Scores | None]:
         """Score the sampled tokens under the current policy, at the sampling temperature unless another is given."""
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether passes with and without gradients are compiled separately, and may round differently."""
+        return False
+
+    def score_uncompiled(self, batches: Sequence[MicroBatch], routing: Routing) -> list[Scores | None]:
+        """Score as `score`, without compiled code."""
+        return self.score(batches, routing)
+
     @abstractmethod
     def score_reference(self, batches: Sequence[MicroBatch]) -> list[Tensor | None]:
         """Return log-probs (N,) under the reference model, which always routes natively."""
 
     @abstractmethod
-    def update(self, batches: Sequence[MicroBatch], loss: LossFunction, routing: Routing, lr: float) -> UpdateResult:
+    def update(
+        self,
+        batches: Sequence[MicroBatch],
+        loss: LossFunction,
+        routing: Routing,
+        lr: float,
+        old_pass: OldPass | None = None,
+    ) -> UpdateResult:
         """Take one optimizer step on the sum of the losses of all micro-batches of all ranks.
 
         Where the gradient is not finite the step is skipped on every rank.
@@ -160,3 +191,47 @@ class Backend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Detach routing replay from the model."""
+
+
+@contextmanager
+def apply_routing(replay: RouterReplay, batch: MicroBatch, chunk: int, routing: Routing) -> Iterator[None]:
+    """Route the one forward of `batch` through this chunk; keep in the batch what is recorded or observed."""
+    if routing.action == "replay":
+        routes = rollout_routes(batch, chunk) if routing.source == "rollout" else batch.recorded_routes[chunk]
+        with replay.replay(routes, observe=routing.observe) as replaying:
+            yield
+        if routing.observe:
+            _keep(batch, chunk, routing, replaying.native(), routes)
+    elif routing.action == "record" or routing.observe:
+        with replay.record() as recording:
+            yield
+        recorded = recording.batch()
+        if routing.action == "record":
+            batch.recorded_routes[chunk] = recorded
+        if routing.observe:
+            _keep(batch, chunk, routing, recorded, None)
+    else:
+        yield
+
+
+def _keep(batch: MicroBatch, chunk: int, routing: Routing, native: RouteBatch, replayed: RouteBatch | None) -> None:
+    if routing.observer is None:
+        batch.native_routes[chunk] = native
+    else:
+        routing.observer(batch, chunk, native, replayed)
+
+
+def rollout_routes(batch: MicroBatch, chunk: int) -> RouteBatch:
+    """Return the rollout's routes for one chunk of the policy on this rank, on its device: kept ones, or new ones."""
+    if chunk in batch.rollout_routes:
+        return batch.rollout_routes[chunk]
+    traces = [trajectory.trace for trajectory in batch.trajectories]
+    layers = batch.chunk_layers[chunk]
+    routes = RouteBatch.from_traces(traces, batch.layout, layers, source_layers=batch.source_layers)
+    return routes.to(batch.input_ids.device)
+
+
+def keep_rollout_routes(batch: MicroBatch, chunk_layers: Sequence[Sequence[int]]) -> None:
+    """Keep the rollout's routes for each chunk of the policy on the device, for several passes."""
+    batch.chunk_layers = chunk_layers
+    batch.rollout_routes = {chunk: rollout_routes(batch, chunk) for chunk in range(len(chunk_layers))}

@@ -2,30 +2,196 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
 
+from moe_replay.distributed.collectives import Exchange
+from moe_replay.records import MicroBatch
 from moe_replay.replay.controller import attach
-from moe_replay.rollout.adapter import Adapter
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.train.backends import lora
-from moe_replay.train.backends.base import Backend, LossFunction, Routing, Scores, UpdateResult
-from moe_replay.train.backends.fsdp_source import FsdpSource
-from moe_replay.train.backends.fsdp_state import FsdpState
+from moe_replay.train.backends.base import Backend, LossFunction, OldPass, Routing, Scores, UpdateResult, apply_routing
+from moe_replay.train.backends.compilation import CompiledLayers
+from moe_replay.train.backends.fsdp_loading import row_offset, sharded_model
+from moe_replay.train.backends.logprobs import HeadScores
+from moe_replay.train.backends.lora import AdaptedWeight, plain_name
 from moe_replay.train.backends.offload import TrainerOffload
-from moe_replay.train.backends.routing import apply_routing
-from moe_replay.train.backends.sharded_model import sharded_model
-from moe_replay.train.backends.transformers_logprobs import HeadScores
+from moe_replay.train.backends.rank_state import Optimized, RankState
+from moe_replay.train.backends.regions import RegionMap, Rows
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.micro_batch import MicroBatch
 from moe_replay.utils.files import Write
+from moe_replay.weights.checkpoint import CheckpointForm, checkpoint_tensors
+from moe_replay.weights.lora_adapter import Adapter
+from moe_replay.weights.source import Group, TensorInfo
+
+
+class FsdpSource:
+    """A `WeightSource` of a Transformers model that is sharded over all ranks.
+
+    dtype     of the weights that are sent, the one that FSDP2 computes in
+    adapted   weights with LoRA adapters, which are merged
+    scale     of the adapters
+
+    Buffers are not cast in training and travel as they are: a bfloat16 correction bias would choose other experts.
+    """
+
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype, adapted: Sequence[AdaptedWeight] = (), scale: float = 1.0
+    ) -> None:
+        self._model, self._dtype, self._scale = model, dtype, scale
+        self._adapted = {weight.weight: weight for weight in adapted}
+        self._factors = {name for weight in adapted for name in (weight.down, weight.up)}
+        self._metadata: list[TensorInfo] | None = None
+
+    def metadata(self) -> Sequence[TensorInfo]:
+        """Return every tensor of the checkpoint, in the order of `groups`."""
+        if self._metadata is None:
+            empty = (
+                (self._plain_name(name), torch.empty(tensor.shape, dtype=self._dtype_of(tensor), device="meta"))
+                for name, tensor in self._state().items()
+                if name not in self._factors
+            )
+            self._metadata = [TensorInfo.of(name, tensor) for name, tensor in checkpoint_tensors(self._model, empty)]
+        return self._metadata
+
+    def groups(self, receivers: Collection[int] = (0,)) -> Iterator[Group]:
+        """Yield the tensors of each layer on `receivers`, and of what lies before and behind the layers.
+
+        A list that has been yielded is emptied when the next one is requested.
+        """
+        state, form = self._state(), CheckpointForm(self._model)
+        layers = [name for name, module in self._model.named_modules() if name and isinstance(module, FSDPModule)]
+        layer_of = {name: layer for layer in layers for name in state if name.startswith(f"{layer}.")}
+        for _, names in groupby(state, key=lambda name: layer_of.get(name, "")):
+            group = self._group(state, [name for name in names if name not in self._factors], receivers, form)
+            yield group
+            group.clear()
+
+    def _state(self) -> dict[str, Tensor]:
+        """Return the parameters and buffers of the model by name, tied parameters once."""
+        every = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        tied = every - {name for name, _ in self._model.named_parameters()}
+        return {name: tensor for name, tensor in self._model.state_dict().items() if name not in tied}
+
+    def _plain_name(self, name: str) -> str:
+        adapted = self._adapted.get(name)
+        return plain_name(name) if adapted is None else adapted.plain
+
+    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
+        return self._dtype if isinstance(tensor, DTensor) else tensor.dtype
+
+    def _group(
+        self, state: Mapping[str, Tensor], names: Sequence[str], receivers: Collection[int], form: CheckpointForm
+    ) -> Group:
+        """Return the tensors of some parameters, one after the other: the checkpoint's form of one may be a copy."""
+        group: Group = []
+        for name in names:
+            adapted = self._adapted.get(name)
+            tensor = state[name].detach()
+            if adapted is not None:
+                whole = self._merged(adapted, state, receivers)
+            else:
+                (whole,) = _gathered([tensor.to(self._dtype_of(tensor))], receivers)
+            del tensor
+            if whole is not None:
+                group.extend(form.tensors(self._plain_name(name), whole).items())
+        return group
+
+    def _merged(self, adapted: AdaptedWeight, state: Mapping[str, Tensor], receivers: Collection[int]) -> Tensor | None:
+        parts = [state[name].detach() for name in (adapted.weight, adapted.down, adapted.up)]
+        weight, down, up = _gathered(parts, receivers)
+        if weight is None or down is None or up is None:
+            return None
+        return adapted.merged(weight, down, up, self._scale).to(self._dtype)
+
+
+def _gathered(tensors: Sequence[Tensor], receivers: Collection[int]) -> list[Tensor | None]:
+    """Return the whole tensors; None on ranks that do not receive them."""
+    exchange = Exchange()
+    whole = [_gather(tensor, receivers, exchange) for tensor in tensors]
+    exchange.run()
+    return whole
+
+
+def _gather(tensor: Tensor, receivers: Collection[int], exchange: Exchange) -> Tensor | None:
+    """Return a tensor that is whole once the exchange has run; None on ranks that do not receive it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if not isinstance(tensor, DTensor):
+        return tensor if rank in receivers else None
+    if set(receivers) >= set(range(size)) or not _is_sharded_by_rows(tensor):
+        whole: Tensor = tensor.full_tensor()
+        return whole if rank in receivers else None
+    local, (rows, *rest) = tensor.to_local(), tensor.shape
+    if rank not in receivers:
+        for receiver in sorted(receivers):
+            exchange.send(local, receiver)
+        return None
+    whole = torch.empty((rows, *rest), dtype=local.dtype, device=local.device)
+    for other, part in enumerate(_row_chunks(whole, size)):
+        if other == rank:
+            part.copy_(local)
+        else:
+            exchange.receive(part, other)
+    for receiver in sorted(set(receivers) - {rank}):
+        exchange.send(local, receiver)
+    return whole
+
+
+def _is_sharded_by_rows(tensor: DTensor) -> bool:
+    placements: tuple[Any, ...] = tensor.placements
+    return len(placements) == 1 and type(placements[0]) is Shard and placements[0].dim == 0
+
+
+def _row_chunks(whole: Tensor, size: int) -> list[Tensor]:
+    """Return the rows of each rank, as `torch.chunk` cuts them: the last ones may have fewer, or none."""
+    rows = -(-len(whole) // size)
+    return [whole[rows * rank : rows * (rank + 1)] for rank in range(size)]
+
+
+class FsdpState(RankState):
+    """The trained parameters and the buffers of a sharded model, and the optimizer's state.
+
+    Frozen parameters come from `model.path`, the settings of the optimizer from the configuration.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, *, moments: bool = True) -> None:
+        super().__init__({"kind": "fsdp"}, moments=moments)
+        self._model = model
+        self._optimizer = optimizer
+        # Between passes the root module holds gathered parameters in place of these, which the optimizer steps.
+        self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+    def weights(self) -> Iterator[tuple[Tensor, RegionMap]]:
+        """Yield trained parameters, tied ones once, and the buffers that a checkpoint of the model holds."""
+        state = self._model.state_dict()  # gathered parameters are freed, so that what is restored is used
+        parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        yield from ((parameter, _rows(f"model.{name}", parameter)) for name, parameter in self._trained.items())
+        yield from (
+            (tensor, _rows(f"model.{name}", tensor)) for name, tensor in state.items() if name not in parameters
+        )
+
+    def optimized(self) -> Iterator[Optimized]:
+        """Yield each trained parameter with its moments."""
+        for name, parameter in self._trained.items():
+            yield Optimized(parameter, self._optimizer.state[parameter], _rows(f"optimizer.{name}", parameter))
+
+
+def _rows(name: str, tensor: Tensor) -> Rows:
+    """Return the rows of a tensor that this rank holds: as `torch.chunk` cuts them, or all."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Rows(name, shape)
+    return Rows(name, shape, row_offset(tensor))
 
 
 class FsdpBackend(Backend):
@@ -52,22 +218,41 @@ class FsdpBackend(Backend):
             betas=config.optim.betas,
             eps=config.optim.eps,
             weight_decay=config.optim.weight_decay,
-            foreach=False,  # all at once, it would hold another copy of every moment
+            foreach=False,  # foreach would hold another copy of every moment
         )
         self._state = FsdpState(self.model, self._optimizer, moments=config.checkpoint.optimizer)
         self._offload = TrainerOffload(
             config.backend.offload, device, weights=self._sharded_parameters, optimizer=self._optimizer_state
         )
+        self._layers = CompiledLayers()
         self._scores = HeadScores(self.model, config.batch.logit_chunk)
         self._reference_scores = HeadScores(self._reference, config.batch.logit_chunk) if self._reference else None
+        if config.model.compile is True or (config.model.compile == "auto" and device.type == "cuda"):
+            self._compile()
         for model in (self.model, self._reference):
             if isinstance(model, FSDPModule):
                 model.reshard()  # the forward inside `HeadScores` leaves gathered parameters in the root module
 
+    def _compile(self) -> None:
+        """Compile the layers in two passes over some tokens, outside any replay: a failure costs nothing here."""
+        self.replay.keep_routers_eager()
+        for model in filter(None, (self.model, self._reference)):
+            self._layers.add(_sharded_layers(model))
+        lengths = (7, 12)  # which no dimension of a model has
+        rows = self.layout(lengths).fed.shape
+        positions = torch.tensor([[*range(12)]] * 2 if rows[0] == 2 else [[*range(7), *range(12)]], device=self.device)
+        ids = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        with self._layers.counted("the start"):
+            with torch.no_grad():
+                self.model.eval()(input_ids=ids, position_ids=positions, use_cache=False)
+            logits = self.model.train()(input_ids=ids, position_ids=positions, use_cache=False).logits
+            (0.0 * logits.float().sum()).backward()
+        self._optimizer.zero_grad()
+
     def _reference_model(self, config: TrainConfig, folder: str) -> nn.Module | None:
         """Return the reference model; None if beta is 0, or if the policy without its adapters is the reference."""
-        own = config.model.reference is None and self._lora is not None
-        if config.algorithm.beta == 0 or own:
+        is_policy = config.model.reference is None and self._lora is not None
+        if config.algorithm.beta == 0 or is_policy:
             return None
         return sharded_model(config.model.reference or folder, config.model, self.device, trained=False)
 
@@ -88,11 +273,21 @@ class FsdpBackend(Backend):
         """Return log-probs and entropies, micro-batch by micro-batch."""
         scores: list[Scores | None] = []
         self.model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self._layers.counted("scoring"):
             for batch in batches:
                 with apply_routing(self.replay, batch, 0, routing):
                     scores.append(self._scores(batch, temperature or self._temperature))
         return scores
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether layers are compiled."""
+        return self._layers.is_used and not self._layers.runs_eagerly
+
+    def score_uncompiled(self, batches: Sequence[MicroBatch], routing: Routing) -> list[Scores | None]:
+        """Score with the layers' own code."""
+        with self._layers.off():
+            return self.score(batches, routing)
 
     def score_reference(self, batches: Sequence[MicroBatch]) -> list[Tensor | None]:
         """Return log-probs of the reference model, or of the policy without its adapters."""
@@ -101,15 +296,27 @@ class FsdpBackend(Backend):
         with torch.no_grad(), lora.adapters_off(model) if model is self.model else nullcontext():
             return [scores(batch, self._temperature, entropy=False).logprobs for batch in batches]
 
-    def update(self, batches: Sequence[MicroBatch], loss: LossFunction, routing: Routing, lr: float) -> UpdateResult:
-        """Run forward and backward of each micro-batch in turn, then one AdamW step."""
+    def update(
+        self,
+        batches: Sequence[MicroBatch],
+        loss: LossFunction,
+        routing: Routing,
+        lr: float,
+        old_pass: OldPass | None = None,
+    ) -> UpdateResult:
+        """Run forward and backward of each micro-batch, then one AdamW step."""
         self.model.train()
         self._optimizer.zero_grad()
         for batch in batches:
             with apply_routing(self.replay, batch, 0, routing):
-                logprobs = self._scores(batch, self._temperature, entropy=False).logprobs
-            # FSDP averages gradients over ranks, but the loss is a sum over ranks
-            (loss(batch, logprobs) * self.data_size).backward()
+                scores = self._scores(batch, self._temperature, entropy=old_pass is not None)
+            if old_pass is not None:
+                old_pass.take(batch, scores.detached())
+            # FSDP averages gradients over ranks, but the loss is a sum over ranks; this is loss.backward()
+            (loss(batch, scores.logprobs) * self.data_size).backward()
+        if old_pass is not None:
+            old_pass.finish()
+            self.model.reshard()  # a forward in it leaves gathered parameters in the root, out of reach of the step
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm = _whole(nn.utils.get_total_norm(gradients))
         applied = bool(norm.isfinite())
@@ -175,6 +382,10 @@ class FsdpBackend(Backend):
     def close(self) -> None:
         """Detach routing replay from the model."""
         self.replay.detach()
+
+
+def _sharded_layers(model: nn.Module) -> list[Any]:
+    return [module for name, module in model.named_modules() if name and isinstance(module, FSDPModule)]
 
 
 def _whole(tensor: Tensor) -> Tensor:

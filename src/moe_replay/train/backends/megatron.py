@@ -1,35 +1,136 @@
 """Megatron-Core backend: tensor, expert, pipeline, context and data parallel.
 
-Every pass, scoring included, goes through Megatron's own pipeline schedules.
+Every pass, scoring included, runs through Megatron's pipeline schedules; they call `loss.backward()`. The last stage
+returns hidden states instead of logits, and the output layer, whose vocabulary tensor-parallel ranks share, is applied
+here in slices.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Function
 
+from moe_replay.distributed.ranks import raise_on_all_ranks
+from moe_replay.megatron import lora
+from moe_replay.megatron.lora import LoraPlan, adapter_tensors
 from moe_replay.megatron.weights.checkpoint import Checkpoint
+from moe_replay.megatron.weights.family import Family
+from moe_replay.megatron.weights.local_shards import ParameterSpec
 from moe_replay.megatron.weights.source import MegatronSource
-from moe_replay.replay.adapters.megatron_layout import layout_for
+from moe_replay.records import MicroBatch
+from moe_replay.replay.adapters.megatron import language_model
+from moe_replay.replay.adapters.megatron_settings import layout_for
 from moe_replay.replay.controller import attach
-from moe_replay.rollout.adapter import Adapter
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.train.backends import megatron_build as build
-from moe_replay.train.backends.base import Backend, LossFunction, Routing, Scores, UpdateResult
-from moe_replay.train.backends.megatron_logprobs import hidden_states_only, token_scores
-from moe_replay.train.backends.megatron_lora import MegatronLora
+from moe_replay.train.backends.base import Backend, LossFunction, OldPass, Routing, Scores, UpdateResult, apply_routing
+from moe_replay.train.backends.logprobs import Head, head_logprobs
 from moe_replay.train.backends.megatron_state import MegatronState
 from moe_replay.train.backends.offload import TrainerOffload
-from moe_replay.train.backends.routing import apply_routing
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.micro_batch import MicroBatch
 from moe_replay.utils.files import Write
+from moe_replay.weights.lora_adapter import Adapter
+
+
+@contextmanager
+def hidden_states_only(chunk: nn.Module) -> Iterator[None]:
+    """Have the forward of this chunk end before its output layer, if it has one: hidden states (W, B, H)."""
+    model = language_model(chunk)
+    has_head, model.post_process = model.post_process, False
+    try:
+        yield
+    finally:
+        model.post_process = has_head
+
+
+def token_scores(
+    hidden: Tensor, chunk: nn.Module, batch: MicroBatch, *, temperature: float, rows: int, entropy: bool = True
+) -> Scores:
+    """Score hidden states (W, B, H) of the last chunk: log-probs (N,) with gradient; entropy (N,) without, or zeros.
+
+    All N tokens of the micro-batch, also those of other context-parallel ranks: each of these ranks computes the whole
+    loss, but its gradient flows to its own tokens only, so that the sum over ranks is the gradient.
+
+    hidden   with sequence parallelism, this rank's part of the columns
+    rows     whose logits are held together
+    """
+    from megatron.core import parallel_state, tensor_parallel
+
+    model = language_model(chunk)
+    if model.config.sequence_parallel:
+        hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
+    else:
+        hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
+    targets = hidden.transpose(0, 1).flatten(0, 1)[batch.target_positions]
+    head = Head(_output_weight(model), model.output_layer.bias, parallel_state.get_tensor_model_parallel_group())
+    local = head_logprobs(
+        targets,
+        head,
+        batch.target_ids,
+        temperature=temperature,
+        chunk=rows,
+        entropy=entropy,
+        mask=batch.logit_mask,
+    )
+    every = torch.zeros_like(batch.loss_weights)
+    scores = [every.index_copy(0, batch.target_index, values) for values in local]
+    context_group: Any = parallel_state.get_context_parallel_group()
+    if context_group.size() > 1:
+        scores = [_SumOverRanks.apply(values, context_group) for values in scores]
+    return Scores(*scores)
+
+
+def _output_weight(model: Any) -> Tensor:
+    shared = model.share_embeddings_and_output_weights
+    return model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
+
+
+class _SumOverRanks(Function):
+    """Sum over ranks; the gradient of each rank flows to its own values."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+@dataclass(frozen=True)
+class MegatronLora:
+    """The adapters of this rank, by the parameter that they belong to."""
+
+    plan: LoraPlan
+    adapters: dict[ParameterSpec, lora.LoraAdapter]
+
+    @classmethod
+    def of(cls, config: TrainConfig, chunks: Sequence[nn.Module], folder: str, family: Family) -> MegatronLora:
+        """Freeze the chunks of this rank and add adapters. All ranks call it."""
+        model = config.model
+        plan = LoraPlan.of(model.lora_rank, model.lora_alpha, model.lora_target_modules, Checkpoint(folder), family)
+        with raise_on_all_ranks("adding LoRA adapters"):
+            return cls(plan, lora.add_adapters(chunks, plan, config.seed))
+
+    def off(self) -> AbstractContextManager[None]:
+        """Disable the adapters inside a context."""
+        return lora.adapters_off(self.adapters)
+
+    def adapter(self, chunks: Sequence[nn.Module]) -> Adapter:
+        """Return the adapters of all ranks; reading the tensors is a collective operation."""
+        return Adapter(adapter_tensors(chunks, self.plan, self.adapters), self.plan.rank, self.plan.alpha)
+
 
 Forward = Callable[[MicroBatch, int, nn.Module], Tensor]
 """(micro-batch, chunk, model) -> output of the chunk."""
@@ -121,7 +222,14 @@ class MegatronBackend(Backend):
             raise ValueError("there is a reference model only where algorithm.beta > 0")
         return [None if one is None else one.logprobs for one in scores]
 
-    def update(self, batches: Sequence[MicroBatch], loss: LossFunction, routing: Routing, lr: float) -> UpdateResult:
+    def update(
+        self,
+        batches: Sequence[MicroBatch],
+        loss: LossFunction,
+        routing: Routing,
+        lr: float,
+        old_pass: OldPass | None = None,
+    ) -> UpdateResult:
         """Run one schedule of forwards and backwards, then one AdamW step."""
         # Megatron divides the loss by the number of micro-batches and gradients by the number of data-parallel ranks.
         scale = len(batches) * self.data_size
@@ -129,13 +237,20 @@ class MegatronBackend(Backend):
         def scaled_loss(number: int, hidden: Tensor) -> Tensor:
             batch = batches[number]
             scores = token_scores(
-                *(hidden, self.models[-1], batch), temperature=self._temperature, rows=self._logit_chunk, entropy=False
+                *(hidden, self.models[-1], batch),
+                temperature=self._temperature,
+                rows=self._logit_chunk,
+                entropy=old_pass is not None,
             )
+            if old_pass is not None:
+                old_pass.take(batch, scores.detached())
             return loss(batch, scores.logprobs) * scale
 
         with self._offload.gradients_on_device():
             self._zero_gradients()
             self._run(self.models, batches, self._policy_forward(routing), scaled_loss, forward_only=False)
+            if old_pass is not None:
+                old_pass.finish()
             with self._offload.optimizer_on_device():
                 overflowed = self._optimizer.prepare_grads()
                 norm = float(self._optimizer.get_grad_norm())

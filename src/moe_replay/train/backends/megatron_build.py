@@ -14,11 +14,11 @@ from moe_replay.distributed.ranks import raise_on_all_ranks, rank
 from moe_replay.errors import LayoutError, MissingExtraError, MoeReplayError, ReplayStateError
 from moe_replay.megatron import cpu as megatron_cpu
 from moe_replay.megatron import mindspeed, weights
-from moe_replay.rollout.model_folder import check_finite, read_config
-from moe_replay.train.backends.lora_targets import targets_of
+from moe_replay.train.backends.lora import targets_of
 from moe_replay.train.config.sections import BackendConfig, OptimConfig
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.utils.messages import one_line
+from moe_replay.utils.misc import one_line
+from moe_replay.weights.model_folder import check_finite, read_config
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class MegatronBuildError(MoeReplayError):
 
 
 class _Refusals:
-    """Turns whatever Megatron-Core raises, which may be of any class, into one error."""
+    """Turns any exception of Megatron-Core into one error."""
 
     def __init__(self, doing: str) -> None:
         self._doing = doing
@@ -102,9 +102,9 @@ def recipe_for(config: TrainConfig, folder: str) -> weights.MegatronRecipe:
     settings: dict[str, Any] = {
         **parallel_sizes(backend),
         **_HALF[config.model.dtype],
-        "variable_seq_lengths": backend.pipeline_parallel > 1,  # every micro-batch has a width of its own
+        "variable_seq_lengths": backend.pipeline_parallel > 1,  # micro-batches differ in width
         **(_UNBATCHED if backend.virtual_pipeline and backend.pipeline_parallel == 2 else {}),
-        **(_RECOMPUTE if config.model.gradient_checkpointing and not own_recompute else {}),
+        **(_RECOMPUTE if config.model.gradient_checkpointing is True and not own_recompute else {}),
         **({"moe_grouped_gemm": False} if config.model.lora_rank else {}),  # adapters are added to single experts
         **backend.megatron,
     }
@@ -198,7 +198,7 @@ def make_optimizer(models: list[Any], optim: OptimConfig, *, sharded: bool) -> A
     optimizer: Any = get_megatron_optimizer(settings, models, config_overrides={}, use_gloo_process_groups=False)
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups if part.optimizer is not None else ():
-            if "foreach" in group:  # torch's AdamW: all at once, it would hold another copy of every moment
+            if "foreach" in group:  # torch's AdamW: foreach would hold another copy of every moment
                 group["foreach"] = False
     if model_config.fp16:
         model_config.grad_scale_func = optimizer.scale_loss

@@ -1,9 +1,14 @@
-"""What one rank of a Megatron-Core run needs to resume bit for bit."""
+"""Resumable state of one Megatron-Core rank, as regions of checkpoint tensors.
+
+The layout of a parameter in memory depends on the parallel sizes (fused projections, gate and up of a shard, all
+experts of a rank in one parameter, flat ranges of a distributed optimizer); checkpoint tensors do not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,11 +17,174 @@ from torch import Tensor, nn
 from moe_replay.megatron.lora import LoraAdapter
 from moe_replay.megatron.weights.checkpoint import Checkpoint
 from moe_replay.megatron.weights.family import Family
+from moe_replay.megatron.weights.loading import WeightMap
 from moe_replay.megatron.weights.local_shards import LocalModel, ParameterSpec
-from moe_replay.megatron.weights.transfer import WeightMap
-from moe_replay.train.backends.megatron_regions import MemoryMap, runs_of_parameters, stepped_parameters
+from moe_replay.megatron.weights.tensor_slices import Slices, TensorSlice
 from moe_replay.train.backends.rank_state import STEP, Optimized, RankState, SavedStateError
-from moe_replay.train.backends.regions import RegionMap
+from moe_replay.train.backends.regions import Region, RegionMap, Shape, TensorRegion, boxes, inside, overlap
+
+
+class Part(NamedTuple):
+    """A region of a checkpoint tensor, and of a run of memory.
+
+    swapped   whether the last two dimensions of the tensor are those of the memory in reverse
+    """
+
+    name: str
+    shape: Shape
+    region: Region
+    target: Region
+    swapped: bool = False
+
+
+class Run(NamedTuple):
+    """Consecutive elements of a parameter's memory, read as a row-major tensor, and what it is made of."""
+
+    start: int
+    shape: Shape
+    parts: tuple[Part, ...]
+
+
+class MemoryMap(NamedTuple):
+    """The `RegionMap` of a parameter, or of its elements from `first` on.
+
+    prefix   of the names, so that weights, float32 copies and moments differ in it
+    """
+
+    prefix: str
+    runs: tuple[Run, ...]
+    first: int = 0
+
+    def regions(self, values: Tensor) -> Iterator[TensorRegion]:
+        flat = values.reshape(-1) if values.is_contiguous() else values.view(-1)
+        for run in self.runs:
+            begin, end = self.first - run.start, self.first - run.start + len(flat)
+            for start, box in boxes(run.shape, max(begin, 0), min(end, math.prod(run.shape))):
+                at = start - begin
+                block = flat[at : at + math.prod(map(len, box))].view([len(one) for one in box])
+                for part in run.parts:
+                    if (common := overlap(part.target, box)) is not None:
+                        yield self._tensor_region(part, common, block[inside(common, box)])
+
+    def _tensor_region(self, part: Part, common: Region, values: Tensor) -> TensorRegion:
+        offsets = list(inside(common, part.target))
+        if part.swapped:
+            values = values.transpose(-2, -1)
+            offsets[-2:] = offsets[:-3:-1]
+        lead = len(part.region) - len(offsets)  # the expert, which the parameter of one expert has no dimension for
+        cut = (one[offset] for one, offset in zip(part.region[lead:], offsets, strict=True))
+        values = values[(None,) * lead]
+        return TensorRegion(f"{self.prefix}{part.name}", part.shape, (*part.region[:lead], *cut), values)
+
+
+def runs_of_parameters(
+    local: LocalModel, weight_map: WeightMap, owners: Sequence[Tensor], adapters: Mapping[ParameterSpec, LoraAdapter]
+) -> dict[int, tuple[Run, ...]]:
+    """Return what each parameter and buffer on this rank holds, by its `id`; others are no part of a checkpoint.
+
+    owners   parameters and buffers; several tensors of `local` may be views of one
+    """
+    by_storage: dict[int, list[Tensor]] = {}
+    for owner in owners:
+        by_storage.setdefault(owner.untyped_storage().data_ptr(), []).append(owner)
+    found: dict[int, tuple[Run, ...]] = {}
+    for spec, tensor in local.parameters:
+        (owner,) = [one for one in by_storage[tensor.untyped_storage().data_ptr()] if _contains(one, tensor)]
+        swapped = not tensor.is_contiguous()
+        shape = tuple(tensor.shape[::-1]) if swapped else tuple(tensor.shape)
+        parts = tuple(_part(one, swapped) for one in weight_map.slices(local.local_shard(spec)))
+        run = Run(int(tensor.storage_offset() - owner.storage_offset()), shape, parts)
+        found[id(owner)] = (*found.get(id(owner), ()), run)
+    for spec, adapter in adapters.items():
+        shard = local.local_shard(spec)
+        columns = shard.rank * shard.shape[1] if spec.partition_dim == 1 else 0
+        found |= _adapter_runs(adapter, columns, shard.full_shape[1])
+    return found
+
+
+def _contains(owner: Tensor, view: Tensor) -> bool:
+    start = view.storage_offset() - owner.storage_offset()
+    return start >= 0 and start + view.numel() <= owner.numel()
+
+
+def _part(one: TensorSlice, swapped: bool) -> Part:
+    target = _region(one.target)
+    return Part(
+        one.name,
+        one.tensor_shape,
+        _region(one.source),
+        target[::-1] if swapped else target,
+        one.transposed != swapped,
+    )
+
+
+def _region(slices: Slices) -> Region:
+    return tuple(range(one.start, one.stop, one.step or 1) for one in slices)
+
+
+def _adapter_runs(adapter: LoraAdapter, first_column: int, width: int) -> dict[int, tuple[Run, ...]]:
+    """Return the runs of an adapter: `up` by the rows of each weight, `down` once for each group of weights."""
+    down, up, rank = adapter.down, adapter.up, adapter.rank
+    ups = [
+        Part(
+            f"{part.name}.lora.up",
+            (each.tensor_shape[0], rank),
+            (*_region(each.source[:1]), range(rank)),
+            (*_region(each.target[:1]), range(rank)),
+        )
+        for part in adapter.parts
+        for each in part.slices
+    ]
+    names = {part.group: part.name for part in reversed(adapter.parts)}  # the first of a group names it
+    columns = range(first_column, first_column + down.shape[1])
+    downs = [
+        Part(
+            f"{name}.lora.down",
+            (rank, width),
+            (range(rank), columns),
+            (range(group * rank, (group + 1) * rank), range(down.shape[1])),
+        )
+        for group, name in names.items()
+    ]
+    return {
+        id(down): (Run(0, tuple(down.shape), tuple(downs)),),
+        id(up): (Run(0, tuple(up.shape), tuple(ups)),),
+    }
+
+
+class Stepped(NamedTuple):
+    """The part of a model parameter that an optimizer of Megatron-Core steps: its elements from `first` on."""
+
+    parameter: Tensor
+    first: int
+
+
+def stepped_parameters(optimizer: Any) -> dict[int, Stepped]:
+    """Return the model parameter of each tensor that an optimizer steps, by the `id` of the tensor."""
+    found: dict[int, Stepped] = {}
+    for one in optimizer.chained_optimizers:
+        if one.optimizer is None:
+            continue
+        if hasattr(one, "shard_fp32_groups"):  # the distributed optimizer: flat ranges
+            for models, shards in (
+                (one.model_fp32_groups, one.shard_fp32_groups),
+                (one.model_float16_groups, one.shard_fp32_from_float16_groups),
+            ):
+                for model, shard in _pairs(models, shards):
+                    found[id(shard)] = Stepped(model, one._get_model_param_range_map(model)["param"].start)
+            continue
+        for model, copied in _pairs(getattr(one, "float16_groups", ()), getattr(one, "fp32_from_float16_groups", ())):
+            found[id(copied)] = Stepped(model, 0)
+        for group in one.optimizer.param_groups:
+            for parameter in group["params"]:
+                found.setdefault(id(parameter), Stepped(parameter, 0))
+    return found
+
+
+def _pairs(models: Sequence[Sequence[Tensor]], stepped: Sequence[Sequence[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    for ones, others in zip(models, stepped, strict=True):
+        yield from zip(ones, others, strict=True)
+
 
 _MOMENTS = 2  # of Adam, in float32
 
@@ -120,7 +288,7 @@ class MegatronState(RankState):
         return {**steps, **scalers}
 
     def restore_numbers(self, numbers: Mapping[str, Any]) -> None:
-        """Set step counts and loss scales; those of another layout are alike in all groups and optimizers."""
+        """Set step counts and loss scales; those of another layout are the same in all groups and optimizers."""
         for number, inner in enumerate(self._inner):
             for index, group in enumerate(inner.param_groups):
                 group.pop("step", None)

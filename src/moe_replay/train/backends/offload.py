@@ -16,7 +16,6 @@ Tensors = Callable[[], Iterable[Tensor]]
 
 
 def no_tensors() -> Iterable[Tensor]:
-    """Return nothing."""
     return ()
 
 

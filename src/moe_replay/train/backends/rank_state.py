@@ -1,31 +1,241 @@
-"""The part of the policy that one rank holds, in its own file: safetensors and JSON, never pickled objects.
+"""The policy state of one rank, in its own file: safetensors and JSON, never pickled objects.
 
-layout.json               how the ranks shared the model
-rank-00003.safetensors    of that rank: weights, float32 copies of them, moments; plain numbers in the header
+layout.json               parallel layout of the ranks
+rank-00003.safetensors    weights, float32 master weights and moments of that rank; plain numbers in the header
 
-Every tensor in a file is a region of a tensor of the whole model, and its name says which (regions.py). So the files
-can be loaded by any number of ranks that share the model in any way: each reads what it needs, its own file first.
-What several ranks hold is in the file of one of them, where a backend divides it (`divide`).
+Every stored tensor is a region of a tensor of the whole model, and its name says which (regions.py). So the files can
+be loaded under any parallel layout: each rank reads the regions it needs, its own file first. A region that several
+ranks hold is written by one of them, if the backend divides the work (`divide`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moe_replay.distributed.collectives import all_gather, control_group
+from moe_replay.errors import MoeReplayError
 from moe_replay.train.backends import regions
-from moe_replay.train.backends.regions import RegionMap
-from moe_replay.train.backends.replicas import signature, writers
-from moe_replay.train.backends.saved_files import Reading, SavedFiles, SavedStateError
+from moe_replay.train.backends.regions import Region, RegionMap, Shape, TensorRegion
 from moe_replay.utils.files import Write, apply_umask
+
+
+def signature(keys: Iterable[str]) -> int:
+    """Return a number for a part of a model, from the names of its regions."""
+    digest = hashlib.blake2b("\n".join(sorted(keys)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def writers(signatures: Sequence[int]) -> dict[int, int]:
+    """Return the rank that writes each part of this rank, by its signature. All ranks call it."""
+    if dist.get_world_size() == 1:
+        return dict.fromkeys(signatures, 0)
+    gathered = all_gather(np.unique(np.array(signatures, np.uint64)).view(np.uint8), control_group())
+    return chosen(signatures, [np.frombuffer(one.tobytes(), np.uint64) for one in gathered])
+
+
+def chosen(signatures: Sequence[int], by_rank: Sequence[np.ndarray]) -> dict[int, int]:
+    """Return the writer of each part, of the ranks that have it; parts are spread evenly over them.
+
+    by_rank   signatures of the parts of each rank
+    """
+    parts = np.unique(np.array(signatures, np.uint64))
+    holds = [np.isin(parts, of_rank) for of_rank in by_rank]
+    index = parts % np.sum(holds, axis=0, dtype=np.uint64)  # among the ranks that have it
+    writer, before = np.zeros(len(parts), np.int64), np.zeros(len(parts), np.uint64)
+    for rank, has in enumerate(holds):
+        writer[has & (before == index)] = rank
+        before += has.astype(np.uint64)
+    return dict(zip(parts.tolist(), writer.tolist(), strict=True))
+
+
+class SavedStateError(MoeReplayError):
+    """A saved state that this run cannot resume from."""
+
+
+class SavedFiles:
+    """The safetensors files of a folder, opened when they are needed.
+
+    first   number of the file that is read before all others
+    then    numbers of those that are likely to have the rest
+    """
+
+    def __init__(self, folder: Path, first: int, then: Sequence[int] = ()) -> None:
+        found = sorted(folder.glob("rank-*.safetensors"))
+        if not found:
+            raise SavedStateError("no saved state", expected="rank-*.safetensors", found=folder)
+        self._paths = found
+        self._first = first if first < len(found) else 0
+        after = [(self._first + number) % len(found) for number in range(len(found))]
+        self._order = list(dict.fromkeys([self._first, *(number for number in then if number < len(found)), *after]))
+        self._open: dict[int, Any] = {}
+        self._resources = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._resources.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield every file, the first one first and the likely ones next."""
+        yield from map(self._file, self._order)
+
+    def _file(self, number: int) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        if number not in self._open:
+            try:
+                opened = safe_open(self._paths[number], framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise SavedStateError(f"{self._paths[number]} cannot be read: {error}") from error
+            self._open[number] = self._resources.enter_context(opened)
+        return self._open[number]
+
+    def numbers(self, rank: int) -> dict[str, Any]:
+        """Return what a rank saved besides tensors."""
+        return json.loads(self._file(rank).metadata()["numbers"])
+
+    def restore(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor of the first file that has the same name and shape, if there is one."""
+        file = self._file(self._first)
+        if name in set(file.offset_keys()):
+            saved = file.get_tensor(name)
+            if saved.shape == tensor.shape:
+                tensor.copy_(saved)
+
+
+class _Wanted:
+    """A region that this rank needs, and what of it has been found so far."""
+
+    def __init__(self, part: TensorRegion) -> None:
+        self.part = part
+        self.missing: list[Region] = [part.region] if regions.numel(part.region) else []
+
+
+class _Copy(NamedTuple):
+    """A part of a stored tensor and where it goes."""
+
+    file: Any
+    stored: str
+    source: tuple[slice, ...]
+    target: Tensor
+
+
+class _State:
+    """The optimizer's state for one tensor of this rank: what kinds there are is known from the files."""
+
+    def __init__(self, mapping: RegionMap, like: Tensor) -> None:
+        self.mapping, self.like = mapping, like
+        self.tensors: dict[str, Tensor] = {}
+        self.wanted: list[_Wanted] = []
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.tensors) and not any(one.missing for one in self.wanted)
+
+
+class Reading:
+    """Reads that a rank needs from the files: first all of it is found, then it is read."""
+
+    def __init__(self) -> None:
+        self._wanted: dict[str, list[_Wanted]] = {}
+        self._states: dict[int, _State] = {}
+        self._owners: dict[str, list[_State]] = {}
+        self._copies: list[_Copy] = []
+
+    def want(self, part: TensorRegion) -> None:
+        """Fill the values of a region."""
+        self._wanted.setdefault(part.name, []).append(_Wanted(part))
+
+    def want_state(self, mapping: RegionMap, like: Tensor) -> None:
+        """Find the optimizer's state for a tensor of this rank."""
+        state = self._states[id(mapping)] = _State(mapping, like)
+        for name in {part.name for part in mapping.regions(like)}:
+            self._owners.setdefault(name, []).append(state)
+
+    def state_of(self, mapping: RegionMap) -> dict[str, Tensor]:
+        """Return the state that was found for a tensor, by kind."""
+        return self._states[id(mapping)].tensors
+
+    def plan(self, files: SavedFiles) -> None:
+        """Look for everything, file after file; raise if something is not there or does not fit."""
+        for file in files:
+            for stored in file.offset_keys():
+                self._use(file, stored)
+            if self._is_complete():
+                break
+        incomplete = [one for state in self._states.values() if state.tensors for one in state.wanted]
+        for one in [*(one for several in self._wanted.values() for one in several), *incomplete]:
+            if one.missing:
+                raise SavedStateError(
+                    "the saved state is of another model",
+                    expected=regions.key(one.part.name, one.part.shape, one.missing[0]),
+                    found="no file that has it",
+                )
+
+    def run(self) -> None:
+        """Read and copy what was found."""
+        for file, stored, source, target in self._copies:
+            values = file.get_slice(stored)[source] if source else file.get_tensor(stored)
+            target.copy_(values)
+
+    def _is_complete(self) -> bool:
+        weights = (one for several in self._wanted.values() for one in several)
+        return not any(one.missing for one in weights) and all(one.is_complete for one in self._states.values())
+
+    def _use(self, file: Any, stored: str) -> None:
+        name, shape, region = regions.parse(stored)
+        for one in self._wanted.get(name, ()):
+            self._take(file, stored, one, shape, region)
+        owner, _, kind = name.rpartition(".")
+        for state in self._owners.get(owner, ()):
+            if not shape and state.like.dim():
+                state.tensors.setdefault(kind, file.get_tensor(stored).clone())
+                continue
+            if kind not in state.tensors:
+                dtype = file.get_slice(stored)[tuple(slice(0, 0) for _ in shape)].dtype if shape else torch.float32
+                state.tensors[kind] = torch.zeros_like(state.like, dtype=dtype, requires_grad=False)
+                state.wanted += [
+                    _Wanted(part._replace(name=f"{part.name}.{kind}"))
+                    for part in state.mapping.regions(state.tensors[kind])
+                ]
+            for one in state.wanted:
+                if one.part.name == name:
+                    self._take(file, stored, one, shape, region)
+
+    def _take(self, file: Any, stored: str, one: _Wanted, shape: Shape, region: Region) -> None:
+        """Note what of a wanted region a stored one has that was not found before."""
+        part, left = one.part, list[Region]()
+        for missing in one.missing:
+            if shape != part.shape:
+                raise SavedStateError(f"the saved {part.name} does not fit", expected=part.shape, found=shape)
+            common = regions.overlap(missing, region)
+            if common is None:
+                left.append(missing)
+                continue
+            source = regions.inside(common, region)
+            values = file.get_slice(stored)[tuple(slice(0, 0) for _ in source)] if source else file.get_tensor(stored)
+            if values.dtype != part.values.dtype:
+                raise SavedStateError(
+                    f"the saved {part.name} does not fit", expected=part.values.dtype, found=values.dtype
+                )
+            self._copies.append(_Copy(file, stored, source, part.values[regions.inside(common, part.region)]))
+            left += regions.without(missing, common)
+        one.missing = left
+
 
 __all__ = ["RankState", "SavedStateError"]
 
@@ -33,7 +243,7 @@ LAYOUT = "layout.json"
 STEP = "step."
 """Beginning of the names of numbers that count steps of the optimizer."""
 PICKLED = ".metadata"
-"""What torch.distributed.checkpoint leaves in a folder; reading it would run whatever code it names."""
+"""What torch.distributed.checkpoint leaves in a folder; reading it would run any code it names."""
 _LOCAL = "local."
 """Beginning of the names of buffers that belong to no tensor of the whole model."""
 _REQUIRED = ("kind", "dtype")
@@ -120,7 +330,7 @@ class RankState(ABC):
                         copies |= {f"{name}.{kind}": _copied(read(value)) for name in names}
                     else:
                         add(value, mapping, f".{kind}")
-        else:  # moments that start anew are corrected as those of the first step
+        else:  # fresh moments are bias-corrected from the first step
             numbers = {name: value for name, value in numbers.items() if not name.startswith(STEP)}
         layout = {**self._layout, "moments": self.saves_moments}
         rank = dist.get_rank()
@@ -164,7 +374,7 @@ class RankState(ABC):
                 f"{folder} holds pickled files, which are never read",
                 expected="safetensors files and " + LAYOUT,
                 found=PICKLED,
-                remedy="An earlier version wrote it: start a new run whose model.path is the hf folder next to it",
+                remedy="Another program wrote it: start a new run whose model.path is the hf folder next to it",
             )
         if not path.is_file():
             raise SavedStateError("no saved state of this backend", expected=LAYOUT, found=folder)

@@ -23,7 +23,7 @@ _RANGE = re.compile(r"(\d+):(\d+)(?::(\d+))?/(\d+)")
 class TensorRegion(NamedTuple):
     """A part of a tensor of the whole model.
 
-    name     of the whole tensor, alike in every layout
+    name     of the whole tensor, the same in every layout
     shape    of the whole tensor
     region   of the whole tensor
     values   of the region, in its shape: a view of memory of this rank
@@ -51,14 +51,12 @@ class Rows(NamedTuple):
     first: int = 0
 
     def regions(self, values: Tensor) -> Iterator[TensorRegion]:
-        """Yield the rows."""
         _, *rest = values.shape if values.dim() else (0,)
         rows = [range(self.first, self.first + len(values))] if values.dim() else []
         yield TensorRegion(self.name, self.shape, (*rows, *map(range, rest)), values)
 
 
 def key(name: str, shape: Shape, region: Region) -> str:
-    """Return the name under which a region is stored."""
     sizes = ((_plain(one), size) for one, size in zip(region, shape, strict=True))
     return f"{name}[{','.join(f'{one}/{size}' for one, size in sizes)}]" if shape else name
 

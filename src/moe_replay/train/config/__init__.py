@@ -1,5 +1,1 @@
-"""The configuration of a training run: a TOML file, a command line, and what is checked before anything starts."""
-
-from moe_replay.train.config.train_config import TrainConfig
-
-__all__ = ["TrainConfig"]
+"""Configuration of a training run: recipe file, command line, and checks before anything starts."""

@@ -1,32 +1,32 @@
-"""Checks across settings that are valid one by one; each problem comes with what to change."""
+"""Checks across settings; every problem comes with a remedy."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import isqrt
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from moe_replay.errors import EngineOptionError
-from moe_replay.rollout.registry import (
+from moe_replay.engines.registry import (
     EngineSpec,
     engine_names,
     engine_spec,
     server_engines,
     trainable_engines,
 )
-from moe_replay.train.config.plugin_names import PluginName
+from moe_replay.errors import EngineOptionError
+from moe_replay.train.config.registries import WEIGHT_TRANSPORTS, PluginName
 from moe_replay.train.config.sections import (
     BackendConfig,
+    ClusterConfig,
     ModelConfig,
     RewardConfig,
     RolloutConfig,
     Section,
     Sections,
 )
-from moe_replay.train.weight_kinds import WEIGHT_KINDS
 from moe_replay.utils.plugins import PluginError, import_path, is_path
 from moe_replay.utils.secrets import is_masked, mask_passwords
 
@@ -39,15 +39,15 @@ KEYS_OF_MEGATRON_SETTINGS = {
     "context_parallel_size": "backend.context_parallel",
     "moe_enable_routing_replay": "replay.mode",
 }
-"""Settings of Megatron-Core that have a key of their own here."""
+"""TransformerConfig fields with a separate key here."""
 
 MANY = 2**20
-"""More than any run needs of what is counted in ranks, and in sequences of a step."""
+"""Upper bound for counts of ranks or sequences."""
 LARGEST = 2**31 - 1
-"""Of all other whole numbers but these."""
+"""Upper bound for every other integer setting, except `_UNLIMITED`."""
 LONGEST_NAME = 255
 _RANDOM_IN_MEGATRON = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")
-_LARGER = ("seed", "rollout.options", "backend.megatron", "rollout.prompts_per_step", "rollout.num_generations")
+_UNLIMITED = ("seed", "rollout.options", "backend.megatron", "rollout.prompts_per_step", "rollout.num_generations")
 _LIMITED = (
     "model.lora_rank",
     "rollout.max_turns",
@@ -58,20 +58,20 @@ _LIMITED = (
 
 
 def problems(config: Sections) -> Iterator[str]:
-    """Yield one line per problem: the key, what is wrong, what to change."""
+    """Yield one line per problem: key, problem, remedy."""
     unusable = list(_unusable(config))
     yield from unusable
     if unusable:
-        return  # no other check has to be prepared for such values
+        return  # so that the other checks need not handle such values
     yield from _plugins(config)
     yield from _model(config.model, config.backend)
     yield from _backend(config.backend)
     yield from _data(config)
     yield from _rollout(config.rollout)
+    yield from _weight_sync(config)
     yield from _adapters(config)
-    yield from _weights(config)
     yield from _cluster(config)
-    yield from _drivers(config)
+    yield from _workers(config)
     yield from _algorithm(config)
     yield from _optim(config)
     yield from _reward(config.reward)
@@ -79,25 +79,62 @@ def problems(config: Sections) -> Iterator[str]:
         yield "checkpoint.push_to_hub: there is no export at the end; set checkpoint.export and checkpoint.at_end"
 
 
+def warnings(config: Sections) -> Iterator[str]:
+    """Yield one line per setting that differs from its default and that nothing reads without another setting."""
+    rollout, algorithm = config.rollout, config.algorithm
+    is_own = is_path(algorithm.loss)  # may read any setting of a loss
+    needed: dict[str, tuple[bool, Iterable[str]]] = {
+        "algorithm.beta": (algorithm.beta > 0, ["model.reference"]),
+        "algorithm.dynamic_sampling": (algorithm.dynamic_sampling, ["algorithm.max_refills"]),
+        'algorithm.loss = "ppo_clip"': (is_own or algorithm.loss == "ppo_clip", ["algorithm.delta"]),
+        'algorithm.loss = "sapo"': (is_own or algorithm.loss == "sapo", ["algorithm.tau_pos", "algorithm.tau_neg"]),
+        "algorithm.rollout_correction": (
+            algorithm.rollout_correction != "off",
+            ["algorithm.rollout_correction_low", "algorithm.rollout_correction_high"],
+        ),
+        "checkpoint.push_to_hub": (bool(config.checkpoint.push_to_hub), ["checkpoint.hub_private"]),
+        'cluster.launcher = "ray"': (
+            config.cluster.launcher == "ray",
+            [f"cluster.{name}" for name in ClusterConfig.model_fields],
+        ),
+        "eval.every": (config.eval.every > 0, ["eval.prompts", "eval.temperature"]),
+        "log.completions": (config.log.completions, ["log.num_completions_to_print"]),
+        "model.lora_rank": (config.model.lora_rank > 0, ["model.lora_alpha"]),
+        "rollout.environment": (
+            rollout.environment is not None,
+            ["rollout.max_turns", "rollout.environment_timeout_s", "rollout.environment_threads"],
+        ),
+        "rollout.sleep": (rollout.sleep, ["rollout.sleep_level"]),
+        "rollout.tools": (bool(rollout.tools), ["rollout.tool_format", "rollout.tool_timeout_s"]),
+        "rollout.top_p or rollout.top_k": (rollout.is_truncated, ["rollout.sampling_mask"]),
+    }
+    for need, (is_set, keys) in needed.items():
+        for key in [] if is_set else keys:
+            section, _, name = key.partition(".")
+            table = getattr(config, section)
+            if (value := getattr(table, name)) != type(table).model_fields[name].default:
+                yield f"{key} = {value} has no effect without {need}"
+
+
 def _unusable(config: Sections) -> Iterator[str]:
-    """Values of the right type that no file, path or tensor can have."""
+    """Yield values of the right type that no file, path or tensor can have."""
     for key, value in _values(config):
         largest = MANY if key in _LIMITED or "parallel" in key else LARGEST
-        if isinstance(value, int) and value > largest and key not in _LARGER:
+        if isinstance(value, int) and value > largest and key not in _UNLIMITED:
             yield f"{key}: {value} is too large; use at most {largest}"
         if isinstance(value, str) and ("\0" in value or not _is_unicode(value)):
-            yield f"{key}: {value!r} is not text; remove NUL characters and bytes that are not UTF-8"
+            yield f"{key}: {value!r} is not valid text; remove NUL characters and bytes that are not UTF-8"
     paths = {"model.path": config.model.path, "model.reference": config.model.reference, "data.path": config.data.path}
     paths |= {"data.eval_path": config.data.eval_path, "output": None if config.output is None else str(config.output)}
     for key, path in paths.items():
         if path is not None and any(len(os.fsencode(part)) > LONGEST_NAME for part in path.split("/")):
-            yield f"{key}: a name of more than {LONGEST_NAME} bytes, which no file can have; shorten it"
+            yield f"{key}: a file name of more than {LONGEST_NAME} bytes; shorten it"
     if config.output is not None and config.output == Path():
-        yield "output: an empty path; name a folder, or leave it out for a new one in runs/"
+        yield "output: empty path; name a folder, or omit it for a new one in runs/"
     if config.rollout.sequences > MANY:
         yield (
             f"rollout.prompts_per_step, rollout.num_generations: {config.rollout.prompts_per_step} prompts x "
-            f"{config.rollout.num_generations} are more sequences than a step can have; use at most {MANY} in all"
+            f"{config.rollout.num_generations} are too many sequences per step; use at most {MANY}"
         )
 
 
@@ -123,27 +160,28 @@ def _plugins(config: Sections) -> Iterator[str]:
         for key, field in type(section).model_fields.items() if isinstance(section, Section) else ():
             if (plugin := PluginName.of(field)) is not None:
                 value = getattr(section, key)
-                found = map(plugin.problem, [value] if isinstance(value, str) else value or ())
-                yield from (f"{name}.{key}: {problem}" for problem in found if problem)
+                names = [value] if isinstance(value, str) else value or ()
+                yield from (f"{name}.{key}: {problem}" for problem in map(plugin.problem, names) if problem)
 
 
 def _model(model: ModelConfig, backend: BackendConfig) -> Iterator[str]:
     if model.lora_rank and backend.kind == "megatron" and backend.megatron.get("moe_grouped_gemm"):
-        yield "backend.megatron.moe_grouped_gemm: adapters are added to single experts; remove it"
-    if model.lora_rank and not model.lora_targets:
-        yield "model.lora_targets: no layers to adapt; name some, or set model.lora_rank = 0"
-    for name in model.lora_targets:
+        yield "backend.megatron.moe_grouped_gemm: LoRA needs separate experts; remove it"
+    if model.lora_rank and not model.lora_target_modules:
+        yield "model.lora_target_modules: no layers to adapt; name some, or set model.lora_rank = 0"
+    for name in model.lora_target_modules:
         if not name or "." in name:
-            yield f"model.lora_targets: {name!r} is not the last name of a layer; write e.g. q_proj"
-    if not model.lora_rank and (model.lora_targets != ModelConfig().lora_targets or not model.lora_merge):
-        yield "model.lora_rank: 0 trains all weights, without adapters; set a rank, or remove the other lora settings"
+            yield f"model.lora_target_modules: {name!r} is not the last part of a module name; write e.g. q_proj"
+    if not model.lora_rank and (model.lora_target_modules != ModelConfig().lora_target_modules or not model.lora_merge):
+        yield "model.lora_rank: 0 trains all weights; set a rank, or remove the other lora settings"
     if model.router_family is not None and backend.kind == "megatron":
-        yield "model.router_family: Megatron-Core's own routers are replayed; remove it, or set backend.kind = fsdp"
-    if model.attention.startswith("flash_attention"):
+        yield "model.router_family: not used with Megatron-Core routers; remove it, or set backend.kind = fsdp"
+    if model.attn_implementation.startswith(("flash_attention", "varlen", "flex")):
+        attention = f"model.attn_implementation: {model.attn_implementation}"
         if model.dtype == "float32":
-            yield f"model.attention: {model.attention} does not support float32; set model.dtype = bfloat16 or use sdpa"
+            yield f"{attention} does not support float32; set model.dtype = bfloat16 or use sdpa"
         if backend.device == "cpu":
-            yield f"model.attention: {model.attention} needs a GPU; with backend.device = cpu use sdpa"
+            yield f"{attention} needs a GPU; with backend.device = cpu use sdpa"
 
 
 def _backend(backend: BackendConfig) -> Iterator[str]:
@@ -154,7 +192,7 @@ def _backend(backend: BackendConfig) -> Iterator[str]:
             yield f"backend.megatron.{name}: set {KEYS_OF_MEGATRON_SETTINGS[name]} instead"
         for name in _RANDOM_IN_MEGATRON:
             if backend.megatron.get(name):
-                yield f"backend.megatron.{name}: two passes over the same tokens would give other log-probs; remove it"
+                yield f"backend.megatron.{name}: two passes over the same tokens would differ; remove it"
         if backend.megatron.get("moe_router_fusion"):
             yield "backend.megatron.moe_router_fusion: a fused router cannot replay routes; remove it"
         return
@@ -169,8 +207,8 @@ def _backend(backend: BackendConfig) -> Iterator[str]:
         "weight_family": backend.weight_family is not None,
         "distributed_optimizer": backend.distributed_optimizer,
     }
-    for name, given in megatron_only.items():
-        if given:
+    for name, is_set in megatron_only.items():
+        if is_set:
             yield f"backend.{name}: fsdp only shards data-parallel; set backend.kind = megatron"
 
 
@@ -189,42 +227,42 @@ def _rollout(rollout: RolloutConfig) -> Iterator[str]:
             yield f"rollout.engine: {error}"
         return
     if not spec.takes_weights:
-        yield f"rollout.engine: {rollout.engine} takes no weights; set one of {', '.join(trainable_engines())}"
+        yield f"rollout.engine: {rollout.engine} cannot be updated; set one of {', '.join(trainable_engines())}"
     if rollout.replays_sampling_mask and not spec.returns_masks:
         yield (
-            f"rollout.sampling_mask: {rollout.engine} does not return the tokens that top_p and top_k leave, so ratios "
-            "would be biased; set top_p = 1 and top_k = 0, or accept the bias with sampling_mask = off"
+            f"rollout.sampling_mask: {rollout.engine} does not return sampling masks, so importance ratios would be "
+            "biased; set top_p = 1 and top_k = 0, or accept the bias with sampling_mask = off"
         )
     yield from _engine_options(rollout, spec)
     if rollout.is_server and not rollout.urls:
-        yield f"rollout.urls: {rollout.engine} needs the addresses of its servers, e.g. http://127.0.0.1:8000"
+        yield f"rollout.urls: {rollout.engine} needs server URLs, e.g. http://127.0.0.1:8000"
     if not rollout.is_server and rollout.urls:
         servers = " or ".join(server_engines())
         yield f"rollout.urls: {rollout.engine} runs in this process; set rollout.engine = {servers}"
     for url in rollout.urls:
         shown = url if "@" not in url else f"...@{url.rpartition('@')[2]}"  # a password may stand before it
         if not url.startswith(("http://", "https://")):
-            yield f"rollout.urls: {shown!r} is not a URL of HTTP; write http://{shown.rpartition('://')[2]}"
+            yield f"rollout.urls: {shown!r} is not an HTTP URL; write http://{shown.rpartition('://')[2]}"
         elif problem := _url_problem(url):
             yield f"rollout.urls: {shown!r} {problem}; write e.g. http://10.0.0.2:8000"
         elif is_masked(url):
-            yield f"rollout.urls: the password of {url} was masked when it was written here; put it back"
+            yield f"rollout.urls: the password of {url} is masked; restore it"
     for url in sorted({url for url in rollout.urls if rollout.urls.count(url) > 1}):
         yield f"rollout.urls: {mask_passwords(url)!r} is listed twice; list each server once"
     if rollout.engines_per_node is not None and rollout.is_server:
         yield (
             f"rollout.engines_per_node: {rollout.engine} is reached by rollout.urls; "
-            "name the engine that the trainer's machines start, e.g. vllm, or remove it"
+            "name the engine to start on the trainer nodes, e.g. vllm, or remove it"
         )
     if rollout.min_servers is not None and rollout.min_servers > len(rollout.urls):
-        yield f"rollout.min_servers: {rollout.min_servers} of {len(rollout.urls)} servers; lower it or name more urls"
+        yield f"rollout.min_servers: {rollout.min_servers} of {len(rollout.urls)} servers; lower it, or add urls"
     if rollout.environment == "tools" and not rollout.tools:
         yield "rollout.tools: the environment has no tools; name functions, e.g. my_tools:search"
     if rollout.tools and rollout.environment is None:
         yield "rollout.tools: tool calls need an environment to run them; set rollout.environment = tools, or your own"
     if rollout.sleep and rollout.max_staleness:
         yield (
-            "rollout.sleep: an engine that samples while the trainer works cannot sleep; "
+            "rollout.sleep: an engine that samples during training cannot sleep; "
             "set rollout.max_staleness = 0 or rollout.sleep = false"
         )
 
@@ -233,121 +271,117 @@ def _engine_options(rollout: RolloutConfig, spec: EngineSpec) -> Iterator[str]:
     if not spec.takes_capture:
         if rollout.capture != "auto":
             yield (
-                f"rollout.capture: {rollout.engine} has no choice of captures; remove it"
-                + (", and choose it where the servers are started" if spec.is_server else "")
+                f"rollout.capture: {rollout.engine} has no capture option; remove it"
+                + (", and set it when starting the servers" if spec.is_server else "")
             )
     elif "capture" in rollout.options:
         yield "rollout.options.capture: set rollout.capture instead"
     if spec.check_options:
         try:
             import_path(spec.check_options, kind="check", key="rollout.engine")(rollout.capture, rollout.options)
-        except EngineOptionError as refused:
+        except EngineOptionError as error:
             key = "rollout.options" if rollout.capture == "auto" else "rollout.capture"
-            yield f"{key}: {refused.problem}; {refused.remedy}"
+            found = "" if error.found is None else f", found {error.found}"
+            yield f"{key}: {error.problem}{found}; {error.remedy}"
+
+
+def _weight_sync(config: Sections) -> Iterator[str]:
+    name, spec = config.weight_sync.transport, _spec(config.rollout)
+    transport = WEIGHT_TRANSPORTS.get(name)
+    if transport is not None and transport.is_transfer and spec is not None and not spec.takes_transfers:
+        yield f"weight_sync.transport: {config.rollout.engine} takes tensors in requests only; set auto or http"
 
 
 def _adapters(config: Sections) -> Iterator[str]:
     if config.rollout.lora and not config.model.lora_rank:
-        yield "rollout.lora: there is no adapter to send; set model.lora_rank"
+        yield "rollout.lora: no adapter to send; set model.lora_rank"
     spec = _spec(config.rollout)
     if config.rollout.lora and spec is not None and not spec.takes_lora:
         takers = " and ".join(engine_names(lambda spec: spec.takes_lora))
-        yield f"rollout.lora: of the built-in engines {takers} take adapters; remove it, and merged weights are sent"
-
-
-def _weights(config: Sections) -> Iterator[str]:
-    known = WEIGHT_KINDS.get(config.weights.kind)
-    if known is not None and known.engine not in (None, config.rollout.engine):
-        yield (
-            f"weights.kind: {config.weights.kind} is for {known.engine}, not for {config.rollout.engine}; set "
-            f"rollout.engine = {known.engine}, or weights.kind = auto"
-        )
-    if not config.weights.delta:
-        return
-    if config.weights.kind not in ("auto", "http"):
-        yield f"weights.delta: changes travel in requests, not by {config.weights.kind}; set weights.kind = http"
-    spec = _spec(config.rollout)
-    if spec is not None and not spec.takes_delta and not config.starts_servers:
-        takers = " or ".join(engine_names(lambda spec: spec.takes_delta))
-        yield (
-            f"weights.delta: {config.rollout.engine} takes whole weights only; set rollout.engine = {takers}, "
-            "rollout.engines_per_node or cluster.engines, or remove it"
-        )
-    if config.rollout.lora:
-        yield "weights.delta: with rollout.lora the adapter alone is sent; remove one of them"
+        yield f"rollout.lora: only {takers} take adapters; remove it to send merged weights"
 
 
 def _spec(rollout: RolloutConfig) -> EngineSpec | None:
     try:
         return engine_spec(rollout.engine)
-    except PluginError:  # a problem of its own
+    except PluginError:  # reported by _plugins
         return None
 
 
-def _drivers(config: Sections) -> Iterator[str]:
+def _workers(config: Sections) -> Iterator[str]:
     rollout, spec = config.rollout, _spec(config.rollout)
     if spec is None:
         return
-    if rollout.drivers > 1 and not spec.is_server and not config.starts_servers:
+    if rollout.workers > 1 and not spec.is_server and not config.starts_servers:
         yield (
-            f"rollout.drivers: {rollout.engine} samples in rank 0's own process, which no other process can ask; set "
-            f"rollout.drivers = 1, rollout.engines_per_node, or rollout.engine = {' or '.join(server_engines())}"
+            f"rollout.workers: {rollout.engine} runs in the process of rank 0, out of reach of workers; set "
+            f"rollout.workers = 1, rollout.engines_per_node, or rollout.engine = {' or '.join(server_engines())}"
         )
 
 
 def _cluster(config: Sections) -> Iterator[str]:
     cluster, rollout = config.cluster, config.rollout
-    if cluster.kind != "ray":
+    if cluster.launcher != "ray":
         return
     if cluster.engines is not None and rollout.engines_per_node is not None:
         yield "cluster.engines: rollout.engines_per_node starts engines too; remove one of them"
     if cluster.engines is not None and rollout.is_server:
         yield (
             f"cluster.engines: {rollout.engine} is reached by rollout.urls; "
-            "name the engine that the cluster starts, e.g. rollout.engine = vllm, or remove it"
+            "name the engine to start, e.g. rollout.engine = vllm, or remove it"
         )
     if cluster.placement == "separate":
         return
     if cluster.engines is None:
-        yield "cluster.placement: there are no engines to place; set cluster.engines, or remove it"
+        yield "cluster.placement: no engines to place; set cluster.engines, or remove it"
     elif cluster.engines % cluster.trainer_nodes:
         yield (
             f"cluster.placement: {cluster.engines} engines cannot be spread evenly over {cluster.trainer_nodes} "
-            f"machines of the trainer; set cluster.engines to a multiple of {cluster.trainer_nodes}"
+            f"trainer nodes; set cluster.engines to a multiple of {cluster.trainer_nodes}"
         )
     if rollout.max_staleness:
         yield (
-            "cluster.placement: engines on the trainer's GPUs cannot sample while it works; "
+            "cluster.placement: engines on the trainer's GPUs cannot sample during training; "
             "set rollout.max_staleness = 0 or cluster.placement = separate"
         )
 
 
 def _url_problem(url: str) -> str | None:
-    """Say why a URL cannot be that of a server; None if it can."""
+    """Return why a URL cannot be that of a server, or None."""
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError as wrong:  # also a port that is no number, or beyond 65535
-        why = wrong if "@" not in url else "special characters of a user or password are written as %.."
+    except ValueError as error:  # also for a port that is not a number, or above 65535
+        why = error if "@" not in url else "special characters in a user or password are written as %.."
         return f"cannot be used: {why}"
     if not parts.hostname or any(character.isspace() for character in url) or not url.isprintable():
         return "has no host" if not parts.hostname else "contains white space"
     if port == 0:
-        return "has port 0, where no server listens"
-    return (
-        "has a query or a fragment, which a server's address does not have" if parts.query or parts.fragment else None
-    )
+        return "has port 0"
+    return "has a query or a fragment" if parts.query or parts.fragment else None
 
 
 def _algorithm(config: Sections) -> Iterator[str]:
     rollout, updates = config.rollout, config.algorithm.updates_per_rollout
     if rollout.sequences % updates:
-        small = [number for number in range(1, isqrt(rollout.sequences) + 1) if rollout.sequences % number == 0]
-        fitting = sorted({*small, *(rollout.sequences // number for number in small)})
+        small = [n for n in range(1, isqrt(rollout.sequences) + 1) if rollout.sequences % n == 0]
+        divisors = sorted({*small, *(rollout.sequences // n for n in small)})
         yield (
             f"algorithm.updates_per_rollout: {rollout.prompts_per_step} prompts x {rollout.num_generations} "
             f"generations = {rollout.sequences} sequences cannot be split evenly into {updates} updates; "
-            f"use {min(fitting, key=lambda number: abs(number - updates))}, or change rollout.prompts_per_step"
+            f"use {min(divisors, key=lambda n: abs(n - updates))}, or change rollout.prompts_per_step"
+        )
+    if config.algorithm.old_logprobs != "rollout":
+        return
+    if config.algorithm.rollout_correction != "off":
+        yield (
+            "algorithm.rollout_correction: with old_logprobs = rollout the ratio old policy / rollout is 1: there is "
+            "nothing to correct; set it to off, or old_logprobs = auto"
+        )
+    if config.replay.mode == "r2" and config.updates_per_step > 1:
+        yield (
+            "replay.mode: r2 records routes in the old-log-prob pass, which old_logprobs = rollout leaves out; set r3, "
+            "or old_logprobs = auto"
         )
 
 
@@ -359,7 +393,7 @@ def _optim(config: Sections) -> Iterator[str]:
 
 
 def warmup_problem(config: Sections, steps: int) -> str | None:
-    """Say if the warm-up is longer than a run of `steps` steps; None if it is not."""
+    """Return the problem if the warm-up is longer than a run of `steps` steps, else None."""
     warmup = config.optim.warmup_steps
     if warmup <= steps:
         return None
@@ -374,7 +408,7 @@ def _reward(reward: RewardConfig) -> Iterator[str]:
         )
     if reward.on_timeout == "unscored" and not reward.workers:
         yield (
-            "reward.on_timeout: 'unscored' needs processes, since a thread cannot be ended; "
+            "reward.on_timeout: 'unscored' needs worker processes, since a thread cannot be killed; "
             "set reward.workers, or reward.on_timeout = 'error'"
         )
     for name in sorted({name for name in reward.functions if reward.functions.count(name) > 1}):

@@ -1,7 +1,6 @@
-"""The command line of a configuration: `--section.key value` for every key, and what its help says.
+"""Command line overrides: `--section.key value` for every key.
 
-Arguments become values by the same rules as in a file: pydantic parses them. All that has to be known here is how many
-arguments an option takes.
+Arguments are parsed by pydantic, like values in a file; only the number of arguments per option is decided here.
 """
 
 from __future__ import annotations
@@ -20,41 +19,51 @@ from moe_replay.train.config.keys import (
     enclosing_table,
     suggestion,
 )
-from moe_replay.train.config.plugin_names import PluginName
+from moe_replay.train.config.registries import PluginName
 from moe_replay.utils.secrets import READABLE_BY_ALL, has_password, is_secret_name
 
 OPTIONS = "rollout.options"
 
 
 def apply_overrides(tables: dict[str, Any], words: Sequence[str]) -> None:
-    """Apply the options of a command line to the tables of a file; tables inside a section are merged key by key.
+    """Apply command line options to the tables of a recipe; nested tables are merged key by key.
 
-    The file's `rollout.options` are those of the file's engine: where the command line names another engine, they are
-    left out.
+    The recipe's `rollout.options` are dropped if the command line selects another engine.
     """
-    fields = all_fields()
-    engine = _engine(tables)
+    engine, problems = _engine(tables), list[ConfigError]()
     of_file = _pop_options(tables)
     for option, values in _options(words):
-        name = option.removeprefix("--").replace("-", "_")
-        name = ALIASES.get(name, name)
-        if name not in fields and (switch := _without_no(name)) in fields and fields[switch].annotation is bool:
-            name, values = switch, [*values, "false"]
-        if name not in fields:
-            raise ConfigError(f"{option}: no such option{suggestion(name, '--')}")
-        table, key = enclosing_table(tables, name)
-        names = [name, *values[::2]] if get_origin(fields[name].annotation) is dict else [name]
-        if any(map(is_secret_name, names)) or any(map(has_password, values)):
-            raise ConfigError(
-                f"{option}: a token or password {READABLE_BY_ALL}",
-                remedy="Put it into the recipe; a token may be in $MOE_REPLAY_TOKEN",
-            )
-        value = parse_value(option, values, fields[name].annotation)
-        known = table.get(key)
-        table[key] = known | value if isinstance(value, dict) and isinstance(known, dict) else value
+        try:
+            _apply(tables, option, values)
+        except ConfigError as problem:
+            problems.append(problem)
+    if len(problems) > 1:
+        raise ConfigError("\n  ".join(["the command line is invalid", *map(str, problems)]))
+    if problems:
+        raise problems[0]
     if of_file is not None and engine == _engine(tables):
         table, key = enclosing_table(tables, OPTIONS)
         table[key] = of_file | table.get(key, {}) if isinstance(of_file, dict) else of_file
+
+
+def _apply(tables: dict[str, Any], option: str, values: list[str]) -> None:
+    fields = all_fields()
+    name = option.removeprefix("--").replace("-", "_")
+    name = ALIASES.get(name, name)
+    if name not in fields and (switch := _without_no(name)) in fields and fields[switch].annotation is bool:
+        name, values = switch, [*values, "false"]
+    if name not in fields:
+        raise ConfigError(f"{option}: no such option{suggestion(name, '--')}")
+    table, key = enclosing_table(tables, name)
+    names = [name, *values[::2]] if get_origin(fields[name].annotation) is dict else [name]
+    if any(map(is_secret_name, names)) or any(map(has_password, values)):
+        raise ConfigError(
+            f"{option}: a token or password {READABLE_BY_ALL}",
+            remedy="Put it into the recipe; a token may be in $MOE_REPLAY_TOKEN",
+        )
+    value = parse_value(option, values, fields[name].annotation)
+    previous = table.get(key)
+    table[key] = previous | value if isinstance(value, dict) and isinstance(previous, dict) else value
 
 
 def _engine(tables: dict[str, Any]) -> Any:
@@ -68,7 +77,7 @@ def _pop_options(tables: dict[str, Any]) -> Any:
 
 
 def choices(field: FieldInfo) -> list[str]:
-    """Return the values that a key accepts, where they can be listed."""
+    """Return the accepted values of a key, if they can be listed."""
     kind = field.annotation
     if (plugin := PluginName.of(field)) is not None:
         return ["|".join([*plugin.names(), *plugin.forms])]
@@ -76,7 +85,6 @@ def choices(field: FieldInfo) -> list[str]:
 
 
 def default_text(field: FieldInfo) -> str:
-    """Return the default as one would write it on a command line."""
     value = field.default
     if isinstance(value, bool):
         return str(value).lower()
@@ -106,7 +114,7 @@ def _without_no(name: str) -> str:
 
 
 def parse_value(option: str, words: list[str], kind: Any) -> Any:
-    """Convert the arguments of an option to what a file would hold."""
+    """Convert the arguments of an option to the value in a file."""
     kinds = (kind, *get_args(kind))
     if any(get_origin(part) is tuple for part in kinds):
         return None if NoneType in kinds and _is_none(words) else words

@@ -1,6 +1,6 @@
-"""A configuration from a TOML file and a command line, and back to TOML.
+"""Load a configuration from a TOML recipe and the command line, and write it as TOML.
 
-Defaults, then the file, then the command line: later values win, and only the result has to be valid.
+Defaults, then the recipe, then the command line: later values win, and only the result must be valid.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from math import gcd
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from moe_replay.demo import RECIPE
 from moe_replay.train.config.command_line import apply_overrides
-from moe_replay.train.config.foreign.advice import advice
+from moe_replay.train.config.foreign import advice
 from moe_replay.train.config.keys import (
     ALIASES,
     ConfigError,
@@ -26,28 +29,80 @@ from moe_replay.train.config.keys import (
     suggestion,
 )
 from moe_replay.train.config.sections import Section
-from moe_replay.train.config.tiny import shrink
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.utils.secrets import is_secret_name, mask_passwords
+
+METHOD: dict[str, tuple[str, ...]] = {
+    "model": ("gradient_checkpointing", "lora_rank", "lora_alpha", "lora_target_modules", "lora_merge"),
+    "backend": ("kind", "distributed_optimizer"),
+    "rollout": ("temperature", "max_staleness", "max_turns", "reproducible"),
+    "batch": ("packed",),
+    "log": ("completions", "tensorboard", "traces"),
+}
+"""Keys that `--tiny` keeps; it keeps the sections in `WHOLE` entirely."""
+WHOLE = ("replay", "algorithm", "optim")
+ENVIRONMENT = "moe_replay.demo.task:second_try"
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "all-linear")
+"""Modules of the embedded model that can have a LoRA adapter."""
+PROMPTS, SAMPLES, STEPS = 4, 4, 3
+NO_MODEL = 'model.path: the recipe names no model; set a folder or a Hub name, or "" for the embedded tiny model'
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = (), *, tiny: bool = False) -> TrainConfig:
     """Load the configuration of a run: defaults <- TOML file <- command line (`--replay.mode r2 --optim.lr 1e-6`).
 
-    tiny   the method of the file on the embedded default: model, data, lengths, engine and sizes are replaced
+    tiny   replace model, data, lengths, engine and sizes by those of the embedded default
     """
     tables = {} if path is None else _read(path)
     tables = shrink(tables) if tiny else tables
     apply_overrides(tables, overrides)
+    lines = [] if path is None or _names_model(tables) else [NO_MODEL]
     try:
-        return TrainConfig.model_validate(tables)
+        config = TrainConfig.model_validate(tables)
     except ValidationError as error:
         where = "the configuration" if path is None else str(path)
-        raise ConfigError("\n  ".join([f"{where} is invalid", *_problems(error)])) from error
+        lines = [*_problems(error), *_further_problems(tables, error), *lines]
+        raise ConfigError("\n  ".join([f"{where} is invalid", *lines])) from error
+    if lines:
+        raise ConfigError("\n  ".join([f"{path} is invalid", *lines]))
+    return config
+
+
+def _names_model(tables: Mapping[str, Any]) -> bool:
+    model = tables.get("model", {})
+    return not isinstance(model, dict) or "path" in model  # anything but a table is reported by pydantic
+
+
+def shrink(tables: dict[str, Any]) -> dict[str, Any]:
+    """Return the recipe with model, data, lengths and sizes of the embedded default.
+
+    The method stays: replay, loss, optimizer, backend, LoRA, staleness, multi-turn.
+    """
+    tiny = tomllib.loads(RECIPE.read_text(encoding="utf-8"))
+    tiny |= {"name": f"{tables.get('name', 'run')}-tiny", "steps": STEPS, "checkpoint": {"every": 0}}
+    tiny |= {name: dict(tables[name]) if isinstance(tables.get(name), dict) else {} for name in WHOLE}
+    tiny |= {"seed": tables["seed"]} if "seed" in tables else {}
+    for section, keys in METHOD.items():
+        table = tables.get(section)
+        method = {key: table[key] for key in keys if key in table} if isinstance(table, dict) else {}
+        tiny[section] = tiny.get(section, {}) | method
+    tiny["rollout"] |= {"prompts_per_step": PROMPTS, "num_generations": SAMPLES}
+    tiny["rollout"]["dtype"] = "float32"  # vLLM in bfloat16 ends with an illegal instruction on some CPUs
+    if find_spec("vllm") is None:
+        tiny["rollout"] |= {"engine": "transformers", "options": {}}
+    if "environment" in tables.get("rollout", {}):
+        tiny["rollout"]["environment"] = ENVIRONMENT
+    if targets := [name for name in tiny["model"].pop("lora_target_modules", ()) if name in LAYERS]:
+        tiny["model"]["lora_target_modules"] = targets
+    algorithm, optim = tiny["algorithm"], tiny["optim"]
+    updates = algorithm.get("updates_per_rollout", algorithm.pop("steps_per_generation", 1))
+    algorithm["updates_per_rollout"] = gcd(updates, PROMPTS * SAMPLES) if isinstance(updates, int) else updates
+    optim.pop("warmup_steps", None)
+    return tiny
 
 
 def to_toml(config: TrainConfig) -> str:
-    """Return the whole configuration as TOML, without tokens and passwords; None values are left out."""
+    """Return the whole configuration as TOML, without tokens, passwords and None values."""
     parts = []
     for name, section in sections():
         values: Section = getattr(config, name) if name else config
@@ -65,7 +120,7 @@ def _items(section: Section, keys: list[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _without_secrets(value: Any) -> Any:
-    """Return a setting with passwords in URLs masked, and without options that are tokens or passwords."""
+    """Mask passwords in URLs, and drop options that are tokens or passwords."""
     if isinstance(value, str):
         return mask_passwords(value)
     if isinstance(value, Mapping):
@@ -74,7 +129,6 @@ def _without_secrets(value: Any) -> Any:
 
 
 def toml_value(value: Any) -> str:
-    """Return a value in TOML syntax."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):
@@ -92,19 +146,19 @@ def _toml_key(key: str) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        if path.exists() and not path.is_file():  # reading a pipe or a device may never end
+        if path.exists() and not path.is_file():  # reading a pipe or device may block forever
             raise ConfigError(f"{path} cannot be read: it is not a file", remedy="Name a TOML file")
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        told = advice(str(path).partition("=")[0].lstrip("+")).removeprefix("; ")
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", remedy=told or "Name a TOML file") from error
+        foreign = advice(str(path).partition("=")[0].lstrip("+")).removeprefix("; ")
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", remedy=foreign or "Name a TOML file") from error
     except RecursionError as error:
         raise ConfigError(f"{path} is not valid TOML: it is nested too deeply") from error
     except ConfigError:
         raise
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}", remedy="Save it as text in UTF-8") from error
-    except ValueError as error:  # of TOML, or an integer of thousands of digits
+    except ValueError as error:  # invalid TOML, or an integer of thousands of digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for other, ours in ALIASES.items():
         table, key = enclosing_table(tables, other)
@@ -117,7 +171,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _problems(error: ValidationError) -> list[str]:
-    """Return one line per problem."""
     fields, lines = all_fields(), dict[str, None]()
     for problem in error.errors():
         key = ".".join(map(str, problem["loc"]))
@@ -132,6 +185,23 @@ def _problems(error: ValidationError) -> list[str]:
             found = "" if is_secret_name(name) else f", found {_shortened(mask_passwords(repr(problem['input'])))}"
             lines[f"{key}: {message}{found}{text}"] = None
     return [_shortened(line, 1000) for line in lines]
+
+
+def _further_problems(tables: dict[str, Any], error: ValidationError) -> list[str]:
+    """Return the problems across settings, which are found once each setting is valid: without those in `error`."""
+    invalid = {".".join(map(str, problem["loc"][:2])) for problem in error.errors() if problem["loc"]}
+    valid = {
+        name: {key: item for key, item in value.items() if f"{name}.{key}" not in invalid}
+        if isinstance(value, dict)
+        else value
+        for name, value in tables.items()
+        if name not in invalid
+    }
+    try:
+        TrainConfig.model_validate(valid)
+    except ValidationError as further:
+        return [line for line in _problems(further) if not any(key in line for key in invalid)] if invalid else []
+    return []
 
 
 def _shortened(text: str, length: int = 200) -> str:

@@ -1,4 +1,4 @@
-"""The keys of a configuration by their dotted names, and suggestions for unknown keys."""
+"""Configuration keys by dotted name, and suggestions for unknown keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from moe_replay.errors import MoeReplayError
-from moe_replay.train.config.foreign.advice import advice
+from moe_replay.train.config.foreign import advice
 from moe_replay.train.config.sections import Section
 from moe_replay.train.config.train_config import TrainConfig
 
@@ -21,11 +21,32 @@ ALIASES = {
     "num_iterations": "algorithm.num_iterations",
     "log_completions": "log.completions",
 }
-"""Names of our keys in other trainers; accepted wherever ours are."""
+"""Names from other trainers, accepted wherever ours are."""
+
+RENAMED = {
+    "model.attention": "model.attn_implementation",
+    "model.lora_targets": "model.lora_target_modules",
+    "backend.rank_timeout_s": "backend.heartbeat_timeout_s",
+    "data.max_prompt_tokens": "data.max_prompt_length",
+    "rollout.drivers": "rollout.workers",
+    "weights": "weight_sync",
+    "weights.kind": "weight_sync.transport",
+    "replay.compare_every": "replay.score_native_every",
+    "algorithm.baseline": "algorithm.advantage",
+    "algorithm.policy_loss": "algorithm.loss",
+    "algorithm.level": "algorithm.importance_sampling_level",
+    "algorithm.correction": "algorithm.rollout_correction",
+    "algorithm.correction_low": "algorithm.rollout_correction_low",
+    "algorithm.correction_high": "algorithm.rollout_correction_high",
+    "optim.max_bad_steps": "optim.max_skipped_updates",
+    "log.shown_completions": "log.num_completions_to_print",
+    "cluster.kind": "cluster.launcher",
+}
+"""Former names of keys: not accepted, but an error names the new one."""
 
 
 class ConfigError(MoeReplayError):
-    """A configuration that cannot be read, or that is invalid."""
+    """The configuration cannot be read or is invalid."""
 
 
 def sections() -> Iterator[tuple[str, type[Section]]]:
@@ -49,29 +70,31 @@ def all_fields() -> dict[str, FieldInfo]:
 
 
 def enclosing_table(tables: dict[str, Any], dotted: str) -> tuple[dict[str, Any], str]:
-    """Return the table that a dotted key belongs to, created if missing, and the name of the key within it."""
+    """Return the table of a dotted key, created if missing, and the key within it."""
     section, _, key = dotted.rpartition(".")
     table = tables.setdefault(section, {}) if section else tables
     return (table if isinstance(table, dict) else {}), key
 
 
 def suggestion(key: str, dashes: str = "") -> str:
-    """Suggest a key for one that does not exist, by its name here or in another trainer; empty if nothing is similar.
+    """Suggest a key for an unknown one, by its name here or in another trainer; empty if nothing is similar.
 
-    dashes   in front of an option; empty for a key in a file, where a section is a key too
+    dashes   prefix of an option; empty for a key in a file, where a section is a key too
     """
-    known = [*all_fields(), *ALIASES]
+    if key in RENAMED:
+        return f"; it is now {dashes}{RENAMED[key]}"
+    names = [*all_fields(), *ALIASES]
     tables = [name for name, _ in sections() if name]
-    ends = {name.rpartition(".")[2]: name for name in reversed(known)}
+    ends = {name.rpartition(".")[2]: name for name in reversed(names)}
     end = key.rpartition(".")[2]
-    told = advice(key, dashes) or advice(end, dashes)
+    foreign = advice(key, dashes) or advice(end, dashes)
     if end in ends:
-        return f"; did you mean {dashes}{ends[end]}?{'' if ends[end] in told else told.replace(';', '', 1)}"
-    if told:
-        return told
-    if key in tables:  # on a command line: in a file it is known
+        return f"; did you mean {dashes}{ends[end]}?{'' if ends[end] in foreign else foreign.replace(';', '', 1)}"
+    if foreign:
+        return foreign
+    if key in tables:  # on a command line; in a file it is a valid key
         return f"; it is a section: --{key}.{_keys_of(key)}"
-    near = difflib.get_close_matches(key, known if dashes else [*known, *tables], n=1)
+    near = difflib.get_close_matches(key, names if dashes else [*names, *tables], n=1)
     near = near or [ends[other] for other in difflib.get_close_matches(end, list(ends), n=1)]
     return f"; did you mean {dashes}{near[0]}?" if near else ""
 

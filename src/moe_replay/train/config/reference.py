@@ -1,47 +1,48 @@
-"""The reference of the configuration, generated from its fields: `python -m moe_replay.train.config.reference`.
+"""Configuration reference and recipe schema, generated from the fields.
 
-It prints docs/config.md, and writes the schema of recipes in this folder anew.
+`python -m moe_replay.train.config.reference` prints docs/config.md and writes `recipe.schema.json`, which is part of
+the package: editors validate recipes with it, and `--help`, which must not wait for pydantic and torch, reads it.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
 
+from moe_replay.train.config.command_line import choices, default_text
 from moe_replay.train.config.file import toml_value
-from moe_replay.train.config.keys import ALIASES, all_fields, fields_of, sections
-from moe_replay.train.config.plugin_names import PluginName
-from moe_replay.train.config.schema import SCHEMA_FILE, schema_text
+from moe_replay.train.config.keys import ALIASES, all_fields, enclosing_table, fields_of, sections
+from moe_replay.train.config.registries import PluginName
 from moe_replay.train.config.sections import Section
 from moe_replay.train.config.train_config import TrainConfig
 
 INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `python -m moe_replay.train.config.reference`. Edit the sections in train/config/, not this. -->
+<!-- Written by `python -m moe_replay.train.config.reference`. Edit train/config/sections.py instead. -->
 
-Every key of `moe-replay train`. A section is a table of a TOML file, and each of its keys an option of the command
-line, which wins over the file:
+All keys of `moe-replay train`. A section is a table of the TOML recipe; each key is also a command line option, which
+overrides the recipe:
 
 ```sh
 moe-replay train recipe.toml --replay.mode r2 --optim.lr 1e-6 --rollout.urls http://a:8000 http://b:8000 \\
     --rollout.options tensor_parallel_size 2 enforce_eager true --no-resume
 ```
 
-An unknown key and settings that contradict each other are errors before anything is loaded. `--dry-run` shows what a
-configuration amounts to.
+Unknown keys and contradictory settings are errors before anything is loaded. `--dry-run` prints the resulting run.
 """
 
 BUILT_IN = """\
 ## Built-in names
 
-Keys that name an implementation take one of these, or `module:name`: a function or class of your own, importable where
-training runs.
+Keys that name an implementation take one of these, or `module:name` of your own function or class.
 
 | key | name | |
 |---|---|---|
@@ -50,13 +51,15 @@ training runs.
 OTHER_SPELLINGS = """\
 ## Other spellings
 
-Names that other trainers use; accepted in a file and on the command line.
+Names from other trainers, accepted in recipes and on the command line.
 
 | written | means |
 |---|---|
 """
 
-KINDS = {int: "whole number", float: "number", bool: "true, false", str: "text", NoneType: ""}
+SCHEMA_FILE = Path(__file__).with_name("recipe.schema.json")
+
+KINDS = {int: "integer", float: "number", bool: "true, false", str: "text", NoneType: ""}
 
 
 def reference() -> str:
@@ -124,9 +127,51 @@ def _default(field: FieldInfo) -> str:
 
 
 def _in_table(text: str) -> str:
-    """Escape what Markdown would read as a column or as HTML; code in backticks is shown as it is."""
+    """Escape column separators and HTML outside of backticks."""
     parts = " ".join(text.split()).replace("|", "\\|").split("`")
-    return "`".join(part if number % 2 else part.replace("<", "&lt;") for number, part in enumerate(parts))
+    return "`".join(part if index % 2 else part.replace("<", "&lt;") for index, part in enumerate(parts))
+
+
+def recipe_schema() -> dict[str, Any]:
+    """Return the schema: keys, types, bounds, help texts and aliases."""
+    schema = TrainConfig.model_json_schema()
+    tables = {name: _resolved(schema, schema["properties"][name]) for name, _ in sections() if name}
+    tables[""] = schema
+    for name, section in sections():
+        if name:
+            tables[name]["description"] = section.__doc__
+            schema["properties"][name].pop("default", None)
+        for key, field in fields_of(name, section):
+            entry = tables[name]["properties"][key.removeprefix(f"{name}.")]
+            entry.pop("title", None)
+            entry["description"] = " ".join(str(field.description).split())
+            entry["x-default"] = default_text(field)
+            if listed := choices(field):
+                entry["x-choices"] = listed[0]
+            if (plugin := PluginName.of(field)) is not None:
+                entry["x-names"] = plugin.names()
+    for other, ours in ALIASES.items():
+        target, key = enclosing_table({name: table["properties"] for name, table in tables.items() if name}, ours)
+        home = schema["properties"] if "." not in other else tables[other.partition(".")[0]]["properties"]
+        home[other.rpartition(".")[2]] = {
+            "description": f"The same as {ours}.",
+            "x-alias": ours,
+            **{name: value for name, value in target[key].items() if name in ("type", "anyOf")},
+        }
+    # the spellings of ms-swift
+    modes = tables["replay"]["properties"]["mode"]
+    modes["enum"] = [*modes["enum"], "R2", "R3", "disabled"]
+    return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Recipe of moe-replay train", **schema}
+
+
+def _resolved(schema: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
+    reference = entry.get("$ref") or entry["allOf"][0]["$ref"]
+    return schema["$defs"][reference.rpartition("/")[2]]
+
+
+def schema_text() -> str:
+    """Return the text of `recipe.schema.json`."""
+    return json.dumps(recipe_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,35 +1,52 @@
-"""All settings of a training run, by section; the docstring of a field is its help text everywhere.
+"""All settings of a training run, by section; a field's docstring is its help text everywhere.
 
-Types and bounds stand with the fields, checks across fields in `checks.py`; `file.py` reads files and command lines.
+Types and bounds are declared with the fields, checks across fields are in `checks.py`, and `file.py` reads recipes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AllowInfNan, BeforeValidator, Field, field_validator
+from pydantic import (
+    AfterValidator,
+    AllowInfNan,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 
-from moe_replay.rollout.engine import Capture
-from moe_replay.rollout.registry import ENGINES, engine_spec, trainable_engines
+from moe_replay.engines.base import OLD_CAPTURE_NAMES, Capture
+from moe_replay.engines.registry import ENGINES, engine_spec, trainable_engines
 from moe_replay.routes.router_families import ROUTER_FAMILIES
-from moe_replay.train.advantages import ADVANTAGES
-from moe_replay.train.config.cluster_section import ClusterConfig
-from moe_replay.train.config.data_sections import CheckpointConfig, DataConfig, EvalConfig, LogConfig, RewardConfig
-from moe_replay.train.config.plugin_names import PluginName
-from moe_replay.train.config.section import Limit, Section
-from moe_replay.train.config.weights_section import WeightsConfig
-from moe_replay.train.environments import ENVIRONMENTS
-from moe_replay.train.losses.aggregation import Aggregation
-from moe_replay.train.losses.registry import LOSSES
-from moe_replay.train.losses.types import Correction, Level
-from moe_replay.train.tool_calls import TOOL_FORMATS
-from moe_replay.train.tools import TOOLS
+from moe_replay.train.config.registries import (
+    AdvantageChoice,
+    Aggregation,
+    Correction,
+    EnvironmentChoice,
+    ImportanceLevel,
+    LossChoice,
+    PluginName,
+    RewardChoices,
+    SinkChoices,
+    ToolFormatChoice,
+    TransportChoice,
+)
 
 
-def _finite_size(value: Any) -> Any:
-    """Refuse integers beyond 64 bits: TOML has none, and files could not be read again."""
+def _not_nan(value: float) -> float:
+    if math.isnan(value):
+        raise ValueError("must be a number")
+    return value
+
+
+def _fits_64_bits(value: Any) -> Any:
+    """Reject integers beyond 64 bits: TOML has none, so a recipe with one could not be read back."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError("must fit into 64 bits")
     return value
@@ -41,18 +58,21 @@ def _weight_families() -> Mapping[str, Any]:
     return WEIGHT_MAPS
 
 
+LOWEST_TEMPERATURE = 0.01
+"""vLLM samples at this temperature where a lower one above 0 is requested."""
 PROBE_TOLERANCE, QUANTISED_PROBE_TOLERANCE = 0.05, 0.2
-Setting = Annotated[int | Annotated[float, AllowInfNan()] | bool | str, BeforeValidator(_finite_size)]
+
+Limit = Annotated[float, AllowInfNan(), AfterValidator(_not_nan)]
+"""A threshold; infinity disables it."""
+Setting = Annotated[int | Annotated[float, AllowInfNan()] | bool | str, BeforeValidator(_fits_64_bits)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 ReplayMode = Literal["off", "r2", "r3", "auto"]
+
 RouterFamilyChoice = Annotated[str | None, PluginName(lambda: ROUTER_FAMILIES, "router family", offered=tuple)]
 WeightFamilyChoice = Annotated[str | None, PluginName(_weight_families, "weight family")]
-EngineChoice = Annotated[str, PluginName(lambda: ENGINES, "engine", offered=trainable_engines)]
-EnvironmentChoice = Annotated[str | None, PluginName(lambda: ENVIRONMENTS, "environment")]
-ToolChoices = Annotated[tuple[str, ...], PluginName(lambda: TOOLS, "tool")]
-ToolFormatChoice = Annotated[str, PluginName(lambda: TOOL_FORMATS, "format of tool calls")]
-AdvantageChoice = Annotated[str, PluginName(lambda: ADVANTAGES, "advantage estimator")]
-LossChoice = Annotated[str, PluginName(lambda: LOSSES, "policy loss")]
+_ENGINE_NAMES = {"vllm_server": "'rollout_server'", "plain_vllm_server": "'vllm_serve'"}
+EngineChoice = Annotated[str, PluginName(lambda: ENGINES, "engine", offered=trainable_engines, renamed=_ENGINE_NAMES)]
+ToolChoices = Annotated[tuple[str, ...], PluginName(dict, "tool")]
 
 
 def replay_mode_name(value: Any) -> Any:
@@ -61,187 +81,249 @@ def replay_mode_name(value: Any) -> Any:
     return "off" if name == "disabled" else name
 
 
+class Section(BaseModel):
+    """A table of the configuration: immutable, and unknown keys are errors."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _booleans_are_no_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reject `steps = true`, which pydantic reads as 1."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        has_boolean = any(isinstance(item, bool) for item in (value if isinstance(value, (list, tuple)) else [value]))
+        if has_boolean and "bool" not in str(annotation):
+            raise ValueError("should be a number or text, not true or false")
+        return value
+
+
 class ModelConfig(Section):
-    """The model that is trained."""
+    """The policy model, the reference model and LoRA."""
 
     path: str = ""
-    """Folder or hub name of the model; empty: a tiny mixture of experts that comes with the library."""
+    """Model folder or Hub name; empty: a tiny built-in MoE."""
     dtype: Dtype = "bfloat16"
-    """Type that the trainer computes in."""
+    """Compute dtype of the trainer."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model: its config, its layers, its tokenizer."""
-    attention: str = "sdpa"
-    """Attention of a Transformers model: sdpa, eager, flash_attention_2, ..."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward, which saves memory."""
+    """Allow Python code from the model repository (config, modeling, tokenizer) to run."""
+    attn_implementation: str = "auto"
+    """auto: the fastest of varlen, flex and blocks, sequence by sequence (fsdp); or of Transformers: sdpa, eager."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile decoder layers with torch.compile (fsdp); auto: on CUDA."""
+    gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """Recompute activations in the backward pass, which saves memory and slows updates by about a quarter. auto: on a
+    GPU, unless 15 % of its memory stays free without, by the estimate of moe-replay plan; never on a CPU."""
     router_family: RouterFamilyChoice = None
-    """Routers of a model that this release does not know (fsdp): "module:name", or the model type of a known family."""
+    """Router family of an unsupported model type (fsdp): "module:name", or the model type of a supported family."""
     reference: str | None = None
-    """Folder of the reference model where algorithm.beta > 0; left out: the weights that the run starts with."""
+    """Folder of the reference model when algorithm.beta > 0; default: the initial weights of the policy."""
     lora_rank: int = Field(0, ge=0)
-    """Rank of LoRA adapters; 0: all weights are trained."""
+    """LoRA rank; 0: full fine-tuning."""
     lora_alpha: float = Field(32.0, gt=0)
-    """Scale of the adapters: they add alpha / rank times their product."""
-    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    """Layers that get an adapter, by their last name in the checkpoint (q_proj, down_proj, ...; those of experts too);
-    also router, and all-linear: everything but embeddings, output projection and routers."""
+    """LoRA alpha; adapters are scaled by alpha / rank."""
+    lora_target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Modules with a LoRA adapter, by the last part of their checkpoint name (q_proj, ...; also in experts). "router":
+    routers; "all-linear": everything except embeddings, output projection and routers."""
     lora_merge: bool = True
-    """Export merged weights beside the adapter; false: the adapter alone, as a PEFT folder."""
+    """Export merged weights in addition to the adapter; false: only the adapter, as a PEFT folder."""
 
 
 class BackendConfig(Section):
-    """The backend that trains the model, and its parallel layout."""
+    """The training backend and its parallelism."""
 
     kind: Literal["fsdp", "megatron"] = "fsdp"
-    """FSDP2 on a Transformers model, or Megatron-Core."""
+    """fsdp: FSDP2 on a Transformers model; megatron: Megatron-Core."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
-    """Where the trainer computes; auto: the accelerator that torch finds, if there is one (npu: docs/npu.md)."""
+    """Device of the trainer; auto: the accelerator torch detects, else the CPU (npu: docs/routers.md)."""
     tensor_parallel: int = Field(1, ge=1)
-    """Ranks that share a layer (megatron)."""
+    """Tensor parallel size (megatron)."""
     expert_parallel: int = Field(1, ge=1)
-    """Ranks that share the experts (megatron)."""
+    """Expert parallel size (megatron)."""
     expert_tensor_parallel: int | None = Field(None, ge=1)
-    """Ranks that share one expert; left out: tensor_parallel (megatron)."""
+    """Tensor parallel size of the experts; default: tensor_parallel (megatron)."""
     pipeline_parallel: int = Field(1, ge=1)
-    """Stages that the layers are cut into (megatron)."""
+    """Pipeline parallel size (megatron)."""
     virtual_pipeline: int | None = Field(None, ge=2)
-    """Chunks of layers in each stage, for the interleaved schedule (megatron)."""
+    """Model chunks per pipeline stage, for the interleaved schedule (megatron)."""
     context_parallel: int = Field(1, ge=1)
-    """Ranks that share a sequence (megatron)."""
+    """Context parallel size (megatron)."""
     megatron: dict[str, Setting | list[str]] = Field({})
-    """More of Megatron-Core's TransformerConfig, e.g. recompute_granularity = "selective"; lists are allowed."""
+    """Additional TransformerConfig fields of Megatron-Core, e.g. recompute_granularity = "selective", or lists."""
     weight_family: WeightFamilyChoice = None
-    """How weights of Transformers map onto Megatron-Core; left out: by the model_type of the model (megatron)."""
+    """Mapping between Transformers and Megatron-Core weights; default: by model_type (megatron)."""
     distributed_optimizer: bool = False
-    """Spread the optimizer's state over data-parallel ranks (megatron)."""
+    """Shard optimizer states across data-parallel ranks (megatron)."""
     offload: bool = False
-    """Keep the trainer in host memory while the engine samples: weights, gradients and optimizer state, of which the
-    latter two are on the device in updates only."""
-    rank_timeout_s: float = Field(600.0, ge=1)
-    """Seconds without a sign of life after which another rank counts as lost. Sampling, loading and saving may take as
-    long as they take; collectives of tensors have the timeout of their own backend."""
+    """Offload the trainer's weights, gradients and optimizer states to host memory during rollouts. Gradients and
+    optimizer states are on the device only during updates."""
+    heartbeat_timeout_s: float = Field(600.0, ge=1)
+    """Heartbeat timeout in seconds; a silent rank is treated as dead. Sampling, loading and saving may take longer;
+    tensor collectives have the timeout of their process group."""
 
     @property
     def model_parallel(self) -> int:
-        """Ranks that hold one copy of the dense layers."""
+        """Ranks per copy of the dense layers."""
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
 
+class DataConfig(Section):
+    """Training and evaluation prompts."""
+
+    path: str = ""
+    """A .jsonl or .parquet file, a datasets folder, or a Hub dataset name; empty: arithmetic for the built-in model."""
+    subset: str | None = None
+    """Subset (configuration) of a Hub dataset."""
+    split: str = Field("train", min_length=1)
+    """Split of a Hub dataset or datasets folder."""
+    columns: dict[str, str] = Field({})
+    """Columns to rename, e.g. problem = "prompt"; prompts are in the column prompt or messages."""
+    chat_template: Literal["auto", "none"] = "auto"
+    """Prompts that are text. auto: as a user turn in the model's chat template, if it has one; none: as they are."""
+    system: str = ""
+    """System prompt of prompts without one, in the model's chat template."""
+    max_prompt_length: int = Field(512, ge=1)
+    """Maximum prompt length in tokens; longer prompts are dropped."""
+    shuffle: bool = True
+    """Shuffle the prompts in each epoch."""
+    epochs: float | None = Field(None, gt=0, le=1e6)
+    """Epochs over the prompts, possibly fractional; replaces `steps`."""
+    eval_path: str | None = None
+    """Evaluation prompts, in the formats of `path`."""
+    eval_split: str | None = Field(None, min_length=1)
+    """Evaluation split; default: `split`."""
+
+
 class RolloutConfig(Section):
-    """The engine that samples, and how much."""
+    """The rollout engine and sampling."""
 
     engine: EngineChoice = "vllm"
-    """The engine that samples, in the trainer's process or on servers."""
+    """Rollout engine, in the trainer process or on servers."""
     urls: tuple[str, ...] = ()
-    """Addresses of the servers, e.g. http://10.0.0.2:8000; passwords in them are masked in the run's folder."""
+    """Server URLs, e.g. http://10.0.0.2:8000; passwords in them are masked in the run folder."""
     token: str | None = Field(None, repr=False)
-    """Token of the servers, in a recipe only; left out: $MOE_REPLAY_TOKEN. It is never written to the run's folder."""
+    """Access token of the servers, in a recipe only; default: $MOE_REPLAY_TOKEN. Never written to the run folder."""
     min_servers: int | None = Field(None, ge=1)
-    """Servers that must be reachable when the run starts, the others are warned about; left out: all of them."""
+    """Servers that must be reachable at startup; the others only cause a warning. Default: all."""
     engines_per_node: int | None = Field(None, ge=1, le=1024)
-    """Engines that each machine of the trainer starts, in separate processes and on equal shares of its GPUs; left
-    out: one engine, in the process of rank 0."""
-    drivers: int = Field(1, ge=1, le=1024)
-    """Processes on rank 0's machine that talk to the servers, play environments and build trajectories, each for a
-    share of the groups; 1: rank 0's own. One takes some hundred sequences of 1k tokens a second."""
+    """Engines on each trainer node, in processes that split its GPUs evenly; default: one in the process of rank 0."""
+    workers: int = Field(1, ge=1, le=1024)
+    """Rollout worker processes on the host of rank 0, which send requests, run environments and build trajectories; 1:
+    rank 0 itself. One worker handles a few hundred sequences of 1k tokens per second."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type that the engine computes in; auto: the type of the weights on disk."""
+    """Compute dtype of the engine; auto: that of the checkpoint."""
     prompts_per_step: int = Field(8, ge=1)
-    """Prompts of a step."""
+    """Prompts per step."""
     num_generations: int = Field(8, ge=2)
-    """Samples of each prompt, the group that advantages are taken in."""
+    """Completions per prompt; advantages are computed within this group."""
     max_tokens: int = Field(256, ge=1)
-    """Tokens of a completion at most."""
+    """Maximum completion length in tokens."""
     max_length: int | None = Field(None, ge=2)
-    """Tokens of a sequence at most; left out: data.max_prompt_tokens and max_tokens of each turn."""
-    temperature: float = Field(1.0, gt=0)
-    """Sampling temperature; log-probs of trainer and engine are both at this temperature."""
+    """Maximum sequence length in tokens; default: data.max_prompt_length + max_tokens per turn."""
+    temperature: float = Field(1.0, ge=LOWEST_TEMPERATURE)
+    """Sampling temperature, at least 0.01; trainer and engine log-probs are both computed at this temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the likeliest tokens that together have this probability; 1: from all of them."""
+    """Nucleus sampling threshold; 1: off."""
     top_k: int = Field(0, ge=0)
-    """Sample from this many of the likeliest tokens; 0: from all of them."""
+    """Sample from the k most likely tokens; 0: off."""
     sampling_mask: Literal["auto", "off"] = "auto"
-    """What the trainer does about top_p and top_k. auto: it scores each token over the tokens that were left, which the
-    engine returns; off: over the whole vocabulary, which biases importance ratios."""
+    """Handling of top_p and top_k in the trainer. auto: normalise log-probs over the tokens that could be sampled, as
+    returned by the engine; off: over the whole vocabulary, which biases importance ratios."""
     capture: Capture = "auto"
-    """Which capture records routes (vllm). ours: in vLLM's worker; vllm: its own; checked: both, which must agree,
-    slow; auto: ours unless other options of the engine forbid it."""
+    """Route capture (vllm). kv_slot: ours, in vLLM's worker; vllm: its own; cross_check: both, which must agree (slow);
+    auto: kv_slot unless other engine options rule it out."""
     reproducible: bool = True
-    """Give every request a seed, so that a run can be repeated; on large GPU batches sampling is faster without."""
+    """Seed every request so that runs are repeatable; large GPU batches sample faster without."""
     max_staleness: int = Field(0, ge=0, le=1000)
-    """Steps that samples may be behind the weights; more than 0: sampling and training overlap."""
+    """Maximum age of samples in steps; above 0, sampling and training overlap."""
     partial_rollout: bool = True
-    """Let a weight update interrupt running samples, whose rest the new weights sample; false: it waits for them."""
+    """Interrupt running samples for a weight update and continue them with the new weights; false: wait for them."""
     environment: EnvironmentChoice = None
-    """Function that answers a completion, for rollouts of several turns."""
+    """Function that responds to completions, for multi-turn rollouts."""
     tools: ToolChoices = ()
-    """Python functions that the model may call, described to it by signature and docstring (environment "tools")."""
+    """Python functions the model may call, described to it by signature and docstring (environment "tools")."""
     tool_format: ToolFormatChoice = "hermes"
-    """How the model writes calls of tools."""
+    """Tool call format of the model."""
     tool_timeout_s: Limit = Field(60.0, gt=0)
-    """Seconds that the call of a tool may take; after that the model is told so."""
+    """Timeout of a tool call in seconds; the model is told about it."""
     max_turns: int = Field(8, ge=1)
-    """Completions of a sequence at most, where there is an environment."""
+    """Maximum turns per episode."""
     environment_timeout_s: Limit = Field(3600.0, gt=0)
-    """Seconds that an environment may take for one sequence, its sampling included."""
+    """Timeout of an episode in seconds, sampling included."""
     environment_threads: int = Field(1, ge=1, le=256)
-    """Event loops for environments, each in a thread; sequences of one loop wait for one that blocks it."""
+    """Threads that run environments, each with an event loop; a blocking environment stalls only its own loop."""
     sleep: bool = False
-    """Free the engine's memory while training."""
+    """Free the engine's GPU memory during training."""
     sleep_level: int = Field(2, ge=1, le=2)
-    """1: an engine that sleeps keeps its weights in host memory; 2: it drops them, since it is sent new ones."""
+    """Sleep level as in vLLM. 1: offload weights to host memory; 2: discard them, since an update follows."""
     lora: bool = False
-    """Send the LoRA adapter alone to the engine, which is started for it (vllm, vllm_server), not merged weights."""
+    """Send only the LoRA adapter to the engine instead of merged weights (vllm, rollout_server)."""
     check_weights: bool = True
-    """After each update of the weights, compare log-probs of engine and trainer on a probe."""
+    """After each weight update, compare engine and trainer log-probs on a probe prompt."""
     probe_tolerance: Limit | None = Field(None, gt=0)
-    """Median difference of log-probs on the probe above which the run stops; left out: 0.05, and 0.2 for an engine that
+    """Maximum median log-prob difference on the probe; the run stops above it. Default: 0.05, or 0.2 if the engine
     quantises its weights (options.quantization)."""
     options: dict[str, Setting] = Field({})
-    """More of the engine's own options, e.g. gpu_memory_utilization = 0.3."""
+    """Additional engine options, e.g. gpu_memory_utilization = 0.3."""
+
+    @field_validator("capture", mode="before")
+    @classmethod
+    def _renamed_capture(cls, value: Any) -> Any:
+        if isinstance(value, str) and value in OLD_CAPTURE_NAMES:
+            raise ValueError(f'"{value}" is now "{OLD_CAPTURE_NAMES[value]}"')
+        return value
 
     @property
     def weights_tolerance(self) -> float:
-        """The value of `probe_tolerance`; a default where it is left out."""
         default = QUANTISED_PROBE_TOLERANCE if self.options.get("quantization") else PROBE_TOLERANCE
         return default if self.probe_tolerance is None else self.probe_tolerance
 
     @property
     def is_truncated(self) -> bool:
-        """Whether tokens are sampled from a part of the distribution."""
         return self.top_p < 1 or self.top_k > 0
 
     @property
     def replays_sampling_mask(self) -> bool:
-        """Whether the engine returns the support of each token, and the trainer scores over it."""
+        """Whether the engine returns the sampling mask of each token, and the trainer scores over it."""
         return self.is_truncated and self.sampling_mask == "auto"
 
     @property
     def sequences(self) -> int:
-        """Sequences of a step."""
         return self.prompts_per_step * self.num_generations
 
     @property
     def is_server(self) -> bool:
-        """Whether the engine runs in other processes than the trainer's, reached by `urls`."""
+        """Whether the engine is reached by `urls`."""
         return engine_spec(self.engine).is_server
 
 
+class WeightSyncConfig(Section):
+    """Weight updates from the trainer to the engine (docs/engines.md)."""
+
+    transport: TransportChoice = "auto"
+    """Weight transport. auto: ipc if trainer and engine share GPUs, nccl between different GPUs, else http."""
+    chunk_mib: int = Field(512, ge=1)
+    """Buffer size of ipc and nccl in MiB; larger tensors get a larger buffer."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Timeout per chunk in seconds (ipc, nccl); the update then fails."""
+
+
 class ReplayConfig(Section):
-    """The routes that the trainer's routers take."""
+    """Routing replay in the trainer."""
 
     mode: ReplayMode = "auto"
-    """off: their own; r2: those of the old-log-prob pass; r3: those of the rollout; auto: by updates per rollout."""
-    compare_every: int = Field(10, ge=0)
-    """Score the batch without replay as well once in this many steps, to see what replay does; 0: never. Every tenth
-    step adds about 2.5 % to scoring and updates, and less to a run (docs/training.md)."""
+    """Routes the trainer uses. off: its own; r2: of the old-log-prob pass; r3: of the rollout; auto: by updates."""
+    score_native_every: int = Field(10, ge=0)
+    """Every N steps, also score the batch without replay to measure its effect; 0: never. Every tenth step costs about
+    3 % of scoring and updates (docs/training.md)."""
     observe: bool = True
-    """Compare the rollout's routes with the trainer's own choice: routing/agreement, and a shift test each step."""
+    """Compare rollout routes with the trainer's own (routing/agreement), and test for shifted routes in each step."""
     first_ratio_tolerance: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
-    """How far apart the log-probs of the old pass and of a step's first update may be, where routes are replayed;
-    auto: not at all, or by the noise between two identical passes where kernels are not deterministic."""
+    """Maximum log-prob difference between the old pass and the first update of a step, with replay; auto: 0, or the
+    noise between two identical passes if kernels are not deterministic."""
     deterministic: bool = False
-    """Use deterministic kernels in the trainer; on a GPU, Megatron-Core otherwise adds up experts in varying order."""
+    """Use deterministic kernels in the trainer; without, Megatron-Core sums experts in varying order on GPUs."""
 
     @field_validator("mode", mode="before")
     @classmethod
@@ -249,94 +331,244 @@ class ReplayConfig(Section):
         return replay_mode_name(value)
 
 
+class ServerChecksConfig(Section):
+    """Limits on what rollout servers report, each per server and step; beyond them a server is not believed."""
+
+    action: Literal["quarantine", "stop", "warn"] = "quarantine"
+    """What happens to a server beyond a limit. quarantine: its samples are not trained on, and it is not used again in
+    this run, which stops if no server is left or the engine is in the trainer process; stop: the run stops; warn: it is
+    logged once."""
+    min_covered: float = Field(0.99, ge=0, le=1)
+    """Minimum fraction of sampled tokens with routes, where the rollout's are replayed (r3)."""
+    max_k3: Limit = Field(0.5, gt=0)
+    """Maximum k3 KL between the server's log-probs and the trainer's."""
+    max_mean_ratio: Limit = Field(1.2, gt=1)
+    """Maximum mean ratio of the trainer's probabilities to the server's, and of its inverse; 1 for log-probs of the
+    distribution that was sampled from, at any staleness."""
+    min_ess: float = Field(0.01, ge=0, le=1)
+    """Minimum effective sample size, as a fraction of tokens."""
+
+
 class AlgorithmConfig(Section):
-    """The policy loss."""
+    """Advantages and policy loss."""
 
     updates_per_rollout: int = Field(1, ge=1)
-    """Mini-batches that the samples of one rollout are split into, with one optimizer step on each
-    (also steps_per_generation)."""
+    """Mini-batches per rollout, with one optimizer step each (steps_per_generation in ms-swift)."""
     num_iterations: int = Field(1, ge=1)
-    """Passes over the samples of one rollout, each of updates_per_rollout optimizer steps."""
-    baseline: AdvantageChoice = "std"
-    """Advantage estimator of the samples of one prompt."""
-    level: Level = "token"
-    """Importance ratio of each token (GRPO) or of each sequence (GSPO)."""
+    """Passes over each rollout, with updates_per_rollout optimizer steps each."""
+    advantage: AdvantageChoice = "grpo"
+    """Advantage estimator."""
+    importance_sampling_level: ImportanceLevel = "token"
+    """Importance ratio per token (GRPO) or per sequence (GSPO)."""
     clip_low: float = Field(0.2, ge=0, le=1)
-    """The ratio is clipped below 1 - clip_low."""
+    """Lower clip range: ratios are clipped at 1 - clip_low."""
     clip_high: Limit = Field(0.2, ge=0)
-    """The ratio is clipped above 1 + clip_high."""
-    policy_loss: LossChoice = "clipped"
+    """Upper clip range: ratios are clipped at 1 + clip_high."""
+    delta: Limit = Field(math.inf, gt=1)
+    """Upper bound of the ratio for negative advantages too: two-sided clipping of ppo_clip (clip_ratio_c in verl)."""
+    loss: LossChoice = "ppo_clip"
     """Policy loss."""
-    loss: Aggregation = "dapo"
-    """Mean over sequences (grpo), over all tokens (dapo), or sum over a constant (dr_grpo)."""
+    tau_pos: float = Field(1.0, gt=0)
+    """Temperature of the gate of sapo for positive advantages."""
+    tau_neg: float = Field(1.05, gt=0)
+    """Temperature of the gate of sapo for other advantages."""
+    loss_aggregation: Aggregation = "token_mean"
+    """Aggregation of token losses in a mini-batch. token_mean: mean over all tokens (DAPO); seq_mean_token_mean: mean
+    per sequence, then over sequences (GRPO); seq_mean_token_sum_norm: sum / (sequences x rollout.max_tokens)
+    (Dr. GRPO)."""
+    old_logprobs: Literal["auto", "always", "rollout"] = "auto"
+    """Source of old log-probs. auto: the first update's own forward, and a pass before it for later mini-batches;
+    always: a separate pass for all; rollout: the engine's (verl's bypass mode)."""
     beta: float = Field(0.0, ge=0)
-    """Weight of the divergence from the reference model; 0: no reference model."""
-    correction: Correction = "off"
-    """Weights for samples that come from the engine and not from the old policy."""
-    correction_low: float = Field(0.5, ge=0, le=1)
-    """Ratios of old policy to rollout below are masked."""
-    correction_high: Limit = Field(2.0, ge=1)
-    """Ratios of old policy to rollout above are truncated or masked."""
+    """KL coefficient; 0: no reference model is loaded."""
+    rollout_correction: Correction = "off"
+    """Importance sampling correction for the mismatch between rollout engine and old policy."""
+    rollout_correction_low: float = Field(0.5, ge=0, le=1)
+    """Lower bound of the ratio old policy / rollout; tokens below are masked."""
+    rollout_correction_high: Limit = Field(2.0, ge=1)
+    """Upper bound of the ratio old policy / rollout; tokens above are truncated or masked."""
     overlong_filter: bool = False
-    """Take no loss on completions that were cut off at rollout.max_tokens."""
+    """Exclude completions truncated at rollout.max_tokens from the loss."""
     dynamic_sampling: bool = False
-    """Sample other prompts in place of groups in which all rewards are the same."""
+    """Replace groups whose rewards are all equal by sampling other prompts."""
     max_refills: int = Field(4, ge=1)
-    """Rounds of such sampling in a step at most."""
+    """Maximum rounds of dynamic sampling per step."""
 
 
 class OptimConfig(Section):
-    """AdamW and its schedule."""
+    """AdamW and the learning rate schedule."""
 
     lr: float = Field(1e-6, ge=0, le=1e30)
-    """Learning rate after the warm-up."""
+    """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of the first and second moment."""
+    """Adam betas."""
     eps: float = Field(1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """Adam epsilon."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls to 0 over the run, if it does."""
+    """Learning rate schedule; linear and cosine decay to 0 at the end of the run."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps in which the learning rate rises from 0."""
+    """Steps of linear warm-up."""
     max_grad_norm: Limit = Field(1.0, gt=0)
-    """Gradients are scaled down to this norm."""
-    max_bad_steps: int = Field(3, ge=0)
-    """Consecutive updates that may be skipped for gradients that are not finite; one more stops the run."""
+    """Gradient clipping norm."""
+    max_skipped_updates: int = Field(3, ge=0)
+    """Maximum consecutive updates skipped for non-finite gradients; one more stops the run."""
 
 
 class BatchConfig(Section):
-    """Division of sequences into micro-batches."""
+    """Micro-batches."""
 
     packed: bool = True
-    """Sequences one after the other without padding; otherwise in rows, padded on the right."""
+    """Pack sequences without padding; false: one sequence per row, right-padded."""
     tokens_per_micro_batch: int = Field(8192, ge=1)
-    """Tokens of a micro-batch, padding included; a longer sequence has one for itself."""
+    """Maximum tokens per micro-batch, padding included; a longer sequence gets its own micro-batch."""
     logit_chunk: int = Field(1024, ge=1)
-    """Tokens whose logits are computed at once, in float32; the backward computes them again."""
+    """Tokens per chunk of float32 logits; the backward pass recomputes them."""
+
+
+class RewardConfig(Section):
+    """Reward functions."""
+
+    functions: RewardChoices = Field(("math_verify",), min_length=1)
+    """Reward functions; the reward is their weighted sum."""
+    weights: tuple[float, ...] | None = None
+    """Weights of the functions; default: 1 each."""
+    workers: int = Field(4, ge=0, le=1024)
+    """Reward worker processes; 0: threads of the trainer process, for functions that share state."""
+    timeout_s: Limit = Field(60.0, gt=0)
+    """Timeout of a reward function per sample, in seconds."""
+    on_timeout: Literal["error", "unscored"] | None = None
+    """Handling of a sample whose reward times out or kills its process. `error`: stop the run; `unscored`: exclude it
+    from training and count it in `reward/timeouts`. Default: `unscored` for built-in rewards, else `error`."""
+
+
+class CheckpointConfig(Section):
+    """Checkpoints: interval, content and retention."""
+
+    every: int = Field(50, ge=0)
+    """Steps between checkpoints; 0: only at the end."""
+    at_end: bool = True
+    """Save at the end of the run or when it is interrupted. With `every = 0`, false saves nothing."""
+    keep: int = Field(2, ge=1)
+    """Number of latest checkpoints to keep."""
+    asynchronous: bool = True
+    """Write checkpoints in the background; a step waits only for the copy to host memory."""
+    export: bool = True
+    """Also save the weights as a Transformers folder."""
+    push_to_hub: str = Field("", pattern=r"^([\w.-]+/)?[\w.-]*$")
+    """Hugging Face Hub repository (owner/name) to push the export to when the run is complete; "": none."""
+    hub_private: bool = True
+    """Create the Hub repository as private."""
+    optimizer: bool = True
+    """Include optimizer states; without, checkpoints are smaller and a resumed run starts with a fresh optimizer."""
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out prompts."""
+
+    every: int = Field(0, ge=0)
+    """Steps between evaluations; 0: never."""
+    prompts: int = Field(64, ge=1)
+    """Maximum number of evaluation prompts."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature, at least 0.01; 0: greedy."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _not_too_low(cls, value: float) -> float:
+        if 0 < value < LOWEST_TEMPERATURE:
+            raise ValueError(f"should be 0, or at least {LOWEST_TEMPERATURE}")
+        return value
+
+
+class LogConfig(Section):
+    """Metric sinks and logged samples."""
+
+    tensorboard: bool = False
+    """Log metrics to TensorBoard files in the run folder."""
+    wandb: bool = False
+    """Log metrics to Weights & Biases."""
+    mlflow: bool = False
+    """Log metrics to MLflow at $MLFLOW_TRACKING_URI."""
+    trackio: bool = False
+    """Log metrics to Trackio, a local dashboard, in $TRACKIO_DIR."""
+    sinks: SinkChoices = ()
+    """Additional metric sinks."""
+    project: str = "moe-replay"
+    """Weights & Biases or Trackio project, MLflow experiment."""
+    traces: int = Field(0, ge=0)
+    """Samples per step whose route traces are saved in the run folder."""
+    completions: bool = False
+    """Save prompts and completions with rewards and advantages as parquet in the run folder."""
+    num_completions_to_print: int = Field(4, ge=0)
+    """Completions per step to print on the console, best and worst, if `completions` is set; 0: none."""
+    report: bool = True
+    """Write report.html at the end of `moe-replay train`; `moe-replay report` writes it at any time."""
+
+    @property
+    def enabled_sinks(self) -> tuple[str, ...]:
+        """Names of all metric sinks of the run, metrics.jsonl first."""
+        enabled = [name for name in ("tensorboard", "wandb", "mlflow", "trackio") if getattr(self, name)]
+        return tuple(dict.fromkeys(["jsonl", *enabled, *self.sinks]))
+
+
+class ClusterConfig(Section):
+    """The launcher, and the nodes of trainer and engines."""
+
+    launcher: Literal["torchrun", "ray"] = "torchrun"
+    """torchrun: ranks are started by the launcher of this command; ray: this command starts all ranks and engines as
+    Ray actors (docs/cluster.md), sized by the other keys of this section."""
+    address: str | None = None
+    """Ray cluster to join, e.g. 10.0.0.1:6379 or auto; default: $RAY_ADDRESS, else a new cluster on this host."""
+    trainer_nodes: int = Field(1, ge=1, le=65536)
+    """Trainer nodes."""
+    ranks_per_node: int = Field(1, ge=1, le=1024)
+    """Ranks per trainer node, with one GPU each unless backend.device = cpu."""
+    engines: int | None = Field(None, ge=1, le=65536)
+    """Total rollout engines, each on the GPUs that rollout.options requests (tensor_parallel_size x data_parallel_size
+    x pipeline_parallel_size); default: none are started, and [rollout] locates the engine."""
+    placement: Literal["separate", "colocated"] = "separate"
+    """separate: engines have their own GPUs; colocated: they share the trainer's GPUs, evenly across its nodes."""
+    cpus_per_rank: int = Field(1, ge=1, le=65536)
+    """CPU cores, and threads, per rank."""
+    cpus_per_engine: int = Field(1, ge=1, le=65536)
+    """CPU cores, and threads, per engine."""
+    max_restarts: int = Field(3, ge=0)
+    """Maximum restarts of the ranks from the latest checkpoint after losing a rank or node, and of each engine."""
+    node_timeout_s: float = Field(300.0, gt=0)
+    """Timeout for free nodes in seconds. At startup the run then fails; after losing a node it continues without."""
+
+    @property
+    def ranks(self) -> int:
+        return self.trainer_nodes * self.ranks_per_node
+
+    @property
+    def starts_engines(self) -> bool:
+        return self.launcher == "ray" and self.engines is not None
 
 
 class Sections(Section):
-    """A training run: rollouts, rewards and policy updates, with the routes of the rollout replayed in the trainer."""
+    """A training run: rollouts, rewards and policy updates, with the rollout's routes replayed in the trainer."""
 
     output: Path | None = None
-    """Folder of the run; left out: a new one, runs/<date-time>-<name>."""
+    """Run folder; default: a new one, runs/<date-time>-<name>."""
     name: str = Field("run", min_length=1, pattern=r"^[\w.-]+$")
-    """Name of the run."""
+    """Run name."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Seed of everything that is drawn: torch, numpy and Python too."""
+    """Random seed of the run, also for torch, numpy and Python."""
     steps: int = Field(100, ge=1)
-    """Steps; each is one rollout and its updates. With data.epochs the number follows from the data."""
+    """Training steps, each one rollout and its updates; data.epochs replaces it."""
     resume: bool = True
-    """Resume from the newest checkpoint in the folder of the run, if there is one."""
+    """Resume from the latest checkpoint in the run folder, if any."""
 
     model: ModelConfig = ModelConfig()
     backend: BackendConfig = BackendConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
-    weights: WeightsConfig = WeightsConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
     replay: ReplayConfig = ReplayConfig()
+    server_checks: ServerChecksConfig = ServerChecksConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optim: OptimConfig = OptimConfig()
     batch: BatchConfig = BatchConfig()
@@ -348,21 +580,19 @@ class Sections(Section):
 
     @property
     def starts_servers(self) -> bool:
-        """Whether the run starts engines in separate processes, which it reaches over HTTP."""
+        """Whether the run starts engines in separate processes, reached over HTTP."""
         return self.rollout.engines_per_node is not None or self.cluster.starts_engines
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps on the samples of one rollout, over all passes."""
+        """Optimizer steps per rollout, over all passes."""
         return self.algorithm.updates_per_rollout * self.algorithm.num_iterations
 
     @property
     def sequences_per_update(self) -> int:
-        """Sequences that one optimizer step is taken on."""
         return self.rollout.sequences // self.algorithm.updates_per_rollout
 
     @property
     def max_length(self) -> int:
-        """Tokens of a sequence at most."""
         turns = self.rollout.max_turns if self.rollout.environment else 1
-        return self.rollout.max_length or self.data.max_prompt_tokens + self.rollout.max_tokens * turns
+        return self.rollout.max_length or self.data.max_prompt_length + self.rollout.max_tokens * turns

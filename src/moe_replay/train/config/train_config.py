@@ -9,10 +9,10 @@ from moe_replay.train.config.sections import Sections
 
 
 class TrainConfig(Sections):
-    """A training run: rollouts, rewards and policy updates, with the routes of the rollout replayed in the trainer."""
+    """Configuration of a training run."""
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
-        if found := list(problems(self)):
-            raise ValueError("\n".join(found))
+        if lines := list(problems(self)):
+            raise ValueError("\n".join(lines))
         return self

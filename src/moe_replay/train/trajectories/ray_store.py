@@ -1,7 +1,7 @@
 """`RayStore`: trajectories in Ray's object store, for ranks that are actors of one Ray job.
 
 Rank 0 puts sections of `wire.py`, for each pipeline stage. A section is one object: a long sequence, or short ones that
-have up to `OBJECT_BYTES` together, since an object costs Ray some milliseconds, whatever its size. A rank gets those
+have up to `OBJECT_BYTES` together, since an object costs Ray some milliseconds at any size. A rank gets those
 with its own sequences and layers; Ray moves an object to a node once, and all ranks of that node view the same shared
 memory. References travel through an actor (`utils/object_refs.py`), so that Ray counts them: objects are freed once
 rank 0 puts the next batch and no rank views them.
@@ -18,11 +18,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from moe_replay.distributed.ranks import all_gather_text, from_rank_0, raise_on_all_ranks, rank
-from moe_replay.train.trajectories.encoded import Layers, parts_of
-from moe_replay.train.trajectories.store import BatchRef, StoreError, common_layers, merge_layers
-from moe_replay.train.trajectories.wire import Buffers, read_record, read_table, section_of
-from moe_replay.train.types import AnyTrajectory, Trajectory
-from moe_replay.utils.messages import one_line
+from moe_replay.records import Layers, RolloutBatch, Trajectory
+from moe_replay.train.trajectories.store import StoreError, common_layers, merge_layers
+from moe_replay.train.trajectories.wire import Buffers, header_of, read_record, read_table, section_of, stored_parts
+from moe_replay.utils.misc import one_line
 from moe_replay.utils.object_refs import ObjectRefs, Part, part_with
 
 OBJECT_BYTES = 256 * 2**10
@@ -71,40 +70,39 @@ class RayStore:
 
         name = f"moe-replay-trajectories-{secrets.token_hex(8)}"
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        kept: Any = ray.remote(ObjectRefs).options(name=name, num_cpus=0, scheduling_strategy=here).remote()
-        self._wait(kept.keep.remote(0, ()), "start the actor that keeps references to trajectories")
-        self._keeper = kept
+        keeper: Any = ray.remote(ObjectRefs).options(name=name, num_cpus=0, scheduling_strategy=here).remote()
+        self._wait(keeper.keep.remote(0, ()), "start the actor that keeps references to trajectories")
+        self._keeper = keeper
         return name
 
     # ---- on rank 0 ----------------------------------------------------------------------------------------------
 
     @property
     def layer_sets(self) -> Sequence[Layers | None]:
-        """Sets of layers that trajectories are encoded for, one for each pipeline stage."""
         return self._sets
 
-    def put(self, trajectories: Sequence[AnyTrajectory]) -> BatchRef:
+    def put(self, trajectories: Sequence[Trajectory]) -> RolloutBatch:
         """Put the trajectories of a step, for each pipeline stage; on rank 0."""
         layers = common_layers(trajectories)
         self._forget()
         self._number += 1
-        self._sections = [self._parts(trajectories, wanted) for wanted in self._sets]
+        self._sections = [self._parts(trajectories, stage) for stage in self._sets]
         self._wait(self._keeper.keep.remote(self._number, self._sections), "tell where its trajectories are")
-        return BatchRef(self._number, len(trajectories), layers)
+        return RolloutBatch(headers=list(map(header_of, trajectories)), layers=layers, number=self._number)
 
-    def _parts(self, trajectories: Sequence[AnyTrajectory], layers: Layers) -> list[Part]:
+    def _parts(self, trajectories: Sequence[Trajectory], layers: Layers) -> list[Part]:
         """Put the trajectories with the routes of some layers."""
-        made: list[Part] = []
+        parts: list[Part] = []
         start, records, size = 0, list[Buffers](), 0
-        for number, one in enumerate(trajectories):
-            record = parts_of(one, layers)
-            own = sum(map(len, record))
-            if records and size + own > self._object_bytes:
-                made.append(Part(start, self._put(records)))
-                start, records, size = number, [], 0
+        for index, trajectory in enumerate(trajectories):
+            record = stored_parts(trajectory, layers)
+            record_bytes = sum(map(len, record))
+            if records and size + record_bytes > self._object_bytes:
+                parts.append(Part(start, self._put(records)))
+                start, records, size = index, [], 0
             records.append(record)
-            size += own
-        return [*made, Part(start, self._put(records))] if records else made
+            size += record_bytes
+        return [*parts, Part(start, self._put(records))] if records else parts
 
     def _put(self, records: Sequence[Buffers]) -> Any:
         import ray
@@ -119,37 +117,40 @@ class RayStore:
                 remedy="Give the node of rank 0 a larger object store (ray start --object-store-memory)",
             ) from error
 
-    def whole(self, ref: BatchRef, numbers: Sequence[int]) -> list[Trajectory]:
+    def whole(self, batch: RolloutBatch, indices: Sequence[int]) -> list[Trajectory]:
         """Return some trajectories with the routes of all layers; on rank 0."""
-        assert ref.number == self._number, "the trajectories of an earlier step are not kept"
-        return merge_layers([self._read(section, numbers)[0] for section in self._sections])
+        assert batch.number == self._number, "the trajectories of an earlier step are not kept"
+        return merge_layers([self._read(section, indices)[0] for section in self._sections])
 
     # ---- on any rank --------------------------------------------------------------------------------------------
 
-    def get(self, ref: BatchRef, numbers: Sequence[int], layers: Sequence[int]) -> list[Trajectory]:
+    def get(self, batch: RolloutBatch, indices: Sequence[int], layers: Sequence[int]) -> list[Trajectory]:
         """Return some trajectories with the routes of this rank's layers."""
         assert tuple(layers) == self._layers, "a rank has the layers that it opened the store with"
         section = self._sets.index(self._layers)
-        parts = self._wait(self._keeper.take.remote(ref.number, section, list(numbers)), "find its trajectories")
+        parts = self._wait(self._keeper.take.remote(batch.number, section, list(indices)), "find its trajectories")
         if parts is None:
-            self._fail("find its trajectories", f"those of batch {ref.number} are not kept any more")
-        found, size = self._read(parts, numbers)
+            self._fail("find its trajectories", f"those of batch {batch.number} are not kept any more")
+        trajectories, size = self._read(parts, indices)
         self.received_bytes += size
-        return found
+        return trajectories
 
-    def _read(self, parts: Sequence[Part], numbers: Sequence[int]) -> tuple[list[Trajectory], int]:
+    def _read(self, parts: Sequence[Part], indices: Sequence[int]) -> tuple[list[Trajectory], int]:
         """Return some of the trajectories of parts, which view Ray's shared memory, and the bytes of their records."""
-        within = [part_with(number, parts) for number in numbers]
+        within = [part_with(index, parts) for index in indices]
         needed = sorted(set(within))
-        objects = self._wait([parts[one].ref for one in needed], "fetch its trajectories")
-        sections = dict(zip(needed, ((one.data, read_table(one.data).tolist()) for one in objects), strict=True))
-        found, size = [], 0
-        for number, part in zip(numbers, within, strict=True):
+        objects = self._wait([parts[part_index].ref for part_index in needed], "fetch its trajectories")
+        sections = {
+            part_index: (section.data, read_table(section.data).tolist())
+            for part_index, section in zip(needed, objects, strict=True)
+        }
+        trajectories, size = [], 0
+        for index, part in zip(indices, within, strict=True):
             section, offsets = sections[part]
-            start, end = offsets[number - parts[part].start :][:2]
-            found.append(read_record(section[start:end]))
+            start, end = offsets[index - parts[part].start :][:2]
+            trajectories.append(read_record(section[start:end]))
             size += end - start
-        return found, size
+        return trajectories, size
 
     def _wait(self, what: Any, doing: str) -> Any:
         import ray
@@ -163,7 +164,7 @@ class RayStore:
         raise StoreError(
             f"rank {rank()} could not {doing} in Ray's object store: {reason}",
             remedy="Resume the run from its last checkpoint: trajectories of a step are sampled again. "
-            "backend.rank_timeout_s is how long one waits",
+            "backend.heartbeat_timeout_s limits the wait",
         ) from error
 
     def _forget(self) -> None:
@@ -182,12 +183,15 @@ class RayStore:
 
 def _reason(error: BaseException, timeout_s: float) -> str:
     """Say what has become of objects that Ray does not return."""
-    import ray.exceptions as known
+    from ray import exceptions
 
     reasons: tuple[tuple[type, Callable[[], str]], ...] = (
-        (known.GetTimeoutError, lambda: f"there was no answer within {timeout_s:g} s"),
-        (known.OwnerDiedError, lambda: "rank 0, which owns them, has ended"),
-        (known.ObjectLostError, lambda: "all copies are lost with the nodes that had them"),
-        (known.RayActorError, lambda: "the actor that keeps the references to them has ended, as rank 0 or its node"),
+        (exceptions.GetTimeoutError, lambda: f"there was no answer within {timeout_s:g} s"),
+        (exceptions.OwnerDiedError, lambda: "rank 0, which owns them, has ended"),
+        (exceptions.ObjectLostError, lambda: "all copies are lost with the nodes that had them"),
+        (
+            exceptions.RayActorError,
+            lambda: "the actor that keeps the references to them has ended, as rank 0 or its node",
+        ),
     )
     return next((say() for kind, say in reasons if isinstance(error, kind)), one_line(error))

@@ -1,7 +1,7 @@
-"""Where the trajectories of a step stay until the rank that trains on them asks for them.
+"""Stores that keep the trajectories of a step until the ranks that train on them fetch them.
 
-    ref = store.put(trajectories)                    # where they arrive: on rank 0
-    store.get(ref, numbers=[3, 5], layers=(4, 5))    # on any rank: its own sequences, the layers of its pipeline stage
+    batch = store.put(trajectories)                    # where they arrive: on rank 0
+    store.get(batch, indices=[3, 5], layers=(4, 5))    # on any rank: its own sequences, the layers of its stage
 
 `InProcessStore` is for one rank. `RankStore` is for ranks of a launcher: rank 0 encodes the trajectories once for each
 pipeline stage in an anonymous file in memory. Ranks on its machine map it; on other machines one of the ranks that
@@ -15,59 +15,45 @@ import json
 import mmap
 import os
 import socket
-from collections.abc import Sequence
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_replay.distributed.control import control_group
-from moe_replay.distributed.machines import machine_id
-from moe_replay.distributed.rank_server import open_rank_server, receive_into
+from moe_replay.distributed.collectives import control_group
+from moe_replay.distributed.network import admitted, machine_id, open_rank_server, receive_into
 from moe_replay.distributed.ranks import all_gather_text, rank
 from moe_replay.errors import AlignmentError, ExitStatus, MoeReplayError
+from moe_replay.records import Layers, RolloutBatch, Trajectory
 from moe_replay.routes.trace import RouteTrace
-from moe_replay.train.trajectories.encoded import Layers, decoded, parts_of, recorded_layers
-from moe_replay.train.trajectories.section_server import LENGTH, SectionServer
-from moe_replay.train.trajectories.wire import read_section, read_table, table, table_bytes
-from moe_replay.train.types import AnyTrajectory, Trajectory
-from moe_replay.utils.memory_files import anonymous_file, write_at
-from moe_replay.utils.messages import one_line
+from moe_replay.train.trajectories.wire import (
+    header_of,
+    read_record,
+    read_section,
+    read_table,
+    stored_parts,
+    table,
+    table_bytes,
+)
+from moe_replay.utils.files import anonymous_file, write_at
+from moe_replay.utils.misc import one_line
+
+LENGTH = struct.Struct("<Q")
+THREADS = 32
+_REQUEST_BYTES = 2**26
 
 
 class StoreError(MoeReplayError):
     """Trajectories that could not be read from the rank that holds them."""
 
     exit_status = ExitStatus.FAILED
-
-
-class BatchRef(NamedTuple):
-    """The trajectories of one step in a store.
-
-    number     of the batch
-    count      trajectories in it
-    layers     all layers that their routes were recorded for
-    file       descriptor of the anonymous file in the process of rank 0
-    sections   (start, size) in it for each set of layers
-    """
-
-    number: int
-    count: int
-    layers: Layers
-    file: int = -1
-    sections: tuple[tuple[int, int], ...] = ()
-
-    def to_json(self) -> str:
-        """Return the reference as text."""
-        return json.dumps(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Return the reference of a text."""
-        number, count, layers, file, sections = json.loads(text)
-        return cls(number, count, tuple(layers), file, tuple((start, size) for start, size in sections))
 
 
 class TrajectoryStore(Protocol):
@@ -80,15 +66,15 @@ class TrajectoryStore(Protocol):
         """Sets of layers that trajectories are encoded for, one for each pipeline stage; None: all of them."""
         ...
 
-    def put(self, trajectories: Sequence[AnyTrajectory]) -> BatchRef:
+    def put(self, trajectories: Sequence[Trajectory]) -> RolloutBatch:
         """Keep the trajectories of a step, and no longer those of the step before."""
         ...
 
-    def get(self, ref: BatchRef, numbers: Sequence[int], layers: Sequence[int]) -> list[Trajectory]:
+    def get(self, batch: RolloutBatch, indices: Sequence[int], layers: Sequence[int]) -> list[Trajectory]:
         """Return some trajectories, in this order, with the routes of at least these layers."""
         ...
 
-    def whole(self, ref: BatchRef, numbers: Sequence[int]) -> list[Trajectory]:
+    def whole(self, batch: RolloutBatch, indices: Sequence[int]) -> list[Trajectory]:
         """Return some trajectories with the routes of all layers; where they were put."""
         ...
 
@@ -104,31 +90,28 @@ class InProcessStore:
 
     def __init__(self) -> None:
         self.received_bytes = 0
-        self._trajectories: Sequence[AnyTrajectory] = ()
+        self._trajectories: Sequence[Trajectory] = ()
         self._number = 0
 
-    def put(self, trajectories: Sequence[AnyTrajectory]) -> BatchRef:
-        """Keep the trajectories of a step."""
+    def put(self, trajectories: Sequence[Trajectory]) -> RolloutBatch:
         self._trajectories = trajectories
         self._number += 1
-        return BatchRef(self._number, len(trajectories), recorded_layers(trajectories[0]) if trajectories else ())
+        layers = trajectories[0].layers if trajectories else ()
+        return RolloutBatch(headers=list(map(header_of, trajectories)), layers=layers, number=self._number)
 
-    def get(self, ref: BatchRef, numbers: Sequence[int], layers: Sequence[int]) -> list[Trajectory]:
-        """Return some trajectories with all their layers."""
-        return self.whole(ref, numbers)
+    def get(self, batch: RolloutBatch, indices: Sequence[int], layers: Sequence[int]) -> list[Trajectory]:
+        return self.whole(batch, indices)
 
-    def whole(self, ref: BatchRef, numbers: Sequence[int]) -> list[Trajectory]:
-        """Return some trajectories."""
-        assert ref.number == self._number, "the trajectories of an earlier step are not kept"
-        return [decoded(self._trajectories[number]) for number in numbers]
+    def whole(self, batch: RolloutBatch, indices: Sequence[int]) -> list[Trajectory]:
+        assert batch.number == self._number, "the trajectories of an earlier step are not kept"
+        return [_with_routes(self._trajectories[index]) for index in indices]
 
     def close(self) -> None:
-        """Free the trajectories."""
         self._trajectories = ()
 
 
 class _RankLocation(NamedTuple):
-    """Location of a rank, and the share it asks for; ranks of one machine that ask for the same one share a copy."""
+    """Location of a rank and the data that it trains on; ranks of one machine with the same data share a copy."""
 
     pid: int
     machine: str
@@ -164,90 +147,95 @@ class RankStore:
 
     @property
     def layer_sets(self) -> Sequence[Layers | None]:
-        """Sets of layers that trajectories are encoded for, one for each pipeline stage."""
         return self._sets
 
-    def put(self, trajectories: Sequence[AnyTrajectory]) -> BatchRef:
+    def put(self, trajectories: Sequence[Trajectory]) -> RolloutBatch:
         """Encode the trajectories of a step, once for each pipeline stage; on rank 0."""
         layers = common_layers(trajectories)
         self._forget()
         self._file = anonymous_file()
         end, sections = 0, []
-        for wanted in self._sets:
+        for stage in self._sets:
             start, end = end, end + table_bytes(len(trajectories))
             offsets = [end - start]
-            for one in trajectories:
-                end += write_at(self._file, end, parts_of(one, wanted))
+            for trajectory in trajectories:
+                end += write_at(self._file, end, stored_parts(trajectory, stage))
                 offsets.append(end - start)
             write_at(self._file, start, [memoryview(table(offsets))])
             sections.append((start, end - start))
         self._number += 1
         if self._server is not None:
             self._server.offer(self._number, self._file, sections)
-        return BatchRef(self._number, len(trajectories), layers, self._file, tuple(sections))
+        return RolloutBatch(
+            headers=list(map(header_of, trajectories)),
+            layers=layers,
+            number=self._number,
+            file=self._file,
+            sections=tuple(sections),
+        )
 
-    def whole(self, ref: BatchRef, numbers: Sequence[int]) -> list[Trajectory]:
+    def whole(self, batch: RolloutBatch, indices: Sequence[int]) -> list[Trajectory]:
         """Return some trajectories with the routes of all layers; on rank 0."""
-        return merge_layers([_read(self._file, section, numbers)[0] for section in ref.sections])
+        return merge_layers([_read(self._file, section, indices)[0] for section in batch.sections])
 
     # ---- on any rank --------------------------------------------------------------------------------------------
 
-    def get(self, ref: BatchRef, numbers: Sequence[int], layers: Sequence[int]) -> list[Trajectory]:
+    def get(self, batch: RolloutBatch, indices: Sequence[int], layers: Sequence[int]) -> list[Trajectory]:
         """Return some trajectories with the routes of this rank's layers. All ranks call it."""
         assert tuple(layers) == self._own.layers, "a rank has the layers that it opened the store with"
         chosen, first = self._sets.index(self._own.layers), self._locations[0]
         if rank() == 0:
-            return self._counted(self._file, ref.sections[chosen], numbers)
+            return self._counted(self._file, batch.sections[chosen], indices)
         if self._own.machine and self._own.machine == first.machine:
-            mapped = self._map(first.pid, ref.file, ref.sections[chosen], numbers)
-            return self._fetch_alone(ref, chosen, numbers) if mapped is None else mapped
-        return self._fetch_together(ref, chosen, numbers)
+            mapped = self._map(first.pid, batch.file, batch.sections[chosen], indices)
+            return self._fetch_alone(batch, chosen, indices) if mapped is None else mapped
+        return self._fetch_together(batch, chosen, indices)
 
-    def _fetch_together(self, ref: BatchRef, chosen: int, numbers: Sequence[int]) -> list[Trajectory]:
+    def _fetch_together(self, batch: RolloutBatch, chosen: int, indices: Sequence[int]) -> list[Trajectory]:
         """Fetch trajectories once for all ranks of this machine that ask for the same."""
-        sharing = [number for number, location in enumerate(self._locations) if location[1:] == self._own[1:]]
+        sharing = [other_rank for other_rank, location in enumerate(self._locations) if location[1:] == self._own[1:]]
         if not self._own.machine:
             sharing = [rank()]
-        told = torch.zeros(2, dtype=torch.int64)
+        location = torch.zeros(2, dtype=torch.int64)
         if rank() != sharing[0]:
-            dist.recv(told, sharing[0], group=control_group())
-            file, size = told.tolist()
-            mapped = self._map(self._locations[sharing[0]].pid, file, (0, size), range(len(numbers)))
-            return self._fetch_alone(ref, chosen, numbers) if mapped is None else mapped
-        found = self._fetch_alone(ref, chosen, numbers)
-        told[0], told[1] = self._file, os.fstat(self._file).st_size
+            dist.recv(location, sharing[0], group=control_group())
+            file, size = location.tolist()
+            mapped = self._map(self._locations[sharing[0]].pid, file, (0, size), range(len(indices)))
+            return self._fetch_alone(batch, chosen, indices) if mapped is None else mapped
+        trajectories = self._fetch_alone(batch, chosen, indices)
+        location[0], location[1] = self._file, os.fstat(self._file).st_size
         for other in sharing[1:]:
-            dist.send(told, other, group=control_group())
-        return found
+            dist.send(location, other, group=control_group())
+        return trajectories
 
-    def _fetch_alone(self, ref: BatchRef, chosen: int, numbers: Sequence[int]) -> list[Trajectory]:
+    def _fetch_alone(self, batch: RolloutBatch, chosen: int, indices: Sequence[int]) -> list[Trajectory]:
         self._forget()
-        self._file = self._fetch(ref, chosen, numbers)
-        return self._counted(self._file, (0, os.fstat(self._file).st_size), range(len(numbers)))
+        self._file = self._fetch(batch, chosen, indices)
+        return self._counted(self._file, (0, os.fstat(self._file).st_size), range(len(indices)))
 
-    def _map(self, pid: int, file: int, section: tuple[int, int], numbers: Sequence[int]) -> list[Trajectory] | None:
+    def _map(self, pid: int, file: int, section: tuple[int, int], indices: Sequence[int]) -> list[Trajectory] | None:
         """Return trajectories from a file of another process; None if that is not allowed here."""
         try:
             opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDONLY)
         except OSError:
             return None
         try:
-            return self._counted(opened, section, numbers)
+            return self._counted(opened, section, indices)
         finally:
             os.close(opened)
 
-    def _counted(self, file: int, section: tuple[int, int], numbers: Sequence[int]) -> list[Trajectory]:
-        found, size = _read(file, section, numbers)
+    def _counted(self, file: int, section: tuple[int, int], indices: Sequence[int]) -> list[Trajectory]:
+        trajectories, size = _read(file, section, indices)
         self.received_bytes += size
-        return found
+        return trajectories
 
-    def _fetch(self, ref: BatchRef, chosen: int, numbers: Sequence[int]) -> int:
+    def _fetch(self, batch: RolloutBatch, chosen: int, indices: Sequence[int]) -> int:
         """Return an anonymous file with trajectories that rank 0 has sent."""
-        asked = json.dumps([ref.number, chosen, list(numbers)]).encode()
+        request = json.dumps([batch.number, chosen, list(indices)]).encode()
         file = anonymous_file()
         try:
             with socket.create_connection((self._host, self._port), self._timeout_s) as connection:
-                connection.sendall(self._token + LENGTH.pack(len(asked)) + asked)
+                connection.sendall(self._token + LENGTH.pack(len(request)) + request)
                 length = bytearray(LENGTH.size)
                 receive_into(connection, memoryview(length))
                 (size,) = LENGTH.unpack(length)
@@ -263,7 +251,7 @@ class RankStore:
             raise StoreError(
                 f"rank {rank()} could not fetch its trajectories from rank 0: {one_line(error)}",
                 expected=f"an answer of {self._host}:{self._port} within {self._timeout_s:g} s",
-                remedy="Machines must reach each other at that address; backend.rank_timeout_s is how long one waits",
+                remedy="Machines must reach each other at that address; backend.heartbeat_timeout_s limits the wait",
             ) from error
         return file
 
@@ -281,12 +269,19 @@ class RankStore:
             self._server.close()
 
 
-def _read(file: int, section: tuple[int, int], numbers: Sequence[int]) -> tuple[list[Trajectory], int]:
+def _read(file: int, section: tuple[int, int], indices: Sequence[int]) -> tuple[list[Trajectory], int]:
     """Return trajectories that view a section of a file, and the bytes of their records."""
     start, size = section
     mapped = memoryview(mmap.mmap(file, 0, access=mmap.ACCESS_READ))[start : start + size]
     sizes = np.diff(read_table(mapped).astype(np.int64))
-    return list(read_section(mapped, numbers)), int(sizes[list(numbers)].sum())
+    return list(read_section(mapped, indices)), int(sizes[list(indices)].sum())
+
+
+def _with_routes(trajectory: Trajectory) -> Trajectory:
+    """Return a trajectory with the routes that a worker has encoded, where one has sampled it."""
+    if trajectory.encoded is None:
+        return trajectory
+    return replace(read_record(trajectory.encoded.records[None]), advantage=trajectory.advantage)
 
 
 def merge_layers(by_set: Sequence[list[Trajectory]]) -> list[Trajectory]:
@@ -298,14 +293,108 @@ def merge_layers(by_set: Sequence[list[Trajectory]]) -> list[Trajectory]:
     ]
 
 
-def common_layers(trajectories: Sequence[AnyTrajectory]) -> Layers:
+def common_layers(trajectories: Sequence[Trajectory]) -> Layers:
     """Return the layers that the routes of all trajectories were recorded for."""
-    found = sorted({recorded_layers(one) for one in trajectories})
-    if len(found) > 1:
+    layer_sets = sorted({trajectory.layers for trajectory in trajectories})
+    if len(layer_sets) > 1:
         raise AlignmentError(
             "the routes of a step were recorded for different decoder layers",
-            expected=f"layers {list(found[0])}",
-            found=f"layers {list(found[1])}",
+            expected=f"layers {list(layer_sets[0])}",
+            found=f"layers {list(layer_sets[1])}",
             remedy="All engines of a run must have the same model, and capture the same layers",
         )
-    return found[0] if found else ()
+    return layer_sets[0] if layer_sets else ()
+
+
+# ---- rank 0 serves records to ranks on other machines ---------------------------------------------------------------
+#
+# From its file to the socket, without a copy:
+#
+# request: token | u64 length | JSON [batch, section, numbers of records]
+# answer:  u64 length | a section (`wire.py`) of these records; length 0: rank 0 has no such batch
+
+
+class _Offer(NamedTuple):
+    """A batch that is served: its number, its own file descriptor, and its sections."""
+
+    number: int
+    file: int
+    sections: tuple[tuple[int, int], ...]
+
+
+class SectionServer:
+    """Answers requests in its own threads, from `offer` to `withdraw`.
+
+    sent_bytes   of all answers
+    """
+
+    def __init__(self, listener: socket.socket, token: bytes, timeout_s: float) -> None:
+        self.sent_bytes = 0
+        self._listener, self._token, self._timeout_s = listener, token, timeout_s
+        self._offer: _Offer | None = None
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(THREADS, "trajectories")
+        threading.Thread(target=self._accept, name="trajectories", daemon=True).start()
+
+    def offer(self, number: int, file: int, sections: Sequence[tuple[int, int]]) -> None:
+        self._offer = _Offer(number, file, tuple(sections))
+
+    def withdraw(self) -> None:
+        """Serve nothing any more: every rank has its trajectories."""
+        self._offer = None
+
+    def close(self) -> None:
+        self.withdraw()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _accept(self) -> None:
+        with suppress(RuntimeError):  # closed
+            for connection, _ in admitted(self._listener, self._token):
+                self._pool.submit(self._answer, connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError):  # the rank that asked says what went wrong
+            connection.settimeout(self._timeout_s)
+            length = bytearray(LENGTH.size)
+            if receive_into(connection, memoryview(length)) < len(length):
+                return
+            request = bytearray(min(*LENGTH.unpack(length), _REQUEST_BYTES))
+            if receive_into(connection, memoryview(request)) < len(request):
+                return
+            number, section, indices = json.loads(request)
+            offer = self._offer
+            if offer is None or offer.number != number:
+                connection.sendall(LENGTH.pack(0))
+                return
+            self._send(connection, os.dup(offer.file), offer.sections[section][0], indices)
+
+    def _send(self, connection: socket.socket, file: int, start: int, indices: Sequence[int]) -> None:
+        with os.fdopen(file, "rb") as opened:
+            count = int.from_bytes(os.pread(file, 8, start), "little")
+            offsets = read_table(memoryview(os.pread(file, table_bytes(count), start))).astype(np.int64)
+            chosen = np.asarray(indices, np.int64)
+            sizes = offsets[chosen + 1] - offsets[chosen]
+            header = table((table_bytes(len(chosen)) + np.concatenate([[0], np.cumsum(sizes)])).tolist())
+            total = len(header) + int(sizes.sum())
+            connection.sendall(LENGTH.pack(total) + header)
+            for begin, end in _runs(offsets[chosen].tolist(), offsets[chosen + 1].tolist()):
+                connection.sendfile(opened, start + begin, end - begin)
+        with self._lock:
+            self.sent_bytes += total
+
+
+def _runs(begins: Sequence[int], ends: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield stretches of bytes, with those that follow each other as one."""
+    run: tuple[int, int] | None = None
+    for begin, end in zip(begins, ends, strict=True):
+        if run is not None and run[1] == begin:
+            run = run[0], end
+            continue
+        if run is not None:
+            yield run
+        run = begin, end
+    if run is not None:
+        yield run

@@ -1,13 +1,15 @@
 """Trajectories as bytes: sections of records, any of which is read without the others and without copying its routes.
 
 section: u64 number of records N | (N + 1) u64 offsets of the records and of their end | records
-record:  header | trace (docs/trace-format.md) | log-probs, float32 | versions, (start, version) int64 | sampling mask
+record:  header | trace (docs/trace-format.md) | log-probs, float32 | versions, (start, version) int64 | sampling mask |
+         servers, [start, URL] as JSON
 
 Every part begins at a multiple of 64 bytes. Token ids are those of the trace.
 """
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain
@@ -15,15 +17,15 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from moe_replay.rollout.sampling_mask import SamplingMask
-from moe_replay.rollout.sampling_mask_wire import mask_from_bytes, mask_to_bytes
-from moe_replay.rollout.types import FinishReason, is_unrouted
+from moe_replay.interop.capture import is_unrouted
+from moe_replay.records import FinishReason, Layers, RolloutBatch, Trajectory, TrajectoryHeader
+from moe_replay.routes.codec import decode_token_ids
+from moe_replay.routes.trace import RouteTrace, decode_trace, encode_parts
 from moe_replay.routes.trace_parts import spans_of
-from moe_replay.routes.wire import decode_trace, encode_parts
-from moe_replay.train.types import Trajectory
+from moe_replay.sampling_mask import SamplingMask, mask_from_bytes, mask_to_bytes
 
 ALIGNMENT = 64
-_HEADER = struct.Struct("<qqddQQQIB3x")
+_HEADER = struct.Struct("<qqddQQQQIB3x")
 _ADVANTAGE, _ADVANTAGE_AT = struct.Struct("<d"), struct.calcsize("<qqd")
 _REASONS = tuple(FinishReason)
 
@@ -56,18 +58,23 @@ def record_parts(trajectory: Trajectory, layers: Sequence[int] | None) -> Buffer
     length = len(trajectory)
     spans = np.array(spans_of(trajectory.versions) if length else [], "<i8").tobytes()
     mask = b"" if trajectory.sampling_mask is None else mask_to_bytes(trajectory.sampling_mask)
+    servers = json.dumps(trajectory.servers).encode() if trajectory.servers else b""
     reason = _REASONS.index(trajectory.finish_reason)
-    sizes = (sum(map(len, routes)), len(spans), len(mask))
+    sizes = (sum(map(len, routes)), len(spans), len(mask), len(servers))
     head = _HEADER.pack(
         trajectory.row, trajectory.group, trajectory.reward, trajectory.advantage, *sizes, length, reason
     )
     logprobs = np.ascontiguousarray(trajectory.logprobs, "<f4").tobytes()
-    groups: list[Buffers] = [[memoryview(head)], routes, *([memoryview(part)] for part in (logprobs, spans, mask))]
+    groups: list[Buffers] = [
+        [memoryview(head)],
+        routes,
+        *([memoryview(part)] for part in (logprobs, spans, mask, servers)),
+    ]
     return list(chain.from_iterable([*group, *_padding(sum(map(len, group)))] for group in groups))
 
 
 def record_bytes(trace_bytes: int, tokens: int, version_spans: int = 2) -> int:
-    """Return the size of the record of a trajectory without a sampling mask.
+    """Return the size of the record of a trajectory without a sampling mask, of an engine in this process.
 
     version_spans   runs of tokens of one version; 2: a prompt and what one version sampled
     """
@@ -87,16 +94,14 @@ class Record(NamedTuple):
     logprobs: memoryview
     spans: memoryview
     mask: memoryview
+    servers: memoryview
 
     @classmethod
     def of(cls, record: memoryview) -> Self:
-        """Return the parts of a record."""
         row, group, reward, advantage, *sizes, length, reason = _HEADER.unpack_from(record)
-        starts = np.cumsum([_aligned(_HEADER.size), *map(_aligned, (sizes[0], 4 * length, sizes[1]))]).tolist()
-        parts = (
-            record[start : start + size]
-            for start, size in zip(starts, (sizes[0], 4 * length, sizes[1], sizes[2]), strict=True)
-        )
+        part_sizes = (sizes[0], 4 * length, *sizes[1:])
+        starts = np.cumsum([_aligned(_HEADER.size), *map(_aligned, part_sizes[:-1])]).tolist()
+        parts = (record[start : start + size] for start, size in zip(starts, part_sizes, strict=True))
         return cls(row, group, reward, advantage, length, _REASONS[reason], *parts)
 
     @property
@@ -107,14 +112,17 @@ class Record(NamedTuple):
 
     @property
     def sampling_mask(self) -> SamplingMask | None:
-        """The support of each token, where there is one."""
         return mask_from_bytes(bytes(self.mask)) if len(self.mask) else None
 
+    @property
+    def server_spans(self) -> tuple[tuple[int, str], ...]:
+        return tuple((start, url) for start, url in json.loads(bytes(self.servers))) if len(self.servers) else ()
 
-def read_record(record: memoryview) -> Trajectory:
-    """Return the trajectory of a record in a read-only buffer, which its arrays view."""
+
+def read_record(record: memoryview, *, routes: bool = True) -> Trajectory:
+    """Return the trajectory of a record in a read-only buffer, which its arrays view; without routes, none is read."""
     parts = Record.of(record)
-    trace = decode_trace(parts.routes)
+    trace = decode_trace(parts.routes) if routes else RouteTrace.uncovered(decode_token_ids(parts.routes), (0,), 1)
     return Trajectory(
         row=parts.row,
         group=parts.group,
@@ -126,37 +134,38 @@ def read_record(record: memoryview) -> Trajectory:
         reward=parts.reward,
         advantage=parts.advantage,
         sampling_mask=parts.sampling_mask,
+        servers=parts.server_spans,
     )
 
 
-def with_advantage(record: memoryview, advantage: float) -> Buffers:
-    """Return a record with another advantage, as buffers; nothing but its header is copied."""
+def stored_parts(trajectory: Trajectory, layers: Layers) -> Buffers:
+    """Return the record of a trajectory with the routes of some layers; one that a worker has encoded is not copied."""
+    if trajectory.encoded is None:
+        return record_parts(trajectory, layers)
+    record = trajectory.encoded.records[layers]
     head = bytearray(record[: _HEADER.size])
-    _ADVANTAGE.pack_into(head, _ADVANTAGE_AT, advantage)
+    _ADVANTAGE.pack_into(head, _ADVANTAGE_AT, trajectory.advantage)  # known only once the whole group is scored
     return [memoryview(head), record[_HEADER.size :]]
 
 
 def trajectories_to_bytes(trajectories: Sequence[Trajectory], layers: Sequence[int] | None = None) -> bytes:
     """Return a section of trajectories, with the routes of some layers."""
-    return section_of([record_parts(one, layers) for one in trajectories])
+    return section_of([record_parts(trajectory, layers) for trajectory in trajectories])
 
 
 def section_of(records: Sequence[Buffers]) -> bytes:
-    """Return a section of records, each of them as buffers."""
-    sizes = [table_bytes(len(records)), *(sum(map(len, one)) for one in records)]
+    sizes = [table_bytes(len(records)), *(sum(map(len, record)) for record in records)]
     return b"".join([table(list(accumulate(sizes))), *chain.from_iterable(records)])
 
 
 def trajectories_from_bytes(data: bytes) -> list[Trajectory]:
-    """Return the trajectories of a section."""
     return list(read_section(memoryview(data)))
 
 
-def read_section(section: memoryview, numbers: Iterable[int] | None = None) -> Iterator[Trajectory]:
-    """Yield the trajectories of a section in a read-only buffer, or those with these numbers."""
+def read_section(section: memoryview, indices: Iterable[int] | None = None) -> Iterator[Trajectory]:
     offsets = read_table(section).tolist()
-    for number in range(len(offsets) - 1) if numbers is None else numbers:
-        yield read_record(section[offsets[number] : offsets[number + 1]])
+    for index in range(len(offsets) - 1) if indices is None else indices:
+        yield read_record(section[offsets[index] : offsets[index + 1]])
 
 
 def _aligned(size: int) -> int:
@@ -165,3 +174,50 @@ def _aligned(size: int) -> int:
 
 def _padding(size: int) -> Buffers:
     return [memoryview(bytes(_aligned(size) - size))] if size % ALIGNMENT else []
+
+
+# ---- batches: what all ranks get ------------------------------------------------------------------------------------
+
+_HEADER_DTYPE = np.dtype(
+    [
+        *(("row", "<i8"), ("group", "<i8"), ("length", "<i4"), ("num_scored", "<i4")),
+        *(("reward", "<f8"), ("advantage", "<f8"), ("oldest", "<i8"), ("newest", "<i8"), ("truncated", "?")),
+    ]
+)
+HEADER_BYTES = _HEADER_DTYPE.itemsize
+
+
+def header_of(trajectory: Trajectory) -> TrajectoryHeader:
+    versions = trajectory.versions[trajectory.sampled]
+    oldest, newest = (int(versions.min()), int(versions.max())) if versions.size else (-1, -1)
+    return TrajectoryHeader(
+        row=trajectory.row,
+        group=trajectory.group,
+        length=len(trajectory),
+        num_scored=int(trajectory.sampled[1:].sum()),
+        reward=trajectory.reward,
+        advantage=trajectory.advantage,
+        oldest=oldest,
+        newest=newest,
+        truncated=trajectory.truncated,
+    )
+
+
+def batch_to_bytes(batch: RolloutBatch) -> bytes:
+    """Return a batch for the ranks that did not sample it: without metrics and completions."""
+    location = json.dumps([batch.layers, batch.number, batch.file, batch.sections, batch.servers])
+    headers = np.array([tuple(header) for header in batch.headers], _HEADER_DTYPE)
+    return location.encode() + b"\n" + headers.tobytes()
+
+
+def batch_from_bytes(data: bytes) -> RolloutBatch:
+    location, _, headers = data.partition(b"\n")
+    layers, number, file, sections, servers = json.loads(location)
+    return RolloutBatch(
+        headers=[TrajectoryHeader(*values) for values in np.frombuffer(headers, _HEADER_DTYPE).tolist()],
+        layers=tuple(layers),
+        number=number,
+        file=file,
+        sections=tuple((start, size) for start, size in sections),
+        servers=tuple(servers),
+    )

@@ -1,4 +1,4 @@
-"""What an option of another trainer is here."""
+"""The counterpart of another trainer's option."""
 
 from __future__ import annotations
 
@@ -11,44 +11,57 @@ from typing import Any
 class Option:
     """An option of another trainer.
 
-    key       our key; `rollout.options.NAME` and `backend.megatron.NAME` are entries of those tables; empty: there is
-              none
-    values    their values -> ours, where the names differ; None: nothing is to be set. A value that is not listed has
-              no counterpart
+    key       our key; `rollout.options.NAME` and `backend.megatron.NAME` are entries of those tables; empty: no
+              counterpart
+    values    their values -> ours, where they differ; None: nothing to set. A value not listed has no counterpart
     note      why there is no counterpart, or what differs
-    derived   the value here depends on other options too, so that it is computed from all of them
+    derived   computed from several options
+    subject   what the option decides, such as "loss", if a run without it is another run; empty: nothing of that kind,
+              or what `key` decides
     """
 
     key: str = ""
     values: Mapping[str, Any] | None = None
     note: str = ""
     derived: bool = False
+    subject: str = ""
 
 
 Table = Mapping[str, Option]
 
 
 def same(keys: Mapping[str, str]) -> dict[str, Option]:
-    """Return options whose values are the same here: their name -> our key."""
+    """Options with the same values as ours: their name -> our key."""
     return {theirs: Option(ours) for theirs, ours in keys.items()}
 
 
 def derived(keys: Mapping[str, tuple[str, str]]) -> dict[str, Option]:
-    """Return options that are computed: their name -> (our key, how)."""
+    """Computed options: their name -> (our key, how)."""
     return {theirs: Option(ours, note=how, derived=True) for theirs, (ours, how) in keys.items()}
 
 
 def without(reasons: Mapping[str, str]) -> dict[str, Option]:
-    """Return options without a counterpart: reason -> their names, separated by spaces."""
+    """Options without a counterpart or effect on what is learned: reason -> their names, with spaces between."""
     return {theirs: Option(note=reason) for reason, names in reasons.items() for theirs in names.split()}
 
 
+def only(subject: str, reasons: Mapping[str, str]) -> dict[str, Option]:
+    """Options without a counterpart that make another run, unless they have the value here.
+
+    reasons   reason -> name=value, with spaces between; a name alone has no harmless value
+    """
+    return {
+        name: Option(values=dict.fromkeys([harmless] if equals else []), note=reason, subject=subject)
+        for reason, words in reasons.items()
+        for name, equals, harmless in (word.partition("=") for word in words.split())
+    }
+
+
 def entries(table: str, names: str, prefix: str = "") -> dict[str, Option]:
-    """Return options that are entries of one of our tables under the same name, which may follow a prefix."""
+    """Options that are entries of one of our tables, under the same name without the prefix."""
     return {f"{prefix}{name}": Option(f"{table}.{name}") for name in names.split()}
 
 
-SWITCH = {"true": True, "false": False}
 MEGATRON_SETTINGS = """
     recompute_granularity recompute_method recompute_num_layers recompute_modules attention_backend
     masked_softmax_fusion bias_dropout_fusion bias_activation_fusion apply_rope_fusion gradient_accumulation_fusion
@@ -59,10 +72,10 @@ MEGATRON_SETTINGS = """
     microbatch_group_size_per_vp_stage overlap_p2p_comm batch_p2p_comm account_for_embedding_in_pipeline_split
     account_for_loss_in_pipeline_split cp_comm_type
 """
-"""Fields of Megatron-Core's TransformerConfig that other trainers have as options of their own."""
+"""Fields of Megatron-Core's TransformerConfig that other trainers expose as options."""
 VLLM_SETTINGS = """
     gpu_memory_utilization tensor_parallel_size pipeline_parallel_size data_parallel_size enable_expert_parallel
     max_num_seqs max_num_batched_tokens enforce_eager disable_custom_all_reduce enable_prefix_caching
     enable_chunked_prefill quantization disable_cascade_attn seed
 """
-"""Options of vLLM that other trainers have as options of their own."""
+"""Options of vLLM that other trainers expose as options."""

@@ -1,8 +1,8 @@
-"""Options of verl's `main_ppo`, by their dotted names, read in verl 0.9."""
+"""Options of verl 0.9's `main_ppo`, by dotted name."""
 
 from __future__ import annotations
 
-from moe_replay.train.config.foreign.options import Option, derived, entries, same, without
+from moe_replay.train.config.foreign.options import Option, derived, entries, only, same, without
 
 ACTOR = "actor_rollout_ref.actor"
 MEGATRON = f"{ACTOR}.megatron"
@@ -10,8 +10,11 @@ ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 TRANSFORMER_CONFIG = f"{MEGATRON}.override_transformer_config."
 REPLAY_MODES = {"disabled": "off", "R2": "r2", "R3": "r3"}
-AGGREGATIONS = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
-ESTIMATORS = {"grpo": None, "rloo": "leave_one_out"}
+AGGREGATIONS = {
+    mode: mode.replace("-", "_") for mode in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+}
+ESTIMATORS = {"grpo": None, "rloo": "rloo"}
+LOSSES = {"vanilla": "ppo_clip", "gspo": "ppo_clip", "sapo": "sapo", "cispo": "cispo"}
 ENGINES = {"vllm": "vllm", "sglang": "sglang_server", "hf": "transformers"}
 SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine"}
 VLLM_SETTINGS = """
@@ -20,15 +23,6 @@ VLLM_SETTINGS = """
 """
 
 OPTIONS: dict[str, Option] = {
-    **{
-        name: Option("replay.mode", REPLAY_MODES)
-        for name in (
-            f"{ACTOR}.router_replay.mode",
-            f"{MEGATRON}.router_replay.mode",
-            f"{ACTOR}.veomni.router_replay.mode",
-            f"{ACTOR}.fsdp_config.router_replay.mode",
-        )
-    },
     **same(
         {
             f"{MODEL}.path": "model.path",
@@ -37,7 +31,7 @@ OPTIONS: dict[str, Option] = {
             f"{MODEL}.use_remove_padding": "batch.packed",
             f"{MODEL}.lora_rank": "model.lora_rank",
             f"{MODEL}.lora_alpha": "model.lora_alpha",
-            f"{MODEL}.target_modules": "model.lora_targets",
+            f"{MODEL}.target_modules": "model.lora_target_modules",
             f"{MODEL}.lora.rank": "model.lora_rank",
             f"{MODEL}.lora.alpha": "model.lora_alpha",
             f"{MODEL}.lora.merge": "model.lora_merge",
@@ -53,6 +47,9 @@ OPTIONS: dict[str, Option] = {
             f"{ACTOR}.fsdp_config.dtype": "model.dtype",
             f"{ACTOR}.use_remove_padding": "batch.packed",
             f"{ACTOR}.ppo_max_token_len_per_gpu": "batch.tokens_per_micro_batch",
+            f"{ACTOR}.clip_ratio_c": "algorithm.delta",
+            f"{ACTOR}.tau_pos": "algorithm.tau_pos",
+            f"{ACTOR}.tau_neg": "algorithm.tau_neg",
             f"{ACTOR}.clip_ratio_low": "algorithm.clip_low",
             f"{ACTOR}.clip_ratio_high": "algorithm.clip_high",
             f"{ACTOR}.optim.lr": "optim.lr",
@@ -73,16 +70,16 @@ OPTIONS: dict[str, Option] = {
             f"{ROLLOUT}.tensor_model_parallel_size": "rollout.options.tensor_parallel_size",
             f"{ROLLOUT}.pipeline_model_parallel_size": "rollout.options.pipeline_parallel_size",
             f"{ROLLOUT}.response_length": "rollout.max_tokens",
-            f"{ROLLOUT}.prompt_length": "data.max_prompt_tokens",
+            f"{ROLLOUT}.prompt_length": "data.max_prompt_length",
             "async_training.partial_rollout": "rollout.partial_rollout",
-            "data.max_prompt_length": "data.max_prompt_tokens",
+            "data.max_prompt_length": "data.max_prompt_length",
             "data.max_response_length": "rollout.max_tokens",
             "data.shuffle": "data.shuffle",
             "trainer.total_epochs": "data.epochs",
             "data.val_max_samples": "eval.prompts",
             "algorithm.filter_groups.enable": "algorithm.dynamic_sampling",
             "algorithm.filter_groups.max_num_gen_batches": "algorithm.max_refills",
-            "algorithm.rollout_correction.rollout_is_threshold": "algorithm.correction_high",
+            "algorithm.rollout_correction.rollout_is_threshold": "algorithm.rollout_correction_high",
             "trainer.total_training_steps": "steps",
             "trainer.save_freq": "checkpoint.every",
             "trainer.test_freq": "eval.every",
@@ -94,17 +91,15 @@ OPTIONS: dict[str, Option] = {
     ),
     **entries("rollout.options", VLLM_SETTINGS, prefix=f"{ROLLOUT}."),
     f"{ROLLOUT}.name": Option("rollout.engine", ENGINES),
-    f"{ROLLOUT}.enable_rollout_routing_replay": Option("replay.mode", {"true": None, "false": None}),
     f"{ROLLOUT}.expert_parallel_size": Option("rollout.options.enable_expert_parallel", {"1": None}),
-    f"{ACTOR}.loss_agg_mode": Option("algorithm.loss", AGGREGATIONS),
-    f"{ACTOR}.policy_loss.loss_mode": Option("algorithm.level", {"vanilla": "token", "gspo": "sequence"}),
+    f"{ACTOR}.loss_agg_mode": Option("algorithm.loss_aggregation", AGGREGATIONS),
     f"{ACTOR}.optim.lr_decay_style": Option("optim.schedule", SCHEDULES),
     f"{ACTOR}.optim.lr_scheduler_type": Option("optim.schedule", SCHEDULES),
     f"{ACTOR}.optim.warmup_style": Option("optim.schedule", SCHEDULES),
     f"{ACTOR}.kl_loss_type": Option("algorithm.beta", {"low_var_kl": None, "k3": None}),
-    "algorithm.adv_estimator": Option("algorithm.baseline", ESTIMATORS),
-    "algorithm.norm_adv_by_std_in_grpo": Option("algorithm.baseline", {"true": "std", "false": "none"}),
-    "algorithm.rollout_correction.rollout_is": Option("algorithm.correction", {"token": "token_truncate"}),
+    "algorithm.adv_estimator": Option("algorithm.advantage", ESTIMATORS),
+    "algorithm.norm_adv_by_std_in_grpo": Option("algorithm.advantage", {"true": "grpo", "false": "dr_grpo"}),
+    "algorithm.rollout_correction.rollout_is": Option("algorithm.rollout_correction", {"token": "token_truncate"}),
     "trainer.resume_mode": Option("resume", {"auto": True, "disable": False, "resume_path": None}),
     **{
         name: Option("backend.offload", {"true": True, "false": None})
@@ -116,29 +111,40 @@ OPTIONS: dict[str, Option] = {
             f"{ACTOR}.fsdp_config.optimizer_offload",
         )
     },
-    "algorithm.use_kl_in_reward": Option(values={"false": None}, note="the divergence is a term of the loss"),
     **derived(
         {
-            "async_training.staleness_threshold": ("rollout.max_staleness", "whole steps, rounded up"),
+            **{
+                f"{prefix}router_replay.{name}": ("replay.mode", "off, r2 or r3")
+                for prefix in ("", f"{ACTOR}.", f"{MEGATRON}.", f"{ACTOR}.veomni.", f"{ACTOR}.fsdp_config.")
+                for name in ("mode", "enabled")
+            },
+            f"{ROLLOUT}.enable_rollout_routing_replay": ("replay.mode", "r3; needs nothing else here"),
+            f"{ACTOR}.policy_loss.loss_mode": ("algorithm.loss", "gspo: algorithm.importance_sampling_level"),
+            f"{ROLLOUT}.top_k": ("rollout.top_k", "0, not -1, disables it"),
+            "data.prompt_key": ("data.columns", "{NAME = prompt}"),
+            "async_training.staleness_threshold": ("rollout.max_staleness", "in steps, rounded up"),
             f"{ACTOR}.strategy": ("backend.kind", "megatron, else fsdp"),
             "model_engine": ("backend.kind", "megatron, else fsdp"),
             f"{ACTOR}.model_engine": ("backend.kind", "megatron, else fsdp"),
             "data.train_files": ("data.path", "one file"),
             "data.val_files": ("data.eval_path", "one file"),
-            "data.train_batch_size": ("rollout.prompts_per_step", "prompts of a step"),
+            "data.train_batch_size": ("rollout.prompts_per_step", "prompts per step"),
             f"{ACTOR}.ppo_mini_batch_size": (
                 "algorithm.updates_per_rollout",
                 "data.train_batch_size / ppo_mini_batch_size",
             ),
             f"{ACTOR}.ppo_micro_batch_size_per_gpu": (
                 "batch.tokens_per_micro_batch",
-                "sequences times their greatest length",
+                "sequences times maximum length",
             ),
-            f"{ACTOR}.use_dynamic_bsz": ("batch.tokens_per_micro_batch", "always: micro-batches are filled by tokens"),
+            f"{ACTOR}.use_dynamic_bsz": (
+                "batch.tokens_per_micro_batch",
+                "always: micro-batches are filled by tokens",
+            ),
             f"{ACTOR}.clip_ratio": ("algorithm.clip_low", "also clip_high"),
             f"{ACTOR}.use_kl_loss": ("algorithm.beta", "0 without it"),
             f"{ACTOR}.kl_loss_coef": ("algorithm.beta", "with use_kl_loss"),
-            f"{ACTOR}.optim.lr_warmup_steps_ratio": ("optim.warmup_steps", "a fraction of the steps"),
+            f"{ACTOR}.optim.lr_warmup_steps_ratio": ("optim.warmup_steps", "a fraction of all steps"),
             "reward.custom_reward_function.path": ("reward.functions", "verl:MODULE:NAME"),
             "reward.custom_reward_function.name": ("reward.functions", "verl:MODULE:NAME"),
             "custom_reward_function.path": ("reward.functions", "verl:MODULE:NAME"),
@@ -150,88 +156,130 @@ OPTIONS: dict[str, Option] = {
     ),
     **without(
         {
-            "routes are written and read with mr.save_trace and mr.load_trace": (
+            "save and load routes with mr.save_trace and mr.load_trace": (
                 f"{MEGATRON}.router_replay.record_file {MEGATRON}.router_replay.replay_file"
             ),
             "sequence parallelism is always on with tensor parallelism": f"{MEGATRON}.sequence_parallel",
-            "tokens are sampled from the policy itself, so that trainer and engine agree on their log-probs": (
-                f"{ROLLOUT}.do_sample {ROLLOUT}.ignore_eos"
-            ),
-            "set rollout.top_k: 0, not -1, is off": f"{ROLLOUT}.top_k",
-            "evaluation samples once, at eval.temperature": (
+            "evaluation samples once per prompt, at eval.temperature": (
                 f"{ROLLOUT}.val_kwargs.n {ROLLOUT}.val_kwargs.top_p {ROLLOUT}.val_kwargs.top_k "
                 f"{ROLLOUT}.val_kwargs.do_sample"
             ),
-            "weights go in and out by our own rules: docs/megatron-weights.md": (
+            "weights are converted by our own maps: docs/megatron.md": (
                 f"{MEGATRON}.use_mbridge {MEGATRON}.vanilla_mbridge {MEGATRON}.use_dist_checkpointing "
                 f"{MEGATRON}.dist_checkpointing_path {ROLLOUT}.load_format {ROLLOUT}.layered_summon"
             ),
-            "longer prompts are left out": (
+            "longer prompts are dropped": (
                 "data.filter_overlong_prompts data.truncation data.filter_overlong_prompts_workers"
             ),
-            "prompts are read and tokenized once, at the start": (
+            "prompts are read and tokenized once, at startup": (
                 "data.dataloader_num_workers data.seed data.return_raw_chat data.return_full_prompt "
-                "data.return_raw_input_ids data.val_batch_size data.gen_batch_size data.train_max_samples"
+                "data.return_raw_input_ids data.val_batch_size data.gen_batch_size"
             ),
-            "log.completions keeps texts in the run's folder": (
+            "log.completions writes them to the run folder": (
                 "trainer.rollout_data_dir trainer.validation_data_dir trainer.log_val_generations"
             ),
-            "a row has its prompt in the column prompt or messages": "data.prompt_key data.reward_fn_key",
-            "the divergence is a term of the loss: use_kl_loss": "algorithm.kl_ctrl.kl_coef algorithm.kl_ctrl.type",
-            "sequences are not shared between ranks on FSDP2": f"{ACTOR}.ulysses_sequence_parallel_size",
+            "KL is a loss term: use_kl_loss": "algorithm.kl_ctrl.kl_coef algorithm.kl_ctrl.type",
+            "no sequence parallelism on FSDP2": f"{ACTOR}.ulysses_sequence_parallel_size",
             "there is no critic": "trainer.critic_warmup algorithm.gamma algorithm.lam",
-            "log-probs of the engine are always used and compared": f"{ROLLOUT}.calculate_log_probs",
-            "token ids go in and out of the engine": f"{ROLLOUT}.skip_tokenizer_init {ROLLOUT}.disable_log_stats",
-            "an engine serves requests as they come": f"{ROLLOUT}.mode {ROLLOUT}.scheduling_policy",
+            "the engine's log-probs are always returned and compared": f"{ROLLOUT}.calculate_log_probs",
+            "the engine takes and returns token ids": f"{ROLLOUT}.skip_tokenizer_init {ROLLOUT}.disable_log_stats",
+            "the engine schedules requests itself": f"{ROLLOUT}.mode {ROLLOUT}.scheduling_policy",
             "scoring uses the micro-batches of training": (
                 f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu {ROLLOUT}.log_prob_use_dynamic_bsz "
                 f"{ROLLOUT}.log_prob_max_token_len_per_gpu {ROLLOUT}.log_prob_micro_batch_size"
             ),
-            "sequences are balanced over ranks by their tokens": "trainer.balance_batch",
-            "an entropy bonus or dual clip is a loss of your own: docs/extending.md": (
-                f"{ACTOR}.entropy_coeff {ACTOR}.clip_ratio_c {ACTOR}.calculate_entropy"
-            ),
-            "evaluation follows a step, not the start": "trainer.val_before_train trainer.val_only",
-            "the device is found: backend.device": "trainer.device",
-            "a tool is a function: rollout.environment = tools, rollout.tools = module:name, docs/environments.md": (
-                f"{ROLLOUT}.multi_turn.enable {ROLLOUT}.multi_turn.tool_config_path {ROLLOUT}.multi_turn.format "
-                f"{ROLLOUT}.multi_turn.function_tool_path {ROLLOUT}.agent.default_agent_loop "
-                f"{ROLLOUT}.agent.agent_loop_config_path {ROLLOUT}.agent.num_workers data.tool_config_path"
-            ),
+            "sequences are always balanced over ranks by tokens": "trainer.balance_batch",
+            "entropies are always computed": f"{ACTOR}.calculate_entropy",
+            "there is one trainer": "trainer.use_legacy_worker_impl",
+            "the whole sequence is scored in any case": f"{ROLLOUT}.multi_turn.tokenization_sanity_check_mode",
+            "evaluation runs after a step, not before training": "trainer.val_before_train trainer.val_only",
+            "detected automatically: backend.device": "trainer.device",
+            "environments run in threads: rollout.environment_threads": f"{ROLLOUT}.agent.num_workers",
             "kernels are chosen by torch, Transformers or Megatron-Core": (
                 f"{MODEL}.use_fused_kernels {MODEL}.use_liger {ACTOR}.use_torch_compile {ACTOR}.use_fused_kernels "
                 f"{MODEL}.enable_activation_offload"
             ),
-            "the reference model runs as the policy does": "actor_rollout_ref.ref",
+            "the reference model runs with the policy's settings": "actor_rollout_ref.ref",
             "processes are started by torchrun, without Ray": "ray_kwargs actor_rollout_ref.hybrid_engine",
-            "a reward model is a function of yours: reward.functions = module:name": "reward_model reward.reward_model",
+            "reward.workers": "reward.num_workers",
         }
+    ),
+    **only(
+        "sampling",
+        {
+            "not supported: the engine would sample from another distribution than the trainer scores": (
+                f"{ROLLOUT}.do_sample=true {ROLLOUT}.ignore_eos=false"
+            )
+        },
+    ),
+    **only("data", {"all rows are used": "data.train_max_samples=-1"}),
+    **only(
+        "environment",
+        {
+            "tools are functions: rollout.environment = tools, rollout.tools = module:name, docs/environments.md": (
+                f"{ROLLOUT}.multi_turn.enable=false {ROLLOUT}.multi_turn.tool_config_path "
+                f"{ROLLOUT}.multi_turn.format=hermes {ROLLOUT}.multi_turn.function_tool_path "
+                f"{ROLLOUT}.agent.default_agent_loop=single_turn_agent {ROLLOUT}.agent.agent_loop_config_path "
+                "data.tool_config_path"
+            )
+        },
+    ),
+    **only(
+        "reward",
+        {
+            "call it from a reward function: reward.functions = module:name": (
+                "reward_model.enable=false reward.reward_model.enable=false reward_model.reward_manager=naive "
+                "reward.reward_manager.name=naive"
+            ),
+            "the column that names the reward is data_source": "data.reward_fn_key=data_source",
+        },
+    ),
+    **only(
+        "loss",
+        {
+            "KL is a loss term, not part of the reward": "algorithm.use_kl_in_reward=false",
+            "an entropy bonus needs a custom loss: docs/extending.md": f"{ACTOR}.entropy_coeff=0",
+        },
     ),
 }
 
 GROUPS = {
-    "actor_rollout_ref.ref.": "the reference model runs as the policy does",
-    "ray_kwargs.": "processes are started by torchrun, without Ray",
-    "critic.": "there is no critic",
-    "global_profiler.": "torch's profiler can be started around moe_replay.train",
-    "actor_rollout_ref.actor.profiler.": "torch's profiler can be started around moe_replay.train",
-    "actor_rollout_ref.rollout.profiler.": "torch's profiler can be started around moe_replay.train",
-    "actor_rollout_ref.rollout.engine_kwargs.sglang.": "an option of the SGLang server, which is started on its own",
-    "reward_model.": "a reward model is a function of yours: reward.functions = module:name",
-    "rollout.": "rollouts are sampled for every step; engines on separate GPUs are servers: rollout.urls",
-    "async_training.": "rollout.max_staleness",
-    "trainer.v1.": "rollout.max_staleness",
-    "transfer_queue.": "samples are sent to the ranks directly",
-    "actor_rollout_ref.actor.fsdp_config.": "FSDP2 shards every layer over all ranks",
-    "actor_rollout_ref.actor.veomni.": "the trainer is FSDP2 or Megatron-Core",
-    "actor_rollout_ref.actor.optim.override_optimizer_config.": "AdamW: [optim]",
-    "actor_rollout_ref.actor.checkpoint.": "a checkpoint holds all that a run is resumed with: docs/checkpoints.md",
-    "actor_rollout_ref.model.override_config.": "the model's own config.json is used",
-    "actor_rollout_ref.model.mtp.": "layers of multi-token prediction are not trained",
-    "actor_rollout_ref.rollout.checkpoint_engine.": "weights are streamed tensor by tensor",
-    "reward.": "a reward is a function: reward.functions",
+    group: Option(note=note, subject=subject)
+    for group, (subject, note) in {
+        "actor_rollout_ref.ref.": ("", "the reference model runs with the policy's settings"),
+        "ray_kwargs.": ("", "processes are started by torchrun, without Ray"),
+        "critic.": ("", "there is no critic"),
+        "global_profiler.": ("", "run torch.profiler around moe_replay.train"),
+        "actor_rollout_ref.actor.profiler.": ("", "run torch.profiler around moe_replay.train"),
+        "actor_rollout_ref.rollout.profiler.": ("", "run torch.profiler around moe_replay.train"),
+        "actor_rollout_ref.rollout.engine_kwargs.sglang.": (
+            "",
+            "an option of the SGLang server",
+        ),
+        "actor_rollout_ref.rollout.multi_turn.": ("environment", "environments are functions: docs/environments.md"),
+        "actor_rollout_ref.rollout.agent.": ("environment", "environments are functions: docs/environments.md"),
+        "reward_model.": ("reward", "call it from a reward function: reward.functions = module:name"),
+        "rollout.": ("", "engines on separate GPUs are servers: rollout.urls"),
+        "async_training.": ("", "rollout.max_staleness"),
+        "trainer.v1.": ("", "rollout.max_staleness"),
+        "transfer_queue.": ("", "samples go to the ranks directly"),
+        "actor_rollout_ref.actor.fsdp_config.": ("", "FSDP2 shards every layer over all ranks"),
+        "actor_rollout_ref.actor.veomni.": ("", "the trainer is FSDP2 or Megatron-Core"),
+        "actor_rollout_ref.actor.optim.override_optimizer_config.": ("optimizer", "AdamW: [optim]"),
+        "actor_rollout_ref.actor.checkpoint.": (
+            "",
+            "checkpoints have all state: docs/checkpoints.md",
+        ),
+        "actor_rollout_ref.actor.policy_loss.": ("loss", "not implemented: write a policy loss, docs/extending.md"),
+        "actor_rollout_ref.model.override_config.": ("model", "the model's config.json is used"),
+        "actor_rollout_ref.model.mtp.": ("", "multi-token prediction layers are not trained"),
+        "actor_rollout_ref.rollout.checkpoint_engine.": ("", "weights are streamed tensor by tensor"),
+        "algorithm.": ("loss", "not implemented"),
+        "data.": ("data", "not implemented"),
+        "reward.": ("reward", "rewards are functions: reward.functions"),
+    }.items()
 }
-"""Reasons why whole groups of options have no counterpart, where an option is not in the table itself."""
+"""Reasons by prefix, for options that are not in the table."""
 
 DEFAULTS = {
     "data.train_batch_size": "1024",
@@ -241,7 +289,7 @@ DEFAULTS = {
     f"{ROLLOUT}.free_cache_engine": "true",
     f"{ROLLOUT}.dtype": "bfloat16",
     f"{ACTOR}.optim.weight_decay": "0.01",
-    f"{ACTOR}.router_replay.mode": "disabled",
+    f"{ACTOR}.clip_ratio_c": "3.0",
     f"{ROLLOUT}.gpu_memory_utilization": "0.5",
     f"{ROLLOUT}.tensor_model_parallel_size": "2",
     f"{MEGATRON}.use_distributed_optimizer": "true",
@@ -249,4 +297,4 @@ DEFAULTS = {
     "trainer.total_epochs": "30",
     "trainer.logger": "[console,wandb]",
 }
-"""Of verl, where ours differ."""
+"""Defaults of verl that differ from ours."""

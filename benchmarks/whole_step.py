@@ -1,0 +1,276 @@
+"""The trainer's part of a step against a plain loop and TRL: the same model, sequences and micro-batches, in one run.
+
+    python benchmarks/whole_step.py --device cuda           # 8 layers of Qwen3-30B-A3B in full width, bfloat16
+    python benchmarks/whole_step.py --tiny                  # a tiny model on the CPU: that everything runs
+    python benchmarks/whole_step.py --device cuda --write benchmarks/baselines/h200.json
+    python benchmarks/whole_step.py --device cuda --compare benchmarks/baselines/h200.json
+    python benchmarks/whole_step.py --found new.json --compare benchmarks/baselines/h200.json     # without a run
+
+ours r3, ours native   FSDP2 backend and Learner. `score` and `update` with a separate old-log-prob pass, `step` as by
+                       default: both together, without that pass. Optimizer, checks and metrics are included
+plain                  Transformers, the head in slices, recomputed layers, AdamW; on CUDA varlen attention and each
+                       layer compiled. No replay, no checks
+trl                    GRPOTrainer of TRL with the sequences given by a rollout function; `step` only
+
+Every variant runs in its own process, one after the other. MFU counts operations as docs/metrics.md does. `--compare`
+ends with status 1 if a rate of ours, or its ratio to the plain loop or to TRL, is 5 % below the baseline's, or memory
+5 % above.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from parts.plain_loop import PlainLoop
+from parts.qwen3_moe import SLICE
+from parts.qwen3_moe import TINY as TINY_MODEL
+from parts.training import config_of, now, routed, unrouted, write_model
+
+from moe_replay.train.backends.fsdp import FsdpBackend
+from moe_replay.train.learn.learner import Learner
+from moe_replay.train.setup import launch
+from moe_replay.train.trajectories.store import InProcessStore
+from moe_replay.utils.device import peak_tflops
+from moe_replay.weights.model_folder import read_config
+from moe_replay.weights.model_sizes import ModelSizes
+
+LOSS = 0.05
+VARIANTS = ("ours r3", "ours native", "plain", "trl")
+WORK = {"tiny": (8, 64, 256), "full": (32, 2048, 16384)}  # sequences, tokens of each, tokens of a micro-batch
+MODEL_KEYS = (
+    *("vocab_size", "hidden_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "num_experts"),
+)
+Result = dict[str, float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model; on a CPU there is no other")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--write", type=Path, help="write the results to this file")
+    parser.add_argument("--found", type=Path, help="results of an earlier run, in place of a run")
+    parser.add_argument("--compare", type=Path, help="baseline to compare with")
+    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)  # of a child process
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.size = "tiny" if arguments.tiny or arguments.device == "cpu" else "full"
+    if arguments.variant:
+        print(json.dumps(measure(arguments.variant, arguments)))
+        return
+    found = json.loads(arguments.found.read_text()) if arguments.found else run(arguments)
+    show(found)
+    if arguments.write:
+        arguments.write.write_text(json.dumps(found, indent=2) + "\n")
+    if arguments.compare and (losses := compare(found, json.loads(arguments.compare.read_text()))):
+        print(*losses, sep="\n")
+        raise SystemExit(1)
+
+
+# ---- one run ---------------------------------------------------------------------------------------------------------
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run every variant in its own process; return what each measured."""
+    device = torch.device(arguments.device)
+    results: dict[str, Result] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = TINY_MODEL if arguments.size == "tiny" else SLICE
+        write_model(Path(folder), {key: model[key] for key in MODEL_KEYS} | {"mlp_only_layers": []}, device)
+        for variant in arguments.variants:
+            if variant == "trl" and not (find_spec("trl") and find_spec("datasets")):
+                print("trl: not installed, left out")
+                continue
+            command = [sys.executable, __file__, "--variant", variant, "--folder", folder, "--device", arguments.device]
+            command += ["--repeats", str(arguments.repeats), *(["--tiny"] if arguments.tiny else [])]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+            if done.returncode:
+                raise SystemExit(f"{variant} failed with status {done.returncode}")
+            results[variant] = json.loads(done.stdout.splitlines()[-1])
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    sequences, tokens, _ = WORK[arguments.size]
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "work": f"{sequences} sequences of {tokens} tokens",
+        "results": results,
+    }
+
+
+def measure(variant: str, arguments: argparse.Namespace) -> Result:
+    """Return tokens per second, MFU and peak memory of one variant."""
+    device, folder = torch.device(arguments.device), arguments.folder
+    sequences, tokens, budget = WORK[arguments.size]
+    model = read_config(folder)
+    if variant.startswith("ours"):
+        with launch.process_group(device):
+            backend = FsdpBackend(_settings(folder, device, budget, "off"), str(folder), device)
+            trajectories = routed(backend, sequences, tokens)
+            seconds = _ours(variant, backend, trajectories, folder, device, budget, arguments.repeats)
+    else:
+        loop = {"plain": _plain, "trl": _trl}[variant]
+        seconds = loop(unrouted(model, sequences, tokens), folder, device, budget, arguments.repeats)
+    return _rates(seconds, ModelSizes.of(model), sequences, tokens, device)
+
+
+def _rates(seconds: Result, sizes: ModelSizes, sequences: int, tokens: int, device: torch.device) -> Result:
+    flops = sizes.forward_flops([tokens] * sequences, sequences * (tokens - tokens // 2))
+    needed = {"score": flops.forward, "update": flops.update(frozen=False), "step": flops.update(frozen=False)}
+    peak = peak_tflops(device, torch.bfloat16)
+    found: Result = {}
+    for part, taken in seconds.items():
+        found[f"{part}_seconds"] = taken
+        found[f"{part}_tokens_per_second"] = sequences * tokens / taken
+        if peak is not None:
+            found[f"{part}_mfu"] = needed[part] / taken / peak / 1e12
+    if device.type == "cuda":
+        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return found
+
+
+def _median(work: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """Return the seconds that some work takes, after one run to warm up."""
+    taken = []
+    for _ in range(repeats + 1):
+        began = now(device)
+        work()
+        taken.append(now(device) - began)
+    return statistics.median(taken[1:])
+
+
+# ---- variants --------------------------------------------------------------------------------------------------------
+
+
+def _settings(folder: Path, device: torch.device, budget: int, mode: str, old_logprobs: str = "auto") -> Any:
+    return config_of(
+        folder,
+        device,
+        model={"gradient_checkpointing": True},
+        replay={"mode": mode},
+        algorithm={"old_logprobs": old_logprobs},
+        batch={"tokens_per_micro_batch": budget},
+        optim={"lr": 1e-7},
+    )
+
+
+def _ours(
+    variant: str,
+    backend: FsdpBackend,
+    trajectories: list[Any],
+    folder: Path,
+    device: torch.device,
+    budget: int,
+    repeats: int,
+) -> Result:
+    mode = "r3" if variant == "ours r3" else "off"
+    separate, together = (
+        Learner(_settings(folder, device, budget, mode, source), backend) for source in ("always", "auto")
+    )
+    parts: dict[str, list[float]] = {"score": [], "update": []}
+
+    def one_step(learner: Learner) -> None:
+        metrics, store = learner.new_metrics(), InProcessStore()
+        updates = learner.prepare(store.put(trajectories), store)
+        times = [now(device)]
+        learner.score(updates, metrics, step=1)
+        times.append(now(device))
+        learner.update(updates, metrics, step=1)
+        learner.summarize(metrics, updates)
+        times.append(now(device))
+        if learner is separate:
+            parts["score"].append(times[1] - times[0])
+            parts["update"].append(times[2] - times[1])
+
+    for _ in range(repeats + 1):
+        one_step(separate)
+    step = _median(lambda: one_step(together), device, repeats)
+    return {name: statistics.median(taken[1:]) for name, taken in parts.items()} | {"step": step}
+
+
+def _plain(trajectories: list[Any], folder: Path, device: torch.device, budget: int, repeats: int) -> Result:
+    loop = PlainLoop(folder, device, trajectories, budget)
+    score, update = _median(loop.score, device, repeats), _median(loop.update, device, repeats)
+    return {"score": score, "update": update, "step": update}  # one update needs no old log-probs
+
+
+def _trl(trajectories: list[Any], folder: Path, device: torch.device, budget: int, repeats: int) -> Result:
+    from parts.trl_step import trl_steps
+
+    taken = trl_steps(folder, device, trajectories, budget, steps=repeats + 1)
+    return {"step": statistics.median(taken[1:])}
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def ratios(results: dict[str, Result]) -> Result:
+    """Return the tokens per second of ours over those of the others, and with replay over without."""
+    found: Result = {}
+    for ours, other in (
+        ("ours r3", "plain"),
+        ("ours r3", "trl"),
+        ("ours native", "plain"),
+        ("ours native", "trl"),
+        ("ours r3", "ours native"),
+    ):
+        for part in ("score", "update", "step"):
+            key = f"{part}_tokens_per_second"
+            if key in results.get(ours, {}) and key in results.get(other, {}):
+                found[f"{ours} / {other}, {part}"] = results[ours][key] / results[other][key]
+    return found
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print one row for each variant, and the ratios."""
+    print(f"{found['work']} on {found['device']}, torch {found['torch']}")
+    print("| | score | update | step | peak |\n|---|---|---|---|---|")
+    for variant, result in found["results"].items():
+        cells = []
+        for part in ("score", "update", "step"):
+            mfu = f" ({result[f'{part}_mfu']:.1%})" if f"{part}_mfu" in result else ""
+            cells.append(f"{result[f'{part}_seconds']:.3f} s{mfu}" if f"{part}_seconds" in result else "")
+        cells.append(f"{result['peak_gib']:.1f} GiB" if "peak_gib" in result else "")
+        print(f"| {variant} | {' | '.join(cells)} |")
+    for name, ratio in ratios(found["results"]).items():
+        print(f"{name}: {ratio:.3f}")
+
+
+def compare(found: dict[str, Any], baseline: dict[str, Any]) -> list[str]:
+    """Return a line for each value of ours that is worse than the baseline's by more than `LOSS`."""
+    for key in ("device", "work"):
+        if found[key] != baseline[key]:
+            raise SystemExit(f"the baseline is of another {key}: {baseline[key]}, not {found[key]}")
+    pairs = dict(_compared(found["results"], baseline["results"]))
+    losses = [
+        f"LOSS {name}: {new:.4g}, {abs(new / old - 1):.1%} {'above' if is_size else 'below'} the baseline of {old:.4g}"
+        for name, (new, old, is_size) in pairs.items()
+        if (new > old * (1 + LOSS) if is_size else new < old * (1 - LOSS))
+    ]
+    missing = [name for name in baseline["results"] if name.startswith("ours") and name not in found["results"]]
+    return losses + [f"LOSS {name}: not measured" for name in missing]
+
+
+def _compared(found: dict[str, Result], baseline: dict[str, Result]) -> Any:
+    """Yield (name, (new, old, whether it is a size)) of everything that both have."""
+    for variant in (name for name in baseline if name.startswith("ours") and name in found):
+        for key, old in baseline[variant].items():
+            if key in found[variant] and (key.endswith("_tokens_per_second") or key == "peak_gib"):
+                yield f"{variant}, {key}", (found[variant][key], old, key == "peak_gib")
+    new, old = ratios(found), ratios(baseline)
+    yield from ((name, (new[name], old[name], False)) for name in old if name in new)
+
+
+if __name__ == "__main__":
+    main()

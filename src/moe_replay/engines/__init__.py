@@ -1,0 +1,1 @@
+"""Rollout engines: they return samples with their routes, and take new weights."""

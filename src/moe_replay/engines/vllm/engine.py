@@ -1,0 +1,464 @@
+"""vLLM in this process as a rollout engine: samples with checked routes, weight updates in place, sleep and wake."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from moe_replay.engines.base import Capture, Engine, LoraSpec, StartRequest, end_tokens
+from moe_replay.engines.event_loop import AsyncSampler, while_alive
+from moe_replay.engines.requests import EngineState, RequestBarrier, check_token_ids, request_seed
+from moe_replay.engines.vllm.arguments import (
+    engine_arguments,
+    gpu_memory_fraction,
+    not_started,
+    translated_errors,
+    without_launcher_variables,
+)
+from moe_replay.engines.vllm.capture import UNROUTED, RouteSource
+from moe_replay.engines.vllm.console import engine_console, failure_file, noted_failure
+from moe_replay.engines.vllm.lora import AdapterSlot, adapter_options, supported_adapters
+from moe_replay.engines.vllm.outputs import MASK_OPTION, MaskReturn, OutputReader, token_logprobs
+from moe_replay.engines.vllm.release import WORKING_VERSIONS, VllmRelease, on_cpu, returns_routes
+from moe_replay.errors import EngineError, EngineName, EngineUnavailableError
+from moe_replay.records import Sample, SamplingParams
+from moe_replay.routes.router_families import load_router_family
+from moe_replay.routes.topology import MoeTopology
+from moe_replay.utils.device import accelerator
+from moe_replay.utils.misc import one_line
+from moe_replay.utils.processes import list_shared_files, owned_folder
+from moe_replay.weights.checkpoint import as_files, packed, safetensors_files
+from moe_replay.weights.identity import CurrentWeights
+from moe_replay.weights.lora_adapter import Adapter
+from moe_replay.weights.model_folder import check_files
+from moe_replay.weights.probe import Probe
+from moe_replay.weights.source import Weights
+from moe_replay.weights.transfer import Receivers, Transfer, drive
+
+CHUNK_BYTES = 256 * 2**20
+INTERRUPT_S = 5.0
+"""Seconds that an interrupted start has to end in order; its processes are killed immediately."""
+T = TypeVar("T")
+
+
+def start(request: StartRequest) -> Engine:
+    check_files(Path(request.model))
+    options: dict[str, Any] = {"max_model_len": request.max_length, "trust_remote_code": request.trust_remote_code}
+    options |= {MASK_OPTION: True} if request.sampling_mask else {}
+    if request.sleep and accelerator() is not None:  # on CPU there is no memory to free: it only stops sampling
+        options["enable_sleep_mode"] = True
+    if request.lora is not None:
+        options |= adapter_options(request.lora)
+    if (fraction := gpu_memory_fraction(request)) is not None:
+        options["gpu_memory_utilization"] = fraction
+    with without_launcher_variables(), engine_console():
+        return request.call(
+            VllmEngine,
+            request.model,
+            weight_version=request.weight_version,
+            router_family=request.router_family,
+            dtype=request.dtype,
+            capture=request.capture,
+            **options,
+        )
+
+
+class VllmEngine(AsyncSampler, Engine):
+    """A model in vLLM. Options are vLLM's own engine arguments (dtype, max_model_len, tensor_parallel_size, ...).
+
+    Example:
+        engine = VllmEngine("Qwen/Qwen3-30B-A3B", dtype="bfloat16", max_model_len=8192)
+        groups = engine.generate(prompts, SamplingParams(n=8, max_tokens=512))
+    """
+
+    name: EngineName
+    topology: MoeTopology
+    vocab_size: int
+    lora: LoraSpec | None
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        weight_version: int = 0,
+        router_family: str | None = None,
+        capture: Capture = "auto",
+        **options: Any,
+    ) -> None:
+        release = VllmRelease.installed()
+        release.check()
+        self.name = release.name
+        self._routes = RouteSource(capture, options, str(self.name), release.missing_for_capture)
+        arguments = engine_arguments(self.name, str(model), self._routes.capture, options)
+        super().__init__("vllm")
+        with ExitStack() as undo:
+            undo.callback(self._loop.close)
+            folder = undo.enter_context(owned_folder())
+            undo.callback(self._routes.close)
+            # One thread: more of them contend for the GIL, and the event loop waits for all of them.
+            self._trace_thread = undo.enter_context(ThreadPoolExecutor(1, "traces"))
+            self._adapter = AdapterSlot(folder)
+            with self._interruptible():
+                self._llm, self._replicas = self._loop.run(self._start(arguments, folder))
+            list_shared_files(folder)
+            self._resources = undo.pop_all()
+        config = self._llm.model_config
+        self.max_length: int = config.max_model_len
+        self.vocab_size = config.get_vocab_size()
+        self._masks = MaskReturn(self.name, options, self.vocab_size)
+        self.topology = MoeTopology.from_config(config.hf_config, load_router_family(router_family))
+        self._outputs = OutputReader(self.name, self.topology, self._masks)
+        self._end_tokens = end_tokens(config.try_get_generation_config(), config.hf_text_config)
+        self._sleep_mode_enabled: bool = config.enable_sleep_mode
+        self.lora = supported_adapters(self._llm.vllm_config)
+        self._crashes_on_seeds = on_cpu() and self._llm.vllm_config.scheduler_config.enable_chunked_prefill
+        self._state = EngineState(str(self.name), weight_version)
+        self._asleep: set[str] = set()  # parts of vLLM's memory
+        self._barrier = RequestBarrier(self._loop.loop)
+        self._closed = False
+        if on_cpu():
+            self._loop.run(self._call_workers("replay_allow_amx"))
+
+    @property
+    def weight_version(self) -> int:
+        return self._state.weight_version
+
+    @property
+    def capture(self) -> str:
+        """The capture that records routes: "kv_slot", "vllm", or "cross_check" for both."""
+        return self._routes.capture
+
+    @property
+    def weights_id(self) -> str:
+        """Id of the update that the weights come from."""
+        return self._state.weights_id
+
+    def healthy(self) -> bool:
+        """Whether vLLM's processes are alive."""
+        return not self._closed and not self._llm.errored
+
+    # ---- startup ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """End a start by Ctrl-C: vLLM's cannot be cancelled, but fails once its processes are killed."""
+        others = multiprocessing.active_children()
+        try:
+            yield
+        except KeyboardInterrupt:
+            idle, deadline = self._loop.ping(), time.monotonic() + INTERRUPT_S
+            while not idle.wait(0.1) and time.monotonic() < deadline:
+                for process in set(multiprocessing.active_children()) - set(others):
+                    process.kill()
+            self._loop.close(timeout_s=1.0)
+            raise
+
+    async def _start(self, arguments: Any, folder: Path) -> tuple[Any, Replicas]:
+        from moe_replay.engines.vllm.processes import start_llm
+
+        await asyncio.sleep(0)  # the import takes seconds: an interruption takes effect here
+        failures = failure_file(folder)
+        try:
+            llm, close = start_llm(arguments, folder)
+        except Exception as failure:
+            raise not_started(str(self.name), noted_failure(failures) or one_line(failure)) from failure
+        if self._routes.capture != "kv_slot" and not returns_routes(llm.vllm_config):
+            close()
+            llm.shutdown()
+            raise EngineError(f"{self.name} disabled the return of routes", expected=f"vLLM {WORKING_VERSIONS}")
+        replicas = Replicas(llm, close)
+        await self._routes.connect(replicas.call_workers, folder)
+        return llm, replicas
+
+    # ---- sampling -----------------------------------------------------------------------------------------------
+
+    async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
+        """Return `params.n` samples of one prompt; runs in the engine's own loop."""
+        self._check_seed(params)
+        check_token_ids(params.stop_token_ids, self.vocab_size, "a stop token")
+        stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._end_tokens)}
+        sampling = {
+            "n": params.draws,
+            "max_tokens": params.max_tokens,
+            **self._masks.truncation(params),
+            "seed": request_seed(params, prompt),
+            "stop_token_ids": sorted(stops),
+            "ignore_eos": True,  # the model's end tokens are among the stop tokens, unless ignored
+            "logprobs": 0,
+        }
+        async with self._barrier.request("request" if params.routes else UNROUTED) as request_id:
+            self._state.require_ready()
+            weights = CurrentWeights(self.weight_version, self.weights_id)  # cannot change while a request is running
+            with self._routes.request(request_id, params.draws):
+                output = await self._output(prompt, sampling, request_id)
+                completions = sorted(output.outputs, key=lambda completion: completion.index)
+                if [completion.index for completion in completions] != list(range(params.draws)):
+                    raise EngineError(f"{self.name} lost samples", expected=params.draws, found=len(completions))
+                routed_experts = [
+                    await self._routes.routed_experts(request_id, completion, len(prompt)) if params.routes else None
+                    for completion in completions
+                ]
+        # In a thread: the loop must stay free for the outputs of other requests.
+        build = partial(self._outputs.samples, prompt, completions, routed_experts, weights, params)
+        samples = await asyncio.get_running_loop().run_in_executor(self._trace_thread, build)
+        return samples * (params.n // params.draws)
+
+    def _check_seed(self, params: SamplingParams) -> None:
+        """Raise if a seed would crash vLLM: on CPU with chunked prefill it cannot rewind a request's generator."""
+        if params.seed is not None and params.temperature > 0 and self._crashes_on_seeds:
+            raise EngineError(
+                f"{self.name} on CPU cannot sample with a seed and chunked prefill",
+                found=f"seed {params.seed}",
+                remedy="Start the engine with enable_chunked_prefill=False, or sample without a seed",
+            )
+
+    def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
+        """(T - 1,) float32: log-probs of every token but the first, at temperature 1."""
+        return self._loop.run(self._prompt_logprobs(token_ids))
+
+    async def _prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
+        async with self._barrier.request(UNROUTED) as request_id:
+            self._state.require_ready()
+            return await self._prompt_logprobs_now(token_ids, request_id)
+
+    async def _prompt_logprobs_now(
+        self, token_ids: Sequence[int], request_id: str, replica: int | None = None
+    ) -> np.ndarray:
+        scoring = {"max_tokens": 1, "prompt_logprobs": 0, **self._masks.scoring}
+        output = await self._output(token_ids, scoring, request_id, replica)
+        return token_logprobs(output.prompt_logprobs)[1:]
+
+    async def _output(
+        self, prompt: Sequence[int], sampling: dict[str, Any], request_id: str, replica: int | None = None
+    ) -> Any:
+        """Return vLLM's final output of one request, on any replica unless one is named."""
+        from vllm import SamplingParams as VllmParams
+        from vllm.sampling_params import RequestOutputKind
+
+        last = None
+        check_token_ids(prompt, self.vocab_size)  # an id outside the vocabulary kills vLLM's processes
+        with translated_errors(self.name):
+            params = VllmParams(
+                **sampling, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+            )
+            ids = [int(token) for token in prompt]
+            target = {"lora_request": self._adapter.request, "data_parallel_rank": replica}
+            async for output in self._llm.generate({"prompt_token_ids": ids}, params, request_id, **target):
+                last = output
+        if last is None or not last.finished:
+            raise EngineError(f"{self.name} ended a request without an output")
+        return last
+
+    async def _abort(self) -> None:
+        await self._answered(self._llm.abort(list(self._barrier.active)))
+
+    async def _answered(self, call: Awaitable[T]) -> T:
+        """Return the result of a call to vLLM's processes; raise if they are dead and the call would never return."""
+        return await while_alive(call, self._death)
+
+    def _death(self) -> EngineUnavailableError | None:
+        if not self._llm.errored:
+            return None
+        return EngineUnavailableError(f"{self.name} has died", remedy="Its log names the cause")
+
+    def abort(self) -> None:
+        """Abort running requests; unfinished samples come back with `FinishReason.ABORT`."""
+        self._loop.run(self._abort())
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def update_weights(self, weights: Weights, version: int, probe: Probe | None = None, weights_id: str = "") -> None:
+        """Replace all weights in place, in every worker; running requests are aborted, new ones wait.
+
+        An iterator is read here, in the caller's thread: reading it may be a collective operation of the trainer.
+        """
+        self._check_ready_for(adapter=False)
+        if isinstance(weights, Path):
+            files = iter(safetensors_files(weights))
+        else:
+            files = as_files(packed(weights, CHUNK_BYTES))
+        self._loop.run(self._begin_update("replay_begin_update"))
+        with self._barrier.open_on_error():
+            for file in files:
+                self._loop.run(self._call_workers("replay_load", str(file.absolute())))
+            self._loop.run(self._finish_update(version, probe, weights_id, "replay_finish_update"))
+
+    def receive_weights(
+        self, transfer: Transfer, version: int, probe: Probe | None = None, weights_id: str = ""
+    ) -> None:
+        """Replace all weights by a transfer, in which every worker takes part; its messages are read here."""
+        self._check_ready_for(adapter=False)
+        self._loop.run(self._begin_update())
+        with self._barrier.open_on_error():
+            drive(transfer, self._submit)
+            self._loop.run(self._finish_update(version, probe, weights_id, "replay_finish_update"))
+
+    def update_adapter(self, adapter: Adapter, version: int, probe: Probe | None = None, weights_id: str = "") -> None:
+        """Replace the adapter, with the guarantees of `update_weights`; the base weights stay.
+
+        Needs `enable_lora=True`, and `max_lora_rank` for the rank of the adapter.
+        """
+        self._check_ready_for(adapter=True)
+        folder = self._adapter.write(adapter)
+        self._loop.run(self._begin_update())
+        with self._barrier.open_on_error():
+            self._adapter.use(folder)
+            self._loop.run(self._finish_update(version, probe, weights_id, "replay_load_adapter", str(folder)))
+
+    def _check_ready_for(self, *, adapter: bool) -> None:
+        if adapter != (self.lora is not None):
+            remedy = "Start it with enable_lora=True" if adapter else "Use update_adapter"
+            raise EngineError(f"{self.name} was started {'without' if adapter else 'with'} LoRA", remedy=remedy)
+        if "weights" in self._asleep or "scheduling" in self._asleep:
+            raise EngineError(
+                f"{self.name} is asleep", remedy="Call wake() before the update: its weights are not loaded"
+            )
+
+    async def _begin_update(self, *methods: str) -> None:
+        await self._barrier.close(self._abort)
+        self._state.begin_update()
+        with self._barrier.open_on_error():
+            await self._answered(self._replicas.pause())
+        for method in methods:
+            await self._call_workers(method)
+
+    async def _finish_update(
+        self, version: int, probe: Probe | None, weights_id: str, method: str, *arguments: str
+    ) -> None:
+        with self._barrier.open_on_error():
+            await self._call_workers(method, *arguments)
+            await self._wake(set(self._asleep))
+            if not await self._answered(self._replicas.reset_prefix_cache()):
+                raise EngineError(f"{self.name} did not drop its prefix cache, which holds states of older weights")
+            await self._answered(self._replicas.resume())
+            if probe is not None:
+                await self._check_probe(probe)
+            self._state.end_update(version, weights_id)
+        self._barrier.open()
+
+    async def _check_probe(self, probe: Probe) -> None:
+        """Raise unless every replica computes with the trainer's weights."""
+        for replica in range(self._replicas.count):
+            target = replica if self._replicas.count > 1 else None
+            request_id = self._barrier.new_request_id(UNROUTED)
+            logprobs = await self._prompt_logprobs_now(probe.token_ids, request_id, target)
+            probe.check(logprobs, str(self.name) if target is None else f"{self.name}, replica {replica}")
+
+    def _submit(self, method: str, argument: str) -> Future[None]:
+        return asyncio.run_coroutine_threadsafe(self._call_workers(method, argument), self._loop.loop)
+
+    @cached_property
+    def receivers(self) -> Receivers:
+        """The receivers of weight transfers: every worker of vLLM."""
+        devices = self._loop.run(self._answered(self._replicas.call_workers("replay_device")))
+        return Receivers(devices[0].partition(" ")[0], tuple(device.partition(" ")[2] for device in devices))
+
+    async def _call_workers(self, method: str, *arguments: str) -> None:
+        with self._barrier.open_on_error(), translated_errors(self.name):
+            errors = await self._answered(self._replicas.call_workers(method, *arguments))
+            failed = [(rank, error) for rank, error in enumerate(errors) if error]
+            if failed:
+                rank, error = failed[0]
+                raise EngineError(
+                    f"{self.name} could not update its weights: {error}",
+                    found=f"worker {rank} of {len(errors)}, in {method}",
+                    remedy="Send every weight under its checkpoint name, or an adapter of the configured modules",
+                )
+
+    # ---- sleep and shutdown ----------------------------------------------------------------------------------
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the KV cache and the weights' memory, if the engine was started with `enable_sleep_mode=True` (GPU).
+
+        level   1: the weights are kept in host memory; 2: they are dropped, and must all be sent again
+        """
+        self._loop.run(self._sleep(level))
+
+    async def _sleep(self, level: int) -> None:
+        level = level if self.lora is None else 1  # updates bring the adapter, never the base weights
+        if not self._state.asleep:
+            await self._barrier.close(self._abort)
+            with self._barrier.open_on_error():
+                await self._answered(self._llm.sleep(level=level if self._sleep_mode_enabled else 0))
+                self._asleep = {"weights", "kv_cache"} if self._sleep_mode_enabled else {"scheduling"}
+                self._state.asleep, self._state.weights_complete = True, self._state.weights_complete and level < 2
+            self._barrier.open()
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        self._loop.run(self._wake(set(self._asleep)))
+
+    def wake_for_update(self) -> None:
+        """Allocate the weights; the KV cache follows when an update has read all of its weights."""
+        self._loop.run(self._wake(self._asleep - {"kv_cache"}))
+
+    async def _wake(self, parts: set[str]) -> None:
+        if parts:
+            await self._answered(self._llm.wake_up(sorted(parts, reverse=True)))
+            self._asleep = self._asleep - parts
+            self._state.asleep = bool(self._asleep)
+
+    def close(self) -> None:
+        """End vLLM's processes."""
+        if not self._closed:
+            self._closed = True
+            with self._resources:
+                self._loop.run(self._shutdown())
+
+    async def _shutdown(self) -> None:
+        self._replicas.close()
+        self._llm.shutdown()
+        del self._llm, self._replicas  # else its destructor runs during interpreter shutdown
+
+
+class Replicas:
+    """The engine cores of a started vLLM: one for each data-parallel replica.
+
+    vLLM's own calls go to all replicas and return the answer of the first: an update that failed in another one would
+    count as a success. Here every worker of every replica answers.
+
+    count   1 without data parallelism
+    close   ends vLLM's process between the replicas; to be called before vLLM is shut down
+    """
+
+    def __init__(self, llm: Any, close: Callable[[], None]) -> None:
+        self._llm, self._client = llm, llm.engine_core
+        self._cores: list[Any] = list(getattr(self._client, "core_engines", ()))
+        self.count = len(self._cores) or 1
+        self.close = close
+
+    async def call_workers(self, method: str, *arguments: str) -> list[Any]:
+        """Return the answer of each worker, by replica and rank."""
+        if self.count == 1:
+            return await self._llm.collective_rpc(method, args=arguments)
+        by_replica = await self._call_all("collective_rpc", method, None, arguments, None)
+        return [answer for answers in by_replica for answer in answers]
+
+    async def reset_prefix_cache(self) -> bool:
+        """Drop all cached prefixes; False if a replica could not."""
+        if self.count == 1:
+            return await self._llm.reset_prefix_cache()
+        return all(await self._call_all("reset_prefix_cache", False, False))
+
+    async def pause(self) -> None:
+        """Stop the steps of idle replicas, which follow the others: they would compute with half of the new weights."""
+        if self.count > 1:
+            await self._llm.pause_generation(mode="abort", clear_cache=False)
+
+    async def resume(self) -> None:
+        """Undo `pause`."""
+        if self.count > 1:
+            await self._llm.resume_generation()
+
+    async def _call_all(self, method: str, *arguments: Any) -> list[Any]:
+        calls = [self._client._call_utility_async(method, *arguments, engine=core) for core in self._cores]
+        return await asyncio.gather(*calls)

@@ -1,0 +1,96 @@
+"""`StepMetrics`: how well replay works inside another trainer, as numbers among its own, and the alignment check."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_replay.integrations.hosts import ReplaySettings
+from moe_replay.routes.batch import RouteBatch
+from moe_replay.routes.layout import TokenLayout
+from moe_replay.routes.topology import MoeTopology
+from moe_replay.verification.metrics import MetricAccumulator
+from moe_replay.verification.watch import AlignmentCheck
+
+PREFIX = "moe_replay/"  # no name below contains "min" or "max", by which verl chooses how to reduce
+_LAYER = "routing/agreement/layer_"
+_NAMES = {
+    "routing/agreement": "agreement",
+    "routing/replayed_fraction": "replayed",
+    "mismatch/replayed/k3_kl": "k3",
+    "mismatch/native/k3_kl": "k3_native",
+    "samples_without_routes": "samples_without_routes",
+}
+
+
+class StepMetrics:
+    """Sums of one rank over the micro-batches of a pass; `finish` adds those of all ranks."""
+
+    def __init__(self, topology: MoeTopology, device: torch.device, settings: ReplaySettings) -> None:
+        self._sums = MetricAccumulator(
+            topology, device, totals=("samples_without_routes",), pairs=("replayed", "native")
+        )
+        self._alignment = AlignmentCheck(topology, device, on_misalignment=settings.on_misalignment)
+        self._settings = settings
+        self._passes = 0
+        self._updates = 0
+
+    @property
+    def checks(self) -> bool:
+        """Whether the routes of this pass are compared with native ones."""
+        return self._settings.check_every > 0 and self._passes % self._settings.check_every == 0
+
+    @property
+    def compares(self) -> bool:
+        """Whether log-probs without replay are wanted in this update."""
+        return self._settings.compare_every > 0 and self._updates % self._settings.compare_every == 0
+
+    def add_routes(
+        self, given: RouteBatch, native: RouteBatch | None, layout: TokenLayout, sampled: np.ndarray | None = None
+    ) -> None:
+        """Add a micro-batch that has replayed `given`; native choices where they were observed."""
+        self._sums.add_coverage(given, layout, replayed=True)
+        if native is not None:
+            self._sums.add_agreement(given, native)
+            self._alignment.add(native, given, layout, self._passes, sampled)
+
+    def add_samples(self, without_routes: Sequence[bool]) -> None:
+        """Count the samples of a micro-batch that have no routes at all."""
+        self._sums.add_total("samples_without_routes", torch.tensor(float(sum(without_routes))))
+
+    def add_logprobs(self, sampled: Tensor, scored: Tensor, mask: Tensor, *, replayed: bool) -> None:
+        """Add log-probs (B, R) of the rollout and of this trainer, with replay or without."""
+        self._sums.add_logprobs("replayed" if replayed else "native", sampled, scored, mask)
+
+    def finish(self, *, is_update: bool, report_tokens: bool = True) -> dict[str, float]:
+        """Return the metrics of the pass. Collective: call on every rank; misaligned routes raise on all of them.
+
+        report_tokens   whether samples and log-probs of this rank count: only one of the ranks that share them may
+        """
+        found: dict[str, float] = {}
+        if self.checks:
+            verdict = self._alignment.check()
+            found["evidence"] = round(self._alignment.evidence, 2)
+            if verdict.status != "unclear":
+                found["aligned"] = verdict.metric
+        self._passes += 1
+        if is_update:
+            found |= self._reduced(report_tokens)
+            self._updates += 1
+        self._sums.clear()
+        return {PREFIX + name: value for name, value in found.items()}
+
+    def _reduced(self, report_tokens: bool) -> dict[str, float]:
+        metrics = self._sums.reduce(report_tokens=report_tokens).metrics
+        found = {_NAMES[name]: value for name, value in metrics.items() if name in _NAMES}
+        if "routing/unrouted_fraction" in metrics:
+            found["covered"] = 1 - metrics["routing/unrouted_fraction"]
+        by_layer = {name: value for name, value in metrics.items() if name.startswith(_LAYER)}
+        if by_layer:
+            worst = min(by_layer, key=by_layer.__getitem__)
+            found["worst_agreement"] = by_layer[worst]
+            found["worst_layer"] = float(worst.removeprefix(_LAYER))
+        return found

@@ -1,0 +1,62 @@
+"""verl's batches and its registry of engines, as all engines of verl have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_replay.integrations.hosts import HostError
+from moe_replay.interop import from_verl
+from moe_replay.routes.layout import TokenLayout
+from moe_replay.routes.topology import MoeTopology
+from moe_replay.routes.trace import RouteTrace
+
+SAMPLE = "moe_replay_sample"  # our entry in verl's batches: index of each sample, which its micro-batches keep
+
+
+def replace_engine(registry: Any, replaced: type, mixin: type) -> None:
+    """Put a subclass in the place of an engine in verl's registry, for all its backends and devices."""
+    engine = type(f"Replaying{replaced.__name__}", (mixin, replaced), {})
+    count = 0
+    for backends in registry._engines.values():
+        for by_device in backends.values():
+            for device in [key for key, found in by_device.items() if found is replaced]:
+                by_device[device] = engine
+                count += 1
+    if not count:
+        raise HostError("an engine is not in verl's registry", expected=replaced.__name__, found="others only")
+
+
+def compute_device() -> torch.device:
+    """Return the device that verl computes on in this process."""
+    from verl.utils.device import get_device_id, get_device_name
+
+    device = get_device_id()  # of a GPU a number
+    return torch.device(get_device_name(), device) if isinstance(device, int) else torch.device(device)
+
+
+def read_traces(data: Any, topology: MoeTopology) -> list[RouteTrace]:
+    """Return the routes of a batch; samples without a response may be without any."""
+    may_be_empty = [not bool(mask.any()) for mask in response_masks(data)]
+    return from_verl(data["routed_experts"], data["input_ids"], topology=topology, may_be_empty=may_be_empty)
+
+
+def response_masks(data: Any) -> list[Tensor]:
+    """Return for each sample of a batch which tokens of its response were sampled, (response,) bool."""
+    mask = data["response_mask"]
+    if mask.is_nested:
+        return [sample.bool() for sample in mask.unbind()]
+    lengths = data["attention_mask"][:, data["prompts"].shape[1] :].sum(1).tolist()
+    return [sample[:length].bool() for sample, length in zip(mask, lengths, strict=True)]
+
+
+def sampled_tokens(data: Any, layout: TokenLayout) -> np.ndarray:
+    """Return (num_tokens,) bool: which tokens of a micro-batch were sampled."""
+    parts = [
+        torch.cat([mask.new_zeros(length - len(mask)), mask])
+        for mask, length in zip(response_masks(data), layout.lengths, strict=True)
+    ]
+    return torch.cat(parts).cpu().numpy()

@@ -1,0 +1,192 @@
+"""R2 and R3 for verl's FSDP engine, which drops the routes that it is given.
+
+R3: the rollout's routes are replayed in the old-log-prob pass and in updates. R2: the old-log-prob pass records routes
+and returns them like log-probs; verl puts them into the batch of the updates. A reference model routes natively, also
+one that is the actor without its adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from moe_replay.distributed.ranks import raise_on_all_ranks
+from moe_replay.distributed.traces import merge_traces
+from moe_replay.integrations.hosts import VERL, HostError, ReplaySettings
+from moe_replay.integrations.step_metrics import StepMetrics
+from moe_replay.integrations.verl_batch import SAMPLE, compute_device, read_traces, replace_engine, sampled_tokens
+from moe_replay.interop import to_verl
+from moe_replay.replay.controller import RouterReplay, attach
+from moe_replay.routes.batch import RouteBatch
+from moe_replay.routes.layout import TokenLayout
+from moe_replay.routes.trace import RouteTrace
+
+if TYPE_CHECKING:
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead as _Engine
+else:
+    _Engine = object
+
+PARAMETERS = {
+    "FSDPEngineWithLMHead.initialize": ("self",),
+    "FSDPEngineWithLMHead.forward_backward_batch": ("self", "data", "loss_function", "forward_only"),
+    "FSDPEngineWithLMHead.forward_step": ("self", "micro_batch", "loss_function", "forward_only"),
+    "FSDPEngineWithLMHead.disable_adapter": ("self",),
+}
+
+
+def install(module: ModuleType) -> None:
+    """Put an engine that replays in the place of verl's."""
+    VERL.check_parameters(module, PARAMETERS)
+    replace_engine(module.EngineRegistry, module.FSDPEngineWithLMHead, FsdpReplayMixin)
+
+
+class FsdpReplayMixin(_Engine):
+    """What is added to verl's engine, where the model routes and `router_replay.mode` is R2 or R3."""
+
+    _replay: RouterReplay | None = None
+    _is_reference = False  # while adapters are disabled
+    _traces: list[RouteTrace] | None = None  # of the batch; None: this pass records
+    _compares = False  # whether a micro-batch of this update runs without replay too
+
+    def initialize(self) -> None:
+        super().initialize()
+        settings = ReplaySettings.read(self.engine_config.router_replay)
+        if settings.mode == "disabled" or self.engine_config.forward_only:
+            return
+        self._replay_settings = settings
+        self._replay = attach(_language_model(self.module))
+        self._step_metrics = StepMetrics(self._replay.topology, compute_device(), settings)
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        with super().disable_adapter():
+            self._is_reference = True
+            try:
+                yield
+            finally:
+                self._is_reference = False
+
+    def forward_backward_batch(self, data: Any, loss_function: Callable | None, forward_only: bool = False) -> Any:
+        if self._replay is None or self._is_reference:
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        with raise_on_all_ranks("reading the routes in verl's batch"):
+            self._traces = self._read_routes(data, forward_only)
+        self._compares = not forward_only and self._step_metrics.compares and "rollout_log_probs" in data
+        routed_experts = data.pop("routed_experts", None)  # verl would only move them to the device
+        data[SAMPLE] = torch.arange(len(data))
+        try:
+            output = super().forward_backward_batch(data, loss_function, forward_only)
+        finally:
+            del data[SAMPLE]
+            if routed_experts is not None:
+                data["routed_experts"] = routed_experts
+        if self._traces is not None:
+            metrics = self._step_metrics.finish(is_update=not forward_only, report_tokens=self._ulysses[0] == 0)
+            output["metrics"] |= {} if forward_only else {name: [value] for name, value in metrics.items()}
+        return output
+
+    def _read_routes(self, data: Any, forward_only: bool) -> list[RouteTrace] | None:
+        mode = self._replay_settings.mode
+        if mode == "R2" and forward_only:
+            return None
+        routed_experts = data.get("routed_experts", None)
+        if routed_experts is None:
+            remedy = {
+                "R2": "R2 needs verl's old-log-prob pass: set algorithm.rollout_correction.bypass_mode=False",
+                "R3": "Set actor_rollout_ref.rollout.enable_rollout_routing_replay=True",
+            }[mode]
+            raise HostError(
+                f"router_replay.mode is {mode}, and the batch has no routes",
+                expected="routed_experts",
+                found=", ".join(sorted(data.keys())),
+                remedy=remedy,
+            )
+        return read_traces(data, self._controller.topology)
+
+    def forward_step(self, micro_batch: Any, loss_function: Callable | None, forward_only: bool) -> Any:
+        if SAMPLE not in micro_batch:
+            return super().forward_step(micro_batch, loss_function, forward_only)
+        layout = self._token_layout(micro_batch)
+        if self._traces is None:
+            return self._recording_step(micro_batch, loss_function, forward_only, layout)
+        if self._compares:
+            self._compares = False
+            with torch.no_grad():
+                _, native_output = super().forward_step(micro_batch, None, True)
+            self._add_logprobs(micro_batch, native_output, replayed=False)
+        traces = [self._traces[sample] for sample in micro_batch[SAMPLE].tolist()]
+        batch = RouteBatch.from_traces(traces, layout).to(compute_device())
+        observes = self._step_metrics.checks
+        with self._controller.replay(batch, observe=observes) as replaying:
+            loss, output = super().forward_step(micro_batch, loss_function, forward_only)
+        native = replaying.native() if observes else None
+        self._step_metrics.add_routes(batch, native, layout, sampled_tokens(micro_batch, layout))
+        if not forward_only:
+            self._step_metrics.add_samples([not trace.covered_fraction for trace in traces])
+            self._add_logprobs(micro_batch, output, replayed=True)
+        return loss, output
+
+    def _recording_step(
+        self, micro_batch: Any, loss_function: Callable | None, forward_only: bool, layout: TokenLayout
+    ) -> Any:
+        with self._controller.record() as recording:
+            loss, output = super().forward_step(micro_batch, loss_function, forward_only)
+        traces = recording.traces(layout, [ids.tolist() for ids in micro_batch["input_ids"].unbind()])
+        if self.use_ulysses_sp:
+            traces = merge_traces(traces, self.ulysses_parallel_group)
+        output["model_output"]["routed_experts"] = to_verl(traces, self._controller.topology)
+        return loss, output
+
+    def _add_logprobs(self, micro_batch: Any, output: dict[str, Any], *, replayed: bool) -> None:
+        from verl.workers.utils.padding import no_padding_2_padding
+
+        scored = output["model_output"].get("log_probs")
+        if scored is None or "rollout_log_probs" not in micro_batch:
+            return
+        fields = micro_batch.select("response_mask", "rollout_log_probs").to_padded_tensor().to(scored.device)
+        responses = no_padding_2_padding(scored, micro_batch)
+        mask = fields["response_mask"].bool()
+        self._step_metrics.add_logprobs(fields["rollout_log_probs"], responses, mask, replayed=replayed)
+
+    # ---- where tokens are -----------------------------------------------------------------------------------------
+
+    @property
+    def _controller(self) -> RouterReplay:
+        assert self._replay is not None
+        return self._replay
+
+    @property
+    def _ulysses(self) -> tuple[int, int]:
+        """(rank, size) of Ulysses sequence parallelism."""
+        if not self.use_ulysses_sp:
+            return 0, 1
+        return self.ulysses_device_mesh["sp"].get_local_rank(), self.ulysses_sequence_parallel_size
+
+    def _token_layout(self, micro_batch: Any) -> TokenLayout:
+        """Return where verl puts the tokens: `prepare_model_inputs` of its engine. The ids fed are compared with it."""
+        from verl.utils import tensordict_utils
+
+        lengths = micro_batch["input_ids"].offsets().diff().tolist()
+        if not tensordict_utils.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True):
+            return TokenLayout.padded(lengths, side="right")
+        layout = TokenLayout.packed(lengths)
+        if hasattr(self, "_get_packed_pad_size"):  # from 0.9.0 on
+            layout = layout.pad_to(layout.num_rows + self._get_packed_pad_size(layout.num_rows))
+        rank, size = self._ulysses
+        layout = layout.pad_to(multiple_of=size)
+        if size == 1:
+            return layout
+        if hasattr(_language_model(self.module).config, "vision_config"):  # verl cuts after the embedding
+            return layout.sequence_parallel(rank, size)
+        return layout.context_parallel(rank, size, "contiguous")
+
+
+def _language_model(module: Any) -> nn.Module:
+    """Return the model without the wrappers of FSDP1 and PEFT."""
+    inner = getattr(module, "_fsdp_wrapped_module", module)
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner

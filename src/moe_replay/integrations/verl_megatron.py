@@ -1,0 +1,334 @@
+"""A guard for verl's own replay in its Megatron engine, or our replay in its place (`MOE_REPLAY_GUARD`).
+
+check: verl replays. In every micro-batch, what it has put on each router is compared with the routes of the tokens that
+the routers will see. Where these are is known from verl's own packing, through which an index of the tokens is sent: if
+verl packs tokens in another way, the index follows. What the routers would choose goes to the alignment check.
+fix: the same index gives a layout, and `RouterReplay` of this library replays; verl's replay stays off.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_replay.distributed.ranks import raise_on_all_ranks
+from moe_replay.distributed.traces import merge_traces
+from moe_replay.errors import AlignmentError
+from moe_replay.integrations.hosts import VERL, HostError, ReplaySettings
+from moe_replay.integrations.step_metrics import StepMetrics
+from moe_replay.integrations.verl_batch import SAMPLE, compute_device, read_traces, replace_engine, sampled_tokens
+from moe_replay.replay.controller import RouterReplay, attach
+from moe_replay.routes.batch import RouteBatch
+from moe_replay.routes.layout import TokenLayout
+from moe_replay.routes.topology import MoeTopology
+from moe_replay.routes.trace import RouteTrace
+
+if TYPE_CHECKING:
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead as _Engine
+else:
+    _Engine = object
+
+PARAMETERS = {
+    "MegatronEngineWithLMHead.forward_backward_batch": ("self", "data", "loss_function", "forward_only"),
+    "MegatronEngineWithLMHead.forward_step": (
+        "self",
+        "batch_iter",
+        "model",
+        "logits_processor_func",
+        "postprocess_micro_batch_func",
+    ),
+    "RouterReplay.get_replay_topk": ("self", "scores", "topk", "num_groups", "group_topk", "default_compute_topk"),
+}
+
+
+def install(module: ModuleType) -> None:
+    """Put an engine with the guard in the place of verl's."""
+    VERL.check_parameters(module, PARAMETERS)
+    replace_engine(module.EngineRegistry, module.MegatronEngineWithLMHead, MegatronGuardMixin)
+
+
+class MegatronGuardMixin(_Engine):
+    """What is added to verl's engine, where `router_replay.mode` is R2 or R3."""
+
+    _guard: MegatronGuard | None = None
+    _traces: list[RouteTrace] | None = None
+
+    def forward_backward_batch(self, data: Any, loss_function: Callable | None, forward_only: bool = False) -> Any:
+        if not self._is_guarded(data):
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        guard = self._guard = self._guard or MegatronGuard(self)
+        if data.get("routed_experts", None) is None:  # R2 records
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        with raise_on_all_ranks("reading the routes in verl's batch"):
+            self._traces = read_traces(data, guard.topology)
+        data[SAMPLE] = torch.arange(len(data))
+        try:
+            output = super().forward_backward_batch(data, loss_function, forward_only)
+        finally:
+            del data[SAMPLE]
+        metrics = guard.metrics.finish(is_update=not forward_only, report_tokens=self.is_mp_src_rank_with_outputs())
+        if output and not forward_only:  # on the last stage
+            output["metrics"] |= {name: [value] for name, value in metrics.items()}
+        return output
+
+    def _is_guarded(self, data: Any) -> bool:
+        from verl.utils import tensordict_utils
+
+        is_on = tensordict_utils.get_non_tensor_data(data, key="enable_routing_replay", default=False)
+        return bool(is_on and self.enable_routing_replay)
+
+    def forward_step(self, batch_iter: Iterator[Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        from verl.workers.engine.megatron.transformer_impl import unwrap_model
+
+        batch = next(batch_iter)
+        guard, chunk = self._guard, unwrap_model(model)
+
+        def run() -> Any:
+            return super(MegatronGuardMixin, self).forward_step(iter([batch]), model, *args, **kwargs)
+
+        if guard is None:
+            return run()
+        traces = None
+        if SAMPLE in batch:
+            assert self._traces is not None
+            traces = [self._traces[sample] for sample in batch[SAMPLE].tolist()]
+        if guard.controller is None:
+            return run() if traces is None else guard.check(run, batch, chunk, traces)
+        with self._without_verls_replay():
+            return guard.replay(run, batch, chunk, traces, self.mini_layer_topk_idx_list)
+
+    @contextmanager
+    def _without_verls_replay(self) -> Iterator[None]:
+        self.enable_routing_replay = False
+        try:
+            yield
+        finally:
+            self.enable_routing_replay = True
+
+
+class MegatronGuard:
+    """The routers of one engine, what is expected of them, and what is measured."""
+
+    def __init__(self, engine: Any) -> None:
+        from verl.workers.engine.megatron.transformer_impl import unwrap_model
+
+        chunks = unwrap_model(engine.module)
+        self._config = engine.tf_config
+        self._is_packed = bool(engine.engine_config.use_remove_padding)
+        self._compares_ids = not hasattr(engine.model_config.hf_config, "vision_config")  # packed after the embedding
+        settings = ReplaySettings.read({"mode": engine.engine_config.router_replay.mode})
+        if settings.guard == "fix":
+            _check_replaceable()
+        self.controller: RouterReplay | None = attach(chunks) if settings.guard == "fix" else None
+        self.topology = MoeTopology.from_config(chunks[0].config)
+        self.metrics = StepMetrics(self.topology, compute_device(), settings)
+        self._native: dict[int, Tensor] | None = None  # while a forward is observed: layer -> (R, K)
+        if self.controller is None:
+            for chunk in chunks:
+                for layer, router in _routers(chunk):
+                    _observe(router, layer, self)
+
+    # ---- check --------------------------------------------------------------------------------------------------
+
+    def check(self, run: Callable[[], Any], batch: Any, chunk: Any, traces: list[RouteTrace]) -> Any:
+        """Run verl's forward of a micro-batch; raise before the first layer if verl replays anything else."""
+        layout = self._layout(batch, chunk)
+        layers = tuple(layer for layer, _ in _routers(chunk))
+        expected = RouteBatch.from_traces(traces, layout, layers).to(compute_device())
+
+        def before(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+            fed = kwargs.get("input_ids", args[0] if args else None)
+            self._compare(expected, chunk, fed if chunk.pre_process and self._compares_ids else None)
+
+        handle = chunk.register_forward_pre_hook(before, with_kwargs=True)
+        self._native = {} if self.metrics.checks else None
+        try:
+            result = run()
+            native = None if self._native is None else RouteBatch.recorded(self._native, self.topology)
+        finally:
+            handle.remove()
+            self._native = None
+        self._measure(expected, native, batch, layout, traces)
+        return result
+
+    def _compare(self, expected: RouteBatch, chunk: Any, fed: Tensor | None) -> None:
+        """Compare what verl has put on each router. One device sync."""
+        try:
+            if fed is not None:
+                expected.check_fed(fed)
+            wrong = []
+            for layer, router in _routers(chunk):
+                want, valid, _ = expected.layer(layer)
+                given, mask = router.target_topk_idx, router.target_replay_mask
+                if given is None or given.shape != want.shape:
+                    raise AlignmentError(
+                        "verl gives a router another number of rows than it will see",
+                        layer=layer,
+                        expected=tuple(want.shape),
+                        found=None if given is None else tuple(given.shape),
+                    )
+                replayed = valid if mask is None else valid & mask.to(valid.device).bool().flatten()
+                wrong.append((given.to(valid.device) != want).any(1) & replayed)
+            self._raise_if_wrong(expected, chunk, torch.stack(wrong) if wrong else None)
+        except AlignmentError as error:
+            # Other ranks may wait in a collective until it times out: the cause must not be lost.
+            print(f"moe-replay stops this run: {error}", file=sys.stderr, flush=True)
+            raise
+
+    def _raise_if_wrong(self, expected: RouteBatch, chunk: Any, wrong: Tensor | None) -> None:
+        if wrong is None or not bool(wrong.any()):
+            return
+        slot, row = wrong.nonzero()[0].tolist()
+        layer, layout = expected.layers[slot], expected.layout
+        assert layout is not None
+        sample, token = layout.locate(int(layout.rows[row]))
+        given = dict(_routers(chunk))[layer].target_topk_idx[row].tolist()
+        counts = wrong.sum(1).tolist()
+        raise AlignmentError(
+            "verl replays routes of other tokens or layers",
+            sample=sample,
+            layer=layer,
+            token=token,
+            expected=sorted(expected.layer(layer)[0][row].tolist()),
+            found=f"{sorted(given)}; wrong rows by layer: {dict(zip(expected.layers, counts, strict=True))}",
+            remedy="MOE_REPLAY_GUARD=fix replays without verl's packing of routes",
+        )
+
+    # ---- fix ----------------------------------------------------------------------------------------------------
+
+    def replay(
+        self, run: Callable[[], Any], batch: Any, chunk: Any, traces: list[RouteTrace] | None, recorded: list[Tensor]
+    ) -> Any:
+        """Run verl's forward of a micro-batch under our replay, or record it (R2), or let it route natively."""
+        from verl.utils import tensordict_utils
+
+        assert self.controller is not None
+        records = tensordict_utils.get_non_tensor_data(batch, key="record_r2_routes", default=False)
+        if traces is None and not records:
+            return run()
+        layout = self._layout(batch, chunk)
+        ids = [sample.tolist() for sample in batch["input_ids"].unbind()]
+        fed = None if chunk.pre_process else torch.from_numpy(layout.fed_token_ids(ids)).to(compute_device())
+        if traces is None:
+            tensordict_utils.assign_non_tensor(batch, record_r2_routes=False)
+            with self.controller.record(fed_ids=fed) as recording:
+                result = run()
+            parts = merge_traces(recording.traces(layout, ids), _token_group(self._config))
+            rows = [torch.from_numpy(trace.routed_experts.astype(np.int16)) for trace in parts]
+            recorded.append(torch.nested.as_nested_tensor(rows, layout=torch.jagged))
+            return result
+        layers = self.controller.layers_of(chunk)
+        expected = RouteBatch.from_traces(traces, layout, layers).to(compute_device())
+        observes = self.metrics.checks
+        with self.controller.replay(expected, fed_ids=fed, observe=observes) as replaying:
+            result = run()
+        self._measure(expected, replaying.native() if observes else None, batch, layout, traces)
+        return result
+
+    # ---- both ---------------------------------------------------------------------------------------------------
+
+    def observed(self, layer: int, routed_experts: Tensor) -> None:
+        """Take what a router would choose, (R, K), in a forward that is observed."""
+        if self._native is not None and torch._C._current_graph_task_id() == -1:
+            self._native[layer] = routed_experts
+
+    @property
+    def observes(self) -> bool:
+        """Whether native choices are wanted now."""
+        return self._native is not None
+
+    def _measure(
+        self,
+        expected: RouteBatch,
+        native: RouteBatch | None,
+        batch: Any,
+        layout: TokenLayout,
+        traces: list[RouteTrace],
+    ) -> None:
+        self.metrics.add_routes(expected, native, layout, sampled_tokens(batch, layout))
+        self.metrics.add_samples([not trace.covered_fraction for trace in traces])
+
+    def _layout(self, batch: Any, chunk: Any) -> TokenLayout:
+        """Return where verl puts the tokens: its own packing, given the index of each token instead of its id."""
+        from megatron.core import parallel_state
+        from verl.models.mcore.util import preprocess_bshd_engine, preprocess_thd_engine
+        from verl.utils import tensordict_utils
+        from verl.utils.megatron import router_replay_utils
+
+        ids = batch["input_ids"]
+        lengths = tuple(ids.offsets().diff().tolist())
+        numbers = torch.arange(1, sum(lengths) + 1, device=compute_device())  # 0 is padding
+        index = torch.nested.nested_tensor_from_jagged(numbers, offsets=ids.offsets().to(numbers.device))
+        fp8 = self._config.fp8 in ("e4m3", "hybrid")
+        if self._is_packed:
+            local = tensordict_utils.get_non_tensor_data(data=batch, key="local_cp_size", default=None)
+            style = getattr(router_replay_utils, "_context_parallel_layout", lambda _: "zigzag")(self._config)
+            packed, *_ = preprocess_thd_engine(
+                index, pre_process=True, use_fp8_padding=fp8, local_cp_size=local, cp_layout=style
+            )
+        else:
+            width = tensordict_utils.get_non_tensor_data(data=batch, key="forced_max_seqlen", default=None)
+            packed, *_ = preprocess_bshd_engine(index, pre_process=True, use_fp8_padding=fp8, forced_max_seqlen=width)
+        fed = packed.cpu().numpy() - 1
+        context = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+        shards = {} if context[1] == 1 else {"context_shard": context}
+        if self._config.sequence_parallel:
+            size = parallel_state.get_tensor_model_parallel_world_size()
+            shards["sequence_shard"] = parallel_state.get_tensor_model_parallel_rank(), size
+        return TokenLayout(fed, lengths, (fed.shape[1],), "sequence", **shards)
+
+
+def _check_replaceable() -> None:
+    """Raise if verl's replay cannot be left off: 0.9.0 asks its own list of routers, and not the engine."""
+    from verl.utils.megatron.router_replay_utils import RouterReplayHelper
+
+    if "model" not in inspect.signature(RouterReplayHelper.is_replay_forward_action).parameters:
+        raise HostError(
+            "this version of verl cannot leave its own replay off",
+            expected="verl 0.9.1 with MOE_REPLAY_GUARD=fix",
+            found=metadata.version("verl"),
+            remedy="Use MOE_REPLAY_GUARD=check, or install verl 0.9.1",
+        )
+
+
+def _routers(chunk: Any) -> list[tuple[int, Any]]:
+    """Return (decoder layer, verl's RouterReplay) of a pipeline chunk."""
+    from verl.utils.megatron.router_replay_utils import iter_model_routers
+
+    return [(number - 1, router) for number, router in iter_model_routers(chunk)]
+
+
+def _observe(router: Any, layer: int, guard: MegatronGuard) -> None:
+    """Let the guard know what this router would choose; its own instance only."""
+    choose = router.get_replay_topk
+
+    def get_replay_topk(
+        scores: Tensor, topk: int, num_groups: Any = None, group_topk: Any = None, default_compute_topk: Any = None
+    ) -> Any:
+        if guard.observes:
+            with torch.no_grad():
+                _, routed_experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            guard.observed(layer, routed_experts)
+        return choose(
+            scores, topk, num_groups=num_groups, group_topk=group_topk, default_compute_topk=default_compute_topk
+        )
+
+    router.get_replay_topk = get_replay_topk
+
+
+def _token_group(config: Any) -> Any:
+    """Return the ranks that share the tokens of a micro-batch among them."""
+    from megatron.core import parallel_state
+
+    if config.sequence_parallel:
+        return parallel_state.get_tensor_and_context_parallel_group()
+    return parallel_state.get_context_parallel_group()

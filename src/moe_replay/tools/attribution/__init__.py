@@ -1,1 +1,0 @@
-"""Attribution of the train/inference mismatch to routing."""

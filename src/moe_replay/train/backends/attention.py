@@ -1,0 +1,360 @@
+"""Attention of packed sequences without a mask over all pairs of tokens, registered with Transformers by name.
+
+    varlen   torch's `varlen_attn`: flash attention over sequences of different lengths in one row (CUDA)
+    flex     torch's `flex_attention` with blocks that hold only pairs of one sequence: sinks (CUDA)
+    blocks   one sequence after the other, on any device and in any precision
+
+Transformers makes no mask for these names. Where sequences begin reaches every layer as the argument
+`packed_sequences` of the model's forward, so that a recomputed or compiled layer has it as well.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from moe_replay.routes.layout import TokenLayout
+from moe_replay.weights.model_folder import ModelError
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+MAX_FLASH_HEAD = 256
+_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}
+
+
+class PackedSequences(NamedTuple):
+    """Where the sequences of a micro-batch begin in its flattened rows.
+
+    starts    (S + 1,) int32: the first token of each sequence, and the number of all tokens
+    longest   tokens of the longest sequence
+    masks     of `flex`, by window: made in the first layer that needs them
+    """
+
+    starts: Tensor
+    longest: int
+    masks: dict[int | None, Any]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> PackedSequences:
+        """Return the sequences of these lengths, one behind the other."""
+        starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        return cls(starts.to(device, non_blocking=True), max(lengths), {})
+
+
+def forward_arguments(model: Any, layout: TokenLayout, device: torch.device) -> dict[str, Any]:
+    """Return what a forward of the model on this layout needs besides ids and positions.
+
+    Padding on the right is a part of its sequence: no token attends to what comes after it.
+    """
+    if model.config._attn_implementation not in IMPLEMENTATIONS:
+        return {}
+    return {"packed_sequences": PackedSequences.of(layout.segments * len(layout.fed), device)}
+
+
+# ---- choice ----------------------------------------------------------------------------------------------------------
+
+
+class Choice(NamedTuple):
+    """An attention by its name in Transformers, and why it was chosen."""
+
+    name: str
+    reason: str
+
+
+def of_transformers(name: str) -> str | None:
+    """Return the attention that Transformers builds a model with; None: its default, before `use_attention`."""
+    return None if name == AUTO or name in IMPLEMENTATIONS else name
+
+
+def use_attention(model: Any, name: str, device: torch.device, dtype: torch.dtype, *, log: bool) -> None:
+    """Have a Transformers model use an attention of this module, if it is named; `auto` picks one for the model.
+
+    log   say what was picked, and why
+    """
+    if of_transformers(name) is not None:
+        return
+    if name == AUTO:
+        name, reason = choose(model, device, dtype)
+        if log:
+            logger.info("attention: %s (%s)", name, reason)
+    if name not in IMPLEMENTATIONS:
+        return  # what it was built with
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(name, IMPLEMENTATIONS[name])
+    model.set_attn_implementation(name)
+    model.register_forward_pre_hook(_add_sequences, with_kwargs=True)
+
+
+def choose(model: Any, device: torch.device, dtype: torch.dtype) -> Choice:
+    """Return the attention for a model that computes in `dtype` on a device."""
+    problem = _mask_problem(model)
+    if problem is not None:
+        usual = "sdpa" if model._supports_sdpa else "eager"
+        return Choice(usual, f"{problem}, so Transformers makes a mask over all pairs of tokens")
+    if device.type != "cuda":
+        return Choice("blocks", f"no flash kernel on {device.type}: one sequence after the other")
+    if getattr(model.config, "attn_logit_softcapping", None) is not None:  # compiling them in flex_attention fails
+        return Choice("blocks", "soft-capped scores: one sequence after the other")
+    if dtype == torch.float32:
+        return Choice("blocks", "no flash kernel in float32: one sequence after the other")
+    needs_flex = _needs_flex(model)
+    if needs_flex is not None:
+        return Choice("flex", f"{needs_flex}: flex_attention")
+    problem = _varlen_problem(device, dtype)
+    if problem is not None:
+        return Choice("flex", f"{problem}: flex_attention")
+    return Choice("varlen", "torch's varlen_attn, flash attention sequence by sequence")
+
+
+def _mask_problem(model: Any) -> str | None:
+    """Return why a model needs masks that an attention by its arguments (window, sinks, soft cap) cannot replace.
+
+    Flash attention takes no mask either: a family that supports it has none but those.
+    """
+    if not getattr(model, "_supports_attention_backend", False):
+        return f"{type(model).__name__} takes no attention but those of Transformers"
+    types = {kind for kind in getattr(model.config, "layer_types", None) or () if kind.endswith("attention")}
+    if special := sorted(types - _KNOWN_LAYER_TYPES):
+        return f"{type(model).__name__} has layers of {', '.join(special)}"
+    if not model._supports_flash_attn:
+        return f"{type(model).__name__} has masks that flash attention does not know"
+    if any(getattr(module, "is_causal", True) is False for module in model.modules()):
+        return f"{type(model).__name__} attends to later tokens"
+    return None
+
+
+def _needs_flex(model: Any) -> str | None:
+    if any(name.endswith("sinks") for name, _ in model.named_parameters()):
+        return "attention sinks"
+    widths = [getattr(model.config, name, None) or 0 for name in ("head_dim", "global_head_dim", "qk_head_dim")]
+    return f"heads of {max(widths)}, more than flash attention has" if max(widths) > MAX_FLASH_HEAD else None
+
+
+@cache
+def _varlen_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why `varlen_attn` cannot be used; one small call shows it."""
+    kernel = _varlen_kernel()
+    if kernel is None:
+        return f"torch {torch.__version__} has no varlen_attn with windows"
+    heads = torch.zeros(16, 1, 64, dtype=dtype, device=device)
+    starts = torch.tensor([0, 16], dtype=torch.int32, device=device)
+    try:
+        kernel(heads, heads, heads, starts, starts, 16, 16, window_size=(-1, 0))
+    except RuntimeError as error:
+        return f"varlen_attn does not run here ({str(error).splitlines()[0]})"
+    return None
+
+
+@cache
+def _varlen_kernel() -> Callable[..., Any] | None:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if "window_size" in inspect.signature(varlen_attn).parameters else None
+
+
+@cache
+def _varlen_shares_heads() -> bool:
+    """Whether `varlen_attn` takes fewer heads of keys than of queries."""
+    kernel = _varlen_kernel()
+    return kernel is not None and "enable_gqa" in inspect.signature(kernel).parameters
+
+
+def _add_sequences(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """Add the sequences to a forward that was not told: by positions that begin again, else each row is one."""
+    if "packed_sequences" in kwargs:
+        return None
+    ids, positions = kwargs.get("input_ids", args[0] if args else None), kwargs.get("position_ids")
+    given: Tensor = kwargs["inputs_embeds"] if ids is None else ids
+    rows, width = given.shape[:2]
+    begins = torch.zeros(rows, width, dtype=torch.bool)
+    begins[:, 0] = True
+    if positions is not None and positions.dim() == 2:
+        begins[:, 1:] |= (positions.diff(dim=-1) != 1).cpu().expand(rows, -1)
+    starts = [*begins.flatten().nonzero()[:, 0].tolist(), rows * width]
+    lengths = [end - start for start, end in pairwise(starts)]
+    return args, kwargs | {"packed_sequences": PackedSequences.of(lengths, given.device)}
+
+
+# ---- attention functions ---------------------------------------------------------------------------------------------
+
+
+def _known(sequences: PackedSequences | None, module: nn.Module) -> PackedSequences:
+    if sequences is None:
+        raise ModelError(
+            "an attention layer was not told where sequences begin",
+            expected="a model that passes the arguments of its forward on to its layers",
+            found=type(module).__name__,
+            remedy="Set model.attn_implementation = 'sdpa'",
+        )
+    return sequences
+
+
+def varlen(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    packed_sequences: PackedSequences | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **other: Any,
+) -> tuple[Tensor, None]:
+    """Heads (B, heads, W, size) -> (B, W, heads, size), by flash attention over all sequences."""
+    kernel = _varlen_kernel()
+    assert kernel is not None, "varlen was chosen without its kernel"
+    assert other.get("s_aux") is None, "varlen has no sinks"
+    assert other.get("softcap") is None, "varlen has no soft caps"
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    (batch, _, width, size), value_size = query.shape, value.shape[-1]
+    full = -(-max(size, value_size) // 8) * 8
+    shared = {"enable_gqa": True} if _varlen_shares_heads() else {}
+    if not shared:
+        key, value = (_repeated(heads, query.shape[1]) for heads in (key, value))
+    flat = [pad(heads, (0, full - heads.shape[-1])).transpose(1, 2).flatten(0, 1) for heads in (query, key, value)]
+    starts, longest, _ = _known(packed_sequences, module)
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    found = kernel(
+        *(heads.contiguous() for heads in flat),
+        starts,
+        starts,
+        longest,
+        longest,
+        scale=scale,
+        window_size=window,
+        **shared,
+    )
+    return found[..., :value_size].unflatten(0, (batch, width)), None
+
+
+@torch.compiler.disable
+def blocks(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    packed_sequences: PackedSequences | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Heads (B, heads, W, size) -> (B, W, heads, size), sequence by sequence; those of one length together."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    heads = [query, _repeated(key, query.shape[1]), _repeated(value, query.shape[1])]
+    lengths = _known(packed_sequences, module).starts.diff().tolist()
+    rows = [part.transpose(1, 2).flatten(0, 1) for part in heads]
+    if len(set(lengths)) == 1:
+        same = [part.unflatten(0, (-1, lengths[0])).transpose(1, 2) for part in rows]
+        found = [_attend(same, scale, sliding_window, softcap, s_aux)]
+    else:
+        cut = zip(*(part.split(lengths) for part in rows), strict=True)
+        sequences = [[part.transpose(0, 1)[None] for part in sequence] for sequence in cut]
+        found = [_attend(sequence, scale, sliding_window, softcap, s_aux) for sequence in sequences]
+    together = torch.cat([part.transpose(1, 2).flatten(0, 1) for part in found])
+    return together.unflatten(0, (query.shape[0], query.shape[2])), None
+
+
+def _attend(
+    heads: Sequence[Tensor], scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Causal attention of whole sequences; queries, keys and values are (S, heads, L, size) each."""
+    query, key, value = heads
+    length = query.shape[2]
+    is_windowed = window is not None and length > window
+    if softcap is None and sinks is None:
+        mask = _visible(length, window, query.device) if is_windowed else None
+        return scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=scale)
+    scores = query @ key.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    visible = _visible(length, window if is_windowed else None, query.device)
+    scores = scores.float().masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    return scores.softmax(-1)[..., :length].to(value.dtype) @ value
+
+
+def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
+    """(L, L): whether a token (row) attends to another (column)."""
+    every = torch.ones(length, length, dtype=torch.bool, device=device)
+    return every.tril() if window is None else every.tril().triu(1 - window)
+
+
+@torch.compiler.disable
+def flex(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    packed_sequences: PackedSequences | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **other: Any,
+) -> tuple[Tensor, None]:
+    """Heads (B, heads, W, size) -> (B, W, heads, size), by blocks of pairs that a sequence has."""
+    assert other.get("softcap") is None, "flex has no soft caps"
+    batch, _heads, width, _size = query.shape
+    # (1, heads, B * W, size): sequences of all rows behind each other
+    query, key, value = (heads.transpose(0, 1).flatten(1, 2)[None] for heads in (query, key, value))
+    starts, _longest, masks = _known(packed_sequences, module)
+    if sliding_window not in masks:
+        masks[sliding_window] = _block_mask(starts, batch * width, sliding_window)
+
+    run = _compiled_flex() if query.is_cuda else _flex_attention
+    found, normalizer = run(query, key, value, masks[sliding_window], scaling)
+    if s_aux is not None:  # a sink takes its part of the probability, and has no value
+        found = found * torch.sigmoid(normalizer - s_aux.float()[None, :, None])[..., None].to(found.dtype)
+    return found[0].unflatten(1, (batch, width)).permute(1, 2, 0, 3), None
+
+
+def _flex_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | None) -> tuple[Tensor, Tensor]:
+    from torch.nn.attention import flex_attention as torch_flex
+
+    has_aux = hasattr(torch_flex, "AuxRequest")  # since torch 2.9
+    wanted: dict[str, Any] = {"return_aux": torch_flex.AuxRequest(lse=True)} if has_aux else {"return_lse": True}
+    found, normalizer = torch_flex.flex_attention(
+        query, key, value, None, mask, scale, enable_gqa=query.shape[1] != key.shape[1], **wanted
+    )
+    return found, normalizer.lse if has_aux else normalizer
+
+
+@cache
+def _compiled_flex() -> Any:
+    return torch.compile(_flex_attention, dynamic=True)
+
+
+def _block_mask(starts: Tensor, tokens: int, window: int | None) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    sequence = torch.bucketize(torch.arange(tokens, device=starts.device), starts[1:], right=True)
+
+    def is_visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        visible = (sequence[query] == sequence[key]) & (query >= key)
+        return visible if window is None else visible & (query - key < window)
+
+    return create_block_mask(is_visible, None, None, tokens, tokens, starts.device, _compile=starts.is_cuda)
+
+
+def _repeated(heads: Tensor, count: int) -> Tensor:
+    """Give every query head its own copy of keys or values: (B, groups, W, size) -> (B, count, W, size)."""
+    return heads if heads.shape[1] == count else heads.repeat_interleave(count // heads.shape[1], 1)
+
+
+IMPLEMENTATIONS = {"varlen": varlen, "flex": flex, "blocks": blocks}

@@ -1,0 +1,292 @@
+"""Load a Transformers checkpoint into a model sharded by FSDP2; each rank reads only its rows.
+
+A folder that cannot be read row by row (other names than the model's checkpoint, files that are not safetensors,
+buffers that only a loaded model has) is loaded by Transformers on rank 0 and scattered; it reports problems.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from moe_replay.distributed.ranks import from_rank_0, raise_on_all_ranks
+from moe_replay.megatron.weights.checkpoint import INDEX, QUANTIZATION, Checkpoint
+from moe_replay.megatron.weights.tensor_slices import WeightMapError
+from moe_replay.train.backends import attention, lora
+from moe_replay.train.config.sections import ModelConfig
+from moe_replay.weights.checkpoint import CheckpointForm, model_tensor
+from moe_replay.weights.model_folder import (
+    ModelError,
+    build_model,
+    check_dtypes,
+    check_experts,
+    check_finite,
+    check_unexpected,
+    load_model,
+    read_config,
+)
+
+Shape = tuple[int, ...]
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+
+
+class FolderShards:
+    """The tensors of a folder in the form of a Transformers model.
+
+    model   on any device, `meta` too
+    parts   tensors of the checkpoint that make up each tensor of the model, with their shapes
+    """
+
+    def __init__(self, checkpoint: Checkpoint, model: Any, parts: dict[str, dict[str, Shape]]) -> None:
+        self._checkpoint, self._model, self._parts = checkpoint, model, parts
+
+    @classmethod
+    def of(cls, folder: str, model: Any) -> FolderShards | None:
+        """Return what reads a folder for a model on the `meta` device; None if Transformers has to load it."""
+        path = Path(folder)
+        if not (path / INDEX).is_file() and not (path / "model.safetensors").is_file():
+            return None
+        if any(not _is_rotary(module) for module in _with_constants(model)):
+            return None
+        try:
+            checkpoint = Checkpoint(path)
+            present = checkpoint.names
+        except WeightMapError:
+            if _has_scales(_config_file(path)):
+                raise
+            return None
+        tied, form = _tied(model), CheckpointForm(model)
+        tensors = {name: form.tensors(name, tensor) for name, tensor in model.state_dict().items() if name not in tied}
+        expected = {part: tensor for of_tensor in tensors.values() for part, tensor in of_tensor.items()}
+        if any(part not in present or checkpoint.shape(part) != one.shape for part, one in expected.items()):
+            return None
+        check_unexpected(model, present - expected.keys() - tied, folder)
+        stored = {part: checkpoint.stored_dtype(part) for part in expected}
+        floating = {part: tensor.is_floating_point() for part, tensor in expected.items()}
+        check_dtypes(stored, floating, folder, quantized=checkpoint.is_quantized)
+        parts = {
+            name: {part: tuple(one.shape) for part, one in of_tensor.items()} for name, of_tensor in tensors.items()
+        }
+        return cls(checkpoint, model, parts)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parts
+
+    def rows(self, name: str, shape: Shape, first: int, count: int) -> Tensor:
+        """Return some rows of a tensor of the model; nothing else is read where that is possible."""
+        parts = self._parts[name]
+        if list(parts) == [name]:
+            return self._checkpoint.read(name, (slice(first, first + count), *(slice(0, size) for size in shape[1:])))
+        experts = {int(found[0]) for part in parts if (found := _EXPERT.search(part))}
+        if experts == set(range(shape[0])) and all(map(_EXPERT.search, parts)) and count:
+            rows = self._converted(name, range(first, first + count))
+            if tuple(rows.shape) == (count, *shape[1:]):
+                return rows
+        return self._converted(name)[first : first + count]
+
+    def whole(self, name: str) -> Tensor:
+        return self._converted(name)
+
+    def _converted(self, name: str, experts: range | None = None) -> Tensor:
+        """Return a tensor of the model, or the part of it that holds some experts."""
+        chosen = {}
+        for part, shape in self._parts[name].items():
+            number = _EXPERT.search(part)
+            if experts is None or (number is not None and int(number[0]) in experts):
+                chosen[part] = self._checkpoint.read(part, tuple(slice(0, size) for size in shape))
+        return model_tensor(self._model, name, chosen)
+
+
+def _config_file(folder: Path) -> Any:
+    """Return config.json of a folder as it is; None if it cannot be read."""
+    try:
+        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _has_scales(config: Any) -> bool:
+    settings = config.get(QUANTIZATION) if isinstance(config, dict) else None
+    return isinstance(settings, dict) and settings.get("quant_method") == "fp8"
+
+
+def without_scales(settings: Any) -> bool:
+    """Remove from a Transformers config that weights are in 8 bits: they are read as float32. Return whether it did."""
+    if not _has_scales({QUANTIZATION: getattr(settings, QUANTIZATION, None)}):
+        return False
+    del settings.quantization_config
+    return True
+
+
+def _tied(model: nn.Module) -> set[str]:
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return every - {name for name, _ in model.named_parameters()}
+
+
+# ---- what no checkpoint has ------------------------------------------------------------------------------------------
+
+
+def _with_constants(model: nn.Module) -> Iterator[nn.Module]:
+    return (module for module in model.modules() if module._non_persistent_buffers_set)
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    """Whether Transformers can recompute the constants of a module."""
+    has_no_parameters = next(module.parameters(), None) is None
+    return "RotaryEmbedding" in type(module).__name__ and hasattr(module, "original_inv_freq") and has_no_parameters
+
+
+@torch.no_grad()
+def compute_constants(model: Any) -> None:
+    """Compute the buffers that a checkpoint does not hold, as Transformers does for a model that it loads."""
+    for module in _with_constants(model):
+        for name in module._non_persistent_buffers_set:
+            getattr(module, name).fill_(torch.nan)
+        model._init_weights(module)
+        for name in module._non_persistent_buffers_set:
+            assert torch.isfinite(getattr(module, name)).all(), f"{name} of {type(module).__name__} was not computed"
+
+
+def can_compute_constants() -> bool:
+    """Whether this version of Transformers has a way to compute such buffers."""
+    return find_spec("transformers.core_model_loading") is not None
+
+
+# Scoring and training must compute the same function of the weights.
+_RANDOM_IN_TRAINING = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
+
+
+def sharded_model(folder: str, config: ModelConfig, device: torch.device, *, trained: bool) -> Any:
+    """Return the model of a folder with float32 weights sharded over all ranks; trainable, or frozen for scoring."""
+    whole, has_adapters = None, trained and bool(config.lora_rank)
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    seed = int(from_rank_0(lambda: str(int(torch.randint(2**62, ()))), "drawing a seed")) if has_adapters else 0
+    with raise_on_all_ranks("loading the model"):
+        settings = read_config(folder, trust_remote_code=config.trust_remote_code)
+        settings.update({name: 0.0 for name in _RANDOM_IN_TRAINING if getattr(settings, name, 0.0)})
+        check_experts(folder)
+        has_scales = without_scales(settings)
+        model = _empty(settings, config)
+        attention.use_attention(model, config.attn_implementation, device, dtype, log=trained and dist.get_rank() == 0)
+        shards = FolderShards.of(folder, model) if can_compute_constants() else None
+        if has_scales and shards is None:
+            raise ModelError(
+                f"weights in 8 bits cannot be read from {folder}",
+                expected="safetensors files with the names and shapes of the model's checkpoint, and Transformers 5",
+                remedy="Complete the folder, or convert it to bfloat16 first",
+            )
+        model = _prepared(model, config, trained)  # adapters that cannot be added fail early, here
+        if shards is not None and has_adapters:
+            whole = lora.initialized(_prepared(_empty(settings, config), config, trained), seed)
+        elif shards is None and dist.get_rank() == 0:
+            whole = _prepared(_loaded(folder, settings, config), config, trained)
+    if trained and config.gradient_checkpointing is True:  # "auto" is decided before the start
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    _shard(model, dtype, device)
+    model.to_empty(device=device)
+    if shards is None:
+        _fill(model, whole)
+    else:
+        with raise_on_all_ranks("reading the weights"):
+            _read(model, shards, whole)
+    with raise_on_all_ranks("checking the weights"):
+        check_finite(((name, parameter.to_local()) for name, parameter in model.named_parameters()), folder)
+    return model
+
+
+@torch.no_grad()
+def _read(model: Any, shards: FolderShards, adapters: nn.Module | None) -> None:
+    """Fill the shards of this rank from the folder; adapters, which it does not have, from a model that holds them."""
+    compute_constants(model)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), f"{name} is not sharded"
+        local, first = parameter.to_local(), row_offset(parameter)
+        plain = lora.plain_name(name)
+        if plain in shards:
+            local.copy_(shards.rows(plain, tuple(parameter.shape), first, len(local)))
+        else:
+            assert adapters is not None, f"{name} is not in the folder"
+            local.copy_(adapters.get_parameter(name)[first : first + len(local)])
+    for name, buffer in model.named_buffers():
+        if (plain := lora.plain_name(name)) in shards:
+            buffer.copy_(shards.whole(plain))
+
+
+def row_offset(tensor: DTensor) -> int:
+    """Return the first row that this rank holds; rows are cut as `torch.chunk` does."""
+    (placement,) = tensor.placements
+    assert placement == Shard(0), f"sharded as {placement}"
+    rows = -(-tensor.shape[0] // tensor.device_mesh.size())
+    return min(rows * tensor.device_mesh.get_local_rank(), tensor.shape[0])
+
+
+def _prepared(model: Any, config: ModelConfig, trained: bool) -> Any:
+    if not trained:
+        model.requires_grad_(False)
+    elif config.lora_rank:
+        lora.add_adapters(model, config)
+    return model
+
+
+def _loaded(folder: str, settings: Any, config: ModelConfig) -> Any:
+    return load_model(
+        folder,
+        config=settings,
+        trust_remote_code=config.trust_remote_code,
+        dtype=torch.float32,
+        attn_implementation=attention.of_transformers(config.attn_implementation),
+    )
+
+
+def _empty(settings: Any, config: ModelConfig) -> Any:
+    """Return the model on the meta device."""
+    with torch.device("meta"):
+        return build_model(
+            settings,
+            trust_remote_code=config.trust_remote_code,
+            dtype=torch.float32,
+            attn_implementation=attention.of_transformers(config.attn_implementation),
+        )
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, whole: nn.Module | None) -> None:
+    """Give every rank its shards of the weights, and all buffers, of the model that rank 0 has loaded."""
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), f"{name} is not sharded"
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        if whole is not None:
+            full.copy_(whole.get_parameter(name))
+        shard = distribute_tensor(full, parameter.device_mesh, parameter.placements)  # scattered by rank 0
+        parameter.to_local().copy_(shard.to_local())
+    for name, buffer in model.named_buffers():
+        if whole is not None:
+            buffer.copy_(whole.get_buffer(name))
+        dist.broadcast(buffer, 0)
+
+
+def _shard(model: Any, dtype: torch.dtype, device: torch.device) -> None:
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
+    kinds = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in kinds]
+    if not layers:
+        raise ModelError(
+            "nothing says which modules are the model's layers",
+            expected="_no_split_modules of the Transformers model",
+            found=type(model).__name__,
+        )
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -1,0 +1,1 @@
+"""Checkpoints: complete or absent, and sufficient to resume bit for bit."""

@@ -1,0 +1,1 @@
+"""Score and update phases: old log-probs, losses and policy updates."""

@@ -1,0 +1,207 @@
+"""Mini-batches and micro-batches: which sequences are trained together, on which rank, and where their tokens sit.
+
+    trajectories --(updates)--> mini-batches --(ranks)--> shares --(token budget)--> micro-batches
+
+Every rank computes the whole division from the headers of the trajectories, and asks the store for its own share.
+Each token has its weight in the whole mini-batch, so the division changes no loss.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_replay.errors import AlignmentError
+from moe_replay.records import MicroBatch, RolloutBatch, Trajectory
+from moe_replay.routes.layout import PADDING, TokenLayout
+from moe_replay.sampling_mask import LogitMask, SamplingMask
+from moe_replay.train.backends.base import Backend
+from moe_replay.train.learn.losses import Aggregation, token_weights
+from moe_replay.train.trajectories.store import TrajectoryStore
+
+Division = list[list[list[int]]]
+"""[data rank][micro-batch] -> indices of sequences."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """This rank's part of one update.
+
+    bins       indices of the trajectories of each micro-batch
+    weights    of a token of each trajectory, by its index
+    dummies    micro-batches of weight zero, of the trajectory `shortest`
+    """
+
+    bins: list[list[int]]
+    weights: dict[int, float]
+    dummies: int
+    shortest: int
+
+
+def mini_batches(
+    batch: RolloutBatch,
+    store: TrajectoryStore,
+    backend: Backend,
+    *,
+    updates: int,
+    aggregation: Aggregation,
+    max_tokens: int,
+    budget: int,
+    packed: bool,
+    overlong_filter: bool = False,
+) -> list[list[MicroBatch]]:
+    """Return the micro-batches of this rank for each of the updates on one rollout batch. All ranks call it.
+
+    A trajectory without a reward, or removed by the overlong filter, is not trained on; in a mean over sequences it
+    counts as a sequence without tokens.
+    """
+    planned = []
+    for part in np.array_split(np.arange(len(batch.headers)), updates):
+        chosen = [batch.headers[i] for i in part.tolist()]
+        excluded = [np.isnan(header.reward) or (overlong_filter and header.truncated) for header in chosen]
+        scored = np.array([0 if out else header.num_scored for header, out in zip(chosen, excluded, strict=True)])
+        weights = token_weights(scored, aggregation, max_tokens)
+        trained = np.flatnonzero(scored)
+        division = divide([chosen[i].length for i in trained], backend.data_size, budget, packed=packed)
+        count = max((len(share) for share in division), default=0)
+        count = -(-count // backend.micro_batch_multiple) * backend.micro_batch_multiple
+        bins = [[int(part[trained[i]]) for i in bin_] for bin_ in division[backend.data_rank]]
+        shortest = min(trained.tolist(), key=lambda i: chosen[i].length, default=0)
+        by_index = {int(part[i]): float(weights[i]) for i in trained.tolist()}
+        dummies = count - len(bins) if len(trained) else 0
+        planned.append(_Update(bins, by_index, dummies, int(part[shortest]) if len(part) else 0))
+    bodies = _bodies(batch, store, backend, planned)
+    micro_batches = []
+    for update in planned:
+        share = [
+            _lay_out([bodies[i] for i in bin_], [update.weights[i] for i in bin_], backend, batch.layers)
+            for bin_ in update.bins
+        ]
+        share += [dummy_batch(bodies[update.shortest], backend, batch.layers) for _ in range(update.dummies)]
+        micro_batches.append(share)
+    return micro_batches
+
+
+def _bodies(
+    batch: RolloutBatch, store: TrajectoryStore, backend: Backend, planned: Sequence[_Update]
+) -> dict[int, Trajectory]:
+    """Return the trajectories that this rank needs, by index, with the routes of its layers."""
+    indices = {i for update in planned for bin_ in update.bins for i in bin_}
+    indices |= {update.shortest for update in planned if update.dummies}
+    ordered = sorted(indices)
+    return dict(zip(ordered, store.get(batch, ordered, layers_of(backend)), strict=True))
+
+
+def layers_of(backend: Backend) -> tuple[int, ...]:
+    return tuple(sorted(layer for layers in backend.chunk_layers for layer in layers))
+
+
+def dummy_batch(trajectory: Trajectory, backend: Backend, layers: Sequence[int] | None = None) -> MicroBatch:
+    """Return a micro-batch of weight zero: every rank runs as many passes as the busiest one.
+
+    layers   that its routes were recorded for, if it has those of some layers only
+    """
+    batch = _lay_out([trajectory], [0.0], backend, layers)
+    batch.is_dummy = True
+    return batch
+
+
+def _lay_out(
+    trajectories: list[Trajectory], weights: list[float], backend: Backend, layers: Sequence[int] | None
+) -> MicroBatch:
+    layout = backend.layout([len(t) for t in trajectories])
+    batch = make_micro_batch(trajectories, weights, layout, backend.device)
+    batch.chunk_layers = backend.chunk_layers
+    batch.source_layers = None if layers is None else tuple(layers)
+    return batch
+
+
+def make_micro_batch(
+    trajectories: Sequence[Trajectory], loss_weights: Sequence[float], layout: TokenLayout, device: torch.device
+) -> MicroBatch:
+    """Lay out trajectories; `loss_weights` has the weight of each sampled token of each trajectory."""
+    ids = np.concatenate([t.token_ids for t in trajectories]).astype(np.int64)
+    position = np.concatenate([np.arange(len(t)) for t in trajectories])
+    sequence = np.repeat(np.arange(len(trajectories)), [len(t) for t in trajectories])
+    # Token p predicts token p + 1; what follows a sequence's last token belongs to another sequence.
+    is_scored = np.concatenate([np.append(t.sampled[1:], False) for t in trajectories])
+    target_index = np.cumsum(is_scored) - 1
+    next_ids = np.append(ids[1:], 0)
+
+    fed = layout.fed.ravel()
+    target_positions = np.flatnonzero((fed != PADDING) & is_scored[fed])
+    tokens = fed[target_positions]
+
+    def on_device(values: np.ndarray, dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(device, dtype)
+
+    def per_token(values: Sequence[float]) -> Tensor:
+        return on_device(np.asarray(values, np.float32)[sequence[is_scored]], torch.float32)
+
+    shape = layout.fed.shape
+    logprobs = np.concatenate([t.logprobs[1:][t.sampled[1:]] for t in trajectories])
+    return MicroBatch(
+        trajectories=tuple(trajectories),
+        layout=layout,
+        input_ids=on_device(layout.fed_token_ids([t.token_ids for t in trajectories], pad=0), torch.int64),
+        position_ids=on_device(np.where(fed == PADDING, 0, position[fed]).reshape(shape), torch.int64),
+        target_positions=on_device(target_positions, torch.int64),
+        target_ids=on_device(next_ids[tokens], torch.int64),
+        target_index=on_device(target_index[tokens], torch.int64),
+        sequence=on_device(sequence[is_scored], torch.int64),
+        advantages=per_token([t.advantage for t in trajectories]),
+        loss_weights=per_token(loss_weights),
+        rollout_logprobs=on_device(logprobs, torch.float32),
+        logit_mask=_logit_mask(trajectories, tokens + 1, device),
+    )
+
+
+def _logit_mask(trajectories: Sequence[Trajectory], tokens: np.ndarray, device: torch.device) -> LogitMask | None:
+    """Return the mask of tokens (n,) of all trajectories, concatenated; None if none of them has one."""
+    masks = [trajectory.sampling_mask for trajectory in trajectories]
+    present = [mask for mask in masks if mask is not None]
+    if not present:
+        return None
+    if len(present) < len(masks):
+        raise AlignmentError(
+            "some sequences of a rollout have a sampling mask and others have none",
+            sample=f"row {trajectories[masks.index(None)].row}",
+            remedy="Sample all of them with the same parameters",
+        )
+    return LogitMask.of(SamplingMask.concatenate(present).take(tokens), device)
+
+
+def divide(lengths: Sequence[int], ranks: int, budget: int, *, packed: bool) -> Division:
+    """Divide sequences over ranks, balanced by tokens, and those of each rank into micro-batches of `budget` tokens.
+
+    A padded micro-batch costs its longest sequence times the number of sequences. A sequence longer than the budget
+    gets its own micro-batch.
+    """
+    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    load = [(0, rank) for rank in range(ranks)]  # a heap
+    for index in longest_first:
+        tokens, rank = load[0]
+        shares[rank].append(index)
+        heapq.heapreplace(load, (tokens + lengths[index], rank))
+    return [_bins(share, lengths, budget, packed=packed) for share in shares]
+
+
+def _bins(indices: Sequence[int], lengths: Sequence[int], budget: int, *, packed: bool) -> list[list[int]]:
+    """Return first-fit bins of `indices`, which come longest first; each bin is in sequence order."""
+    bins: list[list[int]] = []
+    for index in indices:
+        for bin_ in bins:
+            longest = lengths[bin_[0]]  # the first is the longest
+            used = sum(lengths[i] for i in bin_) if packed else longest * len(bin_)
+            if used + (lengths[index] if packed else longest) <= budget:
+                bin_.append(index)
+                break
+        else:
+            bins.append([index])
+    return [sorted(bin_) for bin_ in bins]

@@ -1,0 +1,98 @@
+"""The probe: one fixed sequence whose log-probs show that engine and trainer agree.
+
+After each weight sync the engine must return the trainer's log-probs, which shows that it computes with the trainer's
+weights. Before the first step the trainer must return the same log-probs for the sequence alone and packed behind
+another one, which shows that sequences of a micro-batch do not attend to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moe_replay.distributed.collectives import all_gather, broadcast_bytes, control_group
+from moe_replay.errors import AlignmentError
+from moe_replay.records import FinishReason, MicroBatch, Trajectory
+from moe_replay.routes.trace import RouteTrace
+from moe_replay.train.backends.base import Backend, Routing, Scores
+from moe_replay.train.config.sections import RolloutConfig
+from moe_replay.train.learn.batches import dummy_batch, make_micro_batch
+from moe_replay.weights.probe import Probe
+
+
+class ProbeSequence:
+    """The probe, laid out on every rank."""
+
+    def __init__(self, token_ids: np.ndarray, backend: Backend) -> None:
+        topology = backend.topology
+        versions = np.append(-1, np.zeros(len(token_ids) - 1, np.int64))  # every token but the first is scored
+        whole = Trajectory(
+            row=0,
+            group=0,
+            token_ids=token_ids,
+            logprobs=np.zeros(len(token_ids), np.float32),
+            versions=versions,
+            trace=RouteTrace.uncovered(token_ids, topology.layers, topology.top_k, num_experts=topology.num_experts),
+            finish_reason=FinishReason.STOP,
+        )
+        self.token_ids = token_ids
+        self._whole = whole
+        self._alone = dummy_batch(whole, backend)
+
+    @classmethod
+    def broadcast(cls, token_ids: Sequence[int] | None, backend: Backend) -> ProbeSequence:
+        """Return the probe of rank 0's tokens on every rank."""
+        content = None if token_ids is None else np.asarray(token_ids, np.int32).tobytes()
+        return cls(np.frombuffer(broadcast_bytes(content), np.int32), backend)
+
+    def check_packing(self, backend: Backend, tolerance: float) -> None:
+        """Raise if the log-probs of the sequence differ when it is packed behind another one.
+
+        Attention separates packed sequences by their positions; layers that carry a state from token to token (linear
+        attention, state-space models) may not, and no other check would show it.
+        """
+        together = make_micro_batch(
+            [self._whole, self._whole],
+            [0.0, 0.0],
+            backend.layout([len(self.token_ids)] * 2),
+            backend.device,
+        )
+        alone, both = _scores(backend, self._alone), _scores(backend, together)
+        if alone is None or both is None:
+            return
+        if not bool(alone.logprobs.isfinite().all()):
+            raise AlignmentError(
+                "the log-probs of the model are not finite",
+                found=f"{int((~alone.logprobs.isfinite()).sum())} of {len(alone.logprobs)} tokens",
+                remedy="Its weights may be too large for model.dtype: bfloat16 and float32 hold more than float16",
+            )
+        second = both.logprobs[len(alone.logprobs) :]
+        typical = float((second - alone.logprobs).abs().median())
+        if not typical <= tolerance:
+            raise AlignmentError(
+                "a sequence packed behind another one has other log-probs than alone: packed sequences see each other",
+                expected=f"log-probs within {tolerance} in the median",
+                found=f"{typical:.4g}",
+                remedy="This model carries a state from token to token: set batch.packed = false",
+            )
+
+    def score(self, backend: Backend, config: RolloutConfig) -> Probe | None:
+        """Return the probe with the policy's current log-probs, on every rank; None if `check_weights` is off."""
+        if not config.check_weights:
+            return None
+        scores = _scores(backend, self._alone)
+        own = (
+            np.zeros(0, np.float32)
+            if scores is None or not backend.reports_metrics
+            else scores.logprobs.float().cpu().numpy()
+        )
+        logprobs = (
+            next(part for part in all_gather(own.view(np.uint8), control_group()) if part.size).view(np.float32).copy()
+        )
+        return Probe(token_ids=self.token_ids.tolist(), logprobs=logprobs, tolerance=config.weights_tolerance)
+
+
+def _scores(backend: Backend, batch: MicroBatch) -> Scores | None:
+    """Return the scores of one micro-batch; a pipeline that needs several gets it several times."""
+    return backend.score([batch] * backend.micro_batch_multiple, Routing("native"), temperature=1.0)[0]

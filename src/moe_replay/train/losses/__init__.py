@@ -1,1 +1,0 @@
-"""Policy losses: one file for each, `registry.py` names them."""

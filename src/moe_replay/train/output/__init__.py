@@ -1,0 +1,1 @@
+"""Everything a run writes for people: run folder, console, completions, metrics."""

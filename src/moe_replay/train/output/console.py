@@ -1,0 +1,202 @@
+"""Console output of a run: one line per completed step and, in a terminal, a live line for the current phase."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import IO, Any
+
+from moe_replay.distributed.ranks import rank
+from moe_replay.errors import MissingExtraError
+from moe_replay.records import Completion
+from moe_replay.train.output.completions import printable
+from moe_replay.train.output.sinks import Metrics
+
+LOG_WIDTH = 160
+SMALL_GB = 0.1
+SHOWN_PROMPT, SHOWN_TEXT = 240, 800  # characters of a table's cells
+PHASES = ("rollout", "score", "train", "sync")  # time/<phase> of a step
+
+
+class ConsoleProgress:
+    """Shows the progress of a run of `steps` steps; prints on rank 0 only.
+
+        with ConsoleProgress(steps=100) as progress:
+            progress.phase("rollout", done=12, total=64)    # as often as it changes
+            progress.step(3, metrics)                       # one line
+
+    A file or a pipe receives the lines of completed steps only.
+    """
+
+    def __init__(self, steps: int, file: IO[str] | None = None) -> None:
+        self._steps = steps
+        self._file = file or sys.stdout
+        self._is_shown = rank() == 0
+        self._open = ExitStack()
+        self._live: _LiveLine | None = None
+        self._current = 0
+
+    def __enter__(self) -> ConsoleProgress:
+        if self._is_shown and self._file.isatty():
+            self._live = self._open.enter_context(_LiveLine(self._file))
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._live = None
+        self._open.close()
+
+    def plan(self, steps: int) -> None:
+        """Count up to this number of steps from now on."""
+        self._steps = steps
+
+    def resume(self, step: int) -> None:
+        """Count on from this step, the last completed one."""
+        self._current = step
+
+    def phase(self, name: str, done: int, total: int) -> None:
+        """Show how far a phase of the current step is: samples of a rollout, updates of a step."""
+        if self._live is not None:
+            self._live.show(f"step {self._current + 1}/{self._steps}  {name}", done, total)
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        """Print the line of a completed step."""
+        self._current = step
+        self.message(step_line(step, self._steps, metrics))
+
+    def completions(self, completions: Sequence[Completion]) -> None:
+        """Print a table of completions with their rewards and advantages; nothing if there are none."""
+        if completions and self._is_shown:
+            self._print_table(completions)
+
+    def _print_table(self, completions: Sequence[Completion]) -> None:
+        table = completion_table(completions)
+        if self._live is not None:
+            self._live.print(table)
+        else:
+            _console(self._file).print(table)
+
+    def message(self, text: str) -> None:
+        """Print one line of text."""
+        if self._live is not None:
+            self._live.message(text)
+        elif self._is_shown:
+            print(text, file=self._file, flush=True)
+
+
+class _LiveLine:
+    """The line that is redrawn at the bottom of a terminal."""
+
+    def __init__(self, file: IO[str]) -> None:
+        console = _console(file)
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._rich: Any = Progress(*columns, console=console, transient=True)
+        self._task = self._rich.add_task("", visible=False)
+        self._text = ""
+
+    def __enter__(self) -> _LiveLine:
+        self._rich.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._rich.stop()
+
+    def show(self, text: str, done: int, total: int) -> None:
+        if text == self._text:
+            self._rich.update(self._task, completed=done, total=total)  # redrawn a few times a second
+            return
+        self._text = text
+        self._rich.reset(self._task, description=text, completed=done, total=total, visible=True)
+        self._rich.refresh()
+
+    def message(self, text: str) -> None:
+        self._rich.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def print(self, table: Any) -> None:
+        self._rich.console.print(table)
+
+
+def _console(file: IO[str]) -> Any:
+    """Return a console of rich that prints to a file: as wide as the terminal, or wide enough for a log."""
+    try:
+        from rich.console import Console
+    except ImportError as error:
+        raise MissingExtraError("output to a terminal needs rich", remedy="pip install 'moe-replay[train]'") from error
+    return Console(file=file, width=None if file.isatty() else LOG_WIDTH)
+
+
+# ---- completions ----------------------------------------------------------------------------------------------------
+
+
+def completion_table(completions: Sequence[Completion]) -> Any:
+    """Return a table for rich: the end of each prompt, the completion, its reward and advantage."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_lines=True, expand=True)
+    for name, ratio in (("prompt", 2), ("completion", 5)):
+        table.add_column(name, ratio=ratio, overflow="fold")
+    for name in ("reward", "advantage", "tokens"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in completions:
+        prompt, completion = printable(one.prompt), printable(one.completion)
+        table.add_row(
+            Text(prompt if len(prompt) <= SHOWN_PROMPT else f"…{prompt[-SHOWN_PROMPT:]}"),
+            Text(completion if len(completion) <= SHOWN_TEXT else f"{completion[:SHOWN_TEXT]}…"),
+            f"{one.reward:.3f}",
+            f"{one.advantage:+.3f}",
+            f"{one.tokens} ({one.finish_reason})",
+        )
+    return table
+
+
+# ---- line of one step -----------------------------------------------------------------------------------------------
+
+
+def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
+    """Return the key metrics of a step in one line; what was not measured is left out."""
+    return "  ".join([f"step {step:>{len(str(steps))}}/{steps}", *_parts(metrics)])
+
+
+def _parts(metrics: Mapping[str, float]) -> Iterator[str]:
+    shown: dict[str, Callable[[float], str]] = {
+        "reward/mean": "reward {:.3f}".format,
+        "eval/reward": "eval {:.3f}".format,
+        "mismatch/rollout_vs_old/k3_kl": "k3 {:.2g}".format,
+        "mismatch/rollout_vs_native/k3_kl": "(native {:.2g})".format,
+        "routing/agreement": "routes {:.1%} agree".format,
+        "time/tokens_per_second": lambda rate: f"{_short(rate)} tokens/s{_per_gpu(metrics)}",
+        "time/step": "{:.1f} s".format,
+    }
+    yield from (show(metrics[name]) for name, show in shown.items() if name in metrics)
+    if metrics.get("time/step"):
+        shares = {
+            phase: metrics[f"time/{phase}"] / metrics["time/step"] for phase in PHASES if f"time/{phase}" in metrics
+        }
+        if shares:
+            yield "(" + " ".join(f"{phase} {share:.0%}" for phase, share in shares.items()) + ")"
+    used = {phase: metrics[f"time/{phase}_mfu"] for phase in PHASES if f"time/{phase}_mfu" in metrics}
+    if used:
+        yield "MFU " + " ".join(f"{phase} {mfu:.1%}" for phase, mfu in used.items())
+    if metrics.get("weights/gb"):
+        size, seconds = metrics["weights/gb"], f"{metrics['time/weights']:.2g} s"
+        if size < SMALL_GB:  # all latency: a rate would say nothing
+            yield f"weights {size * 1000:.2g} MB in {seconds}"
+        else:
+            yield f"weights {size:.3g} GB at {metrics['time/weights_gb_per_second']:.2g} GB/s in {seconds}"
+    if metrics.get("loss/skipped"):
+        yield "UPDATE SKIPPED: its gradient was not finite"
+
+
+def _per_gpu(metrics: Mapping[str, float]) -> str:
+    """Return the rate of each GPU, if there are several."""
+    whole = metrics["time/tokens_per_second"]
+    rate = metrics.get("time/tokens_per_second_per_gpu", whole)
+    return "" if rate == whole else f" ({_short(rate)} per GPU)"
+
+
+def _short(number: float) -> str:
+    return f"{number / 1000:.1f}k" if number >= 1000 else f"{number:.0f}"

@@ -1,1 +1,0 @@
-"""Reward functions in separate processes, with a limit for each sample."""

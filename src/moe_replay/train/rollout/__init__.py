@@ -1,0 +1,1 @@
+"""Rollout phase: prompts are sampled in groups, scored, and given advantages."""

@@ -1,0 +1,198 @@
+"""A process that scores samples for the trainer: it imports the reward functions itself, and ends with its parent.
+
+Messages are JSON, with a tag for values that JSON does not have; nothing is pickled. A message is its length in 8 bytes
+and then the text; values that have no form here are refused. Requests are answered in order until the process is
+killed or the socket is closed. The output of a function goes where the trainer's goes.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from io import BufferedRWPair
+from typing import Any
+
+import numpy as np
+
+from moe_replay.errors import MoeReplayError
+from moe_replay.train.rollout.rewards import Reward, RewardError, call, call_details, checked, load_reward, prepare
+from moe_replay.utils.misc import one_line
+from moe_replay.utils.plugins import user_code
+from moe_replay.utils.processes import end_with_parent
+
+LENGTH = struct.Struct("<Q")
+_TAG = "\0moe-replay"
+
+
+class RewardWireError(MoeReplayError):
+    """A value that cannot be sent to a reward process."""
+
+
+class TokenIds:
+    """Token ids of a sample on their way: sent as an array, received as a list of int."""
+
+    def __init__(self, ids: np.ndarray) -> None:
+        self.ids = ids
+
+    def tolist(self) -> list[int]:
+        """Return them as a reward function gets them."""
+        return self.ids.tolist()
+
+
+def to_frame(message: Mapping[str, Any]) -> bytes:
+    """Return a message as bytes, its length first."""
+    try:
+        content = json.dumps(message, default=_tagged, separators=(",", ":")).encode()
+    except (TypeError, RecursionError) as error:
+        raise _refused(one_line(error)) from error
+    return LENGTH.pack(len(content)) + content
+
+
+def from_content(content: bytes) -> dict[str, Any]:
+    """Return the message of a frame, without its length."""
+    return json.loads(content, object_hook=_untagged)
+
+
+def _tagged(value: Any) -> Any:
+    if isinstance(value, TokenIds):
+        return {_TAG: "tokens", "value": _text(np.asarray(value.ids, "<i8").tobytes())}
+    if isinstance(value, (bytes, bytearray)):
+        return {_TAG: "bytes", "value": _text(bytes(value))}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        array = {"dtype": value.dtype.str, "shape": value.shape}
+        return {_TAG: "array", "value": _text(np.ascontiguousarray(value).tobytes()), **array}
+    if isinstance(value, np.ndarray):
+        return {_TAG: "objects", "value": value.tolist()}
+    if isinstance(value, timedelta):
+        return {_TAG: "timedelta", "value": [value.days, value.seconds, value.microseconds]}
+    for kind, name in ((datetime, "datetime"), (date, "date"), (time, "time")):  # a datetime is a date
+        if isinstance(value, kind):
+            return {_TAG: name, "value": value.isoformat()}
+    if isinstance(value, Decimal):
+        return {_TAG: "decimal", "value": str(value)}
+    if isinstance(value, (set, frozenset)):
+        return {_TAG: "set", "value": list(value)}
+    raise _refused(type(value).__qualname__)
+
+
+def _refused(found: str) -> RewardWireError:
+    return RewardWireError(
+        "a value cannot be sent to a reward process",
+        expected="what JSON has, bytes, dates, decimals, sets or numpy arrays",
+        found=found,
+        remedy="Store the column in another form, or set reward.workers = 0",
+    )
+
+
+def _untagged(found: dict[str, Any]) -> Any:
+    kind, value = found.get(_TAG), found.get("value", "")
+    match kind:
+        case None:
+            return found
+        case "tokens":
+            return np.frombuffer(base64.b64decode(str(value)), "<i8").tolist()
+        case "bytes":
+            return base64.b64decode(str(value))
+        case "array":
+            return np.frombuffer(base64.b64decode(str(value)), found["dtype"]).reshape(found["shape"]).copy()
+        case "objects":
+            return np.array(value, object)
+        case "timedelta":
+            return timedelta(*value)
+        case "datetime":
+            return datetime.fromisoformat(str(value))
+        case "date":
+            return date.fromisoformat(str(value))
+        case "time":
+            return time.fromisoformat(str(value))
+        case "decimal":
+            return Decimal(str(value))
+        case "set":
+            return set(value)
+    raise RewardWireError("a message of a reward has an unknown tag", found=kind)
+
+
+def _text(content: bytes) -> str:
+    return base64.b64encode(content).decode("ascii")
+
+
+# ---- the process -----------------------------------------------------------------------------------------------------
+
+
+START = "import json, sys; sys.path[:] = json.loads(sys.argv[1])['path']; from {module} import main; main(sys.argv[1])"
+"""Program of the process: modules are found where the trainer finds them."""
+
+
+def main(settings: str) -> None:
+    """Serve requests; `settings` is JSON with the socket, the parent's process id and the names of the rewards."""
+    setup = json.loads(settings)
+    end_with_parent(setup["parent"])
+    for output in (sys.stdout, sys.stderr):
+        output.reconfigure(line_buffering=True)  # type: ignore[union-attr]  what it prints before it is killed
+    with socket.socket(fileno=setup["socket"]) as connection, connection.makefile("rwb") as stream:
+        connection.set_inheritable(False)
+        try:
+            rewards = {name: load_reward(name) for name in setup["rewards"]}
+            for reward in rewards.values():
+                prepare(reward)
+        except MoeReplayError as error:
+            _send(stream, _as_message(error))
+            return
+        _send(stream, {"ready": True})
+        while (length := stream.read(LENGTH.size)) and len(length) == LENGTH.size:
+            request = from_content(stream.read(LENGTH.unpack(length)[0]))
+            for answer in _answers(rewards[request["reward"]], request):
+                _send(stream, answer)
+
+
+def _answers(reward: Reward, request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the values of all samples together, or sample by sample (`each`); an error is the last."""
+    prompts, completions, columns = request["prompts"], request["completions"], request["columns"]
+    size = 1 if request["each"] else len(completions)
+    for start in range(0, len(completions), size):
+        part = slice(start, start + size)
+        part_columns = {name: values[part] for name, values in columns.items()}
+        try:
+            yield {"values": _values(reward, prompts[part], completions[part], part_columns)}
+        except MoeReplayError as error:
+            yield _as_message(error)
+            return
+
+
+def _values(reward: Reward, prompts: list[Any], completions: list[Any], columns: dict[str, Any]) -> list[float | None]:
+    with user_code(f"reward {reward.name!r}", RewardError, **call_details(completions, columns)):
+        try:
+            values = call(reward, prompts, completions, columns)
+        except KeyboardInterrupt as error:  # its own: signals of the terminal do not reach this process
+            raise RewardError(
+                f"reward {reward.name!r} raised KeyboardInterrupt: {one_line(error)}",
+                **call_details(completions, columns),
+            ) from error
+    return checked(reward, values, len(completions))
+
+
+def _as_message(error: MoeReplayError) -> dict[str, Any]:
+    parts = {name: getattr(error, name) for name in ("problem", "sample", "expected", "found", "remedy")}
+    cause = error.__cause__
+    return {
+        "error": {name: None if part is None else str(part) for name, part in parts.items()},
+        "traceback": "".join(traceback.format_exception(cause)) if cause is not None else "",
+    }
+
+
+def _send(stream: BufferedRWPair, message: Mapping[str, Any]) -> None:
+    try:
+        stream.write(to_frame(message))
+        stream.flush()
+    except OSError:  # the trainer is gone, or a function has closed descriptors that it had not opened
+        os._exit(os.EX_IOERR)

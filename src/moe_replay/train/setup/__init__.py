@@ -1,0 +1,1 @@
+"""Everything that happens before the first step: inputs, preflight checks, ranks, engine."""

@@ -1,1 +1,0 @@
-"""Metric sinks: where the metrics of a run go."""

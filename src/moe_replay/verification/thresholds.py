@@ -1,0 +1,50 @@
+"""What makes `moe-replay verify` fail: limits on mismatch and agreement, and routes that are misaligned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moe_replay.verification.attribution import AGAIN, R2, R3, Attribution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """Limits for an attribution. The defaults are generous: beyond them, training will hardly work.
+
+    max_k3               k3 estimate of the divergence of the trainer, with R3, from the rollout
+    max_frac_ratio_gt2   fraction of tokens whose ratio, with R3, is above 2 or below 1/2
+    min_agreement        of native routes with those of the rollout, over all tokens and layers
+    max_r2               mean difference of log-probs between a pass and its own replay; twice the noise of native
+                         passes is always allowed
+    """
+
+    max_k3: float = 0.01
+    max_frac_ratio_gt2: float = 0.01
+    min_agreement: float = 0.7
+    max_r2: float = 1e-4
+
+
+def failures(attribution: Attribution, limits: Thresholds | None = None) -> list[str]:
+    """Return one line for each exceeded limit; empty if the batch passes."""
+    return list(_failures(attribution, limits or Thresholds()))
+
+
+def _failures(attribution: Attribution, limits: Thresholds) -> Iterator[str]:
+    passes, agreement = attribution.passes, attribution.routing.overall
+    if attribution.alignment.status == "misaligned":
+        yield f"misaligned: {attribution.alignment.detail}"
+    # Comparisons are written so that NaN fails.
+    if not agreement >= limits.min_agreement:
+        yield f"native agreement is {agreement:.4g}, less than {limits.min_agreement:g}"
+    if R3 in passes:
+        replayed = passes[R3].mismatch
+        if not replayed["k3_kl"] <= limits.max_k3:
+            yield f"k3 KL with R3 is {replayed['k3_kl']:.3g}, more than {limits.max_k3:g}"
+        if not replayed["frac_ratio_gt2"] <= limits.max_frac_ratio_gt2:
+            yield f"F(2) with R3 is {replayed['frac_ratio_gt2']:.3g}, more than {limits.max_frac_ratio_gt2:g}"
+    if R2 in passes:
+        noise, change = (passes[name].own["logprob_abs_diff/mean"] for name in (AGAIN, R2))
+        limit = max(limits.max_r2, 2 * noise)
+        if not change <= limit:
+            yield f"replaying a recording changes log-probs by {change:.3g} on average, more than {limit:.3g}"

@@ -1,0 +1,78 @@
+"""Messages of a weight transfer, as JSON. They need pydantic, which sampling alone does not."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from moe_replay.errors import EngineError
+from moe_replay.weights.source import TensorInfo
+
+TransferKind = Literal["ipc", "nccl"]
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+class BufferHandle(BaseModel):
+    """Handle by which another process opens a buffer: a file in memory, or the fields of a CUDA IPC handle."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    nbytes: int
+    file: str = ""
+    memory: str = ""
+    storage_bytes: int = 0
+    storage_offset: int = 0
+    counter: str = ""
+    counter_offset: int = 0
+    event: str = ""
+    event_sync: bool = False
+
+
+class TransferSettings(BaseModel):
+    """Settings that a worker joins a transfer with.
+
+    host, port   of the sender's store
+    token        of the transfer, which names its keys there
+    first        number of the engine's first worker, of all `workers`
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: TransferKind
+    host: str
+    port: int = Field(ge=1, le=65535)
+    token: str = Field(min_length=1, repr=False)
+    first: int = Field(ge=0)
+    workers: int = Field(ge=1)
+    timeout_s: float = Field(gt=0)
+
+
+class ChunkMessage(BaseModel):
+    """One chunk: tensors in their order in the buffer, and the buffer where it is a new one.
+
+    capacity   of the buffer, in bytes
+    handles    of the buffer on each device, by `device_id`
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    number: int = Field(ge=0)
+    nbytes: int = 0
+    capacity: int = 0
+    tensors: list[tuple[str, str, list[int]]] = []
+    handles: dict[str, BufferHandle] = {}
+
+    def infos(self) -> list[TensorInfo]:
+        for name, dtype, _ in self.tensors:
+            if dtype not in DTYPES:
+                raise EngineError(f"the tensor {name} has an unknown type", found=dtype)
+        return [TensorInfo(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in self.tensors]
+
+
+def read_message(text: str) -> ChunkMessage:
+    try:
+        return ChunkMessage.model_validate_json(text)
+    except ValidationError as wrong:
+        raise EngineError(f"a transfer with an unreadable message: {wrong}") from wrong

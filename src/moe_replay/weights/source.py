@@ -1,0 +1,91 @@
+"""Source of an engine's new weights: the trainer's parameters in checkpoint form, one layer at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Group = list[tuple[str, Tensor]]
+"""Full tensors of one layer, under their names in the checkpoint."""
+Tensors = Iterable[tuple[str, Tensor]]
+Weights = Tensors | Path
+"""New weights for an engine, named and shaped as in the model's checkpoint: streamed, or a folder of safetensors."""
+
+
+class TensorInfo(NamedTuple):
+    """A tensor of a checkpoint, without its values."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> TensorInfo:
+        return cls(name, tensor.dtype, tuple(tensor.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class WeightSource(Protocol):
+    """The policy's weights on one rank of the trainer. Every method is a collective call of all of its ranks."""
+
+    def metadata(self) -> Sequence[TensorInfo]:
+        """Return every tensor in checkpoint form, in the order of `groups`; the same on all ranks."""
+        ...
+
+    def groups(self, receivers: Collection[int] = (0,)) -> Iterator[Group]:
+        """Yield the full tensors, one layer at a time, from the start in every call; all ranks must exhaust it.
+
+        receivers   ranks that get the tensors, evaluated for each layer (`PerLayerReceivers`); other ranks get as many
+                    empty lists
+
+        A group is valid until the next one is requested, and no rank holds more than one.
+        """
+        ...
+
+
+class PerLayerReceivers(Collection[int]):
+    """Receivers that change from layer to layer.
+
+    holders   ranks that get each group
+    """
+
+    def __init__(self, holders: Sequence[Collection[int]]) -> None:
+        self._holders = [frozenset(ranks) for ranks in holders]
+        self._layer = 0
+
+    def advance(self) -> None:
+        """Advance to the next group."""
+        self._layer = min(self._layer + 1, len(self._holders) - 1)
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._holders[self._layer]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(self._holders[self._layer]))
+
+    def __len__(self) -> int:
+        return len(self._holders[self._layer])
+
+
+def layer_prefix(name: str) -> str:
+    """Return the part of a tensor's name that all tensors of its layer share; empty outside of layers.
+
+    It ends with the first number: `model.layers.3.mlp.experts.7.up_proj.weight` is of `model.layers.3`.
+    """
+    parts = name.split(".")
+    index = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
+    return "" if index is None else ".".join(parts[: index + 1])
+
+
+def tensors_of(source: WeightSource, receivers: Collection[int] = (0,)) -> Iterator[tuple[str, Tensor]]:
+    for group in source.groups(receivers):
+        yield from group

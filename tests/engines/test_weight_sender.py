@@ -1,0 +1,187 @@
+"""Ranks and workers of a transfer as threads: who reads whose memory, in many chunks, and what a failure ends."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_replay.errors import MoeReplayError
+from moe_replay.weights.source import Group
+from moe_replay.weights.staging import WeightReceiver
+from moe_replay.weights.transfer import BroadcastGroup, Receivers, TransferError, TransferStore
+from moe_replay.weights.transports import Rendezvous, WeightSender
+
+CPU = torch.device("cpu")
+CHUNK = 4096
+
+
+def weights(rank: int) -> dict[str, Tensor]:
+    """Tensors of several types and sizes, one larger than a chunk, one empty; every rank has values of its own."""
+    sizes = {"a": (3, 5), "large": (50, 40), "b": (7,), "empty": (0, 4), "c": (30, 30), "d": (1,)}
+    types = {"b": torch.bfloat16, "d": torch.int64}
+    return {
+        name: torch.arange(torch.Size(size).numel()).reshape(size).to(types.get(name, torch.float32)) + rank
+        for name, size in sizes.items()
+    }
+
+
+def groups(rank: int, fails: bool = False) -> Iterator[Group]:
+    for number, item in enumerate(weights(rank).items()):
+        if fails and number == 4:
+            raise MoeReplayError("no memory left")
+        yield [item]
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> threading.local:
+    """Give every thread a device of its own name."""
+    own = threading.local()
+    for module in ("transports", "staging"):
+        monkeypatch.setattr(f"moe_replay.weights.{module}.device_id", lambda _: own.name)
+    return own
+
+
+class Scene:
+    """Two ranks with a worker of two engines on the device of each."""
+
+    def __init__(self, devices: threading.local, kind: str = "ipc", chunk: int = CHUNK) -> None:
+        self.devices = devices
+        self.store = TransferStore.listen("127.0.0.1", 60)
+        ranks = (0, 1) if kind == "ipc" else (0,)
+        self.rendezvous = Rendezvous(kind, "127.0.0.1", self.store.port, self.store.token, ranks, 2, chunk, 60)  # type: ignore[arg-type]
+        self.engines = {"one": Receivers("cpu", ("gpu 0",)), "two": Receivers("cpu", ("gpu 1",))}
+        self.messages: list[list[str]] = [[], []]
+        self.ready = [threading.Semaphore(0), threading.Semaphore(0)]
+
+    def first_rank(self) -> int:
+        """Send the messages to both workers, as engines do."""
+        self.devices.name = "gpu 0"
+        sender = WeightSender(self.rendezvous, 0, CPU, groups(0), self.store)
+        self.sender = weakref.ref(sender)
+        transfer = sender.transfer(self.engines)
+        self.settings = [transfer.for_engine(url) for url in self.engines]
+        self.started.set()
+        try:
+            for message in transfer.messages_and_end():
+                for list_, ready in zip(self.messages, self.ready, strict=True):
+                    list_.append(message)
+                    ready.release()
+            return sender.bytes_sent
+        finally:
+            sender.close()
+            for list_, ready in zip(self.messages, self.ready, strict=True):
+                list_.append('{"end":-1}')
+                ready.release()
+
+    def second_rank(self, fails: bool) -> int:
+        self.devices.name = "gpu 1"
+        sender = WeightSender(self.rendezvous, 1, CPU, groups(1, fails))
+        try:
+            sender.assist()
+        except MoeReplayError as failure:
+            sender.fail(str(failure))
+            raise
+        sender.close()
+        return sender.bytes_sent
+
+    def worker(self, number: int) -> dict[str, Tensor]:
+        self.devices.name = f"gpu {number}"
+        self.started.wait()
+        receiver = WeightReceiver(self.settings[number], 0, CPU)
+        found: dict[str, Tensor] = {}
+        while self.ready[number].acquire() and not (message := self.messages[number].pop(0)).startswith('{"end"'):
+            found |= {name: tensor.clone() for name, tensor in receiver.receive(message)}
+            receiver.acknowledge()
+        receiver.close()
+        return found
+
+    def play(self, fails: bool = False) -> tuple[Future[int], Future[int] | None, list[Future[dict[str, Tensor]]]]:
+        self.started = threading.Event()
+        with ThreadPoolExecutor(4) as threads:
+            first = threads.submit(self.first_rank)
+            second = threads.submit(self.second_rank, fails) if self.rendezvous.kind == "ipc" else None
+            workers = [threads.submit(self.worker, number) for number in range(2)]
+        return first, second, workers
+
+
+@pytest.mark.parametrize("chunk", [CHUNK, 2**20])
+def test_every_worker_reads_the_memory_of_the_rank_on_its_device(devices: threading.local, chunk: int) -> None:
+    first, second, workers = Scene(devices, chunk=chunk).play()
+    assert second is not None
+    for rank, worker in enumerate(workers):
+        found, expected = worker.result(), weights(rank)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        assert all(found[name].dtype == tensor.dtype for name, tensor in expected.items())
+    assert first.result() == second.result() == sum(tensor.nbytes for tensor in weights(0).values())
+
+
+def test_what_a_sender_holds_is_freed_without_a_collection_of_garbage(devices: threading.local) -> None:
+    """Its buffer, above all: collections are rare in a process that allocates little in Python."""
+    scene = Scene(devices)
+    gc.collect()
+    gc.disable()
+    try:
+        scene.play()
+        assert scene.sender() is None
+    finally:
+        gc.enable()
+
+
+def test_a_broadcast_brings_the_first_rank_s_weights_to_all(devices: threading.local) -> None:
+    first, _, workers = Scene(devices, "nccl").play()
+    for worker in workers:
+        assert all(torch.equal(worker.result()[name], tensor) for name, tensor in weights(0).items())
+    assert first.result() > 0
+
+
+def test_a_rank_that_fails_ends_the_transfer_for_all(devices: threading.local) -> None:
+    first, second, workers = Scene(devices).play(fails=True)
+    with pytest.raises(TransferError, match="no memory left"):
+        first.result()
+    assert second is not None
+    with pytest.raises(MoeReplayError, match="no memory left"):
+        second.result()
+    assert all(len(worker.result()) < len(weights(0)) for worker in workers)
+
+
+def test_who_has_no_token_neither_joins_nor_ends_a_transfer(devices: threading.local) -> None:
+    """A stranger who knows the names of all keys: it counts as no worker, and no failure of it is believed."""
+    scene = Scene(devices, "nccl")
+    for stranger in (
+        torch.distributed.TCPStore("127.0.0.1", scene.store.port, None, False),
+        TransferStore.connect("127.0.0.1", scene.store.port, "guessed", 60).store,
+    ):
+        stranger.add("ready", 2)
+        stranger.add("failures", 1)
+        stranger.set("failure", '{"text": "stop", "worker": null}')
+        stranger.set("group/0", "elsewhere")
+    first, _, workers = scene.play()
+    for worker in workers:
+        assert all(torch.equal(worker.result()[name], tensor) for name, tensor in weights(0).items())
+    assert first.result() > 0
+
+
+def test_nobody_waits_for_a_worker_that_died_before_it_connected() -> None:
+    store = TransferStore.listen("127.0.0.1", 3600)
+    waiting = threading.Barrier(3)
+
+    def join(rank: int) -> None:
+        own = TransferStore.connect("127.0.0.1", store.port, store.token, 3600)
+        waiting.wait()
+        BroadcastGroup(own, rank, 3, "cpu")  # of which the third never comes
+
+    with ThreadPoolExecutor(2) as threads:
+        joining = [threads.submit(join, rank) for rank in range(2)]
+        waiting.wait()
+        store.fail("worker 2 has died")
+        for one in joining:
+            with pytest.raises(TransferError, match="worker 2 has died"):
+                one.result()

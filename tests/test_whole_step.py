@@ -1,0 +1,102 @@
+"""The benchmark of a whole step: it runs on a CPU, and a loss of 5 % against a baseline is an error."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5.0")
+pytest.importorskip("pydantic")
+
+ROOT = Path(__file__).resolve().parents[1]
+RATES = {"score_tokens_per_second": 300.0, "update_tokens_per_second": 100.0, "step_tokens_per_second": 90.0}
+BASELINE: dict[str, Any] = {
+    "device": "a GPU",
+    "torch": "2",
+    "work": "some",
+    "results": {
+        "ours r3": RATES | {"peak_gib": 50.0, "step_seconds": 1.0},
+        "plain": RATES | {"step_seconds": 1.0},
+        "trl": {"step_tokens_per_second": 60.0, "step_seconds": 1.5},
+    },
+}
+
+
+@pytest.mark.whole_runs
+def test_every_variant_runs_on_a_cpu(tmp_path: Path) -> None:
+    path = os.pathsep.join([str(ROOT / "src"), *sys.path])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "benchmarks/whole_step.py"), "--tiny", "--repeats", "1"]
+    command += ["--write", str(tmp_path / "found.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())["results"]
+    units = ("seconds", "tokens_per_second")
+    for variant in ("ours r3", "ours native", "plain"):
+        assert found[variant].keys() == {f"{part}_{unit}" for part in ("score", "update", "step") for unit in units}
+        assert found[variant]["score_seconds"] > 0
+    assert "trl" not in found or found["trl"].keys() == {f"step_{unit}" for unit in units}
+    assert "ours r3 / plain, step: " in done.stdout
+
+
+@pytest.fixture
+def compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[dict[str, Any]], tuple[Any, str]]:
+    """Exit status of the comparison of results with the baseline, and what it printed."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+
+    def run(found: dict[str, Any]) -> tuple[Any, str]:
+        for name, content in (("found", found), ("baseline", BASELINE)):
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        files = ["--found", str(tmp_path / "found.json"), "--compare", str(tmp_path / "baseline.json")]
+        monkeypatch.setattr(sys, "argv", ["whole_step.py", *files])
+        try:
+            importlib.import_module("whole_step").main()
+        except SystemExit as ended:
+            return ended.code, capsys.readouterr().out
+        return 0, capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("variant", "key", "factor", "told"),
+    [
+        ("ours r3", "step_tokens_per_second", 0.96, None),
+        ("ours r3", "update_tokens_per_second", 0.94, "LOSS ours r3, update_tokens_per_second: 94, 6.0% below"),
+        ("ours r3", "peak_gib", 1.06, "LOSS ours r3, peak_gib: 53, 6.0% above the baseline of 50"),
+        ("ours r3", "peak_gib", 0.5, None),
+        ("trl", "step_tokens_per_second", 1.07, "LOSS ours r3 / trl, step: 1.402, 6.5% below the baseline of 1.5"),
+        ("plain", "score_tokens_per_second", 0.5, None),
+    ],
+)
+def test_a_loss_of_five_percent_fails(
+    compared: Callable[..., tuple[Any, str]], variant: str, key: str, factor: float, told: str | None
+) -> None:
+    found = copy.deepcopy(BASELINE)
+    found["results"][variant][key] *= factor
+    status, printed = compared(found)
+    assert status == (0 if told is None else 1)
+    assert (told or "ours r3 / plain, step: ") in printed
+
+
+@pytest.mark.parametrize("key", ["device", "work"])
+def test_a_baseline_of_something_else_is_refused(compared: Callable[..., tuple[Any, str]], key: str) -> None:
+    status, _ = compared(BASELINE | {key: "another"})
+    assert status == f"the baseline is of another {key}: {BASELINE[key]}, not another"
+
+
+def test_a_variant_that_is_missing_is_a_loss(compared: Callable[..., tuple[Any, str]]) -> None:
+    results = {name: result for name, result in BASELINE["results"].items() if name != "ours r3"}
+    status, printed = compared(BASELINE | {"results": results})
+    assert (status, "LOSS ours r3: not measured" in printed) == (1, True)
