@@ -177,7 +177,8 @@ def test_engines_and_families_come_from_the_registries(monkeypatch: pytest.Monke
     text = finding(SystemInfo.collect(), "engines").text
     assert ("my_engine" in text, "your_engine" in text) == (False, True)
     bare = finding(changed(wandb=None, math_verify=None), "sinks, rewards")
-    assert bare.text == "usable: jsonl, mlflow, tensorboard, trackio, think_format, format; not installed: math_verify, wandb"
+    usable = "usable: jsonl, mlflow, tensorboard, trackio, think_format, format"
+    assert bare.text == f"{usable}; not installed: math_verify, wandb"
     assert (bare.status, bare.remedy) == (Status.NOTE, "If you use them: pip install math_verify wandb")
     monkeypatch.setattr(doctor, "SINKS", {"mine": SimpleNamespace(requires=("a_package_that_nobody_has",))})
     assert "not installed: a_package_that_nobody_has" in finding(SystemInfo.collect(), "sinks, rewards").text
