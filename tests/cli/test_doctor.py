@@ -13,7 +13,6 @@ import pytest
 from moe_replay.cli.doctor import findings_text
 from moe_replay.cli.main import main
 from moe_replay.engines.registry import ENGINES, EngineSpec
-from moe_replay.engines.vllm.release import release_numbers
 from moe_replay.tools import doctor
 from moe_replay.tools.doctor import (
     CHECKS,
@@ -26,6 +25,7 @@ from moe_replay.tools.doctor import (
     diagnose_model,
     installed_version,
 )
+from moe_replay.utils.tested_versions import release_numbers
 
 pytest.importorskip("tyro", reason="the command line needs tyro")
 
@@ -87,10 +87,11 @@ def test_a_good_machine() -> None:
         (changed(torch=None), "torch", "broken", "torch>=2.6"),
         (changed(transformers="4.56.2"), "transformers", "broken", "moe-replay[transformers]"),
         (changed(transformers="4.57.1"), "transformers", "ok", ""),
-        (changed(transformers="6.0.0"), "transformers", "broken", "moe-replay[transformers]"),
+        (changed(transformers="6.0.0"), "transformers", "note", ""),
         (changed(transformers=None), "transformers", "note", "moe-replay[transformers]"),
         (changed(megatron_core="0.11.0"), "megatron-core", "broken", "moe-replay[megatron]"),
-        (changed(megatron_core="0.12.1"), "megatron-core", "ok", ""),
+        (changed(megatron_core="0.12.1"), "megatron-core", "note", "megatron-core>=0.16"),
+        (changed(megatron_core="0.16.0"), "megatron-core", "ok", ""),
         (changed(ray=None), "ray", "note", "moe-replay[ray]"),
         (changed(ray="2.9.0"), "ray", "broken", "ray>=2.50"),
         (changed(megatron_core="0.20.0"), "megatron-core", "note", "test-megatron-versions"),
@@ -108,6 +109,8 @@ def test_a_good_machine() -> None:
         (changed(vllm=None), "vllm", "note", "moe-replay[vllm]"),
         (changed(sglang="0.5.12"), "sglang", "note", "engines.md"),
         (changed(trl=None), "trl", "note", ""),
+        (changed(trl="1.15.0"), "trl", "broken", "moe-replay[trl]"),
+        (changed(trl="1.17.0"), "trl", "note", ""),
         (changed(verl=None), "verl", "note", ""),
         (changed(verl="0.8.0"), "verl", "ok", ""),
         (changed(verl="0.7.1"), "verl", "broken", "0.9.1"),
@@ -129,6 +132,17 @@ def test_doctor_says_what_was_run_on_which_hardware() -> None:
     assert "run on CPU" in finding(changed(vllm="0.31.0"), "vllm").text
     assert "run on one NVIDIA H200" in finding(changed(vllm="0.32.0"), "vllm").text
     assert "rollout.capture" in finding(GOOD, "vllm").text
+
+
+def test_doctor_says_that_newer_packages_are_tried_and_vllm_self_tested() -> None:
+    text = finding(changed(vllm="0.34.0"), "vllm").text
+    assert "newer than the tested releases (0.30 to 0.32); tried: at the start" in text
+    assert "self-test" in text
+    assert (
+        "newer than the tested releases (4.57 to 5.22); tried"
+        in finding(changed(transformers="6.0"), "transformers").text
+    )
+    assert "newer than the tested releases (0.5.23); tried" in finding(changed(sglang="0.5.24"), "sglang").text
 
 
 def test_doctor_says_what_a_trainer_loads_and_where() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import moe_replay
 from moe_replay.engines.vllm.release import (
     INSTALL,
     NEWEST,
@@ -21,6 +25,7 @@ from moe_replay.engines.vllm.release import (
     returns_routes,
 )
 from moe_replay.errors import EngineError, EngineOptionError
+from moe_replay.utils.tested_versions import TESTED, is_newer, notice_if_newer
 
 
 @pytest.mark.parametrize("version", ["0.8.5", "0.22.0", "0.25.1", "0.27.0", "0.28.0", "0.29.0rc1", "0.29.1+cpu"])
@@ -70,12 +75,26 @@ def test_the_setting_of_routes_before_and_after_it_moved(on: bool) -> None:
     assert returns_routes(moved) is on
 
 
-def test_the_extra_installs_what_was_run() -> None:
+def test_the_extras_require_the_oldest_that_was_run_and_bound_none_from_above() -> None:
     assert sorted(RUN_ON) == [OLDEST, (0, 31), NEWEST]
+    assert f"vllm>=0.{OLDEST[1]},<0.{NEWEST[1] + 1}" in INSTALL
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    (pinned,) = project["project"]["optional-dependencies"]["vllm"]
-    assert pinned == f"vllm>=0.{OLDEST[1]},<0.{NEWEST[1] + 1}"
-    assert pinned in INSTALL
+    required = [text for extra in project["project"]["optional-dependencies"].values() for text in extra]
+    for package in ("vllm", "transformers", "megatron-core", "trl"):
+        stated = {text for text in required if re.match(rf"{package}\b(?!\])", text)}
+        (floor,) = {release_numbers(text.removeprefix(f"{package}>=")) for text in stated}
+        assert floor[: len(TESTED[package][0])] == TESTED[package][0]
+
+
+def test_a_newer_package_is_tried_and_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert is_newer("vllm", "0.33.0")
+    assert not is_newer("vllm", "0.32.7")
+    assert not is_newer("vllm", "dev")
+    for _ in range(2):
+        notice_if_newer("sglang", "0.5.99")
+    assert capsys.readouterr().err == "SGLang 0.5.99 is newer than the newest tested (0.5.23); it is tried\n"
+    notice_if_newer("sglang", "0.5.23")
+    assert capsys.readouterr().err == ""
 
 
 def test_the_installed_release_has_all_that_is_used() -> None:
@@ -84,3 +103,35 @@ def test_the_installed_release_has_all_that_is_used() -> None:
     release.check()
     assert release_numbers(release.version) >= OLDEST
     assert release.missing_for_capture == ()
+
+
+def test_every_name_that_is_imported_from_vllm_is_in_the_installed_one() -> None:
+    package = find_spec("vllm")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("vLLM is not installed here")
+    root = Path(package.submodule_search_locations[0]).parent
+    folder = Path(moe_replay.__file__).parent
+    absent = []
+    for file in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
+                module = root.joinpath(*str(node.module).split("."))
+                source = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+                known = _top_level_names(source) | {path.stem for path in module.glob("*")}
+                absent += [f"{file.name}: {node.module}.{one.name}" for one in node.names if one.name not in known]
+    assert absent == []
+
+
+def _top_level_names(source: Path) -> set[str]:
+    """Names that a module defines, imports, or lists as strings to be imported when they are used."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)
+    return names

@@ -12,7 +12,7 @@ import torch
 
 from tests.combinations import with_thorough, with_whole_runs
 from tests.integrations.foreign import Watched, Watcher, experts_of, foreign_rollout, foreign_trace
-from tests.integrations.trl_tiny import make, model, numbers_of_trl, trained, trainer_class
+from tests.integrations.trl_tiny import make, model, numbers_of_trl, trained
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.slow
@@ -274,12 +274,22 @@ def test_settings_that_do_not_go_together_are_refused(options: dict, message: st
         make(tmp_path, **{"replay": "r3"} | options)
 
 
-def test_an_unknown_version_of_trl_is_refused(tmp_path: Path) -> None:
-    class Older(trainer_class()):
-        TESTED_TRL = ("0.1.0",)
+def test_an_older_trl_is_refused_and_a_newer_one_is_tried(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import trl
 
-    with pytest.raises(ValueError, match=r"expected trl 0\.1\.0, found \d"):
-        Older(model=model(), reward_funcs=len)
+    from moe_replay.integrations import trl as integration
+
+    monkeypatch.setattr(integration, "version", lambda _: "1.15.2")
+    with pytest.raises(ValueError, match=r"too old: expected at least 1\.16, found 1\.15\.2"):
+        make(tmp_path, replay="r2")
+    monkeypatch.setattr(integration, "version", lambda _: "1.17.0")
+    make(tmp_path, replay="r2")
+    assert "TRL 1.17.0 is newer than the newest tested (1.16); it is tried" in capsys.readouterr().err
+    monkeypatch.delattr(trl.GRPOTrainer, "_generate_single_turn")
+    with pytest.raises(ValueError, match=r"_generate_single_turn has changed.*TRL 1\.17\.0: no such method"):
+        make(tmp_path, replay="r2")
 
 
 def test_the_mixin_comes_first() -> None:

@@ -49,7 +49,8 @@ class RolloutCommand:
     limits: RequestLimits = field(default_factory=RequestLimits)
     """Limits per request."""
     capture: Capture = "auto"
-    """Route capture (vllm). kv_slot: in our worker; vllm: its own; cross_check: both; auto: kv_slot if possible."""
+    """Route capture (vllm). kv_slot: in our worker; vllm: its own; cross_check: both; auto: kv_slot if possible;
+    checked: auto with a self-test at the start."""
     lora_rank: int = 0
     """Accept LoRA adapters up to this rank in weight updates (vllm); same as model.lora_rank of the recipe."""
     lora_target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")

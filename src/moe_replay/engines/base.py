@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from moe_replay.weights.transfer import Receivers, Transfer
 
 TOKEN_VARIABLE = "MOE_REPLAY_TOKEN"
-Capture = Literal["auto", "kv_slot", "vllm", "cross_check"]
-"""Route capture in vLLM. kv_slot: in our worker; vllm: its own; cross_check: both; auto: kv_slot if possible."""
-OLD_CAPTURE_NAMES = {"ours": "kv_slot", "checked": "cross_check"}
+Capture = Literal["auto", "kv_slot", "vllm", "cross_check", "checked"]
+"""Route capture in vLLM. kv_slot: in our worker; vllm: its own; cross_check: both; auto: kv_slot if possible;
+checked: as auto, with a self-test at the start and after the first weight update."""
+OLD_CAPTURE_NAMES = {"ours": "kv_slot"}
 REFUSALS = {
     "foreign_weights": "samples of weights that it was not sent (it restarted, or someone else updates it)",
     "answer": "answers that cannot be true, or cannot be read",

@@ -18,7 +18,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ from moe_replay.integrations.trl_passes import (
 from moe_replay.records import SamplingParams
 from moe_replay.replay.controller import attach
 from moe_replay.routes.trace import RouteTrace
+from moe_replay.utils.tested_versions import TESTED, dotted, notice_if_newer, release_numbers
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as _Trainer
@@ -63,8 +64,6 @@ class RouterReplayMixin(_Trainer):
     engine   samples in place of TRL's own generation; its weights are updated after every step (engines/base.py)
     """
 
-    TESTED_TRL: ClassVar[tuple[str, ...]] = ("1.16.0",)
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         bases = [base.__name__ for base in cls.__mro__]
@@ -76,13 +75,7 @@ class RouterReplayMixin(_Trainer):
             )
 
     def __init__(self, *args: Any, replay: ReplayMode = "r3", engine: Engine | None = None, **kwargs: Any) -> None:
-        if version("trl") not in self.TESTED_TRL:
-            raise TrlError(
-                "this version of TRL was not tested, and replay uses private methods of TRL",
-                expected=f"trl {' or '.join(self.TESTED_TRL)}",
-                found=version("trl"),
-                remedy="Run this library's tests/integrations with it; then name it in TESTED_TRL of your class",
-            )
+        _check_trl(version("trl"), _base_trainer(type(self)))
         arguments = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         _check_settings(arguments, replay, engine)  # before TRL starts a vLLM that would not be used
         super().__init__(*args, **kwargs)
@@ -294,6 +287,39 @@ def _check_settings(arguments: Mapping[str, Any], replay: str, engine: Engine | 
     for broken, problem, remedy in rules:
         if broken:
             raise TrlError(problem, found=f"replay={replay!r}", remedy=remedy)
+
+
+_USED_METHODS: dict[str, tuple[str, ...]] = {
+    "_generate_and_score_completions": ("inputs",),
+    "_generate": ("prompts",),
+    "_generate_single_turn": ("prompt_ids",),
+    "_get_per_token_logps_and_entropies": ("model", "input_ids", "attention_mask", "logits_to_keep"),
+    "_compute_loss": ("model", "inputs"),
+}
+"""Methods that TRL keeps to itself and replay overrides, with the parameters that it relies on."""
+
+
+def _base_trainer(trainer: type) -> type:
+    """Return TRL's trainer among the bases of a class."""
+    return next(base for base in trainer.__mro__ if base.__name__ == "GRPOTrainer")
+
+
+def _check_trl(installed: str, trainer: type) -> None:
+    """Raise for a TRL that is too old or whose methods have changed; one newer than those tested is tried."""
+    oldest = TESTED["trl"][0]
+    if release_numbers(installed) < oldest:
+        raise TrlError("this version of TRL is too old", expected=f"at least {dotted(oldest)}", found=installed)
+    for name, expected in _USED_METHODS.items():
+        method = getattr(trainer, name, None)
+        parameters = () if method is None else tuple(inspect.signature(method).parameters)
+        if parameters[1 : len(expected) + 1] != expected:
+            raise TrlError(
+                f"TRL's method {name} has changed, and replay overrides it",
+                expected=f"({', '.join(expected)}, ...)",
+                found=f"TRL {installed}: " + ("no such method" if method is None else f"({', '.join(parameters[1:])})"),
+                remedy=f"Install trl {dotted(oldest)}",
+            )
+    notice_if_newer("trl", installed)
 
 
 def _plain_samples(prompts: Any, completions: Any, logprobs: Any) -> list[RoutedSample]:

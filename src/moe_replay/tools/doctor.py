@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from moe_replay.engines.registry import ENGINES
-from moe_replay.engines.vllm.release import INSTALL, NEWEST, OLDEST, RUN_ON, release_numbers
+from moe_replay.engines.vllm.release import INSTALL, NEWEST, OLDEST, RUN_ON
 from moe_replay.errors import MoeReplayError, UnsupportedRouterError
 from moe_replay.integrations.hosts import HOSTS, Host
 from moe_replay.megatron.weights import WEIGHT_MAPS
@@ -23,6 +23,7 @@ from moe_replay.routes.topology import MoeTopology, text_config
 from moe_replay.train.config.registries import REWARDS, SINKS
 from moe_replay.utils.misc import GIB
 from moe_replay.utils.plugins import required_packages, resolve
+from moe_replay.utils.tested_versions import MEGATRON_TRAINER, TESTED, dotted, is_newer, release_numbers
 
 if TYPE_CHECKING:
     from moe_replay.train.config.train_config import TrainConfig
@@ -203,6 +204,18 @@ def _megatron_weights(model_type: str) -> Finding:
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
+def _newer(package: str) -> str:
+    oldest, newest = map(dotted, TESTED[package])
+    return f"newer than the tested releases ({oldest if oldest == newest else f'{oldest} to {newest}'})"
+
+
+def _tried(finding: Finding) -> Finding:
+    """Return a finding, with a note if the package is newer than any that was run."""
+    if not is_newer(finding.subject, finding.found):
+        return finding
+    return replace(finding, status=Status.NOTE, text=f"{_newer(finding.subject)}; tried: {finding.text}")
+
+
 def _python(system: SystemInfo) -> Finding:
     if release_numbers(system.python) < (3, 11):
         return Finding("python", Status.BROKEN, system.python, "too old", "Use Python 3.11 or newer")
@@ -222,11 +235,11 @@ def _transformers(system: SystemInfo) -> Finding:
     if version is None:
         text = "no Transformers models, no Transformers engine, no `--model`"
         return Finding("transformers", Status.NOTE, "none", text, install)
-    if not (4, 57) <= release_numbers(version) < (6,):
-        text = "routers are supported in 4.57 to 5.x"
+    if release_numbers(version) < TESTED["transformers"][0]:
+        text = "routers are supported from 4.57 on"
         return Finding("transformers", Status.BROKEN, version, text, install)
     text = f"record and replay on {len(ROUTER_FAMILIES)} model types (docs/routers.md)"
-    return Finding("transformers", Status.OK, version, text)
+    return _tried(Finding("transformers", Status.OK, version, text))
 
 
 def _megatron(system: SystemInfo) -> Finding:
@@ -234,7 +247,7 @@ def _megatron(system: SystemInfo) -> Finding:
     if version is None:
         text = "no training with tensor, pipeline, context or expert parallelism"
         return Finding("megatron-core", Status.NOTE, "none", text, "pip install 'moe-replay[megatron]'")
-    if release_numbers(version) < (0, 12):
+    if release_numbers(version) < TESTED["megatron-core"][0]:
         text = "routers are supported since 0.12"
         return Finding("megatron-core", Status.BROKEN, version, text, "pip install 'moe-replay[megatron]'")
     hook = "router.router_replay" if release_numbers(version) >= (0, 16) else "their topk call"
@@ -243,8 +256,13 @@ def _megatron(system: SystemInfo) -> Finding:
         "moe_router_fusion, capacity factors and CUDA graphs around routers are rejected"
     )
     remedy = ""
-    if release_numbers(version)[:2] > (0, 19):
-        text, remedy = f"newer than the tested versions (0.12 to 0.19); {text}", "make test-megatron-versions"
+    if release_numbers(version) < MEGATRON_TRAINER:
+        text, remedy = (
+            f'routers only: the trainer\'s backend.kind = "megatron" needs {dotted(MEGATRON_TRAINER)}; {text}',
+            f"To train: pip install 'megatron-core>={dotted(MEGATRON_TRAINER)}'",
+        )
+    elif is_newer("megatron-core", version):
+        text, remedy = f"{_newer('megatron-core')}; tried; {text}", "make test-megatron-versions"
     elif system.gpus and system.versions.get("transformer-engine") is None:
         text, remedy = (
             f"{text}; no context parallelism on GPUs without Transformer Engine",
@@ -261,7 +279,8 @@ def _vllm(system: SystemInfo) -> Finding:
     if release < OLDEST:
         return Finding("vllm", Status.BROKEN, version, "rejected at startup: older than the tested releases", INSTALL)
     if release > NEWEST:
-        return Finding("vllm", Status.NOTE, version, "newer than the tested releases (0.30 to 0.32)", INSTALL)
+        text = f"{_newer('vllm')}; tried: at the start and in the first update a self-test compares routes and routers"
+        return Finding("vllm", Status.NOTE, version, text, f"To have a tested one: {INSTALL}")
     tested = f"{RUN_ON[release[0], release[1]]}; route capture by moe-replay or by vLLM (rollout.capture)"
     if release == (0, 30):
         text = f"{tested}; prefix caching is supported, pipeline parallelism is rejected by vLLM"
@@ -279,6 +298,8 @@ def _sglang(system: SystemInfo) -> Finding:
         return Finding("sglang", Status.NOTE, "none", "only SGLang servers on other machines")
     if release_numbers(version)[:3] == (0, 5, 23):
         return Finding("sglang", Status.OK, version, "rollouts with routes: --enable-return-routed-experts")
+    if is_newer("sglang", version):
+        return Finding("sglang", Status.NOTE, version, f"{_newer('sglang')}; tried", "See docs/engines.md")
     return Finding("sglang", Status.NOTE, version, "only 0.5.23 is tested", "See docs/engines.md")
 
 
@@ -307,7 +328,9 @@ def _trl(system: SystemInfo) -> Finding:
     version = system.versions.get("trl")
     if version is None:
         return Finding("trl", Status.NOTE, "none", "no training with TRL")
-    return Finding("trl", Status.OK, version, "GRPOTrainer with replay (docs/trl.md); 1.16 is tested")
+    if release_numbers(version) < TESTED["trl"][0]:
+        return Finding("trl", Status.BROKEN, version, "too old: at least 1.16", "pip install 'moe-replay[trl]'")
+    return _tried(Finding("trl", Status.OK, version, "GRPOTrainer with replay (docs/trl.md); 1.16 is tested"))
 
 
 def _host(host: Host) -> Callable[[SystemInfo], Finding]:

@@ -32,6 +32,7 @@ from moe_replay.records import FinishReason, Sample, SamplingParams
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.utils.processes import owned_folder
+from moe_replay.utils.tested_versions import notice_if_newer
 from moe_replay.weights.checkpoint import packed, safetensors_files
 from moe_replay.weights.identity import (
     INCOMPLETE,
@@ -117,6 +118,7 @@ class SglangClient(HttpClient):
 
     @cached_property
     def name(self) -> EngineName:
+        notice_if_newer("sglang", self._settings["version"])
         return EngineName("SGLang", self._settings["version"])
 
     @cached_property

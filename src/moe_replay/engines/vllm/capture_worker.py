@@ -167,6 +167,10 @@ class SlotRoutes:
         # The only kernel of a step outside the CUDA graph: at small batches the host has no time to lose.
         self._by_slot.index_copy_(0, self._runner.slots(tokens), self._routed_experts[:tokens])
 
+    def forget_forward(self) -> None:
+        """Forget the last forward, so that a router that writes nothing in the next one leaves zeros."""
+        self._routed_experts.zero_()
+
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Follow the KV cache where vLLM copies blocks, (source, destination)."""
         source, destination = torch.tensor(list(pairs), dtype=torch.int64).to(self._by_block.device).unbind(1)
@@ -225,10 +229,13 @@ def _capturer(runner: Any, vllm_config: Any, kv_cache_config: Any) -> Any:
         "kv_cache_config": kv_cache_config,
     }
     parameters = inspect.signature(vllm_capture.RoutedExpertsCapturer).parameters  # they differ between releases
-    capturer = vllm_capture.RoutedExpertsCapturer(**{name: arguments[name] for name in parameters})
-    # Narrow ids from the routers on, converted where they are written, inside the CUDA graph.
-    capturer.device_buffer = capturer.device_buffer.to(id_dtype(vllm_config.model_config.get_num_experts()))
-    vllm_capture.bind_routed_experts_capturer(model, capturer)
+    try:
+        capturer = vllm_capture.RoutedExpertsCapturer(**{name: arguments[name] for name in parameters})
+        # Narrow ids from the routers on, converted where they are written, inside the CUDA graph.
+        capturer.device_buffer = capturer.device_buffer.to(id_dtype(vllm_config.model_config.get_num_experts()))
+        vllm_capture.bind_routed_experts_capturer(model, capturer)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise RuntimeError(f"the hook of route capture is missing or has another name in this vLLM: {error}") from error
     for router, capture_fn in zip(routers, bound_before, strict=True):
         if capture_fn is not None:
             router.set_capture_fn(partial(_call_both, capture_fn, router.capture_fn))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +30,8 @@ from moe_replay.engines.vllm.capture import UNROUTED, RouteSource
 from moe_replay.engines.vllm.console import engine_console, failure_file, noted_failure
 from moe_replay.engines.vllm.lora import AdapterSlot, adapter_options, supported_adapters
 from moe_replay.engines.vllm.outputs import MASK_OPTION, MaskReturn, OutputReader, token_logprobs
-from moe_replay.engines.vllm.release import WORKING_VERSIONS, VllmRelease, on_cpu, returns_routes
+from moe_replay.engines.vllm.release import INSTALL, NEWEST, WORKING_VERSIONS, VllmRelease, on_cpu, returns_routes
+from moe_replay.engines.vllm.selftest import check_routes, prompt_ids, prompt_tokens, router_settings
 from moe_replay.errors import EngineError, EngineName, EngineUnavailableError
 from moe_replay.records import Sample, SamplingParams
 from moe_replay.routes.router_families import load_router_family
@@ -36,6 +39,7 @@ from moe_replay.routes.topology import MoeTopology
 from moe_replay.utils.device import accelerator
 from moe_replay.utils.misc import one_line
 from moe_replay.utils.processes import list_shared_files, owned_folder
+from moe_replay.utils.tested_versions import dotted
 from moe_replay.weights.checkpoint import as_files, packed, safetensors_files
 from moe_replay.weights.identity import CurrentWeights
 from moe_replay.weights.lora_adapter import Adapter
@@ -127,6 +131,9 @@ class VllmEngine(AsyncSampler, Engine):
         self._closed = False
         if on_cpu():
             self._loop.run(self._call_workers("replay_allow_amx"))
+        self._test_update = capture == "checked" or release.is_newer  # the first one, too
+        if self._test_update:
+            self._self_test(capture, release)
 
     @property
     def weight_version(self) -> int:
@@ -178,6 +185,44 @@ class VllmEngine(AsyncSampler, Engine):
         replicas = Replicas(llm, close)
         await self._routes.connect(replicas.call_workers, folder)
         return llm, replicas
+
+    def _self_test(self, capture: str, release: VllmRelease) -> None:
+        """Check the capture in a release that was not tested, or on request, and say so; close the engine if it fails.
+
+        The first weight update repeats it.
+        """
+        try:
+            self._loop.run(self._check_capture())
+        except BaseException:
+            self.close()
+            raise
+        newer = (
+            f"is newer than the newest tested ({dotted(NEWEST)}); "
+            if release.is_newer
+            else f'with capture "{capture}": '
+        )
+        recorder = {"kv_slot": "moe-replay's capture", "vllm": "vLLM's own capture"}.get(self.capture, "both captures")
+        print(f"{self.name} {newer}its self-test passed ({recorder})", file=sys.stderr, flush=True)
+
+    async def _check_capture(self) -> None:
+        """Raise unless every replica's routes of a new prompt are those that its routers chose."""
+        config = self._llm.vllm_config
+        tokens = prompt_tokens(config, self.max_length)
+        for replica in range(self._replicas.count):
+            request_id = self._barrier.new_request_id()
+            prompt = prompt_ids(tokens, self.vocab_size, time.time_ns())
+            await self._answered(self._replicas.call_workers("replay_watch_routers"))
+            with self._routes.request(request_id, 1):
+                target = replica if self._replicas.count > 1 else None
+                output = await self._output(prompt, {"max_tokens": 1, **self._masks.scoring}, request_id, target)
+                routed_experts = await self._routes.routed_experts(request_id, output.outputs[0], tokens)
+            settings = router_settings(self.topology, config.model_config.hf_text_config)
+            answers = await self._answered(self._replicas.call_workers("replay_watched", settings, str(tokens)))
+            workers = len(answers) // self._replicas.count
+            seen = [json.loads(answer) for answer in answers[replica * workers : (replica + 1) * workers]]
+            chosen = {int(layer): np.array(ids) for answer in seen for layer, ids in answer["chosen"].items()}
+            unhooked = sorted({name for answer in seen for name in answer["unhooked"]})
+            check_routes(self.name, routed_experts, chosen, self.topology, unhooked, INSTALL)
 
     # ---- sampling -----------------------------------------------------------------------------------------------
 
@@ -342,6 +387,9 @@ class VllmEngine(AsyncSampler, Engine):
             await self._answered(self._replicas.resume())
             if probe is not None:
                 await self._check_probe(probe)
+            if self._test_update:
+                await self._check_capture()
+                self._test_update = False
             self._state.end_update(version, weights_id)
         self._barrier.open()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -18,16 +17,18 @@ from typing import Any, Literal, get_args
 
 from moe_replay.engines.base import OLD_CAPTURE_NAMES, Capture
 from moe_replay.errors import EngineError, EngineName, EngineOptionError, MissingExtraError
+from moe_replay.utils.tested_versions import TESTED, is_newer, release_numbers
 
-OLDEST, NEWEST = (0, 30), (0, 32)
+OLDEST, NEWEST = TESTED["vllm"]
 RUN_ON: dict[tuple[int, int], str] = {
     (0, 30): "run on CPU (float32) and on one NVIDIA H200 (bfloat16 and float32)",
     (0, 31): "run on CPU (float32)",
     (0, 32): "run on one NVIDIA H200 (bfloat16 and float32) and on CPU (float32)",
 }
 """Supported releases, and the hardware on which each has been run."""
-WORKING_VERSIONS = "0.30 to 0.32; docs/engines.md says what was run on which hardware"
+WORKING_VERSIONS = "0.30 to 0.32, or newer with a self-test; docs/engines.md says what was run on which hardware"
 INSTALL = "pip install 'vllm>=0.30,<0.33'"
+"""Installs a tested release; the extra has no upper bound."""
 
 _ARGUMENTS = ("enable_return_routed_experts", "logprobs_mode", "worker_extension_cls", "skip_tokenizer_init")
 _USED = (
@@ -95,6 +96,11 @@ class VllmRelease:
         """Name and version, for labels and errors."""
         return EngineName("vLLM", self.version)
 
+    @property
+    def is_newer(self) -> bool:
+        """Whether it is newer than any release that was tested."""
+        return is_newer("vllm", self.version)
+
     def check(self) -> None:
         """Raise unless engines of this release can be used."""
         check_version(self.version)
@@ -118,11 +124,6 @@ def check_version(version: str, where: str = "") -> None:
             found=version,
             remedy=f"{INSTALL}" + (" there" if where else ""),
         )
-
-
-def release_numbers(version: str) -> tuple[int, ...]:
-    """Parse a version: `0.30.1rc2+cpu` is (0, 30, 1); empty if it does not begin with a number."""
-    return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[a-z+-]", version)[0]))
 
 
 def missing_names(paths: Sequence[str]) -> Iterator[str]:
@@ -172,7 +173,7 @@ def chosen_capture(
         if options.get(name) not in (None, False, 0, 1, "auto")
     ]
     obstacles += [f"a vLLM without {name}" for name in missing]
-    if capture == "auto":
+    if capture in ("auto", "checked"):
         return "vllm" if obstacles else "kv_slot"
     if capture != "vllm" and obstacles:
         raise EngineOptionError(

@@ -6,6 +6,7 @@ text instead of raising: an exception of a worker arrives as a bare `Exception` 
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from moe_replay.engines.vllm.cpu import forget_packed_experts
 from moe_replay.engines.vllm.lora import ADAPTER_ID, ADAPTER_NAME, adapted_layers, unadapted_routers
+from moe_replay.engines.vllm.selftest import RouterWatch, unhooked_layers
 from moe_replay.engines.vllm.weights import CopiedWeights, TransferLoader
 from moe_replay.utils.processes import end_with_parent
 
@@ -33,6 +35,7 @@ class WeightUpdates:
     replay_copied: CopiedWeights
     replay_by_plan: bool = False
     replay_transfer: TransferLoader | None = None
+    replay_watch: RouterWatch | None = None
 
     def __new__(cls, *arguments: Any, **options: Any) -> WeightUpdates:
         """Have the worker end with the process that started it, before it allocates anything."""
@@ -48,6 +51,24 @@ class WeightUpdates:
         """
         torch.cpu._init_amx()
         return OK
+
+    def replay_watch_routers(self) -> str:
+        """Record what the routers compute from now on, for the self-test of route capture."""
+        routes = getattr(self, "replay_routes", None)  # of our capture
+        if routes is not None:
+            routes.forget_forward()
+        self.replay_watch = RouterWatch(self.model_runner.get_model())
+        return OK
+
+    def replay_watched(self, settings: str, tokens: str) -> str:
+        """Stop recording; return the experts that the routers chose, by layer, and layers without a hook, as JSON."""
+        watch = self.replay_watch
+        assert watch is not None, "replay_watch_routers comes first"
+        self.replay_watch = None
+        watch.stop()
+        by_layer = {int(layer): tuple(values) for layer, values in json.loads(settings).items()}
+        unhooked = unhooked_layers(self.model_runner.get_model())
+        return json.dumps({"chosen": watch.chosen(by_layer, int(tokens)), "unhooked": unhooked})
 
     def replay_begin_update(self) -> str:
         """Start an update; nothing can be sampled until `finish`."""

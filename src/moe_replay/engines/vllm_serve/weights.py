@@ -186,7 +186,7 @@ class _NcclTransfer:
                 received.result()
 
     def _open_group(self) -> Any:
-        from vllm.distributed.weight_transfer.nccl_common import open_trainer_endpoint
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
         address = address_towards(urlsplit(self._url).hostname or LOOPBACK)
@@ -196,7 +196,7 @@ class _NcclTransfer:
         settings = rendezvous | {"rank_offset": 1, "packed": False}
         with ThreadPoolExecutor(1) as thread:  # the workers answer when they have met this process
             answered = thread.submit(self._client.init_weight_transfer_engine, settings)
-            group = open_trainer_endpoint(NCCLTrainerInitInfo(rank=0, packed=False, **rendezvous))
+            group = trainer_init(NCCLTrainerInitInfo(rank=0, packed=False, **rendezvous))
             answered.result()
         return group
 

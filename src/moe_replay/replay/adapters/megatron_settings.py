@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from moe_replay.errors import UnsupportedRouterError
 from moe_replay.replay.site import RouterSite
 from moe_replay.routes.layout import TokenLayout
+from moe_replay.utils.tested_versions import TESTED, notice_if_newer
 
-KNOWN_FROM = (0, 12)
+KNOWN_FROM = TESTED["megatron-core"][0]
 TOP_K_BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
 GRAPH_SCOPES_WITHOUT_ROUTERS = {"attn", "mlp", "mamba"}  # scopes of CUDA graphs that a router is never part of
 
@@ -43,6 +44,7 @@ def megatron_version() -> tuple[int, int]:
             found=text,
             remedy="0.12 to 0.15 are driven at their topk, newer ones through router.router_replay",
         )
+    notice_if_newer("megatron-core", text)
     return version
 
 

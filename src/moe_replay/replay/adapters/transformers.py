@@ -19,6 +19,7 @@ from moe_replay.errors import UnsupportedRouterError
 from moe_replay.replay.site import RouterSite
 from moe_replay.routes.router_families import ROUTER_FAMILIES, RouterFamily, RouterRule, refusal_by_class
 from moe_replay.routes.topology import ATTENTION_ROUTER, MoeLayer, MoeTopology, text_config
+from moe_replay.utils.tested_versions import notice_if_newer
 
 __all__ = ["RouterFamily", "RouterRule", "find_routers", "topology_of"]
 
@@ -32,6 +33,7 @@ def find_routers(
     extra     rules for routers unknown to this library; they take precedence over its own
     topology  the layers that route, for model types unknown to this library
     """
+    notice_if_newer("transformers")
     modules = dict(model.named_modules(remove_duplicate=False))
     _refuse_known_bad(modules)
     declared = topology or topology_of(model)

@@ -18,6 +18,7 @@ from moe_replay.train.backends.lora import targets_of
 from moe_replay.train.config.sections import BackendConfig, OptimConfig
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.utils.misc import one_line
+from moe_replay.utils.tested_versions import check_megatron_trainer
 from moe_replay.weights.model_folder import check_finite, read_config
 
 logger = logging.getLogger(__name__)
@@ -67,12 +68,14 @@ def start_parallel(config: TrainConfig, device: torch.device) -> None:
     elif device.type == "npu":
         mindspeed.enable({**config.backend.megatron, **parallel_sizes(config.backend)})
     try:
+        import megatron.core
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     except ModuleNotFoundError as missing:
         raise MissingExtraError(
             "Megatron-Core is not installed", found=missing, remedy="pip install 'moe-replay[megatron]'"
         ) from missing
+    check_megatron_trainer(getattr(megatron.core, "__version__", None))
     if parallel_state.model_parallel_is_initialized():
         raise ReplayStateError(
             "Megatron-Core's process groups are initialized already, and a process has one set of them",

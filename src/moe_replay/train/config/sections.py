@@ -232,7 +232,7 @@ class RolloutConfig(Section):
     returned by the engine; off: over the whole vocabulary, which biases importance ratios."""
     capture: Capture = "auto"
     """Route capture (vllm). kv_slot: ours, in vLLM's worker; vllm: its own; cross_check: both, which must agree (slow);
-    auto: kv_slot unless other engine options rule it out."""
+    auto: kv_slot unless other engine options rule it out; checked: auto with a self-test at the start."""
     reproducible: bool = True
     """Seed every request so that runs are repeatable; large GPU batches sample faster without."""
     max_staleness: int = Field(0, ge=0, le=1000)

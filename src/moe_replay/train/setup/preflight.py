@@ -33,6 +33,7 @@ from moe_replay.train.setup.launch import device_kind
 from moe_replay.train.setup.sources import check_weight_files, load_tokenizer
 from moe_replay.utils.device import accelerator
 from moe_replay.utils.plugins import import_path, required_packages, resolve
+from moe_replay.utils.tested_versions import check_megatron_trainer
 from moe_replay.weights.transfer import Receivers
 from moe_replay.weights.transports import choose_transport
 
@@ -142,6 +143,8 @@ def check_packages(config: TrainConfig, *, starts_engine: bool = True) -> None:
             "; ".join(f"{need.setting} needs the package {need.module}" for need in missing),
             remedy=f"pip install {' '.join(sources)}{on_cpu}",
         )
+    if config.backend.kind == "megatron":
+        check_megatron_trainer()
     for name in config.log.enabled_sinks:
         load_sink(name)
     spec = engine_spec(config.rollout.engine)
