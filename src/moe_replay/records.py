@@ -51,6 +51,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False  # do not stop at the model's end-of-sequence token
     seed: int | None = None  # None: not reproducible
+    seeds: tuple[int, ...] = ()  # of each prompt of a call, in place of `seed`; empty: all have `seed`
     sampling_mask: bool = False  # return the support that each token was sampled from; engines that cannot refuse
     routes: bool = True  # return routes; without them, traces cover no token (`unrouted_trace`)
 
@@ -66,7 +67,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         in_range = {"n": self.n >= 1, "max_tokens": 1 <= self.max_tokens < 2**31, "top_k": 0 <= self.top_k < 2**31}
         in_range |= {"temperature": 0 <= self.temperature < math.inf, "top_p": 0 < self.top_p <= 1}
-        in_range |= {"seed": self.seed is None or 0 <= self.seed < 2**63}
+        in_range |= {"seed": all(0 <= seed < 2**63 for seed in (self.seed or 0, *self.seeds))}
         if name := next((name for name, is_fine in in_range.items() if not is_fine), ""):
             raise EngineError(f"sampling parameter {name} is out of range", found=getattr(self, name))
 
@@ -199,8 +200,7 @@ class Completion:
 class RolloutBatch:
     """The trajectories of one step as every rank sees them: headers here, bodies in a `TrajectoryStore`.
 
-    >>> header = TrajectoryHeader(17, 3, length=40, num_scored=30, reward=1.0, advantage=0.7, oldest=4, newest=5,
-    ...                           truncated=False)
+    >>> header = TrajectoryHeader(17, 3, 40, 30, reward=1.0, advantage=0.7, oldest=4, newest=5, truncated=False)
     >>> RolloutBatch(headers=[header, header], layers=(1, 2, 3)).num_tokens
     80
     """

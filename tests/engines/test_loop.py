@@ -39,6 +39,23 @@ def test_answers_come_in_the_order_of_the_prompts() -> None:
         assert engine.threads == {"test"}
 
 
+class Seeded(Engine):
+    """Answers with its seed."""
+
+    async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
+        assert not params.seeds
+        return [params.seed]  # type: ignore[list-item]
+
+
+def test_each_prompt_of_a_call_has_its_own_seed() -> None:
+    with Seeded() as engine:
+        assert engine.generate([[5], [1], [5]], SamplingParams(seeds=(7, 8, 9))) == [[7], [8], [9]]
+        assert engine.generate([[5], [1]], SamplingParams(seed=7)) == [[7], [7]]
+        assert asyncio.run(engine.generate_one([5], SamplingParams(seeds=(7,)))) == [7]
+        with pytest.raises(EngineError, match=r"one seed per prompt.*expected 2.*found 3"):
+            engine.generate([[5], [1]], SamplingParams(seeds=(7, 8, 9)))
+
+
 def test_the_same_engine_from_a_running_loop() -> None:
     async def both(engine: Engine) -> list[list[Sample]]:
         return await asyncio.gather(*(engine.generate_one([i], SamplingParams()) for i in (4, 2)))

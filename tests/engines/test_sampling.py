@@ -66,6 +66,10 @@ def test_seeds_differ_by_prompt_and_sample() -> None:
     assert torch.equal(numbers[:2], numbers[4:])
     assert torch.equal(numbers[:2, :2], uniforms([[1]], 2, SamplingParams(n=2, seed=0)))
     assert not torch.equal(uniforms([[1]], 4, SamplingParams()), uniforms([[1]], 4, SamplingParams()))
+    apart = uniforms([[1], [2], [1]], 4, SamplingParams(n=2, seeds=(0, 0, 1)))
+    assert torch.equal(apart[:4], numbers[:4])
+    assert torch.equal(apart[4:], uniforms([[1]], 4, SamplingParams(n=2, seed=1)))
+    assert not torch.equal(apart[4:], apart[:2])
 
 
 @pytest.mark.parametrize(

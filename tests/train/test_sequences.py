@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
+from moe_replay.engines.requests import per_prompt
 from moe_replay.engines.transformers import TransformersEngine
 from moe_replay.errors import AlignmentError
 from moe_replay.records import SamplingParams
@@ -150,7 +151,7 @@ def test_a_group_is_scored_while_others_are_sampled_also_at_staleness_0(
     (line,) = metrics_of(folder)
     assert line["completion/staleness_max"] == 0
     assert len(engine.seeds) == 4
-    assert len(set(engine.seeds)) == 1  # as in one call for all prompts
+    assert len(set(engine.seeds)) == 4
 
 
 class Concurrent(TransformersEngine):
@@ -192,6 +193,67 @@ def test_equal_prompts_of_a_step_and_of_an_evaluation_have_different_samples(
     finally:
         rollouts.close()
         engine.close()
+
+
+class Serial(TransformersEngine):
+    """Notes the seed of each prompt, by call."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.calls: list[list[int | None]] = []
+
+    def generate(self, prompts: Any, params: SamplingParams) -> Any:
+        self.calls.append([own.seed for own in per_prompt(params, len(prompts))])
+        return super().generate(prompts, params)
+
+
+class SeparateCalls(Serial):
+    """Takes each prompt in a separate call."""
+
+    is_serial = False
+
+
+def batches_from(engine: Any, made: Any, state: Any, count: int, prompts: list[Prompt]) -> tuple[Any, list[Any]]:
+    """Return the state after the first batch, and the completions of each batch."""
+    tokenizer, reward = load_tokenizer(made.model.path), load_reward("tests.train.test_sequences:keeping")
+    rollouts = Rollouts(made, engine, PromptStream(prompts), tokenizer, [reward], 32)
+    if state is not None:
+        rollouts.restore(state)
+    states, texts = [], []
+    try:
+        for _ in range(count):
+            batch = rollouts.next_batch(0)
+            assert batch is not None
+            texts.append([one.completion for one in batch.completions])
+            states.append(rollouts.state)
+    finally:
+        rollouts.close()
+    return states[0], texts
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("kind", [Serial, SeparateCalls])
+def test_each_group_of_a_run_has_its_own_seed_whatever_the_engine_and_after_a_resume(
+    kind: type[Serial], max_staleness: int, config: Config, demo_files: Any
+) -> None:
+    reward = {"functions": ["tests.train.test_sequences:keeping"]}
+    sampled = {"num_generations": 2, "max_staleness": max_staleness}
+    made = config(rollout=sampled, reward=reward, log={"completions": True})
+    prompts = [Prompt(row, "", (5 + row % 2, 6, 7), {}) for row in range(4)]  # each of two prompts twice a step
+    in_step = config(rollout={**sampled, "max_staleness": 0}, reward=reward, log={"completions": True})
+    _, expected = batches_from(Serial.from_pretrained(demo_files.model), in_step, None, 2, prompts)
+    engine = kind.from_pretrained(demo_files.model)
+    state, texts = batches_from(engine, made, None, 2, prompts)
+    seeds = [seed for call in engine.calls for seed in call]
+    assert len(set(seeds)) == len(seeds) >= 8
+    assert None not in seeds
+    if kind is Serial and max_staleness == 0:
+        assert [len(call) for call in engine.calls] == [4, 4]  # one call a step
+    assert texts == expected
+    resumed = kind.from_pretrained(demo_files.model)
+    _, again = batches_from(resumed, made, state, 1, prompts)
+    assert again == texts[1:]
+    assert {seed for call in resumed.calls for seed in call} >= set(seeds[4:8])
 
 
 def says_twelve(prompts: list, completions: list[str], **_: Any) -> list[float]:

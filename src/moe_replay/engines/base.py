@@ -103,7 +103,10 @@ class Sampler(ABC):
 
     @abstractmethod
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Sample]]:
-        """Return `params.n` samples for each prompt, in the order of the prompts."""
+        """Return `params.n` samples for each prompt, in the order of the prompts.
+
+        `requests.per_prompt(params, len(prompts))` has the seed of each.
+        """
 
     async def generate_one(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
         """Return the samples of one prompt; may run concurrently with other calls unless the engine is serial."""

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Self, TypeVar
 
+from moe_replay.engines.requests import per_prompt
 from moe_replay.errors import EngineError
 from moe_replay.records import Sample, SamplingParams
 
@@ -122,10 +123,12 @@ class AsyncSampler(ABC):
 
     async def generate_one(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
         """Return the samples of one prompt; may run concurrently with other calls, from any event loop."""
-        return await self._loop.run_async(self.sample(prompt, params))
+        (own,) = per_prompt(params, 1)
+        return await self._loop.run_async(self.sample(prompt, own))
 
     async def _sample_all(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Sample]]:
-        tasks = [asyncio.ensure_future(self.sample(prompt, params)) for prompt in prompts]
+        calls = zip(prompts, per_prompt(params, len(prompts)), strict=True)
+        tasks = [asyncio.ensure_future(self.sample(prompt, own)) for prompt, own in calls]
         try:
             return await asyncio.gather(*tasks)
         finally:  # nothing keeps running if a sample failed or the caller was cancelled

@@ -13,7 +13,7 @@ import zlib
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moe_replay.errors import EngineError, EngineName
@@ -165,6 +165,15 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int | None, subject: s
     if len(token_ids) and not 0 <= min(token_ids) <= max(token_ids) < limit:
         token_id = min(token_ids) if min(token_ids) < 0 else max(token_ids)
         raise EngineError(f"{subject} is not in the model's vocabulary", expected=f"0 <= id < {limit}", found=token_id)
+
+
+def per_prompt(params: SamplingParams, count: int) -> list[SamplingParams]:
+    """Return the parameters of each of the `count` prompts of a call, with its own seed in `seed`."""
+    if not params.seeds:
+        return [params] * count
+    if len(params.seeds) != count:
+        raise EngineError("a call needs one seed per prompt", expected=count, found=len(params.seeds))
+    return [replace(params, seed=seed, seeds=()) for seed in params.seeds]
 
 
 def request_seed(params: SamplingParams, prompt: Sequence[int]) -> int | None:

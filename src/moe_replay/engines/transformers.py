@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from contextvars import ContextVar
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from moe_replay.engines.base import Engine, StartRequest, check_prompts, end_tokens
 from moe_replay.engines.event_loop import CLOSE_TIMEOUT_S
-from moe_replay.engines.requests import EngineState, check_token_ids, prompt_hash
+from moe_replay.engines.requests import EngineState, check_token_ids, per_prompt, prompt_hash
 from moe_replay.errors import EngineName, EngineOptionError, EngineUnavailableError
 from moe_replay.interop.capture import unrouted_trace
 from moe_replay.records import FinishReason, Sample, SamplingParams
@@ -168,6 +169,7 @@ class TransformersEngine(Engine):
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Sample]]:
         """Return `params.n` samples for each prompt, in the order of the prompts."""
         check_prompts(prompts, self.max_length)
+        per_prompt(params, len(prompts))  # as many seeds as prompts
         for prompt in prompts:
             check_token_ids(prompt, self.vocab_size)
         prompts_per_batch = max(1, self.batch_size // params.n)
@@ -179,7 +181,8 @@ class TransformersEngine(Engine):
             if _is_abandoned():
                 return []
             for first in range(0, len(prompts), prompts_per_batch):
-                samples = self._sample(prompts[first : first + prompts_per_batch], params)
+                batch = slice(first, first + prompts_per_batch)
+                samples = self._sample(prompts[batch], replace(params, seeds=params.seeds[batch]))
                 self._require_open()
                 groups += [samples[start:stop] for start, stop in pairwise(range(0, len(samples) + 1, params.n))]
         return groups
@@ -473,11 +476,11 @@ class MaskCollector:
 def uniforms(prompts: Sequence[Sequence[int]], steps: int, params: SamplingParams) -> Tensor:
     """(prompts * n, steps) in [0, 1). A seeded row depends only on the seed, its prompt and its sample index."""
     rows = []
-    for prompt in prompts:
-        if params.seed is None:
+    for prompt, own in zip(prompts, per_prompt(params, len(prompts)), strict=True):
+        if own.seed is None:
             rows.append(torch.rand(params.n, steps, dtype=torch.float64))
             continue
         for sample in range(params.n):
-            random = np.random.default_rng([params.seed, prompt_hash(prompt), sample])
+            random = np.random.default_rng([own.seed, prompt_hash(prompt), sample])
             rows.append(torch.from_numpy(random.random((1, steps))))
     return torch.cat(rows)

@@ -91,7 +91,7 @@ class GroupSampler(Protocol):
     def timeouts(self) -> int: ...
 
     def submit(self, tasks: Sequence[GroupTask], *, together: bool) -> list[RunningGroup]:
-        """Start groups; `together`: a serial engine samples their first turns in as few calls as possible."""
+        """Start groups; `together`: a serial engine samples their first turns in one call."""
         ...
 
     def wait(self, future: Future[Any], should_stop: ShouldStop | None = None) -> bool:
@@ -250,7 +250,7 @@ class FirstTurns:
 class SequenceSampler:
     """Samples sequences in its own event loop.
 
-    A serial engine (`Sampler.is_serial`) is given first turns in as few calls as possible.
+    A serial engine (`Sampler.is_serial`) is given the first turns of a step in one call.
     """
 
     def __init__(
@@ -278,12 +278,12 @@ class SequenceSampler:
     def first_turns(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, together: bool
     ) -> list[FirstTurns]:
-        """Return the first turns of each prompt; `params` of each, with the same n.
+        """Return the first turns of each prompt; `params` of each, which differ in seeds alone.
 
         With an environment every sample is a separate call, so that no turn waits for the first turn of another
         sample. Without one every prompt is, so that its samples are scored while others are sampled.
 
-        together   a serial engine gets as few calls as possible; none of its results is there before the last one
+        together   a serial engine gets one call for all; none of its results is there before the last one
         """
         is_serial = self.engine.is_serial
         calls_each = self._environment is not None and not is_serial
@@ -294,16 +294,10 @@ class SequenceSampler:
         ]
 
     async def _sample_serially(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[list[Sample]]:
-        """Return the samples of each prompt, from one call for all that have the same parameters."""
-        calls: dict[SamplingParams, list[int]] = {}
-        for index, of_prompt in enumerate(params):
-            calls.setdefault(of_prompt, []).append(index)
-        samples: dict[int, list[Sample]] = {}
-        for of_call, indices in calls.items():
-            token_ids = [prompts[index].token_ids for index in indices]
-            groups = await asyncio.to_thread(self.engine.generate, token_ids, of_call)
-            samples |= zip(indices, groups, strict=True)
-        return [samples[index] for index in range(len(prompts))]
+        """Return the samples of each prompt, from one call for all; their parameters differ in seeds alone."""
+        of_call = replace(params[0], seeds=tuple(own.seed for own in params if own.seed is not None))
+        token_ids = [prompt.token_ids for prompt in prompts]
+        return await asyncio.to_thread(self.engine.generate, token_ids, of_call)
 
     # ---- sequences ----------------------------------------------------------------------------------------------
 

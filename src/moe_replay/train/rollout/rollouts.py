@@ -305,12 +305,7 @@ class Rollouts:
             drawn.append((prompt, state, self._next_group))
             self._next_group += 1
         together = self._config.rollout.max_staleness == 0
-        # Different prompts may have one seed, and a serial engine samples those that have it in one call.
-        seeded_as = equal_before([prompt for prompt, _, _ in drawn]) if together else range(count)
-        tasks = [
-            GroupTask(prompt=prompt, index=index, params=self._seeded(drawn[position][2]))
-            for (prompt, _, index), position in zip(drawn, seeded_as, strict=True)
-        ]
+        tasks = [GroupTask(prompt=prompt, index=index, params=self._seeded(index)) for prompt, _, index in drawn]
         started = self._groups.submit(tasks, together=together)
         for (_, state, index), running in zip(drawn, started, strict=True):
             self._pending.append(_PendingGroup(running, state, index))
@@ -322,10 +317,13 @@ class Rollouts:
 
     def _seeded(self, group: int) -> SamplingParams:
         """Return parameters whose seed depends only on the run and a group; a group's samples still differ."""
+        return replace(self._params, seed=self._seed(group))
+
+    def _seed(self, *indices: int) -> int | None:
+        """Return the seed of a group of the run with these indices; None if samples need not be reproducible."""
         if not self._config.rollout.reproducible:
-            return self._params
-        seed = int(np.random.SeedSequence([self._config.seed, group]).generate_state(1)[0] >> 1)
-        return replace(self._params, seed=seed)
+            return None
+        return int(np.random.SeedSequence([self._config.seed, *indices]).generate_state(1)[0] >> 1)
 
     # ---- evaluation ---------------------------------------------------------------------------------------------
 
@@ -335,24 +333,11 @@ class Rollouts:
         The engine routes natively: nothing is replayed.
         """
         params = replace(self._params, n=1, temperature=temperature, sampling_mask=False, routes=False)
-        seeds: list[int | None] = [None] * len(prompts)
-        if self._config.rollout.reproducible:
-            seeds = [(self._config.seed + number) % 2**63 for number in equal_before(prompts)]
         tasks = [
-            GroupTask(prompt=prompt, index=-1, params=replace(params, seed=seed), is_kept=False)
-            for prompt, seed in zip(prompts, seeds, strict=True)
+            GroupTask(prompt=prompt, index=-1, params=replace(params, seed=self._seed(number, 1)), is_kept=False)
+            for number, prompt in enumerate(prompts)
         ]
         return Evaluation(self._groups, tasks, self._rewards)
-
-
-def equal_before(prompts: Sequence[Prompt]) -> list[int]:
-    """Return for each prompt how many equal ones are before it: under one seed they would have the same samples."""
-    seen: Counter[tuple[int, ...]] = Counter()
-    numbers = []
-    for prompt in prompts:
-        numbers.append(seen[prompt.token_ids])
-        seen[prompt.token_ids] += 1
-    return numbers
 
 
 def completion_of(trajectory: Trajectory, sample: int, scores: Mapping[str, float], tokenizer: Any) -> Completion:

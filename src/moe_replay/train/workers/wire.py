@@ -143,7 +143,8 @@ def task_from_content(content: Mapping[str, Any]) -> GroupTask:
 
 
 def _params(content: Mapping[str, Any]) -> SamplingParams:
-    values: dict[str, Any] = {**content, "stop_token_ids": tuple(content["stop_token_ids"])}
+    tuples = {name: tuple(content[name]) for name in ("stop_token_ids", "seeds")}
+    values: dict[str, Any] = {**content, **tuples}
     return SamplingParams(**values)
 
 
