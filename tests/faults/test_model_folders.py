@@ -104,6 +104,17 @@ def as_bin(content: Any) -> Damage:
     return rewrite
 
 
+def as_whole_bin(folder: Path) -> None:
+    """Move the weights into a .bin file."""
+    from safetensors.torch import load_file
+
+    as_bin(load_file(folder / "model.safetensors"))(folder)
+
+
+def in_order(*damages: Damage) -> Damage:
+    return lambda folder: [damage(folder) for damage in damages]
+
+
 UNTRAINABLE: dict[str, tuple[Damage, str]] = {
     "a tensor is missing": (without("layers.1.self_attn.q_proj"), r"1 weights .*layers\.1\.self_attn\.q_proj\.weight"),
     "output projection": (without("lm_head"), r"1 weights .*lm_head\.weight"),
@@ -135,6 +146,12 @@ UNTRAINABLE: dict[str, tuple[Damage, str]] = {
         r"layers\.2\.mlp\.gate\.weight .*type that the model cannot have.*BF16, F16, F32, F64, found I8|"
         r"cannot be loaded: .*Only Tensors of floating point",  # Transformers 4 refuses it itself
     ),
+    "router in int8 in a .bin": (
+        in_order(changed("2.mlp.gate.weight", lambda t: (40 * t).to(torch.int8)), as_whole_bin),
+        r"layers\.2\.mlp\.gate\.weight .*type that the model cannot have.*BF16, F16, F32, F64, found I8|"
+        r"cannot be loaded: .*Only Tensors of floating point",  # Transformers 4 refuses it itself
+    ),
+    "an expert between in a .bin": (in_order(without(".experts.3."), as_whole_bin), r"1\.mlp\.experts\.3\."),
     "experts in fp8 without scales": (
         changed("1.mlp.experts", lambda t: t.to(torch.float8_e4m3fn)),
         r"layers\.1\.mlp\.experts.*type that the model cannot have.*found F8_E4M3",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
@@ -265,11 +266,14 @@ def check_experts(folder: str | Path) -> None:
 
 
 def _stored(folder: Path) -> dict[str, tuple[str, Shape]]:
-    """Return dtype and shape of all tensors in the safetensors files of a folder, from their headers."""
+    """Return dtype, as safetensors names it, and shape of all tensors in the files of a folder; no values are read."""
     from safetensors import SafetensorError, safe_open
 
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        return _stored_in_bin_files(folder)
     stored: dict[str, tuple[str, Shape]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.offset_keys():
@@ -280,6 +284,24 @@ def _stored(folder: Path) -> dict[str, tuple[str, Shape]]:
                 f"{file} is damaged or cut short", found=one_line(error), remedy="Copy or download it again"
             ) from error
     return stored
+
+
+def _stored_in_bin_files(folder: Path) -> dict[str, tuple[str, Shape]]:
+    stored: dict[str, tuple[str, Shape]] = {}
+    for file in sorted(folder.glob("pytorch_model*.bin")):
+        with _refused(str(folder)):
+            content = torch.load(file, map_location="meta", weights_only=True, mmap=is_zipfile(file))
+            tensors = {name: tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
+        stored |= {name: (_short_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return stored
+
+
+def _short_name(dtype: torch.dtype) -> str:
+    """Return the name of a type as safetensors has it, without the kind of an 8-bit float."""
+    if dtype in (torch.bool, torch.bfloat16):
+        return {torch.bool: "BOOL", torch.bfloat16: "BF16"}[dtype]
+    kind = "F" if dtype.is_floating_point else "U" if str(dtype).startswith("torch.uint") else "I"
+    return f"{kind}{8 * dtype.itemsize}"
 
 
 # ---- Transformers ----------------------------------------------------------------------------------------------------
