@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -188,7 +189,9 @@ def test_sigterm_ends_a_server_and_its_engine(demo_files: Any, port: int, start:
         sockets = named_sockets([*below, process(server.pid)])
         assert sockets
         assert {path.parent.name.rpartition("-")[0] for path in sockets} == {owner(server.pid)}  # for the next start
-        files = shared_memory(below) | sockets
+        stores = set(Path(tempfile.gettempdir()).glob(f"{owner(server.pid)}-*/vllm_dist_*"))
+        assert stores  # of its workers: vLLM would leave one in the folder of all temporary files
+        files = shared_memory(below) | sockets | stores
         assert engine_core(server.pid) in below
         server.send_signal(signal.SIGTERM)
         assert server.wait(LIMIT_S) == 0

@@ -51,6 +51,8 @@ from moe_replay.weights.transfer import Receivers, Transfer, drive
 CHUNK_BYTES = 256 * 2**20
 INTERRUPT_S = 5.0
 """Seconds that an interrupted start has to end in order; its processes are killed immediately."""
+IMPORT_S = 1.0
+"""The same while it has no processes: vLLM is being imported, which nothing stops."""
 T = TypeVar("T")
 
 
@@ -162,10 +164,11 @@ class VllmEngine(AsyncSampler, Engine):
         try:
             yield
         except KeyboardInterrupt:
-            idle, deadline = self._loop.ping(), time.monotonic() + INTERRUPT_S
-            while not idle.wait(0.1) and time.monotonic() < deadline:
+            idle, begun_at, limit_s = self._loop.ping(), time.monotonic(), IMPORT_S
+            while not idle.wait(0.1) and time.monotonic() < begun_at + limit_s:
                 for process in set(multiprocessing.active_children()) - set(others):
                     process.kill()
+                    limit_s = INTERRUPT_S
             self._loop.close(timeout_s=1.0)
             raise
 

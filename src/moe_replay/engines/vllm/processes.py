@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import secrets
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing import resource_tracker
@@ -34,6 +35,10 @@ class OwnGroupUniProcExecutor(UniProcExecutor):
         _detach()
         super()._init_executor()
 
+    def _distributed_args(self) -> tuple[str, int, int]:
+        with _temporary_files_in_folder():
+            return super()._distributed_args()
+
 
 class OwnGroupMultiprocExecutor(MultiprocExecutor):
     """Workers in separate processes, started by the engine core."""
@@ -41,13 +46,15 @@ class OwnGroupMultiprocExecutor(MultiprocExecutor):
     def _init_executor(self) -> None:
         note_failures()
         _detach()
-        super()._init_executor()
+        with _temporary_files_in_folder():
+            super()._init_executor()
 
 
 # A process that has counted its GPUs but not used them cannot be forked, and vLLM forks it nevertheless.
 _START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 _PARENT = "MOE_REPLAY_ENGINE_PARENT"
+_FOLDER = "MOE_REPLAY_ENGINE_FOLDER"
 _MARK = "MOE_REPLAY_ENGINE_MARK"
 _VARIANTS: dict[Any, Any] = {
     UniProcExecutor: OwnGroupUniProcExecutor,
@@ -60,7 +67,7 @@ def start_llm(arguments: Any, folder: Path) -> tuple[Any, Callable[[], None]]:
 
     Executors other than the two above (Ray) are used as they are.
 
-    folder   for its sockets, which vLLM leaves behind
+    folder   for its sockets and the store of its workers (`vllm_dist_*`), which vLLM leaves behind
     """
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -106,15 +113,28 @@ def _prepared(folder: Path) -> Iterator[None]:
     """Tell processes that this thread starts their parent, and have them start with signals blocked until `_detach`."""
     resource_tracker.ensure_running()  # it would unblock them
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    os.environ[_PARENT] = str(os.getpid())
+    os.environ |= {_PARENT: str(os.getpid()), _FOLDER: str(folder)}
     by_user = os.environ.setdefault(_SOCKETS, str(folder)) != str(folder)
     try:
         yield
     finally:
-        os.environ.pop(_PARENT, None)
+        for name in (_PARENT, _FOLDER):
+            os.environ.pop(name, None)
         if not by_user:
             os.environ.pop(_SOCKETS, None)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+@contextmanager
+def _temporary_files_in_folder() -> Iterator[None]:
+    """Make temporary files of this process in the folder of `start_llm`; those of processes that it forks are not."""
+    before = tempfile.tempdir
+    os.register_at_fork(after_in_child=lambda: setattr(tempfile, "tempdir", before))
+    tempfile.tempdir = os.environ.get(_FOLDER, before)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 def _end_with_announced_parent() -> None:
