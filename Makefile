@@ -13,6 +13,7 @@ EXTRAS ?= ray train lora tensorboard wandb mlflow trackio trl megatron transform
 # Versions for `make test-extras`, as far as an extra needs these packages at all.
 PINS ?= requirements/test.txt
 VERL_VERSIONS ?= 0.8.0 0.9.0 0.9.1
+MS_SWIFT_VERSIONS ?= 4.5.3 4.6.0
 MEGATRON_VERSIONS ?= 0.12.1 0.13.1 0.14.0 0.15.3 0.17.1 0.18.2 0.19.2
 
 # Tests of what is not installed are skipped, so nothing may be missing where everything is to be tested.
@@ -108,7 +109,14 @@ test-plugins: .venv-plugins/.pinned ## The integrations in every known release o
 	    --target .plugins/verl-$$version verl==$$version; \
 	  rm -rf .plugins/verl-$$version/tests; \
 	  PYTHONPATH=$(CURDIR)/src:$(CURDIR)/.plugins/verl-$$version OMP_NUM_THREADS=1 .venv-plugins/bin/python -m pytest -q \
-	    tests/plugins; \
+	    tests/plugins/test_verl_fsdp.py tests/plugins/test_verl_megatron.py; \
+	done
+	@for version in $(MS_SWIFT_VERSIONS); do \
+	  echo "==> ms-swift $$version"; \
+	  test -d .plugins/ms-swift-$$version/swift || .venv-plugins/bin/python -m pip -qq install --no-deps \
+	    --target .plugins/ms-swift-$$version ms-swift==$$version; \
+	  PYTHONPATH=$(CURDIR)/src:$(CURDIR)/.plugins/ms-swift-$$version OMP_NUM_THREADS=1 .venv-plugins/bin/python -m pytest \
+	    -q tests/plugins/test_ms_swift.py; \
 	done
 
 test-megatron-versions: .venv/.ready ## Routers on every Megatron-Core from 0.12 on; not part of `make test-all`

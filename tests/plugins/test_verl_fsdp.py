@@ -328,3 +328,19 @@ def test_another_signature_is_refused_when_verl_imports_the_engine() -> None:
     done = in_a_process(ORDER.replace("import moe_replay.integrations.verl\n", OTHER_SIGNATURE))
     assert "FSDPEngineWithLMHead.forward_step of verl" in done.stderr
     assert "expected (self, batch), found (self, micro_batch, loss_function, forward_only)" in done.stderr
+
+
+def test_an_engine_that_ignores_the_mode_refuses_it() -> None:
+    from verl.workers.engine import EngineRegistry
+
+    import moe_replay.integrations.verl  # noqa: F401
+
+    if "fsdp_turbo" not in EngineRegistry._engines["language_model"]:
+        pytest.skip("this verl has no fsdp_turbo")
+    engine = EngineRegistry._engines["language_model"]["fsdp_turbo"]["cuda"]
+    config = SimpleNamespace(router_replay={"mode": "R3"}, forward_only=False)
+    with pytest.raises(HostError, match=r"FSDPTurboEngineWithLMHead ignores router_replay.mode"):
+        engine(model_config=None, engine_config=config, optimizer_config=None, checkpoint_config=None)
+    config.router_replay["mode"] = "disabled"
+    with pytest.raises(AttributeError):  # verl's own constructor, which needs more than this
+        engine(model_config=None, engine_config=config, optimizer_config=None, checkpoint_config=None)

@@ -6,6 +6,8 @@ of them runs without a GPU. Everything that routes pass through is verl's own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,11 +128,26 @@ def make_engine(model: Any, config: Any, mode: str = "R3", *, padded: bool = Fal
 
 def with_routes_of(model: Any, rollout: Rollout, noise: float = 0.0) -> Rollout:
     """The rollout with routes of a Megatron model, whose routers are perturbed."""
+    with perturbed_routers(model, noise):
+        return _with_own_routes(model, rollout)
+
+
+@contextmanager
+def perturbed_routers(model: Any, noise: float) -> Iterator[None]:
+    """Let the routers of a model choose otherwise."""
     routers = {name: p for name, p in model.named_parameters() if "router.weight" in name}
     kept = {name: parameter.data.clone() for name, parameter in routers.items()}
     generator = torch.Generator().manual_seed(5)
     for parameter in routers.values():
         parameter.data += noise * parameter.data.std() * torch.randn(parameter.shape, generator=generator)
+    try:
+        yield
+    finally:
+        for name, parameter in routers.items():
+            parameter.data.copy_(kept[name])
+
+
+def _with_own_routes(model: Any, rollout: Rollout) -> Rollout:
     replay = mr.attach(model)
     rollout.topology = replay.topology
     rollout.routed_experts = torch.zeros(len(rollout.ids), PROMPT + RESPONSE, LAYERS, TOP_K, dtype=torch.int16)
@@ -144,8 +161,6 @@ def with_routes_of(model: Any, rollout: Rollout, noise: float = 0.0) -> Rollout:
         (trace,) = recording.traces(layout, [tokens.tolist()])
         rollout.routed_experts[row, places[:-1]] = to_verl([trace], replay.topology).values()[:-1]
     replay.detach()
-    for name, parameter in routers.items():
-        parameter.data.copy_(kept[name])
     return rollout
 
 

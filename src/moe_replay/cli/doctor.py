@@ -24,7 +24,9 @@ class DoctorCommand:
     """Model folder, config.json or Hub name: check that its routers can be replayed."""
     recipe: str | None = None
     """Recipe with cluster.launcher = ray: check that its cluster can hold the run."""
-    need: tuple[Literal["transformers", "megatron-core", "vllm", "sglang", "trl", "verl", "ray", "gpu"], ...] = ()
+    need: tuple[
+        Literal["transformers", "megatron-core", "vllm", "sglang", "trl", "verl", "ms-swift", "ray", "gpu"], ...
+    ] = ()
     """Required components; missing ones are reported as broken."""
     folder: str = "."
     """Folder for checkpoints and traces, whose free disk space is checked."""

@@ -39,6 +39,7 @@ COMMANDS: dict[str, CommandSource] = {
     "plan": CommandSource("plan", "PlanCommand", "check a parallel layout and its memory before a run"),
     "inspect": CommandSource("inspect", "InspectCommand", "summarize trace files"),
     "convert": CommandSource("convert", "ConvertCommand", "convert ms-swift or verl commands to recipes"),
+    "plugin": CommandSource("plugin", "PluginCommand", "print a file that lets another trainer load this library"),
     "report": CommandSource("report", "ReportCommand", "write the report of a run"),
     "compare": CommandSource("compare", "CompareCommand", "compare runs on one page"),
     "completion": CommandSource("completion", "CompletionCommand", "print a shell completion script"),

@@ -78,7 +78,13 @@ VERL = Host(
         "Megatron": "checks verl's replay there, or replaces it, from 0.9.0 on",
     },
 )
-HOSTS = {host.package: host for host in (VERL,)}
+MS_SWIFT = Host(
+    "ms-swift",
+    ("4.5.3", "4.6.0"),
+    "--external_plugins plugin.py, which `moe-replay plugin ms-swift > plugin.py` writes",
+    {"Megatron GRPO, also on Ray": "checks --router_replay_mode R2 and R3 in every training rank, or replaces it"},
+)
+HOSTS = {host.package: host for host in (VERL, MS_SWIFT)}
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------

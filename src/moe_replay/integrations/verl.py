@@ -24,6 +24,14 @@ def _guard_megatron(module: ModuleType) -> None:
         install(module)
 
 
+def _refuse_replay(module: ModuleType) -> None:
+    from moe_replay.integrations.verl_batch import refuse_replay
+
+    refuse_replay(module)
+
+
 VERL.check_version()
 after_import("verl.workers.engine.fsdp.transformer_impl", _replace_fsdp)
 after_import("verl.workers.engine.megatron.transformer_impl", _guard_megatron)
+for _engine in ("fsdp.fsdp_turbo_impl", "torchtitan.transformer_impl", "automodel.transformer_impl"):
+    after_import(f"verl.workers.engine.{_engine}", _refuse_replay)

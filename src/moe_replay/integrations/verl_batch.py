@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moe_replay.integrations.hosts import HostError
+from moe_replay.integrations.hosts import HostError, ReplaySettings
 from moe_replay.interop import from_verl
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.topology import MoeTopology
@@ -28,6 +29,29 @@ def replace_engine(registry: Any, replaced: type, mixin: type) -> None:
                 count += 1
     if not count:
         raise HostError("an engine is not in verl's registry", expected=replaced.__name__, found="others only")
+
+
+def refuse_replay(module: ModuleType) -> None:
+    """Let the engines of a module of verl, which ignore `router_replay.mode`, refuse it."""
+    names = [name for name in vars(module) if name.endswith("EngineWithLMHead")]
+    own = [engine for name in names if (engine := getattr(module, name)).__module__ == module.__name__]
+    for engine in own:
+        replace_engine(module.EngineRegistry, engine, WithoutReplay)
+
+
+class WithoutReplay:
+    """What is added to an engine of verl that has no replay."""
+
+    def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
+        mode = ReplaySettings.read(engine_config.router_replay).mode
+        if mode != "disabled" and not engine_config.forward_only:
+            raise HostError(
+                f"verl's {type(self).__name__.removeprefix('Replaying')} ignores router_replay.mode",
+                expected="disabled",
+                found=mode,
+                remedy="Set actor_rollout_ref.actor.strategy=fsdp2 or megatron, or leave the mode out",
+            )
+        super().__init__(model_config, engine_config, *args, **kwargs)
 
 
 def compute_device() -> torch.device:

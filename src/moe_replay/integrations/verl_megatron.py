@@ -9,7 +9,6 @@ fix: the same index gives a layout, and `RouterReplay` of this library replays; 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -22,14 +21,11 @@ from torch import Tensor
 
 from moe_replay.distributed.ranks import raise_on_all_ranks
 from moe_replay.distributed.traces import merge_traces
-from moe_replay.errors import AlignmentError
 from moe_replay.integrations.hosts import VERL, HostError, ReplaySettings
-from moe_replay.integrations.step_metrics import StepMetrics
+from moe_replay.integrations.megatron_guard import RouterGuard
 from moe_replay.integrations.verl_batch import SAMPLE, compute_device, read_traces, replace_engine, sampled_tokens
-from moe_replay.replay.controller import RouterReplay, attach
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import TokenLayout
-from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
 
 if TYPE_CHECKING:
@@ -102,7 +98,7 @@ class MegatronGuardMixin(_Engine):
             assert self._traces is not None
             traces = [self._traces[sample] for sample in batch[SAMPLE].tolist()]
         if guard.controller is None:
-            return run() if traces is None else guard.check(run, batch, chunk, traces)
+            return run() if traces is None else guard.check_verl(run, batch, chunk, traces)
         with self._without_verls_replay():
             return guard.replay(run, batch, chunk, traces, self.mini_layer_topk_idx_list)
 
@@ -115,95 +111,29 @@ class MegatronGuardMixin(_Engine):
             self.enable_routing_replay = True
 
 
-class MegatronGuard:
-    """The routers of one engine, what is expected of them, and what is measured."""
+class MegatronGuard(RouterGuard):
+    """The routers of one engine."""
 
     def __init__(self, engine: Any) -> None:
         from verl.workers.engine.megatron.transformer_impl import unwrap_model
 
-        chunks = unwrap_model(engine.module)
-        self._config = engine.tf_config
-        self._is_packed = bool(engine.engine_config.use_remove_padding)
-        self._compares_ids = not hasattr(engine.model_config.hf_config, "vision_config")  # packed after the embedding
         settings = ReplaySettings.read({"mode": engine.engine_config.router_replay.mode})
         if settings.guard == "fix":
             _check_replaceable()
-        self.controller: RouterReplay | None = attach(chunks) if settings.guard == "fix" else None
-        self.topology = MoeTopology.from_config(chunks[0].config)
-        self.metrics = StepMetrics(self.topology, compute_device(), settings)
-        self._native: dict[int, Tensor] | None = None  # while a forward is observed: layer -> (R, K)
-        if self.controller is None:
-            for chunk in chunks:
-                for layer, router in _routers(chunk):
-                    _observe(router, layer, self)
+        self._config = engine.tf_config
+        self._is_packed = bool(engine.engine_config.use_remove_padding)
+        compares_ids = not hasattr(engine.model_config.hf_config, "vision_config")  # packed after the embedding
+        chunks = unwrap_model(engine.module)
+        super().__init__("verl", chunks, settings, _routers, compute_device(), compares_ids=compares_ids)
 
-    # ---- check --------------------------------------------------------------------------------------------------
-
-    def check(self, run: Callable[[], Any], batch: Any, chunk: Any, traces: list[RouteTrace]) -> Any:
+    def check_verl(self, run: Callable[[], Any], batch: Any, chunk: Any, traces: list[RouteTrace]) -> Any:
         """Run verl's forward of a micro-batch; raise before the first layer if verl replays anything else."""
         layout = self._layout(batch, chunk)
         layers = tuple(layer for layer, _ in _routers(chunk))
-        expected = RouteBatch.from_traces(traces, layout, layers).to(compute_device())
-
-        def before(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-            fed = kwargs.get("input_ids", args[0] if args else None)
-            self._compare(expected, chunk, fed if chunk.pre_process and self._compares_ids else None)
-
-        handle = chunk.register_forward_pre_hook(before, with_kwargs=True)
-        self._native = {} if self.metrics.checks else None
-        try:
-            result = run()
-            native = None if self._native is None else RouteBatch.recorded(self._native, self.topology)
-        finally:
-            handle.remove()
-            self._native = None
+        expected = RouteBatch.from_traces(traces, layout, layers).to(self.device)
+        result, native = self.check(run, chunk, expected, observes=self.metrics.checks)
         self._measure(expected, native, batch, layout, traces)
         return result
-
-    def _compare(self, expected: RouteBatch, chunk: Any, fed: Tensor | None) -> None:
-        """Compare what verl has put on each router. One device sync."""
-        try:
-            if fed is not None:
-                expected.check_fed(fed)
-            wrong = []
-            for layer, router in _routers(chunk):
-                want, valid, _ = expected.layer(layer)
-                given, mask = router.target_topk_idx, router.target_replay_mask
-                if given is None or given.shape != want.shape:
-                    raise AlignmentError(
-                        "verl gives a router another number of rows than it will see",
-                        layer=layer,
-                        expected=tuple(want.shape),
-                        found=None if given is None else tuple(given.shape),
-                    )
-                replayed = valid if mask is None else valid & mask.to(valid.device).bool().flatten()
-                wrong.append((given.to(valid.device) != want).any(1) & replayed)
-            self._raise_if_wrong(expected, chunk, torch.stack(wrong) if wrong else None)
-        except AlignmentError as error:
-            # Other ranks may wait in a collective until it times out: the cause must not be lost.
-            print(f"moe-replay stops this run: {error}", file=sys.stderr, flush=True)
-            raise
-
-    def _raise_if_wrong(self, expected: RouteBatch, chunk: Any, wrong: Tensor | None) -> None:
-        if wrong is None or not bool(wrong.any()):
-            return
-        slot, row = wrong.nonzero()[0].tolist()
-        layer, layout = expected.layers[slot], expected.layout
-        assert layout is not None
-        sample, token = layout.locate(int(layout.rows[row]))
-        given = dict(_routers(chunk))[layer].target_topk_idx[row].tolist()
-        counts = wrong.sum(1).tolist()
-        raise AlignmentError(
-            "verl replays routes of other tokens or layers",
-            sample=sample,
-            layer=layer,
-            token=token,
-            expected=sorted(expected.layer(layer)[0][row].tolist()),
-            found=f"{sorted(given)}; wrong rows by layer: {dict(zip(expected.layers, counts, strict=True))}",
-            remedy="MOE_REPLAY_GUARD=fix replays without verl's packing of routes",
-        )
-
-    # ---- fix ----------------------------------------------------------------------------------------------------
 
     def replay(
         self, run: Callable[[], Any], batch: Any, chunk: Any, traces: list[RouteTrace] | None, recorded: list[Tensor]
@@ -233,18 +163,6 @@ class MegatronGuard:
             result = run()
         self._measure(expected, replaying.native() if observes else None, batch, layout, traces)
         return result
-
-    # ---- both ---------------------------------------------------------------------------------------------------
-
-    def observed(self, layer: int, routed_experts: Tensor) -> None:
-        """Take what a router would choose, (R, K), in a forward that is observed."""
-        if self._native is not None and torch._C._current_graph_task_id() == -1:
-            self._native[layer] = routed_experts
-
-    @property
-    def observes(self) -> bool:
-        """Whether native choices are wanted now."""
-        return self._native is not None
 
     def _measure(
         self,
@@ -305,24 +223,6 @@ def _routers(chunk: Any) -> list[tuple[int, Any]]:
     from verl.utils.megatron.router_replay_utils import iter_model_routers
 
     return [(number - 1, router) for number, router in iter_model_routers(chunk)]
-
-
-def _observe(router: Any, layer: int, guard: MegatronGuard) -> None:
-    """Let the guard know what this router would choose; its own instance only."""
-    choose = router.get_replay_topk
-
-    def get_replay_topk(
-        scores: Tensor, topk: int, num_groups: Any = None, group_topk: Any = None, default_compute_topk: Any = None
-    ) -> Any:
-        if guard.observes:
-            with torch.no_grad():
-                _, routed_experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-            guard.observed(layer, routed_experts)
-        return choose(
-            scores, topk, num_groups=num_groups, group_topk=group_topk, default_compute_topk=default_compute_topk
-        )
-
-    router.get_replay_topk = get_replay_topk
 
 
 def _token_group(config: Any) -> Any:

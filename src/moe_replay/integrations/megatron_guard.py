@@ -1,0 +1,177 @@
+"""`RouterGuard`: a trainer's own replay on Megatron-Core, compared with the routes of the tokens, or ours in its place.
+
+check: the trainer replays. Before the first layer of a micro-batch runs, what it has put on each router is compared
+with the routes of the tokens that the router will see; the router's own choices go to the alignment check.
+fix: `RouterReplay` of this library replays, and the trainer's replay stays off.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_replay.errors import AlignmentError, MoeReplayError
+from moe_replay.integrations.hosts import ReplaySettings
+from moe_replay.integrations.step_metrics import StepMetrics
+from moe_replay.replay.controller import RouterReplay, attach
+from moe_replay.routes.batch import RouteBatch
+from moe_replay.routes.topology import MoeTopology
+
+Routers = Callable[[Any], list[tuple[int, Any]]]  # chunk -> (decoder layer, the replay object of its router)
+
+
+class RouterGuard:
+    """The routers of one rank, what is expected of them, and what is measured.
+
+    trainer       its name, in errors
+    chunks        Megatron-Core models of this rank, without wrappers
+    settings      of the run
+    routers       finds the replay objects of a chunk
+    device        that the routers compute on
+    compares_ids  whether a chunk is fed the ids that its routers see: not where images are put among them
+    """
+
+    def __init__(
+        self,
+        trainer: str,
+        chunks: Sequence[Any],
+        settings: ReplaySettings,
+        routers: Routers,
+        device: torch.device,
+        *,
+        compares_ids: bool,
+    ) -> None:
+        self._trainer = trainer
+        self._routers = routers
+        self.device = device
+        self._compares_ids = compares_ids
+        self.topology = MoeTopology.from_config(chunks[0].config)
+        self.metrics = StepMetrics(self.topology, device, settings)
+        self.controller: RouterReplay | None = attach(list(chunks)) if settings.guard == "fix" else None
+        self._native: dict[int, Tensor] | None = None  # while a forward is observed: layer -> (R, K)
+        if self.controller is None:
+            for chunk in chunks:
+                for layer, router in routers(chunk):
+                    _observe(router, layer, self)
+
+    # ---- check --------------------------------------------------------------------------------------------------
+
+    def check(
+        self, run: Callable[[], Any], chunk: Any, expected: RouteBatch, *, observes: bool
+    ) -> tuple[Any, RouteBatch | None]:
+        """Run the trainer's forward of a micro-batch; raise before the first layer if it replays anything else.
+
+        Returns what `run` does, and the routers' own choices if they are observed.
+        """
+
+        def before(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+            fed = kwargs.get("input_ids", args[0] if args else None)
+            with printed_before_raised():
+                self._compare(expected, chunk, fed if chunk.pre_process and self._compares_ids else None)
+
+        handle = chunk.register_forward_pre_hook(before, with_kwargs=True)
+        try:
+            with self._observing(observes) as native:
+                result = run()
+        finally:
+            handle.remove()
+        return result, RouteBatch.recorded(native, self.topology) if observes else None
+
+    def record(self, run: Callable[[], Any]) -> tuple[Any, RouteBatch]:
+        """Run a forward in which the trainer records, and return the routers' choices too."""
+        with self._observing(True) as native:
+            result = run()
+        return result, RouteBatch.recorded(native, self.topology)
+
+    @contextmanager
+    def _observing(self, observes: bool) -> Iterator[dict[int, Tensor]]:
+        native: dict[int, Tensor] = {}
+        self._native = native if observes else None
+        try:
+            yield native
+        finally:
+            self._native = None
+
+    def _compare(self, expected: RouteBatch, chunk: Any, fed: Tensor | None) -> None:
+        """Compare what the trainer has put on each router. One device sync."""
+        if fed is not None:
+            expected.check_fed(fed)
+        wrong = []
+        for layer, router in self._routers(chunk):
+            want, valid, _ = expected.layer(layer)
+            given, mask = router.target_topk_idx, getattr(router, "target_replay_mask", None)
+            if given is None or given.shape != want.shape:
+                raise AlignmentError(
+                    f"{self._trainer} gives a router another number of rows than it will see",
+                    layer=layer,
+                    expected=tuple(want.shape),
+                    found=None if given is None else tuple(given.shape),
+                )
+            replayed = valid if mask is None else valid & mask.to(valid.device).bool().flatten()
+            wrong.append((given.to(valid.device) != want).any(1) & replayed)
+        if wrong:
+            self._raise_if_wrong(expected, chunk, torch.stack(wrong))
+
+    def _raise_if_wrong(self, expected: RouteBatch, chunk: Any, wrong: Tensor) -> None:
+        if not bool(wrong.any()):
+            return
+        slot, row = wrong.nonzero()[0].tolist()
+        layer, layout = expected.layers[slot], expected.layout
+        assert layout is not None
+        sample, token = layout.locate(int(layout.rows[row]))
+        given = dict(self._routers(chunk))[layer].target_topk_idx[row].tolist()
+        counts = wrong.sum(1).tolist()
+        raise AlignmentError(
+            f"{self._trainer} replays routes of other tokens or layers",
+            sample=sample,
+            layer=layer,
+            token=token,
+            expected=sorted(expected.layer(layer)[0][row].tolist()),
+            found=f"{sorted(given)}; wrong rows by layer: {dict(zip(expected.layers, counts, strict=True))}",
+            remedy=f"MOE_REPLAY_GUARD=fix replays without {self._trainer}'s packing of routes",
+        )
+
+    # ---- what the routers would choose --------------------------------------------------------------------------
+
+    def observed(self, layer: int, routed_experts: Tensor) -> None:
+        """Take what a router would choose, (R, K), in a forward that is observed."""
+        if self._native is not None and torch._C._current_graph_task_id() == -1:
+            self._native[layer] = routed_experts
+
+    @property
+    def observes(self) -> bool:
+        """Whether native choices are wanted now."""
+        return self._native is not None
+
+
+@contextmanager
+def printed_before_raised() -> Iterator[None]:
+    """Print an error before it is raised: other ranks may wait in a collective until it times out."""
+    try:
+        yield
+    except MoeReplayError as error:
+        print(f"moe-replay stops this run: {error}", file=sys.stderr, flush=True)
+        raise
+
+
+def _observe(router: Any, layer: int, guard: RouterGuard) -> None:
+    """Let the guard know what this router would choose; its own instance only."""
+    choose = router.get_replay_topk
+
+    def get_replay_topk(
+        scores: Tensor, topk: int, num_groups: Any = None, group_topk: Any = None, default_compute_topk: Any = None
+    ) -> Any:
+        if guard.observes:
+            with torch.no_grad():
+                _, routed_experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            guard.observed(layer, routed_experts)
+        return choose(
+            scores, topk, num_groups=num_groups, group_topk=group_topk, default_compute_topk=default_compute_topk
+        )
+
+    router.get_replay_topk = get_replay_topk

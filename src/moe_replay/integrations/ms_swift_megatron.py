@@ -1,0 +1,387 @@
+"""A guard for ms-swift's own replay in Megatron GRPO, or our replay in its place (`MOE_REPLAY_GUARD`).
+
+ms-swift has no registry of trainers, so that methods of them are replaced. Its collator leaves the routes of whole
+micro-batches (R3); on their way to the routers ms-swift cuts them for this rank, and we do not follow: where tokens are
+is known from `prepare_batch` of ms-swift, through which an index of the tokens is sent. With R2 the old-log-prob pass
+is observed, and updates are compared with what was seen there. On Ray, updates are given the routes of all layers.
+
+The verdict on a step comes when its backward has ended, before the optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_replay.integrations.hosts import MS_SWIFT, HostError, ReplaySettings
+from moe_replay.integrations.megatron_guard import RouterGuard, printed_before_raised
+from moe_replay.interop import from_ms_swift
+from moe_replay.routes.batch import RouteBatch
+from moe_replay.routes.layout import TokenLayout
+from moe_replay.routes.trace import RouteTrace
+
+PARAMETERS = {
+    "MegatronGRPOTrainer._maybe_compute_logps": ("self", "batch", "teacher_inputs"),
+    "MegatronGRPOTrainer.forward_step": ("self", "data_iterator", "model"),
+    "MegatronGRPOTrainer.train_step": ("self", "train_data_iterator"),
+    "MegatronGRPOTrainer.compute_per_token_logps": ("self", "model", "data_iterator", "no_grad", "temperature"),
+    "RouterReplayHelper.is_replay_forward_action": ("tf_config", "vp_rank"),
+    "RouterReplayHelper.is_r2_record_action": ("tf_config", "vp_rank"),
+    "RouterReplay.get_replay_topk": ("self", "scores", "topk", "num_groups", "group_topk", "default_compute_topk"),
+}
+PREPARE = {"prepare_batch": ("args", "data", "vp_stage")}
+CALLBACK = "moe_replay"  # in ms-swift's --callbacks
+_TRACES = "moe_replay_traces"  # our attribute of a GRPOBatch: routes of its samples
+
+
+def install(module: ModuleType) -> None:
+    """Change the trainers of ms-swift. `module` is swift.megatron.trainers.grpo_trainer."""
+    from swift.megatron.callbacks import megatron_callbacks_map
+    from swift.megatron.trainers import base, rlhf_mixin, utils
+
+    MS_SWIFT.check_parameters(module, PARAMETERS)
+    MS_SWIFT.check_parameters(utils, PREPARE)
+    grpo, scoring = module.MegatronGRPOTrainer, rlhf_mixin.MegatronRLHFTrainer
+    grpo._maybe_compute_logps = _keeping_traces(grpo._maybe_compute_logps)
+    grpo.forward_step = _guarded_update(grpo.forward_step)
+    scoring.compute_per_token_logps = _guarded_scoring(scoring.compute_per_token_logps)
+    base.BaseMegatronTrainer.train_step = _judged(base.BaseMegatronTrainer.train_step)
+    base.get_forward_backward_func = _judging(base.get_forward_backward_func)
+    megatron_callbacks_map[CALLBACK] = _callback()
+
+
+def _callback() -> type:
+    from swift.megatron.callbacks import MegatronCallback
+
+    class MoeReplayCallback(MegatronCallback):
+        """Puts the metrics of a step among those that ms-swift logs."""
+
+        def on_step_end(self) -> None:
+            guard = guards.get(self.trainer)
+            for name, value in ({} if guard is None else guard.latest).items():
+                pair = torch.tensor([value, 1.0], device=guard.device)  # ms-swift divides the sum by the count
+                before = self.trainer._train_metrics.get(name)
+                self.trainer._train_metrics[name] = pair if before is None else before + pair
+
+    return MoeReplayCallback
+
+
+# ---- the guard of a process ------------------------------------------------------------------------------------------
+
+
+class SwiftGuard(RouterGuard):
+    """The routers of the model that a process trains.
+
+    latest        metrics of the last update
+    is_updating   whether an update runs
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        args = trainer.args
+        chunks = [language_model(model) for model in trainer.unwrapped_models]
+        device = next(chunks[0].parameters()).device
+        settings = ReplaySettings.read({"mode": args.router_replay_mode})
+        super().__init__("ms-swift", chunks, settings, _routers, device, compares_ids=not args.is_multimodal)
+        self._args = args
+        self._config = chunks[0].config
+        self.latest: dict[str, float] = {}
+        self.is_updating = False
+
+    def micro_batch(self, data: dict[str, Any]) -> MicroBatch:
+        """Return where ms-swift puts the tokens of a collated micro-batch."""
+        return MicroBatch.of(self._args, self._config, data)
+
+    def finish(self) -> None:
+        """Judge the update. Collective: misaligned routes raise on every rank, before the optimizer steps."""
+        from megatron.core import parallel_state
+
+        ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
+        reports = ranks == (0, 0) and parallel_state.is_pipeline_last_stage()
+        self.latest = self.metrics.finish(is_update=True, report_tokens=reports)
+
+
+class _Guards:
+    """The guard of this process: its trainer may have others beside it that only compute losses, as on Ray."""
+
+    def __init__(self) -> None:
+        self.current: SwiftGuard | None = None
+
+    def get(self, trainer: Any) -> SwiftGuard | None:
+        """Return the guard; made for this trainer if there is none."""
+        if self.current is None and trainer.enable_routing_replay:
+            with printed_before_raised():
+                self.current = SwiftGuard(trainer)
+        return self.current
+
+
+guards = _Guards()
+
+
+def language_model(model: Any) -> Any:
+    """Return the Megatron-Core language model inside wrappers and multimodal models."""
+    for module in model.modules():
+        if hasattr(module, "decoder") and hasattr(module, "pre_process"):
+            return module
+    raise HostError("no language model of Megatron-Core in this model", found=type(model).__name__)
+
+
+def _routers(chunk: Any) -> list[tuple[int, Any]]:
+    """Return (decoder layer, Megatron's RouterReplay) of a pipeline chunk."""
+    routers = [layer.mlp.router for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")]
+    return [(router.layer_number - 1, router.router_replay) for router in routers]
+
+
+# ---- where tokens are ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Tokens of a micro-batch of ms-swift.
+
+    ids      of each sample
+    starts   (row, column) of each sample in the collated ids
+    layout   where this rank has the tokens
+    """
+
+    ids: list[list[int]]
+    starts: list[tuple[int, int]]
+    layout: TokenLayout
+
+    @classmethod
+    def of(cls, args: Any, config: Any, data: dict[str, Any]) -> MicroBatch:
+        """Read a micro-batch as ms-swift's collator leaves it."""
+        ids, lengths = data["input_ids"].cpu(), [int(length) for length in data["seq_lens"]]
+        positions = data.get("text_position_ids")
+        positions = data["position_ids"] if positions is None else positions
+        starts = [(row, 0) for row in range(len(lengths))]
+        if args.padding_free:
+            starts = [(0, int(column)) for column in (positions.flatten() == 0).nonzero()[: len(lengths)]]
+        index = torch.zeros_like(ids)  # 0 is padding
+        count = 0
+        for (row, column), length in zip(starts, lengths, strict=True):
+            index[row, column : column + length] = torch.arange(count + 1, count + length + 1)
+            count += length
+        samples = [ids[row, col : col + size].tolist() for (row, col), size in zip(starts, lengths, strict=True)]
+        return cls(samples, starts, _layout(args, config, data, positions, index, lengths))
+
+    def traces(self, routed_experts: Any, guard: SwiftGuard) -> list[RouteTrace]:
+        """Return the routes of the samples from what ms-swift has collated of a rollout."""
+        if routed_experts is None:
+            raise HostError(
+                "router_replay_mode is R3, and the micro-batch has no routes",
+                remedy="The rollout must return routes: vLLM 0.14 or later, enable_return_routed_experts",
+            )
+        rows = routed_experts.cpu()
+        return [
+            from_ms_swift(rows[row, col : col + len(ids)], ids, guard.topology, sample=sample)
+            for sample, ((row, col), ids) in enumerate(zip(self.starts, self.ids, strict=True))
+        ]
+
+    def expected(self, traces: Sequence[RouteTrace], layers: Sequence[int], device: torch.device) -> RouteBatch:
+        """Return the routes that the routers of `layers` should follow on this rank."""
+        return RouteBatch.from_traces(traces, self.layout, layers).to(device)
+
+    def fed_ids(self, chunk: Any, device: torch.device) -> Tensor | None:
+        """Return the ids for a chunk that is not fed any; None for the first."""
+        return None if chunk.pre_process else torch.from_numpy(self.layout.fed_token_ids(self.ids)).to(device)
+
+    def sampled(self, completion_mask: Tensor) -> np.ndarray:
+        """Return (num_tokens,) bool: which tokens were sampled. ms-swift's mask (B, T) has the next token's."""
+        mask = completion_mask.cpu()
+        parts = [
+            torch.cat([torch.zeros(1, dtype=torch.bool), row[: len(ids) - 1].bool()])
+            for ids, row in zip(self.ids, mask, strict=True)
+        ]
+        return torch.cat(parts).numpy()
+
+
+def _layout(
+    args: Any, config: Any, data: dict[str, Any], positions: Tensor, index: Tensor, lengths: Sequence[int]
+) -> TokenLayout:
+    """Return where `prepare_batch` of ms-swift puts the tokens: the index goes through it as positions."""
+    from megatron.core import parallel_state
+    from swift.megatron.trainers.utils import prepare_batch
+
+    sent = {
+        "input_ids": data["input_ids"].clone(),
+        "labels": data["input_ids"].clone(),
+        "position_ids": index.to(data["input_ids"].device),
+        "text_position_ids": positions,
+    }
+    fed = prepare_batch(args, sent)["position_ids"].cpu().numpy() - 1
+    shards = {}
+    size = parallel_state.get_context_parallel_world_size()
+    if size > 1:
+        shards["context_shard"] = parallel_state.get_context_parallel_rank(), size
+    if config.sequence_parallel:
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        shards["sequence_shard"] = parallel_state.get_tensor_model_parallel_rank(), ranks
+    return TokenLayout(fed, tuple(lengths), (fed.shape[1],), "sequence", **shards)
+
+
+# ---- methods of ms-swift ---------------------------------------------------------------------------------------------
+
+Method = Callable[..., Any]
+
+
+def _keeping_traces(original: Method) -> Method:
+    @wraps(original)
+    def _maybe_compute_logps(self: Any, batch: dict[str, Any], teacher_inputs: Any = None) -> dict[str, Any]:
+        if not self.enable_routing_replay:
+            return original(self, batch, teacher_inputs)
+        setattr(self, _TRACES, None)
+        result = original(self, batch, teacher_inputs)
+        setattr(result["grpo_batch"], _TRACES, getattr(self, _TRACES))
+        return result
+
+    return _maybe_compute_logps
+
+
+def _guarded_scoring(original: Method) -> Method:
+    """The pass for old log-probs: R3 replays, R2 records. Reference and teacher route natively."""
+
+    @wraps(original)
+    def compute_per_token_logps(
+        self: Any, model: Any, data_iterator: Iterator[Any], no_grad: bool = True, temperature: float = 1.0
+    ) -> Any:
+        from swift.megatron.utils import RouterReplayHelper
+
+        records = self.enable_routing_replay and RouterReplayHelper.is_r2_record_action(model.config)
+        replays = self.enable_routing_replay and RouterReplayHelper.is_replay_forward_action(model.config)
+        guard = guards.get(self) if records or replays else None
+        if guard is None:
+            return original(self, model, data_iterator, no_grad, temperature)
+        data, chunk = next(data_iterator), language_model(model)
+
+        def run(given: dict[str, Any]) -> Any:
+            return original(self, model, iter([given]), no_grad, temperature)
+
+        with printed_before_raised():
+            batch = guard.micro_batch(data)
+            traces = None if records else batch.traces(data.get("routed_experts"), guard)
+        if traces is None:
+            result, traces = _record(guard, self, batch, chunk, lambda: run(data))
+        elif guard.controller is None:
+            expected = batch.expected(traces, [layer for layer, _ in _routers(chunk)], guard.device)
+            result, _ = guard.check(lambda: run(data), chunk, expected, observes=False)
+        else:
+            expected = batch.expected(traces, guard.controller.layers_of(chunk), guard.device)
+            with (
+                _without_its_replay(self),
+                guard.controller.replay(expected, fed_ids=batch.fed_ids(chunk, guard.device)),
+            ):
+                result = run(_without_routes(data))
+        setattr(self, _TRACES, traces)
+        return result
+
+    return compute_per_token_logps
+
+
+def _record(
+    guard: SwiftGuard, trainer: Any, batch: MicroBatch, chunk: Any, run: Callable[[], Any]
+) -> tuple[Any, list[RouteTrace]]:
+    """Run the pass in which R2 records, and return what the routers chose on this rank."""
+    if guard.controller is None:
+        result, chosen = guard.record(run)
+        return result, chosen.to_traces(batch.ids, batch.layout, unverified=True)
+    with _without_its_replay(trainer), guard.controller.record(fed_ids=batch.fed_ids(chunk, guard.device)) as recording:
+        result = run()
+    return result, recording.traces(batch.layout, batch.ids)
+
+
+def _guarded_update(original: Method) -> Method:
+    @wraps(original)
+    def forward_step(self: Any, data_iterator: Iterator[Any], model: Any) -> Any:
+        guard = guards.current
+        if guard is None or not guard.is_updating or not self.enable_routing_replay:
+            return original(self, data_iterator, model)
+        data, chunk = next(data_iterator), language_model(model)
+        grpo_batch, observes = data["grpo_batch"], guard.metrics.checks
+        with printed_before_raised():
+            batch = guard.micro_batch(data)
+            traces = getattr(grpo_batch, _TRACES, None)
+            if traces is None:  # on Ray
+                traces = batch.traces(data.get("routed_experts"), guard)
+        if guard.controller is None:
+            expected = batch.expected(traces, [layer for layer, _ in _routers(chunk)], guard.device)
+            run = lambda: original(self, iter([data]), model)  # noqa: E731
+            result, native = guard.check(run, chunk, expected, observes=observes)
+        else:
+            expected = batch.expected(traces, guard.controller.layers_of(chunk), guard.device)
+            fed_ids = batch.fed_ids(chunk, guard.device)
+            with (
+                _without_its_replay(self),
+                guard.controller.replay(expected, fed_ids=fed_ids, observe=observes) as replaying,
+            ):
+                result = original(self, iter([_without_routes(data)]), model)
+            native = replaying.native() if observes else None
+        guard.metrics.add_routes(expected, native, batch.layout, batch.sampled(grpo_batch.completion_mask))
+        guard.metrics.add_samples([not trace.covered_fraction for trace in traces])
+        _add_logprobs(guard, grpo_batch, result[0])
+        return result
+
+    return forward_step
+
+
+def _add_logprobs(guard: SwiftGuard, grpo_batch: Any, scored: Any) -> None:
+    """Add the log-probs of the update, which the last stage has, beside those of the rollout."""
+    from megatron.core import parallel_state
+
+    sampled = grpo_batch.rollout_per_token_logps
+    if sampled is not None and parallel_state.is_pipeline_last_stage():
+        mask = grpo_batch.completion_mask.bool()
+        guard.metrics.add_logprobs(sampled, scored.detach(), mask, replayed=True)
+
+
+def _judged(original: Method) -> Method:
+    @wraps(original)
+    def train_step(self: Any, train_data_iterator: Any) -> Any:
+        guard = guards.get(self)
+        if guard is None or not self.enable_routing_replay:
+            return original(self, train_data_iterator)
+        guard.is_updating = True
+        try:
+            return original(self, train_data_iterator)
+        finally:
+            guard.is_updating = False
+
+    return train_step
+
+
+def _judging(original: Method) -> Method:
+    @wraps(original)
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Method:
+        forward_backward = original(*args, **kwargs)
+        guard = guards.current
+        if guard is None or not guard.is_updating:
+            return forward_backward
+
+        def judged(*args: Any, **kwargs: Any) -> Any:
+            result = forward_backward(*args, **kwargs)
+            guard.finish()
+            return result
+
+        return judged
+
+    return get_forward_backward_func
+
+
+@contextmanager
+def _without_its_replay(trainer: Any) -> Iterator[None]:
+    trainer.enable_routing_replay = False
+    try:
+        yield
+    finally:
+        trainer.enable_routing_replay = True
+
+
+def _without_routes(data: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in data.items() if name != "routed_experts"}
