@@ -99,3 +99,63 @@ def test_what_cannot_be(folder: Path, words: str, reason: str, capsys: pytest.Ca
         main(["plan", "--model", str(folder), *words.split()])
     assert ended.value.code == 2
     assert reason in capsys.readouterr().err
+
+
+PUBLISHED = {
+    "OLMoE-1B-7B": (6.9, 1.3),
+    "DeepSeek-V2-Lite": (15.7, 2.7),
+    "Moonlight-16B-A3B": (16.0, 2.9),
+    "gpt-oss-20b": (20.9, 4.2),
+    "Qwen3-30B-A3B": (30.5, 3.4),
+    "Qwen3.5-35B-A3B, text": (34.7, 3.5),
+    "Mixtral-8x7B": (46.7, 12.9),
+    "GLM-4.5-Air": (106.9, 13.4),
+    "Qwen3-235B-A22B": (235.1, 22.2),
+    "DeepSeek-V3": (671.0, 37.6),
+}
+"""Billions of parameters of released models, and those that a token meets, embedding and head included."""
+
+
+@pytest.mark.slow
+def test_the_table_of_released_models_is_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "--released"])
+    table = capsys.readouterr().out
+    page = (Path(__file__).resolve().parents[2] / "docs" / "tools.md").read_text()
+    printed = page.partition("<!-- released -->\n")[2].partition("<!-- /released -->")[0]
+    assert printed == table, "the output of `moe-replay plan --released` belongs into docs/tools.md"
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    sizes = {name: size for name, size, *_ in rows}
+    assert sizes == {name: f"{total} B, {active} B active" for name, (total, active) in PUBLISHED.items()}
+    assert [row[2] for row in rows] == ["LoRA", "full"] * len(PUBLISHED)
+
+
+def test_a_released_model_fits_as_the_plan_of_a_recipe_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from moe_replay.tools.plan.released import FOLDER, find_fit
+    from moe_replay.weights.model_folder import read_config
+    from moe_replay.weights.model_sizes import ModelSizes
+
+    config = FOLDER / "qwen3-30b-a3b.json"
+    fit = find_fit(ModelSizes.of(read_config(str(config))), "full", 8, 79.6)
+    assert fit is not None
+    assert fit.mark == "o"
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        f"""
+        [model]
+        path = "{config}"
+        [data]
+        path = "prompts.jsonl"
+        max_prompt_length = 1024
+        [batch]
+        tokens_per_micro_batch = 8192
+        [backend]
+        offload = true
+        [rollout]
+        max_tokens = 7168
+        sleep = true
+        dtype = "bfloat16"
+        options = {{ tensor_parallel_size = 8, kv_cache_memory_bytes = {8 * 2**30} }}
+        """
+    )
+    plan = told(capsys, "--recipe", str(recipe), "--gpus", "8")
+    assert max(sum(parts.values()) for parts in plan["phases"].values()) / 2**30 == pytest.approx(fit.peak_gib)

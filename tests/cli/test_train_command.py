@@ -471,15 +471,37 @@ def test_a_dry_run_refuses_what_the_run_refuses(
     assert not (own / "runs").exists()
 
 
-def test_a_dry_run_imports_neither_vllm_nor_models(own: Path) -> None:
+NOT_FOR_A_DRY_RUN = (
+    *(
+        "vllm",
+        "ray",
+        "megatron",
+        "peft",
+        "accelerate",
+        "datasets",
+        "math_verify",
+        "sympy",
+        "wandb",
+        "matplotlib",
+        "tyro",
+    ),
+    *("transformers.modeling_utils", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"),
+)
+
+
+@pytest.mark.parametrize("words", [(), ("--backend.kind", "megatron"), ("--reward.functions", "math_verify")])
+def test_a_dry_run_imports_neither_engines_nor_models(own: Path, words: tuple[str, ...]) -> None:
     """They take most of the time of a command that reads a few small files."""
+    if find_spec("vllm") is None or ("megatron" in words and find_spec("megatron") is None):
+        pytest.skip("the recipe needs packages that are not installed")
     code = (
-        "import sys\nfrom moe_replay.cli.main import main\nmain(['train', 'recipe.toml', '--dry-run'])\n"
-        "slow = ('vllm', 'transformers.modeling_utils', 'torch._dynamo', 'ray')\n"
-        "print('loaded:', [name for name in slow if name in sys.modules])"
+        "import sys\nfrom moe_replay.cli.main import main\n"
+        f"main(['train', 'recipe.toml', '--dry-run', *{words}])\n"
+        f"print('loaded:', [name for name in {NOT_FOR_A_DRY_RUN} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=own, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.stdout.endswith("loaded: []\n"), done.stderr
+    assert "tokens   at most" in done.stdout
 
 
 @pytest.mark.usefixtures("own")

@@ -24,6 +24,8 @@ class PlanCommand:
     recipe: str | None = None
     """Recipe of a run: estimate memory per GPU and phase, the time of scoring and updates and of a weight sync instead;
     exit with 1 if the run does not fit."""
+    released: bool = False
+    """Print a table of released models: memory for LoRA and for full training, by number and size of GPUs."""
     gpus: int = 8
     """Trainer GPUs (with --recipe)."""
     gpu_gib: float = 79.6
@@ -82,6 +84,9 @@ class PlanCommand:
             if not 0 < getattr(self, name) < math.inf:
                 option = f"--{name.replace('_', '-')}"
                 raise LayoutError(f"{option} is not a positive number", found=getattr(self, name))
+        if self.released:
+            self._print_released()
+            return
         if self.recipe is not None:
             self._plan_recipe(self.recipe)
             return
@@ -102,6 +107,13 @@ class PlanCommand:
         fields = dataclasses.asdict(plan.rank(self.rank))
         text = "\n".join(f"{name}: {value}" for name, value in fields.items())
         print(json.dumps(fields, indent=2) if self.json else text)
+
+    def _print_released(self) -> None:
+        from moe_replay.tools.plan.released import plan_released, released_table
+
+        rows = list(plan_released())
+        as_json = json.dumps([dataclasses.asdict(row) for row in rows], indent=2) if self.json else ""
+        print(as_json or released_table(rows))
 
     def _plan_recipe(self, recipe: str) -> None:
         from moe_replay.tools.plan.speed import plan_speed

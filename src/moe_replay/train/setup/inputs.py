@@ -89,6 +89,8 @@ def _check_attention(name: str) -> None:
 
 
 def _check_megatron(backend: BackendConfig) -> None:
+    if not backend.megatron:
+        return  # the import takes seconds
     try:
         from megatron.core.transformer.transformer_config import MLATransformerConfig
     except ModuleNotFoundError:
