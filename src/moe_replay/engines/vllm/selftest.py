@@ -129,7 +129,7 @@ def router_settings(topology: MoeTopology, config: Any) -> str:
 def check_routes(
     engine: EngineName,
     routed_experts: np.ndarray | None,
-    chosen: Mapping[int, np.ndarray],
+    reference: Mapping[int, np.ndarray],
     topology: MoeTopology,
     unhooked: list[str],
     install: str,
@@ -137,19 +137,19 @@ def check_routes(
     """Raise unless the recorded routes of a prompt are those that the routers chose; the error names the part.
 
     routed_experts   (T, decoder layers, K)
-    chosen           layer -> (T, K)
+    reference        layer -> (T, K), chosen by the routers
     unhooked         MoE layers of vLLM that hold no callback
     """
     remedy = _REMEDY.format(install=install)
     layers = [layer for layer in topology.layers if layer < topology.num_layers]
-    unseen = [layer for layer in layers if layer not in chosen]
+    unseen = [layer for layer in layers if layer not in reference]
     if unseen:
         raise EngineError(
             f"self-test of {engine}: the outputs of the routers cannot be read, so the capture cannot be checked",
             found=f"nothing of layers {_some(unseen)}: other module names, compiled code or a CUDA graph",
             remedy=f"Start once with enforce_eager=True. {remedy}",
         )
-    tokens = len(next(iter(chosen.values())))
+    tokens = len(next(iter(reference.values())))
     if routed_experts is None or routed_experts.ndim != 3 or len(routed_experts) < tokens:
         shape = "no routes" if routed_experts is None else f"shape {routed_experts.shape}"
         raise EngineError(
@@ -159,26 +159,26 @@ def check_routes(
             remedy=remedy,
         )
     recorded = {layer: routed_experts[:tokens, layer] for layer in layers if layer < routed_experts.shape[1]}
-    own = {layer: agreement(recorded[layer], chosen[layer]) if layer in recorded else 0.0 for layer in layers}
+    own = {layer: agreement(recorded[layer], reference[layer]) if layer in recorded else 0.0 for layer in layers}
     wrong = {layer: found for layer, found in own.items() if found < AGREEMENT}
     if wrong:
         raise EngineError(
             f"self-test of {engine}: recorded routes are not those of the model's routers: "
-            f"{_cause(recorded, chosen, wrong, unhooked)}",
+            f"{_cause(recorded, reference, wrong, unhooked)}",
             expected=f"at least {AGREEMENT:.0%} of choices equal in every layer",
             found=", ".join(f"layer {layer} {found:.0%}" for layer, found in list(wrong.items())[:4]),
             remedy=remedy,
         )
 
 
-def agreement(recorded: np.ndarray, chosen: np.ndarray) -> float:
-    """Return which fraction of the chosen experts (T, K) was recorded, in any order."""
-    return float((chosen[:, :, None] == recorded[:, None, :].astype(np.int64)).any(-1).mean())
+def agreement(recorded: np.ndarray, reference: np.ndarray) -> float:
+    """Return which fraction of the reference (T, K) was recorded, in any order."""
+    return float((reference[:, :, None] == recorded[:, None, :].astype(np.int64)).any(-1).mean())
 
 
 def _cause(
     recorded: Mapping[int, np.ndarray],
-    chosen: Mapping[int, np.ndarray],
+    reference: Mapping[int, np.ndarray],
     wrong: Mapping[int, float],
     unhooked: list[str],
 ) -> str:
@@ -187,8 +187,8 @@ def _cause(
     filled = [layer for layer in wrong if layer not in zero]
     moved = {}
     for layer in filled:
-        best = max(chosen, key=lambda other: agreement(recorded[layer], chosen[other]))
-        if agreement(recorded[layer], chosen[best]) >= AGREEMENT:
+        best = max(reference, key=lambda other: agreement(recorded[layer], reference[other]))
+        if agreement(recorded[layer], reference[best]) >= AGREEMENT:
             moved[layer] = best
     if moved:
         pairs = ", ".join(f"layer {layer} holds those of layer {other}" for layer, other in list(moved.items())[:3])
@@ -201,7 +201,7 @@ def _cause(
         )
         return f"all of layers {_some(zero)} are zero: {hook}"
     for name, rows in (("early", (slice(None, -1), slice(1, None))), ("late", (slice(1, None), slice(None, -1)))):
-        if all(agreement(recorded[layer][rows[0]], chosen[layer][rows[1]]) >= AGREEMENT for layer in filled):
+        if all(agreement(recorded[layer][rows[0]], reference[layer][rows[1]]) >= AGREEMENT for layer in filled):
             return f"another token order (rows {name} by one)"
     return "neither another layer nor a neighbouring token explains them"
 
