@@ -93,6 +93,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "src/moe_replay/megatron/without_transformer_engine.py": "upstream bugs, each listed; undone on leaving",
         "src/moe_replay/utils/processes.py": "Python has no hook before os._exit, whose status 0 would be a success",
         "src/moe_replay/replay/adapters/megatron_settings.py": "a name that Megatron-Core reads and forgets to set",
+        "src/moe_replay/integrations/ms_swift_megatron.py": "ms-swift has no registry of trainers; it loads us for it",
     },
     "unsafe_loading": {
         "src/moe_replay/engines/vllm_serve/weights.py": "vLLM's message to a server started to accept it",
@@ -515,6 +516,7 @@ SERVE_ONE_SIBLING = {
     "engines.vllm.processes": "subclasses of vLLM's classes, which need it installed",
     "engines.vllm.weights": "imported in vLLM's worker processes only",
     "engines.vllm_serve.weights": "weight updates of `vllm serve`; its client samples",
+    "integrations.ms_swift_megatron": "needs torch and ms-swift's trainers; the module that ms-swift loads imports neither",
     "integrations.verl_megatron": "a guard for verl's own replay; what it shares with FSDP is in verl_batch",
     "integrations.verl_fsdp": "needs torch and verl's engine; the module that verl loads imports neither",
     "integrations.trl_generation": "engines behind TRL, which rest on other methods of TRL than the trainer does",

@@ -39,7 +39,6 @@ PARAMETERS = {
 }
 PREPARE = {"prepare_batch": ("args", "data", "vp_stage")}
 CALLBACK = "moe_replay"  # in ms-swift's --callbacks
-_TRACES = "moe_replay_traces"  # our attribute of a GRPOBatch: routes of its samples
 
 
 def install(module: ModuleType) -> None:
@@ -66,7 +65,9 @@ def _callback() -> type:
 
         def on_step_end(self) -> None:
             guard = guards.get(self.trainer)
-            for name, value in ({} if guard is None else guard.latest).items():
+            if guard is None:
+                return
+            for name, value in guard.latest.items():
                 pair = torch.tensor([value, 1.0], device=guard.device)  # ms-swift divides the sum by the count
                 before = self.trainer._train_metrics.get(name)
                 self.trainer._train_metrics[name] = pair if before is None else before + pair
@@ -237,9 +238,9 @@ def _keeping_traces(original: Method) -> Method:
     def _maybe_compute_logps(self: Any, batch: dict[str, Any], teacher_inputs: Any = None) -> dict[str, Any]:
         if not self.enable_routing_replay:
             return original(self, batch, teacher_inputs)
-        setattr(self, _TRACES, None)
+        self.moe_replay_traces = None
         result = original(self, batch, teacher_inputs)
-        setattr(result["grpo_batch"], _TRACES, getattr(self, _TRACES))
+        result["grpo_batch"].moe_replay_traces = self.moe_replay_traces
         return result
 
     return _maybe_compute_logps
@@ -279,7 +280,7 @@ def _guarded_scoring(original: Method) -> Method:
                 guard.controller.replay(expected, fed_ids=batch.fed_ids(chunk, guard.device)),
             ):
                 result = run(_without_routes(data))
-        setattr(self, _TRACES, traces)
+        self.moe_replay_traces = traces
         return result
 
     return compute_per_token_logps
@@ -307,7 +308,7 @@ def _guarded_update(original: Method) -> Method:
         grpo_batch, observes = data["grpo_batch"], guard.metrics.checks
         with printed_before_raised():
             batch = guard.micro_batch(data)
-            traces = getattr(grpo_batch, _TRACES, None)
+            traces = getattr(grpo_batch, "moe_replay_traces", None)
             if traces is None:  # on Ray
                 traces = batch.traces(data.get("routed_experts"), guard)
         if guard.controller is None:

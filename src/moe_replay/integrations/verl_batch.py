@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +14,11 @@ from moe_replay.interop import from_verl
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
+
+if TYPE_CHECKING:
+    from verl.workers.engine import BaseEngine as _Engine
+else:
+    _Engine = object
 
 SAMPLE = "moe_replay_sample"  # our entry in verl's batches: index of each sample, which its micro-batches keep
 
@@ -39,7 +44,7 @@ def refuse_replay(module: ModuleType) -> None:
         replace_engine(module.EngineRegistry, engine, WithoutReplay)
 
 
-class WithoutReplay:
+class WithoutReplay(_Engine):
     """What is added to an engine of verl that has no replay."""
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
