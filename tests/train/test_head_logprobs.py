@@ -21,7 +21,8 @@ import moe_replay as mr
 from moe_replay.records import MicroBatch
 from moe_replay.sampling_mask import LogitMask, SamplingMask
 from moe_replay.train.backends.base import Scores
-from moe_replay.train.backends.logprobs import Head, HeadScores, head_logprobs
+from moe_replay.train.backends.compilation import CompiledLayers, graphs_compiled
+from moe_replay.train.backends.logprobs import EAGER, Head, HeadMath, HeadScores, head_logprobs
 from moe_replay.train.learn.batches import make_micro_batch
 from tests.models import tiny_qwen3_moe
 from tests.train.trajectories import random_mask, random_trajectory
@@ -81,6 +82,32 @@ def test_masked_logits_do_not_count(scored: int, temperature: float, chunk: int,
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy, torch.special.entr(whole.exp()).sum(-1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found_gradients, gradients, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_compiled_kernels_compute_the_same(masked: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(*shape, generator=generator, requires_grad=True) for shape in ((9, 5), (11, 5)))
+    targets = torch.randint(11, (9,), generator=generator)
+    kept = torch.rand(9, 11, generator=generator) < 0.5
+    kept[torch.arange(9), targets] = True
+    mask = SamplingMask(11, kept.sum(1).numpy(), kept.nonzero()[:, 1].numpy()) if masked else None
+    layers = CompiledLayers("aot_eager")
+
+    def outcome(math: HeadMath) -> list[Tensor]:
+        found, entropy = head_logprobs(
+            *(hidden, Head(weight), targets),
+            temperature=0.7,
+            chunk=4,
+            mask=None if mask is None else LogitMask.of(mask, torch.device("cpu")),
+            math=math,
+        )
+        return [found, entropy, *torch.autograd.grad(found.sum(), [hidden, weight])]
+
+    before = graphs_compiled()
+    found = outcome(HeadMath(*map(layers.function, EAGER)))
+    assert (layers.failure, graphs_compiled() > before) == (None, True)
+    torch.testing.assert_close(found, outcome(EAGER))
 
 
 @pytest.mark.parametrize("vocabulary", [10, 12])

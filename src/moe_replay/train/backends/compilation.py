@@ -43,6 +43,11 @@ class CompiledLayers:
         for layer in layers:
             layer.forward = _Forward(self, layer.forward, self._compiler)
 
+    def function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that is compiled when it is first called, and runs eagerly when layers do."""
+        self.is_used = True
+        return _Forward(self, function, self._compiler)
+
     @property
     def runs_eagerly(self) -> bool:
         """Whether calls go to the layers' own code now."""

@@ -23,7 +23,7 @@ from moe_replay.train.backends import lora
 from moe_replay.train.backends.base import Backend, LossFunction, OldPass, Routing, Scores, UpdateResult, apply_routing
 from moe_replay.train.backends.compilation import CompiledLayers
 from moe_replay.train.backends.fsdp_loading import row_offset, sharded_model
-from moe_replay.train.backends.logprobs import HeadScores
+from moe_replay.train.backends.logprobs import EAGER, HeadMath, HeadScores
 from moe_replay.train.backends.lora import AdaptedWeight, plain_name
 from moe_replay.train.backends.offload import TrainerOffload
 from moe_replay.train.backends.rank_state import Optimized, RankState
@@ -33,6 +33,9 @@ from moe_replay.utils.files import Write
 from moe_replay.weights.checkpoint import CheckpointForm, checkpoint_tensors
 from moe_replay.weights.lora_adapter import Adapter
 from moe_replay.weights.source import Group, TensorInfo
+
+COMPILED_CHUNKS = 4
+"""Slices of `batch.logit_chunk` rows in one: compiled, the head holds logits once and in `model.dtype`, not float32."""
 
 
 class FsdpSource:
@@ -219,15 +222,19 @@ class FsdpBackend(Backend):
             eps=config.optim.eps,
             weight_decay=config.optim.weight_decay,
             foreach=False,  # foreach would hold another copy of every moment
+            fused=device.type == "cuda",
         )
         self._state = FsdpState(self.model, self._optimizer, moments=config.checkpoint.optimizer)
         self._offload = TrainerOffload(
             config.backend.offload, device, weights=self._sharded_parameters, optimizer=self._optimizer_state
         )
         self._layers = CompiledLayers()
-        self._scores = HeadScores(self.model, config.batch.logit_chunk)
-        self._reference_scores = HeadScores(self._reference, config.batch.logit_chunk) if self._reference else None
-        if config.model.compile is True or (config.model.compile == "auto" and device.type == "cuda"):
+        is_compiled = config.model.compile is True or (config.model.compile == "auto" and device.type == "cuda")
+        math = HeadMath(*map(self._layers.function, EAGER)) if is_compiled else EAGER
+        chunk = config.batch.logit_chunk * (COMPILED_CHUNKS if is_compiled else 1)
+        self._scores = HeadScores(self.model, chunk, math)
+        self._reference_scores = HeadScores(self._reference, chunk, math) if self._reference else None
+        if is_compiled:
             self._compile()
         for model in (self.model, self._reference):
             if isinstance(model, FSDPModule):
@@ -374,6 +381,9 @@ class FsdpBackend(Backend):
         """Restore the shards and moments of this rank, from files of any number of ranks."""
         with self._offload.optimizer_on_device():
             self._state.load(folder)
+            if self.device.type == "cuda":  # the fused step has its counters there
+                for state in self._optimizer.state.values():
+                    state["step"] = state["step"].to(self.device)
 
     def state_bytes(self) -> int:
         """Return the size of trained weights and, unless they are left out, their two moments, in float32."""

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from moe_replay.distributed.ranks import from_rank_0, raise_on_all_ranks
 from moe_replay.megatron.weights.checkpoint import INDEX, QUANTIZATION, Checkpoint
 from moe_replay.megatron.weights.tensor_slices import WeightMapError
-from moe_replay.train.backends import attention, lora
+from moe_replay.train.backends import attention, experts, lora
 from moe_replay.train.config.sections import ModelConfig
 from moe_replay.weights.checkpoint import CheckpointForm, model_tensor
 from moe_replay.weights.model_folder import (
@@ -178,7 +178,9 @@ def sharded_model(folder: str, config: ModelConfig, device: torch.device, *, tra
         check_experts(folder)
         has_scales = without_scales(settings)
         model = _empty(settings, config)
-        attention.use_attention(model, config.attn_implementation, device, dtype, log=trained and dist.get_rank() == 0)
+        is_logged = trained and dist.get_rank() == 0
+        attention.use_attention(model, config.attn_implementation, device, dtype, log=is_logged)
+        experts.use_experts(model, device, log=is_logged)
         shards = FolderShards.of(folder, model) if can_compute_constants() else None
         if has_scales and shards is None:
             raise ModelError(

@@ -8,7 +8,7 @@ The forward pass is the same with and without gradients, so scoring and training
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -37,6 +37,67 @@ class Head(NamedTuple):
     group: Any = None
 
 
+def highest_logit(logits: Tensor, temperature: float, dropped: Tensor | None) -> Tensor:
+    """Return the highest of each row of logits (n, V), divided by the temperature: (n,)."""
+    return _scaled(logits, temperature, dropped).amax(-1)
+
+
+def row_sums(
+    logits: Tensor,
+    temperature: float,
+    dropped: Tensor | None,
+    highest: Tensor,
+    targets: Tensor,
+    is_local: Tensor,
+    with_entropy: bool,
+) -> Tensor:
+    """Return, for each row of logits (n, V): sum of exponentials, target's logit, and sum for the entropy, (2 or 3, n).
+
+    highest    (n,) is subtracted from each row first
+    targets    (n, 1) columns; they count where `is_local` (n,)
+    """
+    rows = _scaled(logits, temperature, dropped) - highest[:, None]
+    chosen = torch.where(is_local, rows.gather(-1, targets)[:, 0], 0.0)
+    exponentials = rows.exp()
+    sums = [exponentials.sum(-1), chosen]
+    if with_entropy:
+        if dropped is not None:
+            rows = rows.masked_fill(dropped, 0.0)  # of probability zero: not a product with minus infinity
+        sums.append((exponentials * rows).sum(-1))
+    return torch.stack(sums)
+
+
+def logits_gradient(
+    logits: Tensor,
+    temperature: float,
+    dropped: Tensor | None,
+    normalizer: Tensor,
+    targets: Tensor,
+    is_local: Tensor,
+    gradient: Tensor,
+) -> Tensor:
+    """Return the gradient of logits (n, V), in their dtype, for a gradient (n,) of the targets' log-probs."""
+    rows = (_scaled(logits, temperature, dropped) - normalizer[:, None]).exp().neg()
+    rows = rows.scatter_add(-1, targets, is_local[:, None].float())
+    return (rows * gradient[:, None]).to(logits.dtype)
+
+
+def _scaled(logits: Tensor, temperature: float, dropped: Tensor | None) -> Tensor:
+    rows = logits.float() / temperature
+    return rows if dropped is None else rows.masked_fill(dropped, -torch.inf)
+
+
+class HeadMath(NamedTuple):
+    """What is computed from a slice of logits; on a GPU each is compiled to kernels that hold no float32 copy of it."""
+
+    highest: Callable[..., Tensor] = highest_logit
+    sums: Callable[..., Tensor] = row_sums
+    gradient: Callable[..., Tensor] = logits_gradient
+
+
+EAGER = HeadMath()
+
+
 def head_logprobs(
     hidden: Tensor,
     head: Head,
@@ -46,17 +107,18 @@ def head_logprobs(
     chunk: int,
     entropy: bool = True,
     mask: LogitMask | None = None,
+    math: HeadMath = EAGER,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs (n,) of targets (n,) with gradient, and entropies (n,) without, from hidden states (n, H).
 
-    chunk     rows whose logits are held together, in float32
+    chunk     rows whose logits are held together
     entropy   compute it; zeros otherwise
     mask      supports of the targets: other logits do not count, in log-probs and entropy
     """
     weight, bias, group = head
     if mask is not None:
         mask.check_vocabulary(len(weight) * (1 if group is None else group.size()))
-    return _HeadLogprobs.apply(hidden, weight, bias, targets, group, temperature, chunk, entropy, mask)
+    return _HeadLogprobs.apply(hidden, weight, bias, targets, group, temperature, chunk, entropy, mask, math)
 
 
 class _HeadLogprobs(Function):
@@ -74,31 +136,25 @@ class _HeadLogprobs(Function):
         chunk: int,
         with_entropy: bool,
         mask: LogitMask | None,
+        math: HeadMath,
     ) -> tuple[Tensor, Tensor]:
         first = 0 if group is None else group.rank() * len(weight)
         local_ids = targets - first
         logprobs, entropy, normalizer = (hidden.new_zeros(len(hidden), dtype=torch.float32) for _ in range(3))
         for part in _slices(len(hidden), chunk):
-            rows = _logits(hidden[part], weight, bias, temperature)
-            dropped = None if mask is None else mask.apply_(rows, part, first)
-            highest = _all_reduce(rows.amax(-1), dist.ReduceOp.MAX, group)
-            rows -= highest[:, None]
-            is_local, column = _column(local_ids[part], rows)
-            chosen = torch.where(is_local, rows.gather(-1, column)[:, 0], 0.0)
-            exponentials = rows.exp()
-            parts = [exponentials.sum(-1), chosen]
-            if with_entropy:
-                if dropped is not None:
-                    rows.masked_fill_(dropped, 0.0)  # of probability zero: not a product with minus infinity
-                parts.append(exponentials.mul_(rows).sum(-1))
-            del rows, exponentials, dropped
-            total, chosen, *weighted = _all_reduce(torch.stack(parts), dist.ReduceOp.SUM, group)
+            logits = linear(hidden[part], weight, bias)
+            dropped = None if mask is None else mask.dropped(part, first, len(weight))
+            highest = _all_reduce(math.highest(logits, temperature, dropped), dist.ReduceOp.MAX, group)
+            column, is_local = _column(local_ids[part], len(weight))
+            sums = math.sums(logits, temperature, dropped, highest, column, is_local, with_entropy)
+            del logits, dropped
+            total, chosen, *weighted = _all_reduce(sums, dist.ReduceOp.SUM, group)
             logprobs[part] = chosen - total.log()
             normalizer[part] = highest + total.log()
             if with_entropy:
                 entropy[part] = total.log() - weighted[0] / total
         ctx.save_for_backward(hidden, weight, bias, local_ids, normalizer)
-        ctx.temperature, ctx.chunk, ctx.mask, ctx.first = temperature, chunk, mask, first
+        ctx.temperature, ctx.chunk, ctx.mask, ctx.first, ctx.math = temperature, chunk, mask, first, math
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -112,27 +168,30 @@ class _HeadLogprobs(Function):
         to_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         to_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
         for part in _slices(len(hidden), ctx.chunk):
-            rows = _logits(hidden[part], weight, bias, ctx.temperature).sub_(normalizer[part, None]).exp_().neg_()
-            if ctx.mask is not None:
-                rows.masked_fill_(ctx.mask.dropped(part, ctx.first, len(weight)), 0.0)
-            is_local, column = _column(local_ids[part], rows)
-            rows.scatter_add_(-1, column, is_local[:, None].float())
-            to_logits = rows.mul_(gradient[part, None]).to(hidden.dtype)
-            del rows
+            logits = linear(hidden[part], weight, bias)
+            dropped = None if ctx.mask is None else ctx.mask.dropped(part, ctx.first, len(weight))
+            column, is_local = _column(local_ids[part], len(weight))
+            to_logits = ctx.math.gradient(
+                logits, ctx.temperature, dropped, normalizer[part], column, is_local, gradient[part]
+            )
+            del logits, dropped
             if to_hidden is not None:
                 torch.mm(to_logits, weight, out=to_hidden[part])
             if to_weight is not None:
-                to_weight += to_logits.T @ hidden[part]
+                _add_product_(to_weight, to_logits.T, hidden[part])
             if to_bias is not None:
                 to_bias += to_logits.sum(0, dtype=torch.float32)
         to_weight = None if to_weight is None else to_weight.to(weight.dtype)
         to_bias = None if to_bias is None else to_bias.to(bias.dtype)
-        return to_hidden, to_weight, to_bias, None, None, None, None, None, None
+        return to_hidden, to_weight, to_bias, *[None] * 7
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """(rows, V / ranks) in float32, in its own memory."""
-    return linear(hidden, weight, bias).float().div_(temperature)
+def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add a product of matrices in half precision to a float32 sum."""
+    if left.is_cuda and left.dtype != torch.float32 and hasattr(torch.ops.aten.addmm, "dtype_out"):  # torch 2.8
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += left @ right
 
 
 def _slices(rows: int, chunk: int) -> Iterator[slice]:
@@ -145,10 +204,9 @@ def _all_reduce(values: Tensor, how: Any, group: Any) -> Tensor:
     return values
 
 
-def _column(local_ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether the target is in this rank's part of the vocabulary (rows,), and its column there (rows, 1)."""
-    is_local = (local_ids >= 0) & (local_ids < rows.shape[1])
-    return is_local, local_ids.clamp(0, rows.shape[1] - 1)[:, None]
+def _column(local_ids: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Return the column of each target in this rank's part of the vocabulary (n, 1), and whether it is there (n,)."""
+    return local_ids.clamp(0, columns - 1)[:, None], (local_ids >= 0) & (local_ids < columns)
 
 
 logger = logging.getLogger(__name__)
@@ -161,10 +219,11 @@ class HeadScores:
     shows it, in which all ranks of a sharded model take part.
 
     chunk   rows whose logits are held together
+    math    what is computed from logits
     """
 
-    def __init__(self, model: nn.Module, chunk: int) -> None:
-        self._model, self._chunk = model, chunk
+    def __init__(self, model: nn.Module, chunk: int, math: HeadMath = EAGER) -> None:
+        self._model, self._chunk, self._math = model, chunk, math
         self._head = _plain_head(model)
         if self._head is None:
             logger.warning(
@@ -193,6 +252,7 @@ class HeadScores:
                 chunk=self._chunk,
                 entropy=entropy,
                 mask=batch.logit_mask,
+                math=self._math,
             )
             return torch.stack(found, dim=-1)
 

@@ -424,7 +424,7 @@ class BatchConfig(Section):
     tokens_per_micro_batch: int = Field(8192, ge=1)
     """Maximum tokens per micro-batch, padding included; a longer sequence gets its own micro-batch."""
     logit_chunk: int = Field(1024, ge=1)
-    """Tokens per chunk of float32 logits; the backward pass recomputes them."""
+    """Tokens per chunk of float32 logits, a quarter of a compiled chunk; the backward pass recomputes them."""
 
 
 class RewardConfig(Section):

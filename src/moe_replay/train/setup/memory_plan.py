@@ -339,7 +339,10 @@ def _stage(config: TrainConfig, sizes: ModelSizes, ranks: int, number: int, laye
 
 
 def _logits(config: TrainConfig, sizes: ModelSizes, shards: int) -> float:
-    """One chunk in the compute dtype and three times in float32, and the head's gradient in float32."""
+    """One chunk in the compute dtype and three times in float32, and the head's gradient in float32.
+
+    Compiled, a chunk has four times the tokens and is there twice in the compute dtype: about the same.
+    """
     per_token_id = config.batch.logit_chunk * (_BYTES[config.model.dtype] + 3 * 4) + 4 * sizes.hidden
     return per_token_id * sizes.vocabulary / shards
 

@@ -1,0 +1,167 @@
+"""Experts through grouped GEMMs whose backward gathers in place of adding up, registered with Transformers by name.
+
+The grouped experts of Transformers copy the hidden state of a token once for each of its experts and index the results
+back. Autograd turns both into sums over repeated indices: sorts or atomic additions of tensors that are K times the
+hidden states. Which row goes where is known, so both directions are gathers here, and each is one kernel once compiled.
+The sums have a fixed order: the results are deterministic.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+logger = logging.getLogger(__name__)
+
+NAME = "moe_replay"
+REPLACED = "grouped_mm"
+"""The implementation of Transformers that this one stands in for."""
+
+
+def use_experts(model: Any, device: torch.device, *, log: bool) -> None:
+    """Have a Transformers model on a GPU use this module's experts where it would use the grouped ones."""
+    if device.type != "cuda" or not can_replace(model):
+        return
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, grouped_experts)
+    model.set_experts_implementation(NAME)
+    if log:
+        logger.info("experts: grouped GEMMs, with gathers in both directions")
+
+
+def can_replace(model: Any) -> bool:
+    """Return whether the experts of a model are the grouped ones of a Transformers release that is known."""
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear  # noqa: F401
+    except ImportError:
+        return False
+    return getattr(model.config, "_experts_implementation", None) == REPLACED
+
+
+class Dispatch(NamedTuple):
+    """Order in which grouped GEMMs take the (token, choice) pairs of a layer: by expert, then by token.
+
+    pair      (T * K,) pair in each row
+    token     (T * K,) token in each row
+    row       (T, K) row of each pair
+    offsets   (E,) int32: the end of each expert's rows
+    """
+
+    pair: Tensor
+    token: Tensor
+    row: Tensor
+    offsets: Tensor
+
+
+# One operator, so that a compiled kernel reads its results and does not divide for every element that it gathers.
+@torch.library.custom_op("moe_replay::dispatch", mutates_args=())
+def _dispatch(routed_experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the fields of `Dispatch` for the experts (T, K) of each token."""
+    ids = routed_experts.reshape(-1)
+    by_expert, pair = torch.sort(ids, stable=True)
+    row = torch.empty_like(pair).scatter_(0, pair, torch.arange(len(pair), device=pair.device))
+    # histc: bincount would wait for the device. On a CPU it counts no integers
+    counted = by_expert.float() if ids.device.type == "cpu" else by_expert.int()
+    counts = torch.histc(counted, bins=num_experts, min=0, max=num_experts - 1)
+    offsets = counts.cumsum(0, dtype=torch.int32)
+    return pair, pair // routed_experts.shape[1], row.view(routed_experts.shape), offsets
+
+
+@_dispatch.register_fake
+def _(routed_experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    pairs = routed_experts.new_empty(routed_experts.numel(), dtype=torch.int64)
+    row = routed_experts.new_empty(routed_experts.shape, dtype=torch.int64)
+    return pairs, torch.empty_like(pairs), row, routed_experts.new_empty(num_experts, dtype=torch.int32)
+
+
+# Of torch's own kernel: the one that the compiler makes takes twice as long.
+@torch.library.custom_op("moe_replay::take_rows", mutates_args=())
+def _take_rows(hidden: Tensor, token: Tensor) -> Tensor:
+    return hidden.index_select(0, token)
+
+
+@_take_rows.register_fake
+def _(hidden: Tensor, token: Tensor) -> Tensor:
+    return hidden.new_empty(token.shape[0], hidden.shape[1])
+
+
+def dispatch(routed_experts: Tensor, num_experts: int) -> Dispatch:
+    """Return the order of rows for the experts (T, K) of each token."""
+    return Dispatch(*_dispatch(routed_experts, num_experts))
+
+
+def _sum_of_choices(rows: Tensor, row: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the sum over the K rows of each token, weighted or not: (T * K, H), (T, K) -> (T, H).
+
+    One addend after the other: compiled, that is one kernel that reads every row once. A reduction over K is slower.
+    """
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    total = None
+    for choice in range(row.shape[1]):
+        part = rows[row[:, choice]].to(dtype)
+        part = part if weights is None else part * weights[:, choice, None].to(dtype)
+        total = part if total is None else total + part
+    assert total is not None, "a token without experts"
+    return total.to(rows.dtype)
+
+
+class _ToRows(Function):
+    """Hidden states (T, H) -> the rows (T * K, H) of a dispatch."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, token: Tensor, row: Tensor) -> Tensor:
+        ctx.save_for_backward(row)
+        return _take_rows(hidden, token)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _sum_of_choices(gradients[0], *ctx.saved_tensors), None, None
+
+
+class _ToTokens(Function):
+    """Rows (T * K, H) of a dispatch and gate weights (T, K) -> sums (T, H) over the experts of each token."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, pair: Tensor, token: Tensor, row: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, pair, token, row)
+        return _sum_of_choices(rows, row, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weights, pair, token, row = ctx.saved_tensors
+        gradient = gradients[0][token]
+        to_rows = (gradient * weights.reshape(-1)[pair][:, None]).to(rows.dtype)
+        to_weights = (gradient * rows).sum(-1, dtype=torch.promote_types(rows.dtype, torch.float32))[row]
+        return to_rows, to_weights.to(weights.dtype), None, None, None
+
+
+def grouped_experts(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Return what the experts of one layer make of hidden states (T, H), given experts and gate weights (T, K)."""
+    from transformers.integrations.moe import _grouped_linear
+
+    module: Any = self
+    if getattr(module, "_is_expert_parallel", False):
+        raise RuntimeError("experts that are sharded over ranks need the experts of Transformers (grouped_mm)")
+    order = dispatch(top_k_index, module.num_experts)
+    expert_of_row = top_k_index.reshape(-1)[order.pair] if module.has_bias else None
+
+    def project(rows: Tensor, name: str) -> Tensor:
+        bias = None if expert_of_row is None else getattr(module, f"{name}_bias")[expert_of_row]
+        return _grouped_linear(
+            rows, getattr(module, name), order.offsets, bias=bias, is_transposed=module.is_transposed
+        )
+
+    rows = _ToRows.apply(hidden, order.token, order.row)
+    if module.has_gate:
+        rows = module._apply_gate(project(rows, "gate_up_proj"))
+    else:
+        rows = module.act_fn(project(rows, "up_proj"))
+    rows = project(rows, "down_proj")
+    if getattr(module, "has_post_expert_norm", False):
+        rows = module.post_expert_norm(rows)
+    return _ToTokens.apply(rows, top_k_weights, order.pair, order.token, order.row)
