@@ -113,7 +113,7 @@ def _prepared(folder: Path) -> Iterator[None]:
     """Tell processes that this thread starts their parent, and have them start with signals blocked until `_detach`."""
     resource_tracker.ensure_running()  # it would unblock them
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    os.environ |= {_PARENT: str(os.getpid()), _FOLDER: str(folder)}
+    os.environ[_PARENT], os.environ[_FOLDER] = str(os.getpid()), str(folder)
     by_user = os.environ.setdefault(_SOCKETS, str(folder)) != str(folder)
     try:
         yield
@@ -129,12 +129,16 @@ def _prepared(folder: Path) -> Iterator[None]:
 def _temporary_files_in_folder() -> Iterator[None]:
     """Make temporary files of this process in the folder of `start_llm`; those of processes that it forks are not."""
     before = tempfile.tempdir
-    os.register_at_fork(after_in_child=lambda: setattr(tempfile, "tempdir", before))
+
+    def restore() -> None:
+        tempfile.tempdir = before
+
+    os.register_at_fork(after_in_child=restore)
     tempfile.tempdir = os.environ.get(_FOLDER, before)
     try:
         yield
     finally:
-        tempfile.tempdir = before
+        restore()
 
 
 def _end_with_announced_parent() -> None:
