@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
+import socket
 import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 
 import pytest
 import torch
@@ -153,17 +156,20 @@ def test_a_rank_that_fails_ends_the_transfer_for_all(devices: threading.local) -
 
 
 def test_who_has_no_token_neither_joins_nor_ends_a_transfer(devices: threading.local) -> None:
-    """A stranger who knows the names of all keys: it counts as no worker, and no failure of it is believed."""
+    """Strangers who know the names of all keys: nothing of theirs is answered or done, and nobody waits for them."""
     scene = Scene(devices, "nccl")
-    for stranger in (
-        torch.distributed.TCPStore("127.0.0.1", scene.store.port, None, False),
-        TransferStore.connect("127.0.0.1", scene.store.port, "guessed", 60).store,
-    ):
-        stranger.add("ready", 2)
-        stranger.add("failures", 1)
-        stranger.set("failure", '{"text": "stop", "worker": null}')
-        stranger.set("group/0", "elsewhere")
-    first, _, workers = scene.play()
+    address = ("127.0.0.1", scene.store.port)
+    with pytest.raises(TransferError, match=r"cannot be reached"):
+        TransferStore.connect(*address, "0" * len(scene.store.token), 60)
+    with ExitStack() as strangers:
+        silent = strangers.enter_context(socket.create_connection(address))
+        calling = strangers.enter_context(socket.create_connection(address))
+        calls = [["add", "ready", 2], ["set", "failure", '{"text": "stop", "worker": null}'], ["set", "group/0", "me"]]
+        calling.sendall(b"".join(json.dumps(call).encode() + b"\n" for call in calls))
+        with suppress(ConnectionResetError):
+            assert calling.recv(1) == b""  # closed without an answer
+        first, _, workers = scene.play()
+        assert silent.fileno() >= 0
     for worker in workers:
         assert all(torch.equal(worker.result()[name], tensor) for name, tensor in weights(0).items())
     assert first.result() > 0

@@ -2,7 +2,8 @@
 
 The request to an engine has the settings, one message per chunk, and an end message, which makes an update complete.
 The bytes go through memory that both processes open (`ipc`) or a broadcast from the sender to all workers (`nccl`, over
-gloo on CPUs). A store at the sender counts the workers that are ready and have read, and holds the first failure.
+gloo on CPUs). A store at the sender counts the workers that are ready and have read, and holds the first failure and
+the addresses of the group; it answers connections that begin with a token from the request.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -24,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_replay.distributed.network import BACKLOG, admitted
 from moe_replay.errors import EngineError, EngineUnavailableError
 from moe_replay.utils.misc import one_line
 
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 
 END = '{"end":'
 TOKEN_BYTES = 32
+_ASK_S = 0.005
 PORT_CHECK_S = 1.0
 """Seconds between two checks whether a server that is being updated still listens."""
 T = TypeVar("T")
@@ -185,41 +190,150 @@ def _refuses_connections(url: str) -> bool:
 # ---- store ----------------------------------------------------------------------------------------------------------
 
 
+class _StoreServer:
+    """A store of this process for connections that begin with a token; torch's own store answers everyone."""
+
+    def __init__(self, host: str) -> None:
+        self.store, self.token = dist.HashStore(), secrets.token_hex(TOKEN_BYTES)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        self.port = int(listener.getsockname()[1])
+        arguments = (listener, self.token.encode(), self.store)
+        threading.Thread(target=_admit, args=arguments, name="transfer store", daemon=True).start()
+        weakref.finalize(self, listener.close)
+
+
+def _admit(listener: socket.socket, token: bytes, store: dist.Store) -> None:
+    with suppress(OSError, ValueError):  # closed before this thread began
+        for connection, _ in admitted(listener, token):
+            threading.Thread(target=_answer, args=(connection, store), name="transfer", daemon=True).start()
+
+
+_CALLS = ("set", "get", "add", "check", "delete_key", "num_keys")
+
+
+def _answer(connection: socket.socket, store: dist.Store) -> None:
+    """Make the calls that come over a connection, one JSON line each, until it is closed."""
+    with connection, suppress(OSError, ValueError), connection.makefile("rb") as lines:
+        for line in lines:
+            name, *arguments = json.loads(line)
+            if name not in _CALLS:
+                return
+            if name == "set":
+                arguments[1] = arguments[1].encode("latin-1")
+            result = getattr(store, name)(*arguments)
+            result = result.decode("latin-1") if isinstance(result, bytes) else result
+            connection.sendall(json.dumps(result).encode() + b"\n")
+
+
+class _RemoteStore(dist.Store):
+    """The store of a `_StoreServer`, over one connection. torch calls these methods too; bytes travel as Latin-1."""
+
+    def __init__(self, host: str, port: int, token: str, timeout_s: float) -> None:
+        super().__init__()
+        self._lock, self._timeout_s = threading.Lock(), timeout_s
+        try:
+            self._connection = socket.create_connection((host, port), timeout_s)
+            self._connection.sendall(token.encode())
+        except OSError as failure:
+            raise dist.DistNetworkError(str(failure)) from failure
+        self._lines = self._connection.makefile("rb")
+        self.num_keys()  # fails without the token
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        try:
+            with self._lock:
+                self._connection.sendall(json.dumps([name, *arguments]).encode() + b"\n")
+                line = self._lines.readline()
+        except OSError as failure:
+            raise dist.DistNetworkError(str(failure)) from failure
+        if not line.endswith(b"\n"):
+            raise dist.DistNetworkError("the connection was closed")
+        return json.loads(line)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        content = value.encode() if isinstance(value, str) else value
+        self._call("set", key, content.decode("latin-1"))
+
+    def get(self, key: str) -> bytes:
+        """Return a value; wait until it is set."""
+        self.wait([key])
+        return self._call("get", key).encode("latin-1")
+
+    def add(self, key: str, value: int) -> int:
+        return self._call("add", key, value)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._call("check", list(keys))
+
+    def delete_key(self, key: str) -> bool:
+        return self._call("delete_key", key)
+
+    def num_keys(self) -> int:
+        return self._call("num_keys")
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Return when all keys are set; ask for them in between, so that no call waits at the server."""
+        deadline = time.monotonic() + (self._timeout_s if timeout is None else timeout.total_seconds())
+        while not self.check(keys):
+            if time.monotonic() > deadline:
+                raise dist.DistStoreError(f"not set in time: {', '.join(keys)}")
+            time.sleep(_ASK_S)
+
+
 class TransferStore:
     """Counters and the first failure of a transfer, kept by its sender and shared by all participants.
 
     Every wait also ends when the transfer has failed, or the sender is gone.
 
-    token   names the keys of the transfer: who does not know it reads and changes nothing
+    store     of this process, or a connection to it
+    token     that everyone who takes part has
+    connect   returns the store over a separate connection
     """
 
-    def __init__(self, server: dist.TCPStore, token: str, timeout_s: float) -> None:
-        self.host, self.port = server.host, server.port
+    def __init__(
+        self,
+        store: dist.Store,
+        address: tuple[str, int],
+        token: str,
+        timeout_s: float,
+        connect: Callable[[], dist.Store],
+    ) -> None:
+        self.host, self.port = address
         self.token, self.timeout_s = token, timeout_s
-        self.store = dist.PrefixStore(token, server)
+        self.store, self.connect_again = store, connect
 
     @classmethod
     def listen(cls, host: str, timeout_s: float) -> TransferStore:
-        """Open a store on a free port of an address of this machine."""
-        with socket.create_server((host, 0)) as server:
-            port = server.getsockname()[1]
-            store = dist.TCPStore(
-                host,
-                port,
-                None,
-                True,
-                timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-                master_listen_fd=server.detach(),
-            )
-        return cls(store, secrets.token_hex(TOKEN_BYTES), timeout_s)
+        """Open a store on a free port of an address of this machine; a connection without the token is closed."""
+        server = _StoreServer(host)
+        return cls(server.store, (host, server.port), server.token, timeout_s, lambda: server.store)
 
     @classmethod
     def connect(cls, host: str, port: int, token: str, timeout_s: float) -> TransferStore:
+        def connect() -> dist.Store:
+            return _RemoteStore(host, port, token, timeout_s)
+
         try:
-            return cls(dist.TCPStore(host, port, None, False, timedelta(seconds=timeout_s)), token, timeout_s)
+            return cls(connect(), (host, port), token, timeout_s, connect)
         except (dist.DistError, RuntimeError) as failure:
             raise TransferError("the sender of the weights cannot be reached", found=f"{host}:{port}") from failure
+
+    @classmethod
+    def listen_by_torch(cls, host: str, timeout_s: float) -> TransferStore:
+        """Open torch's own store, for engines that connect to that: it answers everyone."""
+        limit = timedelta(seconds=timeout_s)
+        with socket.create_server((host, 0)) as listener:
+            port, file = listener.getsockname()[1], listener.detach()
+        server = dist.TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=file)
+        token = secrets.token_hex(TOKEN_BYTES)
+        return cls(
+            dist.PrefixStore(token, server),
+            (host, port),
+            token,
+            timeout_s,
+            lambda: dist.TCPStore(host, port, None, False, limit),
+        )
 
     def add(self, key: str, number: int = 1) -> int:
         with _sender_alive():
@@ -264,8 +378,8 @@ class TransferStore:
             pause_s = min(pause_s * 1.5, 2e-3)
 
     def close(self) -> None:
-        """Drop the connection."""
-        del self.store
+        """Drop the connection, or the server."""
+        del self.store, self.connect_again
 
 
 class _sender_alive:  # noqa: N801  a context manager, named as contextlib names its own
@@ -296,14 +410,15 @@ class BroadcastGroup:
         check: Callable[[], None] | None = None,
     ) -> None:
         self._store = store
+        self._kept: dist.Store | None = None  # the group calls it, and does not keep it alive
         limit = timedelta(seconds=store.timeout_s)
         group: Future[Any] = Future()
 
         def connect() -> None:
             # A separate connection: a store that waits for a member answers nothing else.
             try:
-                prefixed: dist.Store = dist.TCPStore(store.host, store.port, None, False, limit)
-                for prefix in prefixes or (store.token, "group"):
+                prefixed = self._kept = store.connect_again()
+                for prefix in prefixes or ("group",):
                     prefixed = dist.PrefixStore(prefix, prefixed)
                 if device == "cuda":
                     options = dist.ProcessGroupNCCL.Options()

@@ -151,7 +151,7 @@ class _Group:
     @classmethod
     def meet(cls, url: str, workers: int, device: torch.device, post: Post, timeout_s: float) -> _Group:
         host = address_towards(urlsplit(url).hostname or LOOPBACK)
-        store = TransferStore.listen(host, timeout_s)
+        store = TransferStore.listen_by_torch(host, timeout_s)
         name, size = f"moe-replay-{secrets.token_hex(TOKEN_BYTES)}", workers + 1  # who does not know it cannot join
         request = {
             "master_address": host,
