@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
-from moe_replay.tools.convert.draft import UNKNOWN, Draft, subject_of
+from moe_replay.tools.convert.draft import UNKNOWN, ConversionError, Draft, subject_of
 from moe_replay.train.config.foreign.options import Option, Table
 
 NEVER = ("-1", "null", "none", "")
 """Values that set nothing."""
 
 
-def overrides_of(words: list[str], entry_points: Sequence[str]) -> list[str] | None:
-    """Return what follows an entry point, or overrides without one; None for anything else."""
+def overrides_of(words: list[str], entry_points: Sequence[str], trainer: str, command: str) -> list[str]:
+    """Return what follows an entry point, or overrides without one; raise for anything else.
+
+    command   of the trainer, for the error
+    """
     for index, word in enumerate(words):
         if PurePath(word).name in entry_points or word.rpartition(".")[2] in entry_points:
             return words[index + 1 :]
     is_override = re.compile(r"\+{0,2}[a-z_]\w*(\.\w+)*=")
     has_dotted_key = any("." in word.partition("=")[0] for word in words)
-    return words if words and is_override.match(words[0]) and has_dotted_key else None
+    if words and is_override.match(words[0]) and has_dotted_key:
+        return words
+    raise ConversionError(
+        f"not a command of {trainer}",
+        expected=f"{command}, or key=value ...",
+        found=shlex.join(words[:3]),
+    )
 
 
 def values_of(text: str) -> list[str]:

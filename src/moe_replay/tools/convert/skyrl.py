@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
-
-from moe_replay.tools.convert.draft import ConversionError, Draft
+from moe_replay.tools.convert.draft import Draft
 from moe_replay.tools.convert.hydra import HydraCommand, overrides_of
 from moe_replay.train.config.foreign.options import Option
 from moe_replay.train.config.foreign.skyrl import (
@@ -25,13 +23,7 @@ TRANSFORMER_CONFIG = f"{MEGATRON}.transformer_config_kwargs."
 
 def from_skyrl(words: list[str]) -> Draft:
     """Return the recipe of a training command."""
-    overrides = overrides_of(words, ENTRY_POINTS)
-    if overrides is None:
-        raise ConversionError(
-            "not a command of SkyRL",
-            expected="python -m skyrl.train.entrypoints.main_base, or key=value ...",
-            found=shlex.join(words[:3]),
-        )
+    overrides = overrides_of(words, ENTRY_POINTS, TRAINER, "python -m skyrl.train.entrypoints.main_base")
     draft = Draft(TRAINER)
     _SkyRL(draft, [word.removeprefix("cfg.") for word in overrides]).convert()
     return draft

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 from pathlib import PurePath
 
-from moe_replay.tools.convert.draft import ConversionError, Draft
+from moe_replay.tools.convert.draft import Draft
 from moe_replay.tools.convert.hydra import NEVER, HydraCommand, overrides_of
 from moe_replay.train.config.checks import KEYS_OF_MEGATRON_SETTINGS
 from moe_replay.train.config.foreign.options import Option
@@ -33,13 +32,7 @@ _REPLAY = re.compile(r"(?:.*\.)?router_replay\.(mode|enabled)")
 
 def from_verl(words: list[str]) -> Draft:
     """Return the recipe of a training command."""
-    overrides = overrides_of(words, ENTRY_POINTS)
-    if overrides is None:
-        raise ConversionError(
-            "not a command of verl",
-            expected="python -m verl.trainer.main_ppo, or key=value ...",
-            found=shlex.join(words[:3]),
-        )
+    overrides = overrides_of(words, ENTRY_POINTS, TRAINER, "python -m verl.trainer.main_ppo")
     draft = Draft(TRAINER)
     _Verl(draft, overrides).convert()
     return draft
