@@ -109,14 +109,14 @@ test-plugins: .venv-plugins/.pinned ## The integrations in every known release o
 	    --target .plugins/verl-$$version verl==$$version; \
 	  rm -rf .plugins/verl-$$version/tests; \
 	  PYTHONPATH=$(CURDIR)/src:$(CURDIR)/.plugins/verl-$$version OMP_NUM_THREADS=1 .venv-plugins/bin/python -m pytest -q \
-	    tests/plugins/test_verl_fsdp.py tests/plugins/test_verl_megatron.py; \
+	    tests/plugins/test_verl_*.py tests/plugins/test_known_bugs.py; \
 	done
 	@for version in $(MS_SWIFT_VERSIONS); do \
 	  echo "==> ms-swift $$version"; \
 	  test -d .plugins/ms-swift-$$version/swift || .venv-plugins/bin/python -m pip -qq install --no-deps \
 	    --target .plugins/ms-swift-$$version ms-swift==$$version; \
 	  PYTHONPATH=$(CURDIR)/src:$(CURDIR)/.plugins/ms-swift-$$version OMP_NUM_THREADS=1 .venv-plugins/bin/python -m pytest \
-	    -q tests/plugins/test_ms_swift.py; \
+	    -q tests/plugins/test_ms_swift.py tests/plugins/test_known_bugs.py; \
 	done
 
 test-megatron-versions: .venv/.ready ## Routers on every Megatron-Core from 0.12 on; not part of `make test-all`

@@ -61,7 +61,7 @@ def _module_attribute(name: str) -> Any:
 
 
 @cache
-def on_cpu() -> None:
+def on_cpu(*, plugin: bool = True) -> None:
     """Let ms-swift's trainers be imported and compute on a CPU, and load the plug-in as ms-swift does."""
     os.environ.setdefault("MODELSCOPE_CACHE", tempfile.mkdtemp())
     from moe_replay.megatron import cpu
@@ -82,7 +82,8 @@ def on_cpu() -> None:
     for name in {*needed, *(name for name in vars(extensions) if name[:2] in ("TE", "te"))}:
         if getattr(extensions, name, None) is None:
             setattr(extensions, name, _absent(name))
-    load_plugin()
+    if plugin:
+        load_plugin()
     from swift.megatron.trainers import base, utils
     from swift.megatron.utils import router_replay_utils
 

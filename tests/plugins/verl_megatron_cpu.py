@@ -95,12 +95,13 @@ def open_megatron() -> None:
     ).gather(-1, label[..., None])[..., 0]
 
 
-def make_engine(model: Any, config: Any, mode: str = "R3", *, padded: bool = False) -> Any:
+def make_engine(model: Any, config: Any, mode: str = "R3", *, padded: bool = False, plugin: bool = True) -> Any:
     """An engine of the class that verl's registry has."""
     from verl.workers.config.engine import EngineRouterReplayConfig
     from verl.workers.engine import EngineRegistry
 
-    import moe_replay.integrations.verl  # noqa: F401  as external_lib loads it
+    if plugin:
+        import moe_replay.integrations.verl  # noqa: F401  as external_lib loads it
 
     kind = EngineRegistry._engines["language_model"]["megatron"]["cuda"]
     engine = kind.__new__(kind)
