@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -98,6 +99,7 @@ def test_the_table_in_the_documentation_is_this_one() -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_wrong_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     positional = {"convert": "nonsense", "report": "run", "compare": "run", "cluster": "status", "completion": "bash"}
+    positional["plugin"] = "ms-swift"
     words = [positional[name]] if name in positional else []
     assert status(name, *words, "--nonsense", "1") == ExitStatus.WRONG_INPUT
     assert "nonsense" in "".join(capsys.readouterr())
@@ -234,3 +236,10 @@ def test_a_recipe_names_the_schema(recipe: Path) -> None:
     named = re.match(r"#:schema (\S+)\n", recipe.read_text())
     assert named
     assert (recipe.parent / named[1]).resolve() == SCHEMA.resolve()
+
+
+def test_the_plugin_of_ms_swift_is_one_import(capsys) -> None:
+    main(["plugin", "ms-swift"])
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("import moe_replay.integrations.ms_swift ")
+    assert find_spec("moe_replay.integrations.ms_swift")
