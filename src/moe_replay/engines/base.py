@@ -303,7 +303,7 @@ class StartRequest:
     router_family    description of the routers of a model unknown to this release: "module:name"
     trust_remote_code   run Python code that comes with the model
     sleep            whether `sleep` will be called
-    sampling_mask    whether samples will be asked for with their sampling mask
+    sampling_mask    whether samples will be requested with their sampling mask
     capture          which capture records routes, in an engine that has several (`EngineSpec.takes_capture`)
     urls, token      of servers that run already; without a token, that of $MOE_REPLAY_TOKEN
     min_servers      of `urls` that must be reachable; None: all

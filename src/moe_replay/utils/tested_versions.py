@@ -61,7 +61,7 @@ def check_megatron_trainer(version: str | None = None) -> None:
     if numbers and numbers < MEGATRON_TRAINER:
         raise MissingExtraError(
             'backend.kind = "megatron" needs a newer Megatron-Core',
-            expected=f"at least {dotted(MEGATRON_TRAINER)}; in trainers of your own routers are replayed from "
+            expected=f"at least {dotted(MEGATRON_TRAINER)}; in your own trainer routers are replayed from "
             f"{dotted(TESTED['megatron-core'][0])} on",
             found=version,
             remedy=f"pip install 'megatron-core>={dotted(MEGATRON_TRAINER)}'",

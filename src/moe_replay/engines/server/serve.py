@@ -20,7 +20,7 @@ HEALTH_CHECK_S = 2.0
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Open the socket to serve on. Before the engine is started, so that a taken port is found at once."""
+    """Open the socket to serve on. Before the engine is started, so that a taken port is found immediately."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as opened:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -42,7 +42,7 @@ class _InterruptedStart(KeyboardInterrupt):
 
 
 class Server:
-    """Serves one engine. The first SIGINT, SIGTERM or SIGHUP ends it in order, the second at once.
+    """Serves one engine. The first SIGINT, SIGTERM or SIGHUP ends it in order, the second immediately.
 
     Example:
         with listening("127.0.0.1", 8000) as opened:
@@ -57,7 +57,7 @@ class Server:
 
     def run(self, start: Callable[[], Engine], build: Callable[[Engine], Any]) -> None:
         """Start the engine and serve it; returns when a signal has ended the server, raises if the engine dies."""
-        with EndSignals(self._on_signal, end_after=2, farewell="the rollout server ends at once"):
+        with EndSignals(self._on_signal, end_after=2, farewell="the rollout server ends immediately"):
             try:
                 engine = start()
                 try:

@@ -230,7 +230,7 @@ class SglangClient(HttpClient):
         raise EngineError(
             f"{self._state.engine} retracted a request again and again: its routes are not those of its log-probs",
             found=f"{RETRACTIONS + 1} attempts",
-            remedy="Give it more memory for its cache (--mem-fraction-static) or fewer requests at once "
+            remedy="Give it more memory for its cache (--mem-fraction-static) or fewer concurrent requests "
             "(max_concurrent), or start it with --enable-deterministic-inference",
         )
 

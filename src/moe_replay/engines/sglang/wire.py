@@ -103,7 +103,7 @@ class GenerateResponse:
         """Return the sample, with routes from `first_token` on.
 
         parse_version   reads a weight version, which is text in SGLang
-        with_routes     routes were asked for
+        with_routes     routes were requested
         """
         if self.meta.get("prompt_tokens", len(prompt)) != len(prompt):
             raise self._error("continued another prompt", expected=len(prompt), found=self.meta["prompt_tokens"])

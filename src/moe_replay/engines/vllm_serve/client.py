@@ -79,7 +79,7 @@ class VllmServeClient(HttpClient):
     vocabulary       tokens that the model knows
     max_length       tokens of a sequence at most, which the server must take; None: not checked
     weight_version   of the weights that the server was started with
-    sampling_mask    samples will be asked for with their sampling mask
+    sampling_mask    samples will be requested with their sampling mask
     weights          how new weights reach the server
     shared_folder    that this process and the server see, for `weights="folder"`; None: the temporary folder
     takes_weights    False: only sample, from a server that need not be in developer mode

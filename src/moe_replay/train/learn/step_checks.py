@@ -122,8 +122,8 @@ class FirstUpdateCheck:
                 expected=f"log-probs at most {NOISE_CEILING[self._dtype]:g} apart in {self._dtype}",
                 found=f"log-probs up to {float(largest):.3g} apart",
                 remedy="Set replay.deterministic = true, which makes sums over experts exact. If they stay apart, the "
-                "model itself is random (dropout, jitter): find out where. replay.first_ratio_tolerance sets a limit "
-                "of your own",
+                "model itself is random (dropout, jitter): find out where. replay.first_ratio_tolerance sets "
+                "another limit",
             )
         previous, self.noise = self.noise, max(self.noise, float(largest))
         if self.noise > previous:
