@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -502,6 +503,20 @@ def test_a_dry_run_imports_neither_engines_nor_models(own: Path, words: tuple[st
     done = subprocess.run([sys.executable, "-c", code], cwd=own, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.stdout.endswith("loaded: []\n"), done.stderr
     assert "tokens   at most" in done.stdout
+
+
+def test_a_dry_run_collects_no_garbage_and_leaves_the_collector_as_it_was(
+    own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = (
+        "import gc\ncollects = gc.isenabled()\ndef score(completions, **columns): return [1.0 for _ in completions]\n"
+    )
+    (own / "watching_rewards.py").write_text(code)
+    monkeypatch.delitem(sys.modules, "watching_rewards", raising=False)
+    assert gc.isenabled()
+    ready(capsys, "--reward.functions", "watching_rewards:score")
+    assert not sys.modules["watching_rewards"].collects
+    assert gc.isenabled()
 
 
 @pytest.mark.usefixtures("own")
