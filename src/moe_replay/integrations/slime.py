@@ -164,7 +164,7 @@ class SlimeGuard:
         pattern = args.moe_layer_freq
         routes = [bool(pattern[i]) if isinstance(pattern, list) else i % pattern == 0 for i in range(args.num_layers)]
         layers = [MoeLayer(i, args.num_experts, args.moe_router_topk) for i in range(args.num_layers) if routes[i]]
-        return MoeTopology(args.num_layers, layers)
+        return MoeTopology(args.num_layers, tuple(layers))
 
     def _stopping(self) -> _Stopping:
         return _Stopping(warns=self.settings.on_misalignment == "warn")
