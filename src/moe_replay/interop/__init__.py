@@ -28,12 +28,17 @@ from moe_replay.interop.conventions import (
     to_verl,
     to_vllm,
 )
+from moe_replay.interop.wire_formats import check_nemo_rl_digests, from_art, from_dynamo, from_router_trace
 
 __all__ = [
     "RouteFormatError",
+    "check_nemo_rl_digests",
+    "from_art",
+    "from_dynamo",
     "from_ms_swift",
     "from_nemo_rl",
     "from_prime_rl",
+    "from_router_trace",
     "from_sglang",
     "from_skyrl",
     "from_slime",
