@@ -267,16 +267,16 @@ def check_nemo_rl_digests(
     """Compare the digests that NeMo-RL has written with traces, by the key of a sample; other samples are left out."""
     digests = []
     for number, record in _records(lines, 2**20, "NeMo-RL's trace"):
-        span, key = record.get("routed_experts"), record.get("key")
+        given, key = record.get("routed_experts"), record.get("key")
         if record.get("event") not in ("rollout_payload_sample", "tq_fetch_sample") or key not in traces:
             continue
-        dtype = str(span.get("dtype")).removeprefix("torch.") if isinstance(span, dict) else ""
-        shape = span.get("valid_shape") if isinstance(span, dict) else None
+        span: dict[str, Any] = given if isinstance(given, dict) else {}
+        dtype, shape = str(span.get("dtype")).removeprefix("torch."), span.get("valid_shape")
         if dtype not in ("uint8", "int8", "int16", "int32", "int64") or not isinstance(shape, list) or len(shape) != 3:
             raise RouteFormatError(
                 f"line {number} of NeMo-RL's trace has no digest of routes",
                 expected="dtype, valid_shape and valid_sha256",
-                found=f"{dtype or 'no dtype'}, shape {shape}",
+                found=f"dtype {dtype}, shape {shape}",
             )
         wide = in_decoder_layers(traces[key], topology).astype(dtype)
         if shape[1] != topology.num_layers:
