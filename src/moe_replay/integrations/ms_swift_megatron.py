@@ -186,9 +186,13 @@ class MicroBatch:
             for sample, ((row, col), ids) in enumerate(zip(self.starts, self.ids, strict=True))
         ]
 
-    def expected(self, traces: Sequence[RouteTrace], layers: Sequence[int], device: torch.device) -> RouteBatch:
-        """Return the routes that the routers of `layers` should follow on this rank."""
-        return RouteBatch.from_traces(traces, self.layout, layers).to(device)
+    def expected(self, traces: Sequence[RouteTrace], layers: Sequence[int], guard: SwiftGuard) -> RouteBatch:
+        """Return the routes that the routers of `layers` should follow on this rank.
+
+        Traces of R2 have the layers of this pipeline stage only.
+        """
+        every = guard.topology.layers
+        return RouteBatch.from_traces(traces, self.layout, layers, source_layers=every).to(guard.device)
 
     def fed_ids(self, chunk: Any, device: torch.device) -> Tensor | None:
         """Return the ids for a chunk that is not fed any; None for the first."""
@@ -271,10 +275,10 @@ def _guarded_scoring(original: Method) -> Method:
         if traces is None:
             result, traces = _record(guard, self, batch, chunk, lambda: run(data))
         elif guard.controller is None:
-            expected = batch.expected(traces, [layer for layer, _ in _routers(chunk)], guard.device)
+            expected = batch.expected(traces, [layer for layer, _ in _routers(chunk)], guard)
             result, _ = guard.check(lambda: run(data), chunk, expected, observes=False)
         else:
-            expected = batch.expected(traces, guard.controller.layers_of(chunk), guard.device)
+            expected = batch.expected(traces, guard.controller.layers_of(chunk), guard)
             with (
                 _without_its_replay(self),
                 guard.controller.replay(expected, fed_ids=batch.fed_ids(chunk, guard.device)),
@@ -312,11 +316,11 @@ def _guarded_update(original: Method) -> Method:
             if traces is None:  # on Ray
                 traces = batch.traces(data.get("routed_experts"), guard)
         if guard.controller is None:
-            expected = batch.expected(traces, [layer for layer, _ in _routers(chunk)], guard.device)
+            expected = batch.expected(traces, [layer for layer, _ in _routers(chunk)], guard)
             run = lambda: original(self, iter([data]), model)  # noqa: E731
             result, native = guard.check(run, chunk, expected, observes=observes)
         else:
-            expected = batch.expected(traces, guard.controller.layers_of(chunk), guard.device)
+            expected = batch.expected(traces, guard.controller.layers_of(chunk), guard)
             fed_ids = batch.fed_ids(chunk, guard.device)
             with (
                 _without_its_replay(self),
