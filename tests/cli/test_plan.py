@@ -101,7 +101,7 @@ def test_what_cannot_be(folder: Path, words: str, reason: str, capsys: pytest.Ca
     assert reason in capsys.readouterr().err
 
 
-PUBLISHED = {
+SIZES = {
     "OLMoE-1B-7B": (6.9, 1.3),
     "DeepSeek-V2-Lite": (15.7, 2.7),
     "Moonlight-16B-A3B": (16.0, 2.9),
@@ -113,7 +113,7 @@ PUBLISHED = {
     "Qwen3-235B-A22B": (235.1, 22.2),
     "DeepSeek-V3": (671.0, 37.6),
 }
-"""Billions of parameters of released models, and those that a token meets, embedding and head included."""
+"""Billions of parameters that the configs amount to, and those that a token meets, embedding and head included."""
 
 
 @pytest.mark.slow
@@ -125,8 +125,8 @@ def test_the_table_of_released_models_is_in_the_docs(capsys: pytest.CaptureFixtu
     assert printed == table, "the output of `moe-replay plan --released` belongs into docs/tools.md"
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     sizes = {name: size for name, size, *_ in rows}
-    assert sizes == {name: f"{total} B, {active} B active" for name, (total, active) in PUBLISHED.items()}
-    assert [row[2] for row in rows] == ["LoRA", "full"] * len(PUBLISHED)
+    assert sizes == {name: f"{total} B, {active} B active" for name, (total, active) in SIZES.items()}
+    assert [row[2] for row in rows] == ["LoRA", "full"] * len(SIZES)
 
 
 def test_a_released_model_fits_as_the_plan_of_a_recipe_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
