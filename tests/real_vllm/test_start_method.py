@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from moe_replay.engines.vllm import processes
+from moe_replay.errors import EngineError
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
@@ -35,4 +37,15 @@ def test_a_process_that_may_have_counted_its_gpus_is_not_forked(
         raise StartedError
 
     with pytest.raises(StartedError):
-        processes.start_llm(SimpleNamespace(create_engine_config=start), Path("unused"))
+        processes.start_llm(SimpleNamespace(create_engine_config=start), Path("unused"), threading.Event())
+
+
+def test_an_interrupted_start_begins_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while vLLM reads its settings, which takes seconds: a core would be waited for when this process ends."""
+    from vllm.v1.executor.abstract import Executor
+
+    is_interrupted = threading.Event()
+    monkeypatch.setattr(Executor, "get_class", lambda config: is_interrupted.set())
+    arguments = SimpleNamespace(create_engine_config=lambda usage: SimpleNamespace())
+    with pytest.raises(EngineError, match="interrupted"):
+        processes.start_llm(arguments, Path("unused"), is_interrupted)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import multiprocessing
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -51,8 +52,6 @@ from moe_replay.weights.transfer import Receivers, Transfer, drive
 CHUNK_BYTES = 256 * 2**20
 INTERRUPT_S = 5.0
 """Seconds that an interrupted start has to end in order; its processes are killed immediately."""
-IMPORT_S = 1.0
-"""The same while it has no processes: vLLM is being imported, which nothing stops."""
 T = TypeVar("T")
 
 
@@ -106,6 +105,7 @@ class VllmEngine(AsyncSampler, Engine):
         self._routes = RouteSource(capture, options, str(self.name), release.missing_for_capture)
         arguments = engine_arguments(self.name, str(model), self._routes.capture, options)
         super().__init__("vllm")
+        self._is_interrupted = threading.Event()
         with ExitStack() as undo:
             undo.callback(self._loop.close)
             folder = undo.enter_context(owned_folder())
@@ -164,11 +164,11 @@ class VllmEngine(AsyncSampler, Engine):
         try:
             yield
         except KeyboardInterrupt:
-            idle, begun_at, limit_s = self._loop.ping(), time.monotonic(), IMPORT_S
-            while not idle.wait(0.1) and time.monotonic() < begun_at + limit_s:
+            self._is_interrupted.set()
+            idle, deadline = self._loop.ping(), time.monotonic() + INTERRUPT_S
+            while not idle.wait(0.1) and time.monotonic() < deadline:
                 for process in set(multiprocessing.active_children()) - set(others):
                     process.kill()
-                    limit_s = INTERRUPT_S
             self._loop.close(timeout_s=1.0)
             raise
 
@@ -178,7 +178,7 @@ class VllmEngine(AsyncSampler, Engine):
         await asyncio.sleep(0)  # the import takes seconds: an interruption takes effect here
         failures = failure_file(folder)
         try:
-            llm, close = start_llm(arguments, folder)
+            llm, close = start_llm(arguments, folder, self._is_interrupted)
         except Exception as failure:
             raise not_started(str(self.name), noted_failure(failures) or one_line(failure)) from failure
         if self._routes.capture != "kv_slot" and not returns_routes(llm.vllm_config):

@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing import resource_tracker
@@ -23,6 +24,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from moe_replay.engines.vllm.console import mute_known_warnings, note_failures
 from moe_replay.engines.vllm.release import on_cpu
+from moe_replay.errors import EngineError
 from moe_replay.utils.processes import OrphanReaper, end_with_parent, leave_process_group
 from moe_replay.utils.signals import SIGNALS
 
@@ -62,12 +64,13 @@ _VARIANTS: dict[Any, Any] = {
 }
 
 
-def start_llm(arguments: Any, folder: Path) -> tuple[Any, Callable[[], None]]:
+def start_llm(arguments: Any, folder: Path, is_interrupted: threading.Event) -> tuple[Any, Callable[[], None]]:
     """Start vLLM from its engine arguments; return it, and a function to call before its shutdown.
 
     Executors other than the two above (Ray) are used as they are.
 
-    folder   for its sockets and the store of its workers (`vllm_dist_*`), which vLLM leaves behind
+    folder           for its sockets and the store of its workers (`vllm_dist_*`), which vLLM leaves behind
+    is_interrupted   no process is started once it is set: vLLM would wait for its end when this one ends
     """
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -78,6 +81,8 @@ def start_llm(arguments: Any, folder: Path) -> tuple[Any, Callable[[], None]]:
         os.environ.setdefault(_START_METHOD, "spawn")
     config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     executor = Executor.get_class(config)
+    if is_interrupted.is_set():
+        raise EngineError("the start of vLLM was interrupted")
     with ExitStack() as undo:
         if config.parallel_config.data_parallel_size > 1:
             undo.enter_context(_guarded())
