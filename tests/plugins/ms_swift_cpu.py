@@ -149,7 +149,7 @@ def make_trainer(model: Any, *, padded: bool = False, mode: str = "R3") -> Any:
     made = MegatronGRPOTrainer.__new__(MegatronGRPOTrainer)
     made.args = SimpleNamespace(
         task_type="causal_lm",
-        pipeline_model_parallel_size=1,
+        pipeline_model_parallel_size=model.config.pipeline_model_parallel_size,
         padding_free=not padded,
         context_parallel_size=1,
         cp_partition_mode="zigzag",
@@ -240,9 +240,9 @@ def update(trainer: Any, micro_batches: list[dict[str, Any]]) -> dict[str, float
     return found
 
 
-def model_of_six_layers() -> Any:
+def model_of_six_layers(**parallel: Any) -> Any:
     """A Megatron model, the first layer dense; Megatron's list of replay objects has its routers only."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
     RouterReplay.global_router_replay_instances.clear()
-    return verl_megatron_cpu.model_and_config()[0]
+    return verl_megatron_cpu.model_and_config(**parallel)[0]

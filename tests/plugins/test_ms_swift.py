@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import moe_replay as mr
 
 pytest.importorskip("swift", reason="runs in the environment of `make test-plugins`")
 pytest.importorskip("megatron.core")
 
+from tests.distributed.harness import run_ranks
 from tests.plugins import ms_swift_cpu, verl_cpu, verl_megatron_cpu
 from tests.plugins.ms_swift_cpu import collated, make_trainer, on_ray, samples_of, scored, update
 from tests.plugins.verl_cpu import Rollout
@@ -160,6 +162,39 @@ def test_a_fault_may_warn_instead(model, rollout, monkeypatch, caplog) -> None:
     assert metrics["moe_replay/aligned"] == 0
     assert "one token late" in caplog.text
     assert trainer.updates == [1]
+
+
+# ---- two pipeline stages ---------------------------------------------------------------------------------------------
+
+
+def on_stage(setting: str, shifted: bool) -> list[Any]:
+    os.environ["MOE_REPLAY_GUARD"] = setting
+    ms_swift_cpu.on_cpu()
+    from moe_replay.integrations.ms_swift_megatron import guards
+
+    parallel = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32, "variable_seq_lengths": True}
+    trainer = make_trainer(ms_swift_cpu.model_of_six_layers(**parallel), mode="R2")
+    batches = scored(trainer, samples_of(Rollout(), None))
+    if shifted and dist.get_rank() == 1:
+        for batch in batches:
+            batch["routed_experts"] = batch["routed_experts"].roll(1, 2)
+    metrics = update(trainer, batches)
+    return [metrics, list(guards.current.controller.layers) if guards.current.controller else []]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("setting", ["check", "fix"])
+def test_two_pipeline_stages_record_and_replay(setting) -> None:
+    first, last = run_ranks(2, on_stage, setting, False)
+    assert first[0] == last[0]  # reduced over all ranks
+    assert last[0]["moe_replay/agreement"] == last[0]["moe_replay/aligned"] == last[0]["moe_replay/covered"] == 1
+    assert [*first[1], *last[1]] == ([1, 2, 3, 4, 5] if setting == "fix" else [])
+
+
+@pytest.mark.distributed
+def test_a_wrong_slice_of_a_later_stage_stops_the_run() -> None:
+    with pytest.raises(Exception, match="ms-swift replays routes of other tokens or layers"):
+        run_ranks(2, on_stage, "check", True)
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
