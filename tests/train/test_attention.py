@@ -135,8 +135,8 @@ def kernel_by_blocks(shares_heads: bool) -> Callable[..., Tensor]:
 def test_the_flash_kernel_gets_what_it_documents(
     monkeypatch: pytest.MonkeyPatch, shares_heads: bool, window: int | None, sizes: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(attention, "_varlen_kernel", lambda: kernel_by_blocks(shares_heads))
-    monkeypatch.setattr(attention, "_varlen_shares_heads", lambda: shares_heads)
+    monkeypatch.setattr(attention._varlen, "kernel", kernel_by_blocks(shares_heads))
+    monkeypatch.setattr(attention._varlen, "shares_heads", shares_heads)
     check_function(attention.varlen, sizes, sliding_window=window)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -90,6 +91,8 @@ def use_attention(model: Any, name: str, device: torch.device, dtype: torch.dtyp
         return  # what it was built with
     from transformers import AttentionInterface
 
+    if name == "varlen":
+        _varlen.kernel, _varlen.shares_heads = _varlen_kernel(), _varlen_shares_heads()
     AttentionInterface.register(name, IMPLEMENTATIONS[name])
     model.set_attn_implementation(name)
     model.register_forward_pre_hook(_add_sequences, with_kwargs=True)
@@ -171,6 +174,17 @@ def _varlen_shares_heads() -> bool:
     return kernel is not None and "enable_gqa" in inspect.signature(kernel).parameters
 
 
+@dataclass
+class _Varlen:
+    """The kernel in use, for compiled code, which cannot look it up."""
+
+    kernel: Callable[..., Any] | None = None
+    shares_heads: bool = False
+
+
+_varlen = _Varlen()
+
+
 def _add_sequences(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Add the sequences to a forward that was not told: by positions that begin again, else each row is one."""
     if "packed_sequences" in kwargs:
@@ -213,14 +227,14 @@ def varlen(
     **other: Any,
 ) -> tuple[Tensor, None]:
     """Heads (B, heads, W, size) -> (B, W, heads, size), by flash attention over all sequences."""
-    kernel = _varlen_kernel()
+    kernel = _varlen.kernel
     assert kernel is not None, "varlen was chosen without its kernel"
     assert other.get("s_aux") is None, "varlen has no sinks"
     assert other.get("softcap") is None, "varlen has no soft caps"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     (batch, _, width, size), value_size = query.shape, value.shape[-1]
     full = -(-max(size, value_size) // 8) * 8
-    shared = {"enable_gqa": True} if _varlen_shares_heads() else {}
+    shared = {"enable_gqa": True} if _varlen.shares_heads else {}
     if not shared:
         key, value = (_repeated(heads, query.shape[1]) for heads in (key, value))
     flat = [pad(heads, (0, full - heads.shape[-1])).transpose(1, 2).flatten(0, 1) for heads in (query, key, value)]
