@@ -1,4 +1,4 @@
-"""The benchmark of a whole step: it runs on a CPU, and a loss of 5 % against a baseline is an error."""
+"""Benchmarks of a whole step and of whole runs: they run on a CPU; a loss of 5 % against a baseline is an error."""
 
 from __future__ import annotations
 
@@ -46,6 +46,25 @@ def test_every_variant_runs_on_a_cpu(tmp_path: Path) -> None:
         assert found[variant]["score_seconds"] > 0
     assert "trl" not in found or found["trl"].keys() == {f"step_{unit}" for unit in units}
     assert "ours r3 / plain, step: " in done.stdout
+
+
+@pytest.mark.whole_runs
+def test_whole_runs_are_compared_on_a_cpu(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    path = os.pathsep.join([str(ROOT / "src"), *sys.path])
+    command = [sys.executable, str(ROOT / "benchmarks/whole_run.py"), "--steps", "2", "--variants", "ours r3", "trl"]
+    done = subprocess.run(
+        [*command, "--write", str(tmp_path / "found.json")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {name: len(steps) for name, steps in found.items()} == {"ours r3": 2, "trl": 2}
+    assert all(step["tokens"] > 0 < step["seconds"] for steps in found.values() for step in steps)
+    assert "ours r3 / trl: " in done.stdout
 
 
 @pytest.fixture
