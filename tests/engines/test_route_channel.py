@@ -164,7 +164,7 @@ def test_what_ours_cannot_do_is_refused(capture: str) -> None:
 
 
 def test_an_unknown_capture_is_refused() -> None:
-    with pytest.raises(EngineError, match="auto, kv_slot, vllm, cross_check, found theirs"):
+    with pytest.raises(EngineError, match="auto, kv_slot, vllm, cross_check, checked, found theirs"):
         chosen_capture("theirs", {})
 
 

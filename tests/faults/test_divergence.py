@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from moe_replay.errors import AlignmentError
+from moe_replay.errors import AlignmentError, EngineAnswerError
 from moe_replay.train.backends.fsdp import FsdpBackend
 from moe_replay.train.learn.probe import ProbeSequence
 from moe_replay.train.loop import train
@@ -23,9 +23,20 @@ from tests.train.runs import tiny_config
 CPU = torch.device("cpu")
 
 
-def test_a_learning_rate_that_is_too_high_is_said_to_be(demo_files: Any, tmp_path: Path) -> None:
-    config = tiny_config(demo_files.model, demo_files.train, tmp_path / "run", optim={"lr": 1e30})
-    with pytest.raises(DivergedError, match=r"log-probs are not finite after step 1.*lower optim\.lr"):
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"weight_decay": 1e30}, DivergedError, r"log-probs are not finite after step 1.*lower optim\.lr"),
+        ({}, (DivergedError, EngineAnswerError), r"not finite after step 1|impossible log-prob.*lower optim\.lr"),
+    ],
+    ids=["infinite", "huge"],
+)
+def test_a_learning_rate_that_is_too_high_is_said_to_be(
+    demo_files: Any, tmp_path: Path, settings: dict[str, float], error: Any, text: str
+) -> None:
+    """Infinite weights show on the probe; huge ones may show in sampling first."""
+    config = tiny_config(demo_files.model, demo_files.train, tmp_path / "run", optim={"lr": 1e30, **settings})
+    with pytest.raises(error, match=text):
         train(config)
 
 

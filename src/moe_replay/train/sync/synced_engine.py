@@ -90,7 +90,8 @@ class SyncedEngine(Sampler):
                     sample=index,
                     expected=f"from {LOWEST_LOGPROB:g} to 0",
                     found=impossible,
-                    remedy="Its weights, or what it computes with them, overflow; nothing was trained on the sample",
+                    remedy="Its weights, or what it computes with them, overflow: after a step of training, lower "
+                    "optim.lr. Nothing was trained on the sample",
                 )
 
     @property
