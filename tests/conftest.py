@@ -6,6 +6,7 @@ import fcntl
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -81,6 +82,16 @@ def ranks_are_marked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 def _no_ranks() -> NoReturn:
     pytest.fail("a test that starts ranks is marked with pytest.mark.distributed")
+
+
+@pytest.fixture(autouse=True)
+def megatron_is_taken_back() -> Iterator[None]:
+    """A run with Megatron-Core in this process patches torch and turns its compiler off: not for the tests after it."""
+    yield
+    megatron_cpu = sys.modules.get("moe_replay.megatron.cpu")
+    if megatron_cpu is not None and megatron_cpu.enable.cache_info().currsize:
+        megatron_cpu.enable().close()
+        megatron_cpu.enable.cache_clear()
 
 
 @pytest.fixture(scope="module")

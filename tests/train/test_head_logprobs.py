@@ -93,7 +93,7 @@ def test_compiled_kernels_compute_the_same(masked: bool) -> None:
     kept[torch.arange(9), targets] = True
     mask = SamplingMask(11, kept.sum(1).numpy(), kept.nonzero()[:, 1].numpy()) if masked else None
     layers = CompiledLayers("aot_eager")
-    torch._dynamo.reset()  # else graphs of earlier tests count towards the limit, beyond which functions run eagerly
+    torch._dynamo.reset()  # graphs of earlier tests count towards the limit, beyond which functions run eagerly
 
     def outcome(math: HeadMath) -> list[Tensor]:
         found, entropy = head_logprobs(

@@ -40,9 +40,11 @@ SETTINGS: dict[str, Any] = {
 
 
 @functools.cache
-def enable() -> None:
-    """Patch Megatron-Core to run on the CPU in this process."""
-    _apply(ExitStack())
+def enable() -> ExitStack:
+    """Patch Megatron-Core to run on the CPU in this process; closing what is returned takes it back."""
+    undo = ExitStack()
+    _apply(undo)
+    return undo
 
 
 @contextmanager
