@@ -101,8 +101,7 @@ class Sample:
         if len(self.logprobs) != (completion := len(self.completion_ids)):
             raise EngineError("a sample needs one log-prob per token", expected=completion, found=len(self.logprobs))
         if not np.array_equal(self.trace.token_ids, np.concatenate([self.prompt_ids, self.completion_ids])):
-            problem = "the trace of a sample is of other tokens than the sample"
-            raise EngineError(problem, expected=f"{len(self.prompt_ids)} + {completion} tokens", found=self.trace)
+            raise EngineError("the trace of a sample is of other tokens than the sample", found=self.trace)
 
 
 class EncodedTrajectory(NamedTuple):
@@ -120,7 +119,7 @@ class Trajectory:
     >>> trace = RouteTrace.uncovered(np.array([5, 6, 7, 8], np.int32), (4,), 2, weight_version=2)
     >>> one = Trajectory(token_ids=trace.token_ids, logprobs=np.array([0, 0, -0.5, -0.1]),
     ...                  versions=np.array([NOT_SAMPLED, NOT_SAMPLED, 2, 2]), trace=trace,
-    ...                  finish_reason=FinishReason.LENGTH, row=17, group=3, reward=1.0, advantage=0.7)
+    ...                  finish_reason=FinishReason.LENGTH, row=17, group=3, reward=1.0, advantage=0.7, episode=2)
     >>> len(one), one.sampled.tolist(), one.truncated
     (4, [False, False, True, True], True)
     """
@@ -136,14 +135,14 @@ class Trajectory:
     group: int = -1  # trajectories of one group answer the same prompt
     reward: float = math.nan  # weighted sum of the scores; NaN where no reward function scored it
     advantage: float = 0.0  # of every sampled token
+    episode: int = -1  # number in the group; those of a rewritten history share it, in order; -1: a whole episode
     encoded: EncodedTrajectory | None = None  # on rank 0, of one that a worker has sampled: its trace covers no token
 
     def __post_init__(self) -> None:
         if self.sampling_mask is not None:
             self.sampling_mask.check_sampled(self.token_ids)
         if set(lengths := (len(self.logprobs), len(self.versions), len(self.trace))) != {len(self)}:
-            problem = "log-probs, versions and routes of a sequence must have one entry per token"
-            raise EngineError(problem, expected=f"{len(self)} each", found=", ".join(map(str, lengths)))
+            raise EngineError("log-probs, versions, routes: one entry per token", expected=len(self), found=lengths)
         if not np.array_equal(self.trace.token_ids, self.token_ids):
             raise EngineError("the trace of a sequence is of other tokens than the sequence", found=self.trace)
 
@@ -166,7 +165,7 @@ class Trajectory:
 
 
 class TrajectoryHeader(NamedTuple):
-    """What every rank knows of every trajectory of a step, to divide them in the same way: 57 bytes each."""
+    """What every rank knows of every trajectory of a step, to divide them in the same way: 61 bytes each."""
 
     row: int
     group: int
@@ -177,6 +176,7 @@ class TrajectoryHeader(NamedTuple):
     oldest: int  # weight versions that sampled its tokens; -1 if none is sampled
     newest: int
     truncated: bool
+    episode: int = -1  # number in the group; trajectories of one count as one sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +185,7 @@ class Completion:
 
     row: int  # of the data set
     group: int
-    sample: int  # index in the group
+    sample: int  # number of its episode in the group
     prompt: str  # with special tokens
     completion: str  # with special tokens and observations
     reward: float  # weighted sum, NaN if no function scored it
@@ -200,8 +200,8 @@ class Completion:
 class RolloutBatch:
     """The trajectories of one step as every rank sees them: headers here, bodies in a `TrajectoryStore`.
 
-    >>> header = TrajectoryHeader(17, 3, 40, 30, reward=1.0, advantage=0.7, oldest=4, newest=5, truncated=False)
-    >>> RolloutBatch(headers=[header, header], layers=(1, 2, 3)).num_tokens
+    >>> header = TrajectoryHeader(17, 3, 40, 30, 1.0, 0.7, oldest=4, newest=5, truncated=False, episode=2)
+    >>> RolloutBatch(headers=[header, header], layers=(1, 2, 3)).num_tokens  # of one episode, in two samples
     80
     """
 

@@ -44,7 +44,7 @@ def logged(config: Callable[..., Any], demo_files: Any) -> set[str]:
         steps=2,
         checkpoint={"every": 1},
         data={"eval_path": str(demo_files.eval)},
-        rollout={"top_p": 0.9},
+        rollout={"top_p": 0.9, "environment": "tests.train.test_rewriting:condensing", "max_turns": 2, "max_tokens": 4},
         replay={"mode": "r3", "score_native_every": 1},
         algorithm={"beta": 0.1, "updates_per_rollout": 1},
         eval={"every": 1, "prompts": 2},

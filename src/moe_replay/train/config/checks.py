@@ -46,6 +46,7 @@ MANY = 2**20
 LARGEST = 2**31 - 1
 """Upper bound for every other integer setting, except `_UNLIMITED`."""
 LONGEST_NAME = 255
+_OF_ENVIRONMENTS = ("max_turns", "environment_timeout_s", "environment_threads")
 _RANDOM_IN_MEGATRON = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")
 _UNLIMITED = ("seed", "rollout.options", "backend.megatron", "rollout.prompts_per_step", "rollout.num_generations")
 _LIMITED = (
@@ -84,6 +85,10 @@ def warnings(config: Sections) -> Iterator[str]:
     rollout, algorithm = config.rollout, config.algorithm
     is_own = is_path(algorithm.loss)  # may read any setting of a loss
     needed: dict[str, tuple[bool, Iterable[str]]] = {
+        'algorithm.advantage_turns = "discounted"': (
+            algorithm.advantage_turns == "discounted",
+            ["algorithm.advantage_discount"],
+        ),
         "algorithm.beta": (algorithm.beta > 0, ["model.reference"]),
         "algorithm.dynamic_sampling": (algorithm.dynamic_sampling, ["algorithm.max_refills"]),
         'algorithm.loss = "ppo_clip"': (is_own or algorithm.loss == "ppo_clip", ["algorithm.delta"]),
@@ -102,7 +107,7 @@ def warnings(config: Sections) -> Iterator[str]:
         "model.lora_rank": (config.model.lora_rank > 0, ["model.lora_alpha"]),
         "rollout.environment": (
             rollout.environment is not None,
-            ["rollout.max_turns", "rollout.environment_timeout_s", "rollout.environment_threads"],
+            [*(f"rollout.{name}" for name in _OF_ENVIRONMENTS), "algorithm.advantage_turns"],
         ),
         "rollout.sleep": (rollout.sleep, ["rollout.sleep_level"]),
         "rollout.tools": (bool(rollout.tools), ["rollout.tool_format", "rollout.tool_timeout_s"]),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # the tables are read where pydantic is not installed
 ImportanceLevel = Literal["token", "sequence"]
 Correction = Literal["off", "token_truncate", "token_mask", "sequence_mask"]
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
+TurnAdvantages = Literal["episode", "discounted", "last"]
 
 ADVANTAGES: Mapping[str, Any] = {
     "grpo": "moe_replay.train.rollout.advantages:std_normalized",
@@ -131,6 +132,15 @@ _LOSS_NAMES = {
     "grpo": "algorithm.loss_aggregation = 'seq_mean_token_mean'",
     "dr_grpo": "algorithm.loss_aggregation = 'seq_mean_token_sum_norm'",
 }
+
+
+def _weight_families() -> Mapping[str, Any]:
+    from moe_replay.megatron.weights import WEIGHT_MAPS  # imports torch, which settings do without
+
+    return WEIGHT_MAPS
+
+
+WeightFamilyChoice = Annotated[str | None, PluginName(_weight_families, "weight family")]
 EnvironmentChoice = Annotated[str | None, PluginName(lambda: ENVIRONMENTS, "environment")]
 ToolFormatChoice = Annotated[str, PluginName(lambda: TOOL_FORMATS, "tool call format")]
 TransportChoice = Annotated[str, PluginName(lambda: WEIGHT_TRANSPORTS, "weight transport")]

@@ -6,7 +6,6 @@ Types and bounds are declared with the fields, checks across fields are in `chec
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -36,6 +35,8 @@ from moe_replay.train.config.registries import (
     SinkChoices,
     ToolFormatChoice,
     TransportChoice,
+    TurnAdvantages,
+    WeightFamilyChoice,
 )
 
 
@@ -52,12 +53,6 @@ def _fits_64_bits(value: Any) -> Any:
     return value
 
 
-def _weight_families() -> Mapping[str, Any]:
-    from moe_replay.megatron.weights import WEIGHT_MAPS  # imports torch, which settings do without
-
-    return WEIGHT_MAPS
-
-
 LOWEST_TEMPERATURE = 0.01
 """vLLM samples at this temperature where a lower one above 0 is requested."""
 PROBE_TOLERANCE, QUANTISED_PROBE_TOLERANCE = 0.05, 0.2
@@ -69,7 +64,6 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 ReplayMode = Literal["off", "r2", "r3", "auto"]
 
 RouterFamilyChoice = Annotated[str | None, PluginName(lambda: ROUTER_FAMILIES, "router family", offered=tuple)]
-WeightFamilyChoice = Annotated[str | None, PluginName(_weight_families, "weight family")]
 _ENGINE_NAMES = {"vllm_server": "'rollout_server'", "plain_vllm_server": "'vllm_serve'"}
 EngineChoice = Annotated[str, PluginName(lambda: ENGINES, "engine", offered=trainable_engines, renamed=_ENGINE_NAMES)]
 ToolChoices = Annotated[tuple[str, ...], PluginName(dict, "tool")]
@@ -358,6 +352,11 @@ class AlgorithmConfig(Section):
     """Passes over each rollout, with updates_per_rollout optimizer steps each."""
     advantage: AdvantageChoice = "grpo"
     """Advantage estimator."""
+    advantage_turns: TurnAdvantages = "episode"
+    """Advantages of the samples of an episode whose environment rewrites its history. episode: the same for all; last:
+    only the last sample is trained on; discounted: times advantage_discount for each sample that follows."""
+    advantage_discount: float = Field(0.95, gt=0, le=1)
+    """Discount per sample of advantage_turns = "discounted"."""
     importance_sampling_level: ImportanceLevel = "token"
     """Importance ratio per token (GRPO) or per sequence (GSPO)."""
     clip_low: float = Field(0.2, ge=0, le=1)

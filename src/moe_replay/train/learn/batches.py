@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_replay.errors import AlignmentError
-from moe_replay.records import MicroBatch, RolloutBatch, Trajectory
+from moe_replay.records import MicroBatch, RolloutBatch, Trajectory, TrajectoryHeader
 from moe_replay.routes.layout import PADDING, TokenLayout
 from moe_replay.sampling_mask import LogitMask, SamplingMask
 from moe_replay.train.backends.base import Backend
@@ -57,15 +57,20 @@ def mini_batches(
 ) -> list[list[MicroBatch]]:
     """Return the micro-batches of this rank for each of the updates on one rollout batch. All ranks call it.
 
-    A trajectory without a reward, or removed by the overlong filter, is not trained on; in a mean over sequences it
-    counts as a sequence without tokens.
+    The trajectories of an episode are in one mini-batch, and count as one sequence. An episode without a reward, or
+    removed by the overlong filter, is not trained on; in a mean over sequences it counts as one without tokens.
     """
     planned = []
-    for part in np.array_split(np.arange(len(batch.headers)), updates):
+    episodes = episodes_of(batch.headers)
+    for numbers in np.array_split(np.arange(len(episodes)), updates):
+        own = [episodes[number] for number in numbers.tolist()]
+        part = np.array([i for episode in own for i in episode], np.int64)
         chosen = [batch.headers[i] for i in part.tolist()]
-        excluded = [np.isnan(header.reward) or (overlong_filter and header.truncated) for header in chosen]
-        scored = np.array([0 if out else header.num_scored for header, out in zip(chosen, excluded, strict=True)])
-        weights = token_weights(scored, aggregation, max_tokens)
+        by_episode = [_scored_tokens(batch.headers, episode, overlong_filter=overlong_filter) for episode in own]
+        scored = np.array([tokens for parts in by_episode for tokens in parts], np.int64)
+        weights = np.repeat(
+            token_weights(np.array(list(map(sum, by_episode))), aggregation, max_tokens), list(map(len, by_episode))
+        )
         trained = np.flatnonzero(scored)
         division = divide([chosen[i].length for i in trained], backend.data_size, budget, packed=packed)
         count = max((len(share) for share in division), default=0)
@@ -85,6 +90,21 @@ def mini_batches(
         share += [dummy_batch(bodies[update.shortest], backend, batch.layers) for _ in range(update.dummies)]
         micro_batches.append(share)
     return micro_batches
+
+
+def episodes_of(trajectories: Sequence[Trajectory] | Sequence[TrajectoryHeader]) -> list[list[int]]:
+    """Return the indices of the trajectories of each episode, in order."""
+    episodes: dict[tuple[int, ...], list[int]] = {}
+    for index, one in enumerate(trajectories):
+        episodes.setdefault((one.group, one.episode) if one.episode >= 0 else (index,), []).append(index)
+    return list(episodes.values())
+
+
+def _scored_tokens(headers: Sequence[TrajectoryHeader], episode: Sequence[int], *, overlong_filter: bool) -> list[int]:
+    """Return the number of tokens that are trained on, of each trajectory of an episode; the last may be truncated."""
+    last = headers[episode[-1]]
+    is_out = np.isnan(last.reward) or (overlong_filter and last.truncated)
+    return [0 if is_out else headers[i].num_scored for i in episode]
 
 
 def _bodies(

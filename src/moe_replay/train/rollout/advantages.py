@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from moe_replay.errors import MoeReplayError
-from moe_replay.train.config.registries import ADVANTAGES
+from moe_replay.train.config.registries import ADVANTAGES, TurnAdvantages
 from moe_replay.utils.plugins import resolve, user_code
 
 AdvantageEstimator = Callable[[np.ndarray], np.ndarray]
@@ -62,6 +62,13 @@ def load_advantages(name: str) -> AdvantageEstimator:
         return np.where(scored, advantages, 0.0)
 
     return checked
+
+
+def turn_factors(samples: int, turns: TurnAdvantages, discount: float) -> list[float]:
+    """Return the factors of an episode's advantage for each of its samples, in order (`algorithm.advantage_turns`)."""
+    if turns == "last":
+        return [0.0] * (samples - 1) + [1.0]
+    return [discount ** (samples - 1 - number) if turns == "discounted" else 1.0 for number in range(samples)]
 
 
 def has_signal(rewards: np.ndarray) -> np.ndarray:

@@ -5,7 +5,8 @@
             episode.observe(answer(call))                # tokens without loss and without made-up routes
             await episode.generate()
 
-An environment is called once per sample, after the first turn.
+An environment is called once per episode, after the first turn. One that condenses or edits its history calls `rewrite`
+with the whole next prompt in place of `observe`; from there on the episode is another sample.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import itertools
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
+
+import numpy as np
 
 from moe_replay.engines.base import Sampler
 from moe_replay.engines.event_loop import LoopThread
 from moe_replay.engines.session import Session
 from moe_replay.errors import EngineName, ExitStatus, MoeReplayError
-from moe_replay.records import FinishReason, Sample, SamplingParams
+from moe_replay.records import FinishReason, Sample, SamplingParams, Trajectory
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.train.config.registries import ENVIRONMENTS
 from moe_replay.train.rollout.prompts import Prompt, template_errors
@@ -39,13 +42,15 @@ class EpisodeError(MoeReplayError):
 
 @dataclass(slots=True, kw_only=True)
 class Episode:
-    """One sample of a prompt, turn by turn.
+    """One answer to a prompt, turn by turn: one sample, or several where the history is rewritten.
 
+    session      the sample that is growing
     params       sampling parameters of each turn, n = 1
-    max_length   maximum number of tokens in the sequence
+    max_length   maximum number of tokens in a sample
     max_turns    maximum number of completions, the first included
     turns        turns started so far
     tools        functions of rollout.tools; None if there are none
+    earlier      samples that ended where the history was rewritten
     """
 
     prompt: Prompt
@@ -57,6 +62,11 @@ class Episode:
     max_turns: int = 1
     turns: int = 1
     tools: ToolSet | None = None
+    earlier: list[Trajectory] = field(default_factory=list)
+    _seed: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._seed = self.params.seed
 
     def __str__(self) -> str:
         return f"turn {self.turns}, {len(self.session)} tokens"
@@ -91,6 +101,55 @@ class Episode:
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    # ---- rewriting the history ----------------------------------------------------------------------------------
+
+    @property
+    def can_rewrite(self) -> bool:
+        """Whether `max_turns` allows another turn, for which `rewrite` may make room."""
+        return self.turns < self.max_turns
+
+    def rewrite(self, prompt: str | Sequence[int]) -> None:
+        """Set the whole prompt of the next turn, as text or token ids, in place of the history so far.
+
+        Where it continues the sequence token by token, it is an observation. Otherwise the sequence so far stays as it
+        is, a sample that is trained on, and another sample begins.
+        """
+        ids = self._ids(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        if not self.fits_prompt(ids):
+            raise EpisodeError(
+                "a rewritten prompt must have a token and leave room for one",
+                sample=f"row {self.prompt.row}",
+                expected=f"1 to {self.max_length - 1} tokens",
+                found=f"{len(ids)} tokens after turn {self.turns}",
+                remedy="Condense further; episode.fits_prompt(prompt) says whether it fits. rollout.max_length has the "
+                "limit",
+            )
+        so_far = self.session.token_ids.tolist()
+        if ids[: len(so_far)] == so_far:
+            self.session.observe(ids[len(so_far) :])
+        else:
+            self.begin_sample(ids)
+
+    def fits_prompt(self, prompt: str | Sequence[int]) -> bool:
+        """Return whether `rewrite` accepts this prompt."""
+        return 0 < len(self._ids(prompt) if isinstance(prompt, str) else prompt) < self.max_length
+
+    def begin_sample(self, prompt_ids: Sequence[int]) -> None:
+        """Begin another sample with this prompt, also where it continues the sequence; `rewrite` is the usual way."""
+        self.earlier += self._finished()
+        if self._seed is not None:  # equal prompts of one episode have different samples
+            entropy = np.random.SeedSequence([self._seed, len(self.earlier), self.turns])
+            self.params = replace(self.params, seed=int(entropy.generate_state(1)[0] >> 1))
+        self.session = Session(prompt_ids, self.session.keep)
+
+    def finish(self) -> list[Trajectory]:
+        """Return the samples of the episode, in order."""
+        return [*self.earlier, *self._finished()]
+
+    def _finished(self) -> list[Trajectory]:
+        """Return the growing sample, unless no turn followed its prompt."""
+        return [] if self.session.finish_reason is None else [self.session.finish()]
 
     async def generate(self) -> FinishReason:
         """Sample another turn."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from moe_replay.engines.session import Session
 from moe_replay.errors import AlignmentError, EngineError
 from moe_replay.records import Sample, SamplingParams, Trajectory
 from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.train.learn.batches import episodes_of
 from moe_replay.train.rollout.environments import (
     EnvironmentLoops,
     Episode,
@@ -45,9 +47,9 @@ STOP_CHECK_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The n trajectories of one prompt; an evaluation has their scores alone.
+    """The n episodes of one prompt, of a trajectory each or several; an evaluation has their scores alone.
 
-    scores   (n,) by name of the reward function, NaN where it did not score a trajectory
+    scores   (n,) by name of the reward function, NaN where it did not score an episode
     """
 
     trajectories: Sequence[Trajectory]
@@ -56,7 +58,12 @@ class Group:
     @property
     def rewards(self) -> np.ndarray:
         """(n,) float64: weighted sums of the scores."""
-        return np.array([trajectory.reward for trajectory in self.trajectories], np.float64)
+        return np.array([episode[0].reward for episode in self.episodes], np.float64)
+
+    @property
+    def episodes(self) -> list[list[Trajectory]]:
+        """The trajectories of each episode."""
+        return [[self.trajectories[index] for index in episode] for episode in episodes_of(self.trajectories)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,15 +169,16 @@ class LocalGroups:
             return Group([], scores)
         rewards = total(self._rewards, scores).tolist()
         trajectories = [
-            replace(sequence, row=task.prompt.row, group=task.index, reward=reward)
-            for sequence, reward in zip(sequences, rewards, strict=True)
+            replace(sequence, row=task.prompt.row, group=task.index, reward=rewards[sequence.episode])
+            for sequence in sequences
         ]
         for trajectory in trajectories:
             check_versions(trajectory)
         return Group(trajectories, scores)
 
     async def _score(self, prompt: Prompt, sequences: Sequence[Trajectory]) -> Scores:
-        completions = [sequence.token_ids[len(prompt.token_ids) :] for sequence in sequences]
+        parts = [_after_prompt(sequence) for sequence in sequences]
+        completions = [np.concatenate([parts[index] for index in episode]) for episode in episodes_of(sequences)]
         samples = await asyncio.to_thread(Samples.of, prompt, completions, self._tokenizer)
         return await self._scorer.score(samples)
 
@@ -194,6 +202,11 @@ def check_versions(trajectory: Trajectory) -> None:
             found=f"version {routed[token]} ({wrong.size} tokens)",
             remedy="Keep routes as_sampled when a sequence is resumed after a weight update",
         )
+
+
+def _after_prompt(sequence: Trajectory) -> np.ndarray:
+    """Return the tokens of a sequence from the first sampled one on."""
+    return sequence.token_ids[int(np.flatnonzero(sequence.sampled).min(initial=len(sequence))) :]
 
 
 def check_mask(sequence: Trajectory, params: SamplingParams, row: int) -> None:
@@ -302,13 +315,13 @@ class SequenceSampler:
     # ---- sequences ----------------------------------------------------------------------------------------------
 
     async def sample(self, prompt: Prompt, params: SamplingParams, first_turns: FirstTurns) -> list[Trajectory]:
-        """Return the sequences of a prompt; later turns are sampled with `params`, and their own seed."""
-        sequences = (self._run_episode(prompt, params, first_turns, number) for number in range(first_turns.n))
-        return list(await asyncio.gather(*sequences))
+        """Return the sequences of all episodes of a prompt, in order; later turns have `params`, and their own seed."""
+        episodes = (self._run_episode(prompt, params, first_turns, number) for number in range(first_turns.n))
+        return list(chain.from_iterable(await asyncio.gather(*episodes)))
 
     async def _run_episode(
         self, prompt: Prompt, params: SamplingParams, first_turns: FirstTurns, number: int
-    ) -> Trajectory:
+    ) -> list[Trajectory]:
         episode = Episode(
             prompt=prompt,
             session=Session(prompt.token_ids),
@@ -323,7 +336,7 @@ class SequenceSampler:
         if self._environment is not None:
             limit_s = self._config.environment_timeout_s
             await self._environments.run(run_environment(self._environment, episode, limit_s))
-        return episode.session.finish()
+        return [replace(sequence, episode=number) for sequence in episode.finish()]
 
     # ---- waiting ------------------------------------------------------------------------------------------------
 

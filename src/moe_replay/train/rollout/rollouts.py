@@ -10,6 +10,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from moe_replay.train.config.sections import RolloutConfig
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.learn.replay_mode import asks_for_routes
 from moe_replay.train.learn.server_checks import server_metric
-from moe_replay.train.rollout.advantages import has_signal, load_advantages
+from moe_replay.train.rollout.advantages import has_signal, load_advantages, turn_factors
 from moe_replay.train.rollout.groups import Group, GroupSampler, GroupTask, LocalGroups, RunningGroup, ShouldStop
 from moe_replay.train.rollout.prompts import Prompt, PromptStream
 from moe_replay.train.rollout.rewards import Reward, total
@@ -193,15 +194,12 @@ class Rollouts:
 
     def _batch(self, groups: Sequence[Group], dropped: int, version: int) -> RolloutBatch:
         rewards = np.stack([group.rewards for group in groups])
-        advantages = self._advantages(rewards)
-        trajectories = [
-            replace(trajectory, advantage=float(advantage))
-            for group, group_advantages in zip(groups, advantages, strict=True)
-            for trajectory, advantage in zip(group.trajectories, group_advantages, strict=True)
-        ]
+        played = [episode for group in groups for episode in group.episodes]
+        episodes = self._with_advantages(played, self._advantages(rewards).ravel().tolist())
+        trajectories = [trajectory for episode in episodes for trajectory in episode]
         scored = rewards[~np.isnan(rewards)]
-        lengths = np.array([int(t.sampled.sum()) for t in trajectories])
-        ages = [version - trajectory.versions[trajectory.sampled] for trajectory in trajectories]
+        lengths = np.array([sum(int(t.sampled.sum()) for t in episode) for episode in played])
+        ages = [version - np.concatenate([t.versions[t.sampled] for t in episode]) for episode in played]
         self._check_staleness(ages, version)
         staleness = np.array([age.max(initial=0) for age in ages])
         metrics = {
@@ -212,7 +210,7 @@ class Rollouts:
             "completion/length_mean": float(lengths.mean()),
             "completion/length_max": float(lengths.max()),
             "completion/length_min": float(lengths.min()),
-            "completion/truncated": float(np.mean([t.truncated for t in trajectories])),
+            "completion/truncated": float(np.mean([episode[-1].truncated for episode in played])),
             "reward/frac_groups_zero_std": float(np.mean(~has_signal(rewards))),
             "completion/groups_dropped": float(dropped),
             "completion/staleness_mean": float(staleness.mean()),
@@ -226,22 +224,38 @@ class Rollouts:
             if not np.isnan(scores).all():
                 metrics[f"reward/{reward.name}"] = float(np.nanmean(scores))
         metrics |= mask_metrics(trajectories)
-        completions = self._completions(groups, trajectories)
+        if self._config.rollout.environment is not None:
+            metrics |= rewriting_metrics(played)
+        completions = self._completions(groups, episodes)
         servers = tuple(sorted({url for trajectory in trajectories for _, url in trajectory.servers})) or ("",)
         return replace(self._store.put(trajectories), servers=servers, metrics=metrics, completions=completions)
 
-    def _completions(self, groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> list[Completion]:
+    def _with_advantages(
+        self, episodes: Sequence[Sequence[Trajectory]], advantages: Sequence[float]
+    ) -> list[list[Trajectory]]:
+        """Return the trajectories of each episode that are trained on, with its advantage (`advantage_turns`)."""
+        turns, discount = self._config.algorithm.advantage_turns, self._config.algorithm.advantage_discount
+        return [
+            [
+                replace(trajectory, advantage=advantage * factor)
+                for trajectory, factor in zip(episode, turn_factors(len(episode), turns, discount), strict=True)
+                if factor
+            ]
+            for episode, advantage in zip(episodes, advantages, strict=True)
+        ]
+
+    def _completions(self, groups: Sequence[Group], episodes: Sequence[Sequence[Trajectory]]) -> list[Completion]:
         if not self._config.log.completions:
             return []
         scores = [
-            {name: float(values[sample]) for name, values in group.scores.items()}
+            (sample, {name: float(values[sample]) for name, values in group.scores.items()})
             for group in groups
-            for sample in range(len(group.trajectories))
+            for sample in range(len(group.rewards))
         ]
-        counts = [sample for group in groups for sample in range(len(group.trajectories))]
         return [
             completion_of(trajectory, sample, sample_scores, self._tokenizer)
-            for trajectory, sample, sample_scores in zip(trajectories, counts, scores, strict=True)
+            for episode, (sample, sample_scores) in zip(episodes, scores, strict=True)
+            for trajectory in episode
         ]
 
     def _timeouts(self) -> int:
@@ -406,6 +420,26 @@ def mask_metrics(sequences: Sequence[Trajectory]) -> dict[str, float]:
         "sampling/kept_fraction": float(fractions.mean()),
         "sampling/single_token": float(np.mean(sizes == 1)),
     }
+
+
+def rewriting_metrics(episodes: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
+    """Return how many samples an episode has, and how many of their tokens are computed again in the next sample."""
+    counts = np.array([len(episode) for episode in episodes])
+    tokens = sum(len(trajectory) for episode in episodes for trajectory in episode)
+    repeated = sum(
+        _common_beginning(one.token_ids, other.token_ids) for episode in episodes for one, other in pairwise(episode)
+    )
+    return {
+        "completion/samples_mean": float(counts.mean()),
+        "completion/samples_max": float(counts.max()),
+        "completion/repeated_tokens": float(repeated),
+        "completion/repeated_fraction": repeated / tokens,
+    }
+
+
+def _common_beginning(one: np.ndarray, other: np.ndarray) -> int:
+    length = min(len(one), len(other))
+    return int(np.flatnonzero(one[:length] != other[:length]).min(initial=length))
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from moe_replay.routes.trace_parts import spans_of
 from moe_replay.sampling_mask import SamplingMask, mask_from_bytes, mask_to_bytes
 
 ALIGNMENT = 64
-_HEADER = struct.Struct("<qqddQQQQIB3x")
+_HEADER = struct.Struct("<qqddQQQQIiB3x")
 _ADVANTAGE, _ADVANTAGE_AT = struct.Struct("<d"), struct.calcsize("<qqd")
 _REASONS = tuple(FinishReason)
 
@@ -61,9 +61,8 @@ def record_parts(trajectory: Trajectory, layers: Sequence[int] | None) -> Buffer
     servers = json.dumps(trajectory.servers).encode() if trajectory.servers else b""
     reason = _REASONS.index(trajectory.finish_reason)
     sizes = (sum(map(len, routes)), len(spans), len(mask), len(servers))
-    head = _HEADER.pack(
-        trajectory.row, trajectory.group, trajectory.reward, trajectory.advantage, *sizes, length, reason
-    )
+    scalars = (trajectory.row, trajectory.group, trajectory.reward, trajectory.advantage)
+    head = _HEADER.pack(*scalars, *sizes, length, trajectory.episode, reason)
     logprobs = np.ascontiguousarray(trajectory.logprobs, "<f4").tobytes()
     groups: list[Buffers] = [
         [memoryview(head)],
@@ -89,6 +88,7 @@ class Record(NamedTuple):
     reward: float
     advantage: float
     length: int
+    episode: int
     finish_reason: FinishReason
     routes: memoryview
     logprobs: memoryview
@@ -98,11 +98,11 @@ class Record(NamedTuple):
 
     @classmethod
     def of(cls, record: memoryview) -> Self:
-        row, group, reward, advantage, *sizes, length, reason = _HEADER.unpack_from(record)
+        row, group, reward, advantage, *sizes, length, episode, reason = _HEADER.unpack_from(record)
         part_sizes = (sizes[0], 4 * length, *sizes[1:])
         starts = np.cumsum([_aligned(_HEADER.size), *map(_aligned, part_sizes[:-1])]).tolist()
         parts = (record[start : start + size] for start, size in zip(starts, part_sizes, strict=True))
-        return cls(row, group, reward, advantage, length, _REASONS[reason], *parts)
+        return cls(row, group, reward, advantage, length, episode, _REASONS[reason], *parts)
 
     @property
     def versions(self) -> np.ndarray:
@@ -133,6 +133,7 @@ def read_record(record: memoryview, *, routes: bool = True) -> Trajectory:
         finish_reason=parts.finish_reason,
         reward=parts.reward,
         advantage=parts.advantage,
+        episode=parts.episode,
         sampling_mask=parts.sampling_mask,
         servers=parts.server_spans,
     )
@@ -182,6 +183,7 @@ _HEADER_DTYPE = np.dtype(
     [
         *(("row", "<i8"), ("group", "<i8"), ("length", "<i4"), ("num_scored", "<i4")),
         *(("reward", "<f8"), ("advantage", "<f8"), ("oldest", "<i8"), ("newest", "<i8"), ("truncated", "?")),
+        ("episode", "<i4"),
     ]
 )
 HEADER_BYTES = _HEADER_DTYPE.itemsize
@@ -200,6 +202,7 @@ def header_of(trajectory: Trajectory) -> TrajectoryHeader:
         oldest=oldest,
         newest=newest,
         truncated=trajectory.truncated,
+        episode=trajectory.episode,
     )
 
 

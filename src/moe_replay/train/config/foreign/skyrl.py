@@ -105,9 +105,18 @@ OPTIONS: dict[str, Option] = {
                 f"{ENGINE}.distributed_executor_backend"
             ),
             "set resume, true by default": "trainer.resume_mode",
+            "turns that only append are one sequence in any case": "generator.merge_stepwise_output",
             "set rollout.engines_per_node, the engines of each machine": f"{ENGINE}.num_engines",
             "exports are in the run folder": "trainer.export_path trainer.hf_save_interval trainer.log_path",
         }
+    ),
+    **only(
+        "environment",
+        {
+            "an environment that calls episode.rewrite has samples step by step: docs/environments.md": (
+                "generator.step_wise_trajectories=false"
+            )
+        },
     ),
     **only(
         "reward",
