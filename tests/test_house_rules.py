@@ -523,7 +523,6 @@ SERVE_ONE_SIBLING = {
     "integrations.trl_generation": "engines behind TRL, which rest on other methods of TRL than the trainer does",
     "replay.active": "which pass is active: the one place that asks autograd",
     "train.backends.compilation": "compiled layers, and what happens where the compiler fails",
-    "train.backends.experts": "experts as gathers and grouped GEMMs, tested without a backend",
     "train.backends.fsdp_loading": "reading a model folder into shards",
     "train.backends.megatron_build": "process groups, model and optimizer; the backend trains them",
     "train.backends.megatron_state": "what a rank of Megatron saves",

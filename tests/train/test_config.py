@@ -277,7 +277,6 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"model": {"path": "somewhere"}}, "data.path"),
         (PROMPTS | {"eval": {"every": 5}}, "data.eval_path"),
         ({"backend": {"tensor_parallel": 2}}, "backend.tensor_parallel: fsdp"),
-        ({"backend": {"expert_parallel": 2}}, "backend.expert_parallel: fsdp"),
         ({"backend": {"expert_tensor_parallel": 2}}, "backend.expert_tensor_parallel: fsdp"),
         ({"backend": {"pipeline_parallel": 2}}, "backend.pipeline_parallel: fsdp"),
         ({"backend": {"virtual_pipeline": 2}}, "backend.virtual_pipeline: fsdp"),

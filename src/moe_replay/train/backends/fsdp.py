@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moe_replay.distributed.collectives import Exchange
@@ -22,6 +22,7 @@ from moe_replay.routes.layout import TokenLayout
 from moe_replay.train.backends import lora
 from moe_replay.train.backends.base import Backend, LossFunction, OldPass, Routing, Scores, UpdateResult, apply_routing
 from moe_replay.train.backends.compilation import CompiledLayers
+from moe_replay.train.backends.expert_parallel import is_divided, is_expert_parallel, rows_of_rank
 from moe_replay.train.backends.fsdp_loading import row_offset, sharded_model
 from moe_replay.train.backends.logprobs import EAGER, HeadMath, HeadScores
 from moe_replay.train.backends.lora import AdaptedWeight, plain_name
@@ -73,7 +74,7 @@ class FsdpSource:
         A list that has been yielded is emptied when the next one is requested.
         """
         state, form = self._state(), CheckpointForm(self._model)
-        layers = [name for name, module in self._model.named_modules() if name and isinstance(module, FSDPModule)]
+        layers = [name for name, _ in _named_layers(self._model)]
         layer_of = {name: layer for layer in layers for name in state if name.startswith(f"{layer}.")}
         for _, names in groupby(state, key=lambda name: layer_of.get(name, "")):
             group = self._group(state, [name for name in names if name not in self._factors], receivers, form)
@@ -131,16 +132,17 @@ def _gather(tensor: Tensor, receivers: Collection[int], exchange: Exchange) -> T
     rank, size = dist.get_rank(), dist.get_world_size()
     if not isinstance(tensor, DTensor):
         return tensor if rank in receivers else None
-    if set(receivers) >= set(range(size)) or not _is_sharded_by_rows(tensor):
-        whole: Tensor = tensor.full_tensor()
-        return whole if rank in receivers else None
-    local, (rows, *rest) = tensor.to_local(), tensor.shape
+    if set(receivers) >= set(range(size)) and not is_divided(tensor):
+        return tensor.full_tensor()
+    local = tensor.to_local()
     if rank not in receivers:
         for receiver in sorted(receivers):
             exchange.send(local, receiver)
         return None
-    whole = torch.empty((rows, *rest), dtype=local.dtype, device=local.device)
-    for other, part in enumerate(_row_chunks(whole, size)):
+    whole = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
+    for other in range(size):
+        rows = rows_of_rank(tensor, other)
+        part = whole[rows.start : rows.stop]
         if other == rank:
             part.copy_(local)
         else:
@@ -148,17 +150,6 @@ def _gather(tensor: Tensor, receivers: Collection[int], exchange: Exchange) -> T
     for receiver in sorted(set(receivers) - {rank}):
         exchange.send(local, receiver)
     return whole
-
-
-def _is_sharded_by_rows(tensor: DTensor) -> bool:
-    placements: tuple[Any, ...] = tensor.placements
-    return len(placements) == 1 and type(placements[0]) is Shard and placements[0].dim == 0
-
-
-def _row_chunks(whole: Tensor, size: int) -> list[Tensor]:
-    """Return the rows of each rank, as `torch.chunk` cuts them: the last ones may have fewer, or none."""
-    rows = -(-len(whole) // size)
-    return [whole[rows * rank : rows * (rank + 1)] for rank in range(size)]
 
 
 class FsdpState(RankState):
@@ -209,14 +200,15 @@ class FsdpBackend(Backend):
         self._max_grad_norm = config.optim.max_grad_norm
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._lora = config.model if config.model.lora_rank else None
-        self.model = sharded_model(folder, config.model, device, trained=True)
+        self._expert_size = config.backend.expert_parallel
+        self.model = sharded_model(folder, config.model, device, trained=True, expert_size=self._expert_size)
         self._adapted = () if self._lora is None else lora.adapted_weights(self.model)
         self._reference = self._reference_model(config, folder)
         self.replay = attach(self.model, config.model.router_family or ())
         self.topology = self.replay.topology
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
-            self._parameters,
+            [{"params": same} for same in _by_sharding(self._parameters)],
             lr=config.optim.lr,
             betas=config.optim.betas,
             eps=config.optim.eps,
@@ -261,7 +253,8 @@ class FsdpBackend(Backend):
         is_policy = config.model.reference is None and self._lora is not None
         if config.algorithm.beta == 0 or is_policy:
             return None
-        return sharded_model(config.model.reference or folder, config.model, self.device, trained=False)
+        path = config.model.reference or folder
+        return sharded_model(path, config.model, self.device, trained=False, expert_size=self._expert_size)
 
     # ---- passes -------------------------------------------------------------------------------------------------
 
@@ -324,13 +317,13 @@ class FsdpBackend(Backend):
         if old_pass is not None:
             old_pass.finish()
             self.model.reshard()  # a forward in it leaves gathered parameters in the root, out of reach of the step
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norm = _whole(nn.utils.get_total_norm(gradients))
+        norm = _total_norm([p.grad for p in self._parameters if p.grad is not None])
         applied = bool(norm.isfinite())
         if applied:
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
-            nn.utils.clip_grads_with_norm_(self._parameters, self._max_grad_norm, norm)
+            for same in _by_sharding(self._parameters):
+                nn.utils.clip_grads_with_norm_(same, self._max_grad_norm, norm)
             with self._offload.optimizer_on_device():
                 self._optimizer.step()
         self._optimizer.zero_grad()
@@ -395,7 +388,26 @@ class FsdpBackend(Backend):
 
 
 def _sharded_layers(model: nn.Module) -> list[Any]:
-    return [module for name, module in model.named_modules() if name and isinstance(module, FSDPModule)]
+    return [module for _, module in _named_layers(model)]
+
+
+def _named_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the modules that FSDP2 gathers one after the other; experts are part of their layer."""
+    for name, module in model.named_modules():
+        if name and isinstance(module, FSDPModule) and not is_expert_parallel(module):
+            yield name, module
+
+
+def _by_sharding(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return tensors with the same mesh together, which one operation can take: experts that are divided, the rest."""
+    parts = [[one for one in tensors if not is_divided(one)], [one for one in tensors if is_divided(one)]]
+    return [part for part in parts if part]
+
+
+def _total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norm of a gradient, each element of which one rank has."""
+    norms = [_whole(nn.utils.get_total_norm(same)) for same in _by_sharding(gradients)]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _whole(tensor: Tensor) -> Tensor:

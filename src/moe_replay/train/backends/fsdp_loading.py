@@ -16,14 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from moe_replay.distributed.ranks import from_rank_0, raise_on_all_ranks
 from moe_replay.megatron.weights.checkpoint import INDEX, QUANTIZATION, Checkpoint
 from moe_replay.megatron.weights.tensor_slices import WeightMapError
-from moe_replay.train.backends import attention, experts, lora
+from moe_replay.train.backends import attention, expert_parallel, experts, lora
 from moe_replay.train.config.sections import ModelConfig
 from moe_replay.weights.checkpoint import CheckpointForm, model_tensor
 from moe_replay.weights.model_folder import (
@@ -167,8 +167,13 @@ def can_compute_constants() -> bool:
 _RANDOM_IN_TRAINING = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
 
 
-def sharded_model(folder: str, config: ModelConfig, device: torch.device, *, trained: bool) -> Any:
-    """Return the model of a folder with float32 weights sharded over all ranks; trainable, or frozen for scoring."""
+def sharded_model(
+    folder: str, config: ModelConfig, device: torch.device, *, trained: bool, expert_size: int = 1
+) -> Any:
+    """Return the model of a folder with float32 weights sharded over all ranks; trainable, or frozen for scoring.
+
+    expert_size   ranks that the experts of each layer are divided among (expert_parallel.py)
+    """
     whole, has_adapters = None, trained and bool(config.lora_rank)
     dtype: torch.dtype = getattr(torch, config.dtype)
     seed = int(from_rank_0(lambda: str(int(torch.randint(2**62, ()))), "drawing a seed")) if has_adapters else 0
@@ -180,7 +185,10 @@ def sharded_model(folder: str, config: ModelConfig, device: torch.device, *, tra
         model = _empty(settings, config)
         is_logged = trained and dist.get_rank() == 0
         attention.use_attention(model, config.attn_implementation, device, dtype, log=is_logged)
-        experts.use_experts(model, device, log=is_logged)
+        if expert_size > 1:
+            expert_parallel.check_experts_can_be_divided(model, expert_size, config.router_family)
+        else:
+            experts.use_experts(model, device, log=is_logged)
         shards = FolderShards.of(folder, model) if can_compute_constants() else None
         if has_scales and shards is None:
             raise ModelError(
@@ -195,7 +203,7 @@ def sharded_model(folder: str, config: ModelConfig, device: torch.device, *, tra
             whole = _prepared(_loaded(folder, settings, config), config, trained)
     if trained and config.gradient_checkpointing is True:  # "auto" is decided before the start
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    _shard(model, dtype, device)
+    _shard(model, dtype, device, expert_parallel.grid(expert_size, device) if expert_size > 1 else None)
     model.to_empty(device=device)
     if shards is None:
         _fill(model, whole)
@@ -226,11 +234,10 @@ def _read(model: Any, shards: FolderShards, adapters: nn.Module | None) -> None:
 
 
 def row_offset(tensor: DTensor) -> int:
-    """Return the first row that this rank holds; rows are cut as `torch.chunk` does."""
-    (placement,) = tensor.placements
-    assert placement == Shard(0), f"sharded as {placement}"
-    rows = -(-tensor.shape[0] // tensor.device_mesh.size())
-    return min(rows * tensor.device_mesh.get_local_rank(), tensor.shape[0])
+    """Return the first row that this rank holds."""
+    rows = expert_parallel.rows_of_rank(tensor, dist.get_rank())
+    assert len(rows) == len(tensor.to_local()), f"sharded as {tensor.placements}"
+    return rows.start
 
 
 def _prepared(model: Any, config: ModelConfig, trained: bool) -> Any:
@@ -270,6 +277,11 @@ def _fill(model: nn.Module, whole: nn.Module | None) -> None:
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         if whole is not None:
             full.copy_(whole.get_parameter(name))
+        if expert_parallel.is_divided(parameter):
+            dist.broadcast(full, 0)
+            first, local = row_offset(parameter), parameter.to_local()
+            local.copy_(full[first : first + len(local)])
+            continue
         shard = distribute_tensor(full, parameter.device_mesh, parameter.placements)  # scattered by rank 0
         parameter.to_local().copy_(shard.to_local())
     for name, buffer in model.named_buffers():
@@ -278,7 +290,8 @@ def _fill(model: nn.Module, whole: nn.Module | None) -> None:
         dist.broadcast(buffer, 0)
 
 
-def _shard(model: Any, dtype: torch.dtype, device: torch.device) -> None:
+def _shard(model: Any, dtype: torch.dtype, device: torch.device, ranks: DeviceMesh | None) -> None:
+    """Shard a model over all ranks; its experts over the grid of ranks, if there is one."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
     kinds = set(model._no_split_modules or ())
@@ -289,6 +302,11 @@ def _shard(model: Any, dtype: torch.dtype, device: torch.device) -> None:
             expected="_no_split_modules of the Transformers model",
             found=type(model).__name__,
         )
+    if ranks is not None:
+        # Gate weights stay as the router computes them: the experts' inputs are not cast.
+        own = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
+        for module in expert_parallel.divide_experts(model, ranks):
+            fully_shard(module, mesh=ranks[expert_parallel.FSDP], mp_policy=own)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

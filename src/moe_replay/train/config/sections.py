@@ -134,7 +134,7 @@ class BackendConfig(Section):
     tensor_parallel: int = Field(1, ge=1)
     """Tensor parallel size (megatron)."""
     expert_parallel: int = Field(1, ge=1)
-    """Expert parallel size (megatron)."""
+    """Expert parallel size: ranks that the experts of a layer are divided among."""
     expert_tensor_parallel: int | None = Field(None, ge=1)
     """Tensor parallel size of the experts; default: tensor_parallel (megatron)."""
     pipeline_parallel: int = Field(1, ge=1)

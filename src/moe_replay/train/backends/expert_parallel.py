@@ -1,0 +1,279 @@
+"""Expert parallel on FSDP2: each rank holds some experts of every layer, and tokens travel to their experts.
+
+Ranks are a grid (fsdp, ep): `ep` consecutive ranks form a group that has all experts of a layer together, and rank r of
+the group those with the ids [r E / ep, (r + 1) E / ep). The experts' parameters are DTensors over the whole grid:
+sharded by `ep`, and the part of each rank by FSDP2 over the ranks that hold the same experts. Everything else is
+sharded over all ranks. Routers see global ids and know nothing of it.
+
+A layer exchanges counts, sends every (token, choice) pair to the rank of its expert, and gets the results back in the
+same order. The host waits once per layer, for the counts. Each rank's experts have the gradient of all tokens of its
+group, and FSDP2 averages over the other dimension only: their gradients are divided by `ep`, so that every gradient is
+the average over all ranks, whatever the shape of the grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from moe_replay.errors import LayoutError
+from moe_replay.replay.adapters.transformers import router_numbers
+from moe_replay.routes.router_families import load_router_family
+from moe_replay.train.backends.experts import _ToRows, _ToTokens, dispatch
+from moe_replay.weights.model_folder import ModelError
+
+NAME = "moe_replay_expert_parallel"
+FSDP, EP = "fsdp", "ep"
+"""Dimensions of the grid."""
+
+
+class ExpertShard(NamedTuple):
+    """What a layer's experts know of the ranks.
+
+    group      ranks that have all experts of the layer together
+    first      the first expert of this rank
+    adapters   LoRA wrappers of the parameters that have one, by name
+    """
+
+    group: dist.ProcessGroup
+    first: int
+    adapters: Mapping[str, Any]
+
+
+def grid(size: int, device: torch.device) -> DeviceMesh:
+    """Return the mesh (fsdp, ep) of all ranks. Collective."""
+    world = dist.get_world_size()
+    if world % size:
+        raise LayoutError(
+            "backend.expert_parallel does not divide the ranks",
+            expected=f"a multiple of {size} ranks",
+            found=world,
+        )
+    return init_device_mesh(device.type, (world // size, size), mesh_dim_names=(FSDP, EP))
+
+
+# ---- which modules ---------------------------------------------------------------------------------------------------
+
+
+def check_experts_can_be_divided(model: Any, size: int, router_family: str | None = None) -> None:
+    """Raise unless every layer with a router has experts that can be divided among `size` ranks."""
+    family = str(getattr(model.config, "model_type", type(model).__name__))
+    layers = list(_experts(model))
+    rules = load_router_family(router_family)
+    routers = router_numbers(dict(model.named_modules()), () if rules is None else rules.routers)
+    if not _has_interface(model) or not layers or len(layers) != len(routers):
+        raise ModelError(
+            f"backend.expert_parallel: the experts of {family} cannot be divided among ranks",
+            expected="grouped experts by Transformers' experts interface, in every layer with a router",
+            found=f"{len(layers)} layers with such experts, {len(routers)} routers",
+            remedy='Set backend.expert_parallel = 1, or backend.kind = "megatron"',
+        )
+    for name, module in layers:
+        other = [key for key, tensor in module.named_parameters() if "." in key or len(tensor) != module.num_experts]
+        if other or getattr(module, "has_post_expert_norm", False):
+            raise ModelError(
+                f"backend.expert_parallel: experts of {family} share parameters, which no rank would have whole",
+                expected="parameters with one row per expert",
+                found=f"{name}.{other[0]}" if other else f"{name}.post_expert_norm",
+            )
+        if module.num_experts % size:
+            raise LayoutError(
+                "backend.expert_parallel does not divide the experts",
+                expected=f"a divisor of {module.num_experts}, the experts of {name}",
+                found=size,
+            )
+
+
+def _has_interface(model: Any) -> bool:
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear  # noqa: F401
+    except ImportError:
+        return False
+    return hasattr(model, "set_experts_implementation")
+
+
+def _experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the experts of each layer whose forward is chosen by name (`use_experts_implementation`)."""
+    for name, module in model.named_modules():
+        if hasattr(module, "_is_expert_parallel") and hasattr(module, "has_gate") and hasattr(module, "num_experts"):
+            yield name, module
+
+
+def is_expert_parallel(module: Any) -> bool:
+    """Return whether a module has the experts of one rank."""
+    return isinstance(getattr(module, "expert_shard", None), ExpertShard)
+
+
+def is_divided(tensor: Tensor) -> bool:
+    """Return whether a parameter, or its gradient, is of experts that are divided among ranks."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 2
+
+
+def divide_experts(model: Any, ranks: DeviceMesh) -> list[nn.Module]:
+    """Leave each rank its experts of a model on the `meta` device; return the experts of each layer."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, parallel_experts)
+    model.set_experts_implementation(NAME)
+    mesh = ranks[EP]
+    wrappers = list(_wrappers(model))
+    found = []
+    for _, module in _experts(model):
+        local = module.num_experts // mesh.size()
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            part = torch.empty((local, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+            whole = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+            module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        adapters = {one.parameter_name: one for one in wrappers if one.get_base_layer() is module}
+        for wrapper in adapters.values():
+            wrapper.forward = _Through(wrapper)
+        module.expert_shard = ExpertShard(mesh.get_group(), mesh.get_local_rank() * local, adapters)
+        found.append(module)
+    return found
+
+
+def _wrappers(model: nn.Module) -> Iterator[Any]:
+    try:
+        from peft.tuners.lora import ParamWrapper
+    except ImportError:
+        return
+    yield from (module for module in model.modules() if isinstance(module, ParamWrapper))
+
+
+class _Through:
+    """The forward of a LoRA wrapper around divided experts, which apply the adapter of their own ids themselves."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrapper.base_layer(*args, **kwargs)
+
+
+# ---- rows of a parameter ---------------------------------------------------------------------------------------------
+
+
+def rows_of_rank(tensor: DTensor, rank: int) -> range:
+    """Return the rows of a sharded tensor that a rank of all ranks holds; rows are cut as `torch.chunk` does."""
+    mesh, rows = tensor.device_mesh, tensor.shape[0]
+    if mesh.ndim == 1:
+        return _chunk(range(rows), mesh.size(), rank)
+    fsdp, ep = mesh.shape
+    return _chunk(_chunk(range(rows), ep, rank % ep), fsdp, rank // ep)
+
+
+def _chunk(rows: range, parts: int, index: int) -> range:
+    size = -(-len(rows) // parts)
+    return rows[size * index : size * (index + 1)]
+
+
+# ---- forward ---------------------------------------------------------------------------------------------------------
+
+
+class _Exchange(Function):
+    """Rows to the ranks of a group, so many to each: (S, H) -> (R, H)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _all_to_all(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    found = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
+    return found
+
+
+class _Reorder(Function):
+    """Rows in another order; the backward is a gather too."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        return gradients[0].index_select(0, inverse), None, None
+
+
+class _Averaged(Function):
+    """A weight whose gradient is divided by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, size: int) -> Tensor:
+        ctx.size = size
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0] / ctx.size, None
+
+
+def _local(module: Any, name: str) -> Tensor:
+    """Return a parameter of this rank's experts, with its adapter."""
+    shard: ExpertShard = module.expert_shard
+    weight = _Averaged.apply(getattr(module, name).to_local(), shard.group.size())
+    wrapper = shard.adapters.get(name)
+    if wrapper is None or wrapper.disable_adapters:
+        return weight
+    (adapter,) = wrapper.active_adapters
+    own = slice(shard.first, shard.first + len(weight))
+    # Adapters are sharded over all ranks like everything else: whole here, (E r, in) and (out, r E).
+    down, up = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+    down = down.view(module.num_experts, -1, down.shape[-1])[own]
+    up = up.view(up.shape[0], -1, module.num_experts)[..., own].permute(2, 0, 1)
+    factors = (down.transpose(1, 2), up.transpose(1, 2)) if module.is_transposed else (up, down)
+    return torch.baddbmm(weight, *(one.to(weight.dtype) for one in factors), alpha=wrapper.scaling[adapter])
+
+
+@torch.compiler.disable
+def parallel_experts(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Return what the experts of one layer, on all ranks of the group, make of this rank's hidden states (T, H)."""
+    module: Any = self
+    shard: ExpertShard = module.expert_shard
+    order = dispatch(top_k_index, module.num_experts)
+    counts = torch.diff(order.offsets, prepend=order.offsets.new_zeros(1)).view(shard.group.size(), -1)
+    arriving = torch.empty_like(counts)  # rows of each rank for each expert of this one
+    dist.all_to_all_single(arriving, counts, group=shard.group)
+    sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()  # the host waits here
+
+    rows = _ToRows.apply(hidden, order.token, order.row)
+    rows = _Exchange.apply(rows, sent, received, shard.group)
+    experts = torch.arange(counts.shape[1], device=hidden.device).repeat(len(received))
+    expert_of_row = experts.repeat_interleave(arriving.reshape(-1), output_size=sum(received))
+    expert_of_row, by_expert = torch.sort(expert_of_row, stable=True)
+    inverse = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(len(by_expert), device=hidden.device))
+    rows = _Reorder.apply(rows, by_expert, inverse)
+    rows = _computed(module, rows, expert_of_row, arriving.sum(0).cumsum(0, dtype=torch.int32))
+    rows = _Reorder.apply(rows, inverse, by_expert)
+    rows = _Exchange.apply(rows, received, sent, shard.group)
+    return _ToTokens.apply(rows, top_k_weights, order.pair, order.token, order.row)
+
+
+def _computed(module: Any, rows: Tensor, expert_of_row: Tensor, offsets: Tensor) -> Tensor:
+    """Return the rows of this rank's experts, ordered by expert, after their projections."""
+    from transformers.integrations.moe import _grouped_linear
+
+    def project(rows: Tensor, name: str) -> Tensor:
+        bias = _local(module, f"{name}_bias")[expert_of_row] if module.has_bias else None
+        return _grouped_linear(rows, _local(module, name), offsets, bias=bias, is_transposed=module.is_transposed)
+
+    if module.has_gate:
+        rows = module._apply_gate(project(rows, "gate_up_proj"))
+    else:
+        rows = module.act_fn(project(rows, "up_proj"))
+    return project(rows, "down_proj")

@@ -1,0 +1,186 @@
+"""What a rank does with an FSDP2 policy whose experts are divided among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_replay.errors import MoeReplayError
+from moe_replay.records import MicroBatch
+from moe_replay.train.backends.base import Routing, keep_rollout_routes
+from moe_replay.train.backends.fsdp import _gathered
+from moe_replay.train.config.train_config import TrainConfig
+from tests.distributed.megatron_lora import ALPHA, RANK, adapter_of, give
+from tests.distributed.megatron_training import REPLAY, _counted_update, batches_of, by_row, make_config, open_backend
+
+MODES = ("off", "r2", "r3")
+LORA = ["q_proj", "gate_proj", "up_proj", "down_proj", "router"]
+
+
+def ep_config(folder: str, settings: dict[str, Any]) -> TrainConfig:
+    """Settings of the backend, and `recomputed`, `lora` and `compile` of the model."""
+    backend = {key: value for key, value in settings.items() if key not in ("recomputed", "lora", "compile")}
+    made = make_config(folder, "fsdp", **backend).model_dump()
+    made["model"] |= {
+        "gradient_checkpointing": settings.get("recomputed", False),
+        "compile": settings.get("compile", False),
+    }
+    if settings.get("lora"):
+        made["model"] |= {"lora_rank": RANK, "lora_alpha": ALPHA, "lora_target_modules": LORA}
+    return TrainConfig.model_validate(made)
+
+
+def ep_backend(folder: str, settings: dict[str, Any], adapter: dict[str, Tensor] | None = None) -> Any:
+    backend: Any = open_backend(ep_config(folder, settings))
+    if adapter is not None:
+        give(backend, adapter)
+    return backend
+
+
+def first_adapter(folder: str) -> dict[str, Tensor]:
+    """An adapter that is not zero."""
+    torch.manual_seed(3)
+    backend = ep_backend(folder, {"lora": True})
+    drawn = {name: torch.randn(tensor.shape) * 0.1 for name, tensor in adapter_of(backend).items()}
+    for name in drawn:  # gate and up of an expert share their `lora_A`
+        if ".experts." in name and "up_proj.lora_A" in name:
+            drawn[name] = drawn[name.replace("up_proj", "gate_proj")].clone()
+    backend.close()
+    return drawn
+
+
+def whole_gradients(backend: Any) -> dict[str, Tensor]:
+    everyone = range(dist.get_world_size())
+    found = {}
+    for name, parameter in backend._state._trained.items():
+        (whole,) = _gathered([parameter.grad], everyone)
+        assert whole is not None
+        found[name] = whole.clone()
+    return found
+
+
+def updates(
+    folder: str,
+    data: bytes,
+    settings: dict[str, Any],
+    modes: Sequence[str] = MODES,
+    adapter: dict[str, Tensor] | None = None,
+) -> dict[str, Any]:
+    """Two updates in each mode: losses, norms, log-probs before, gradients of each (clipped), weights after."""
+    found = {}
+    for mode in modes:
+        backend = ep_backend(folder, settings, adapter)
+        gradients: list[dict[str, Tensor]] = []
+        backend._optimizer.register_step_pre_hook(
+            lambda *_, backend=backend, gradients=gradients: gradients.append(whole_gradients(backend))
+        )
+        minis = batches_of(backend, data, settings.get("packed", False))
+        before = Routing("record") if mode == "r2" else REPLAY if mode == "r3" else Routing()
+        scores = [backend.score(mini, before) for mini in minis]
+        routing = Routing("replay", "recorded") if mode == "r2" else before
+        losses: list[float] = []
+        norms = [_counted_update(backend, mini, losses, routing).grad_norm for mini in minis]
+        is_first = dist.get_rank() == 0
+        weights = {name: tensor.clone() for name, tensor in backend.weights()}
+        found[mode] = {
+            "losses": losses if backend.reports_metrics else [0.0] * len(minis),
+            "norms": norms,
+            "scores": by_row(backend, minis, scores),
+            "gradients": gradients if is_first else [],
+            "weights": weights if is_first else {},
+            "held": sum(parameter.to_local().numel() for parameter in backend.model.parameters()),
+        }
+        backend.close()
+    return found
+
+
+def one_sided(folder: str, data: bytes, settings: dict[str, Any]) -> dict[str, Any]:
+    """Two updates with every token at the experts 0 and 1: most ranks have no row at all."""
+    backend = ep_backend(folder, settings)
+    minis = batches_of(backend, data, False)
+    for batch in (batch for mini in minis for batch in mini):
+        for routes in batch.rollout_routes.values():
+            routes.routed_experts[...] = torch.arange(routes.routed_experts.shape[-1])
+    losses: list[float] = []
+    norms = [_counted_update(backend, mini, losses).grad_norm for mini in minis]
+    return {"losses": losses, "norms": norms}
+
+
+def shifted(folder: str, data: bytes, settings: dict[str, Any]) -> str:
+    """What a rank says to the routes of the next rank's micro-batch."""
+    backend = ep_backend(folder, settings)
+    mini: list[MicroBatch] = batches_of(backend, data, False)[0]
+    real = backend.data_rank
+    backend.data_rank = (real + 1) % backend.data_size
+    other: list[MicroBatch] = batches_of(backend, data, False)[0]
+    backend.data_rank = real
+    for batch, wrong in zip(mini, other, strict=True):
+        batch.rollout_routes = wrong.rollout_routes
+    try:
+        backend.update(mini, lambda _, found: found.sum(), REPLAY, lr=0.0)
+    except MoeReplayError as error:
+        return str(error)
+    return ""
+
+
+def saved_between(folder: str, data: bytes, settings: dict[str, Any], saved: str) -> dict[str, Tensor]:
+    """The weights after two updates; what there was between them is saved."""
+    backend = ep_backend(folder, settings)
+    minis = batches_of(backend, data, False)
+    _counted_update(backend, minis[0], [])
+    backend.save(Path(saved))
+    _counted_update(backend, minis[1], [])
+    weights = {name: tensor.clone() for name, tensor in backend.weights()}
+    return weights if dist.get_rank() == 0 else {}
+
+
+def resumed(folder: str, data: bytes, settings: dict[str, Any], saved: str) -> dict[str, Tensor]:
+    """The weights after the second update, from what ranks of another layout saved after the first."""
+    backend = ep_backend(folder, settings)
+    minis = batches_of(backend, data, False)
+    backend.load(Path(saved))
+    _counted_update(backend, minis[1], [])
+    weights = {name: tensor.clone() for name, tensor in backend.weights()}
+    return weights if dist.get_rank() == 0 else {}
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes that this rank gets from all-gathers, and from exchanges of rows, its own part included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered = self.exchanged = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(function)
+        if "c10d._allgather_base" in name:
+            self.gathered += args[0].nbytes
+        elif "c10d.alltoall_base" in name:
+            self.exchanged += args[0].nbytes
+        return function(*args, **(kwargs or {}))
+
+
+def traffic(folder: str, data: bytes, settings: dict[str, Any]) -> dict[str, int]:
+    """Bytes of one micro-batch, forward and backward, after one that has warmed up the order of gathers."""
+    backend = ep_backend(folder, settings)
+    mini = batches_of(backend, data, False)[0]
+    backend.update(mini[:1], lambda _, found: found.sum(), REPLAY, lr=0.0)
+    keep_rollout_routes(mini[0], backend.chunk_layers)
+    with Traffic() as counted:
+        backend.update(mini[:1], lambda _, found: found.sum(), REPLAY, lr=0.0)
+    pairs = mini[0].input_ids.numel() * 2
+    return {"gathered": counted.gathered, "exchanged": counted.exchanged, "pairs": pairs}
+
+
+def refusal(folder: str, settings: dict[str, Any]) -> str:
+    try:
+        ep_backend(folder, settings)
+    except MoeReplayError as error:
+        return str(error)
+    return ""

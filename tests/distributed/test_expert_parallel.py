@@ -1,0 +1,158 @@
+"""Expert parallel in the FSDP2 backend, against one process that has all experts.
+
+The trajectories' routes are those of a model with other routers. Every element of every gradient is compared, so a
+factor on the gradient of experts alone would be seen, in grids with and without a second dimension.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.combinations import with_thorough
+from tests.distributed import expert_parallel, harness, megatron_training
+from tests.megatron.weights.models import saved_tensors
+
+pytest.importorskip("transformers.integrations.moe", reason="Transformers 4 has no experts by name")
+pytest.importorskip("pydantic")
+
+EP2, EP4 = {"expert_parallel": 2}, {"expert_parallel": 4}
+RECOMPUTED, LORA, PACKED = {"recomputed": True}, {"lora": True}, {"packed": True}
+QWEN = "qwen3_moe"
+
+Case = tuple[int, dict[str, Any], str]
+CASES: dict[str, Case] = {
+    "ep2-recomputed": (2, EP2 | RECOMPUTED, QWEN),
+    "ep2": (2, EP2, QWEN),
+    "ep4-packed": (4, EP4 | PACKED, QWEN),
+    "ep2-fsdp2": (4, EP2 | RECOMPUTED, QWEN),
+    "ep4-fsdp2": (8, EP4, QWEN),
+    "ep2-fsdp2-lora": (4, EP2 | LORA | RECOMPUTED, QWEN),
+    "ep2-lora": (2, EP2 | LORA, QWEN),
+    "ep2-biases": (2, EP2 | RECOMPUTED, "gpt_oss"),
+    "ep4-biases": (4, EP4, "gpt_oss"),
+    "ep2-fsdp2-groups": (4, EP2, "deepseek_v3"),
+    "ep2-glm": (2, EP2, "glm4_moe"),
+}
+DEFAULT = {"ep2-recomputed", "ep2-fsdp2-lora"}
+
+
+@functools.cache
+def scratch() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="experts-")
+
+
+@functools.cache
+def policy(variant: str = QWEN) -> tuple[str, bytes]:
+    """The folder of a model, and trajectories."""
+    folder = Path(scratch().name, variant)
+    return str(folder), megatron_training.save_policy(folder, variant)
+
+
+@functools.cache
+def adapter(variant: str) -> dict[str, Tensor]:
+    (drawn,) = harness.run_ranks(1, expert_parallel.first_adapter, policy(variant)[0])
+    return drawn
+
+
+def ran(size: int, settings: dict[str, Any], variant: str) -> list[dict[str, Any]]:
+    given = adapter(variant) if settings.get("lora") else None
+    return harness.run_ranks(size, expert_parallel.updates, *policy(variant), settings, expert_parallel.MODES, given)
+
+
+@functools.cache
+def one_process(variant: str, has_adapters: bool) -> dict[str, Any]:
+    (outcome,) = ran(1, {"lora": has_adapters}, variant)
+    return outcome
+
+
+def apart(found: Tensor, wanted: Tensor) -> float:
+    return ((found - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize("name", with_thorough(CASES, [name for name in CASES if name not in DEFAULT]))
+def test_two_updates_in_each_mode_are_those_of_one_process(name: str) -> None:
+    size, settings, variant = CASES[name]
+    ranks, one = ran(size, settings, variant), one_process(variant, bool(settings.get("lora")))
+    for mode, wanted in one.items():
+        of_ranks = [rank[mode] for rank in ranks]
+        check_scalars(of_ranks, wanted)
+        check_tensors(of_ranks[0], wanted)
+    assert abs(one["off"]["losses"][0] - one["r3"]["losses"][0]) > 1e-3, "replay changes nothing here"
+    fewer = [rank["r3"]["held"] < 0.8 * one["r3"]["held"] for rank in ranks]
+    assert all(fewer), "a rank holds most of the model"
+
+
+def check_scalars(ranks: list[dict[str, Any]], one: dict[str, Any]) -> None:
+    losses = [sum(parts) for parts in zip(*(rank["losses"] for rank in ranks), strict=True)]
+    assert losses == pytest.approx(one["losses"], rel=1e-6, abs=1e-6)
+    for rank in ranks:
+        assert rank["norms"] == pytest.approx(one["norms"], rel=1e-5)
+    scores = {row: values for rank in ranks for row, values in rank["scores"].items()}
+    assert scores.keys() == one["scores"].keys()
+    for row, values in scores.items():
+        torch.testing.assert_close(values, one["scores"][row], rtol=1e-5, atol=2e-6)
+
+
+def check_tensors(found: dict[str, Any], one: dict[str, Any]) -> None:
+    """Gradients of both updates, and where each weight has gone."""
+    assert len(found["gradients"]) == len(one["gradients"]) == 2
+    for mine, its in zip(found["gradients"], one["gradients"], strict=True):
+        assert mine.keys() == its.keys()
+        different = {name: apart(mine[name], its[name]) for name in its if its[name].norm() > 0}
+        assert max(different.values()) < 1e-5, different
+    for name, weight in one["weights"].items():
+        assert apart(found["weights"][name], weight) < 1e-5, name
+
+
+@pytest.mark.thorough
+def test_ranks_without_a_row_take_part() -> None:
+    """Every token goes to the same two experts: the other ranks still have their part in every collective."""
+    (one,) = harness.run_ranks(1, expert_parallel.one_sided, *policy(), {})
+    ranks = harness.run_ranks(4, expert_parallel.one_sided, *policy(), EP4)
+    for rank in ranks:
+        assert rank["norms"] == pytest.approx(one["norms"], rel=1e-5)
+    assert [sum(parts) for parts in zip(*(rank["losses"] for rank in ranks), strict=True)] == pytest.approx(
+        one["losses"], rel=1e-6, abs=1e-6
+    )
+
+
+def test_routes_of_the_next_rank_are_refused() -> None:
+    for said in harness.run_ranks(2, expert_parallel.shifted, *policy(), EP2):
+        assert "than the routes belong to" in said, said
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    with_thorough(
+        [((2, EP2), (1, {})), ((1, {}), (2, EP2)), ((4, EP2), (4, EP4)), ((2, {}), (4, EP2))],
+        [((4, EP2), (4, EP4)), ((2, {}), (4, EP2)), ((1, {}), (2, EP2))],
+    ),
+    ids=str,
+)
+def test_a_run_resumes_in_another_layout(
+    tmp_path: Path, before: tuple[int, dict[str, Any]], after: tuple[int, dict[str, Any]]
+) -> None:
+    saved = str(tmp_path / "saved")
+    wanted = harness.run_ranks(before[0], expert_parallel.saved_between, *policy(), before[1], saved)[0]
+    found = harness.run_ranks(after[0], expert_parallel.resumed, *policy(), after[1], saved)[0]
+    start = saved_tensors(policy()[0])
+    assert found.keys() == wanted.keys() == start.keys()
+    for name, weight in wanted.items():
+        assert (found[name] - weight).norm() < 1e-4 * (weight - start[name]).norm(), name
+
+
+def test_fewer_bytes_are_gathered() -> None:
+    """Two gathers a layer (forward, backward) of what all experts of a layer have, or of nothing."""
+    without, with_ep = (harness.run_ranks(4, expert_parallel.traffic, *policy(), settings)[0] for settings in ({}, EP4))
+    tensors = saved_tensors(policy()[0])
+    experts = sum(tensor.nbytes for name, tensor in tensors.items() if ".experts." in name)
+    assert without["exchanged"] == 0
+    assert without["gathered"] - with_ep["gathered"] == 2 * experts
+    assert with_ep["exchanged"] > 0
