@@ -280,7 +280,10 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"backend": {"expert_tensor_parallel": 2}}, "backend.expert_tensor_parallel: fsdp"),
         ({"backend": {"pipeline_parallel": 2}}, "backend.pipeline_parallel: fsdp"),
         ({"backend": {"virtual_pipeline": 2}}, "backend.virtual_pipeline: fsdp"),
-        ({"backend": {"context_parallel": 2}}, "backend.context_parallel: fsdp"),
+        (
+            {"backend": {"context_parallel": 2}, "model": {"attn_implementation": "sdpa"}},
+            "backend.context_parallel: sdpa",
+        ),
         ({"backend": {"distributed_optimizer": True}}, "backend.distributed_optimizer: fsdp"),
         ({"backend": {"weight_family": "mixtral"}}, "backend.weight_family: fsdp"),
         (

@@ -5,7 +5,8 @@
     blocks   one sequence after the other, on any device and in any precision
 
 Transformers makes no mask for these names. Where sequences begin reaches every layer as the argument
-`packed_sequences` of the model's forward, so that a recomputed or compiled layer has it as well.
+`packed_sequences` of the model's forward, so that a recomputed or compiled layer has it as well; so do the ranks that
+share the micro-batch, which exchange heads around each of these functions (`ulysses.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,13 +24,15 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from moe_replay.routes.layout import TokenLayout
+from moe_replay.train.backends.ulysses import ContextParallel, head_error
 from moe_replay.weights.model_folder import ModelError
 
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 MAX_FLASH_HEAD = 256
-_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}
+_BY_HEADS = {"full_attention", "sliding_attention"}
+_KNOWN_LAYER_TYPES = _BY_HEADS | {"linear_attention"}
 
 
 class PackedSequences(NamedTuple):
@@ -38,27 +41,46 @@ class PackedSequences(NamedTuple):
     starts    (S + 1,) int32: the first token of each sequence, and the number of all tokens
     longest   tokens of the longest sequence
     masks     of `flex`, by window: made in the first layer that needs them
+    context   ranks that have the other columns of the rows; None: this rank has all
     """
 
     starts: Tensor
     longest: int
     masks: dict[int | None, Any]
+    context: ContextParallel | None = None
 
     @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> PackedSequences:
+    def of(
+        cls, lengths: Sequence[int], device: torch.device, context: ContextParallel | None = None
+    ) -> PackedSequences:
         """Return the sequences of these lengths, one behind the other."""
         starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        return cls(starts.to(device, non_blocking=True), max(lengths), {})
+        return cls(starts.to(device, non_blocking=True), max(lengths), {}, context)
 
 
-def forward_arguments(model: Any, layout: TokenLayout, device: torch.device) -> dict[str, Any]:
+def forward_arguments(
+    model: Any, layout: TokenLayout, device: torch.device, context: ContextParallel | None = None
+) -> dict[str, Any]:
     """Return what a forward of the model on this layout needs besides ids and positions.
 
     Padding on the right is a part of its sequence: no token attends to what comes after it.
     """
     if model.config._attn_implementation not in IMPLEMENTATIONS:
+        assert context is None, f"{model.config._attn_implementation} sees the columns of this rank only"
         return {}
-    return {"packed_sequences": PackedSequences.of(layout.segments * len(layout.fed), device)}
+    return {"packed_sequences": PackedSequences.of(_whole_segments(layout), device, context)}
+
+
+def _whole_segments(layout: TokenLayout) -> tuple[int, ...]:
+    """Return the columns of each sequence over all context-parallel ranks, row by row; the last one has the padding."""
+    if layout.context_shard is None:
+        return layout.segments * len(layout.fed)
+    rows, columns = layout.fed.shape
+    width = columns * layout.context_shard[1]
+    if rows > 1:  # one sequence each
+        return (width,) * rows
+    *before, _ = layout.lengths
+    return (*before, width - sum(before))
 
 
 # ---- choice ----------------------------------------------------------------------------------------------------------
@@ -96,6 +118,39 @@ def use_attention(model: Any, name: str, device: torch.device, dtype: torch.dtyp
     AttentionInterface.register(name, IMPLEMENTATIONS[name])
     model.set_attn_implementation(name)
     model.register_forward_pre_hook(_add_sequences, with_kwargs=True)
+
+
+def check_context_parallel(model: Any, size: int) -> None:
+    """Raise unless heads can be exchanged around everything in a model that mixes the tokens of a sequence.
+
+    model   on any device, after `use_attention`
+    size    ranks that share a micro-batch
+    """
+    if size == 1:
+        return
+    problem, name = mixing_problem(model), model.config._attn_implementation
+    if problem is None and name not in IMPLEMENTATIONS:
+        problem = f"{name} is an attention of Transformers, which sees the columns of one rank"
+    if problem is not None:
+        raise ModelError(
+            "the model cannot be trained with context parallelism on FSDP2",
+            expected=f"attention by {', '.join(IMPLEMENTATIONS)} in every layer (model.attn_implementation)",
+            found=problem,
+            remedy="Set backend.context_parallel = 1",
+        )
+    heads = model.config.get_text_config().num_attention_heads
+    if heads % size:
+        raise head_error(heads, size)
+
+
+def mixing_problem(model: Any) -> str | None:
+    """Return why tokens of a sequence meet elsewhere than in the attention of this module; None: they do not."""
+    types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if other := sorted(types - _BY_HEADS):
+        return f"{type(model).__name__} has layers of {', '.join(other)}"
+    if any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        return f"{type(model).__name__} has convolutions over the tokens of a sequence"
+    return _mask_problem(model)
 
 
 def choose(model: Any, device: torch.device, dtype: torch.dtype) -> Choice:
@@ -215,6 +270,34 @@ def _known(sequences: PackedSequences | None, module: nn.Module) -> PackedSequen
     return sequences
 
 
+Attention = Callable[..., tuple[Tensor, None]]
+
+
+def _with_context(attend: Attention) -> Attention:
+    """Return an attention that exchanges heads with the ranks that have the other columns, where there are some."""
+
+    @wraps(attend)
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None,
+        packed_sequences: PackedSequences | None = None,
+        **other: Any,
+    ) -> tuple[Tensor, None]:
+        context = None if packed_sequences is None else packed_sequences.context
+        if context is None:
+            return attend(module, query, key, value, attention_mask, packed_sequences, **other)
+        if other.get("s_aux") is not None:
+            other = other | {"s_aux": context.heads_of(other["s_aux"])}
+        query, key, value = context.gather_columns(query, key, value)
+        found, _ = attend(module, query, key, value, attention_mask, packed_sequences, **other)
+        return context.scatter_columns(found), None
+
+    return attention
+
+
 def varlen(
     module: nn.Module,
     query: Tensor,
@@ -238,7 +321,7 @@ def varlen(
     if not shared:
         key, value = (_repeated(heads, query.shape[1]) for heads in (key, value))
     flat = [pad(heads, (0, full - heads.shape[-1])).transpose(1, 2).flatten(0, 1) for heads in (query, key, value)]
-    starts, longest, _ = _known(packed_sequences, module)
+    starts, longest, *_ = _known(packed_sequences, module)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     found = kernel(
         *(heads.contiguous() for heads in flat),
@@ -327,7 +410,7 @@ def flex(
     batch, _heads, width, _size = query.shape
     # (1, heads, B * W, size): sequences of all rows behind each other
     query, key, value = (heads.transpose(0, 1).flatten(1, 2)[None] for heads in (query, key, value))
-    starts, _longest, masks = _known(packed_sequences, module)
+    starts, _longest, masks, _context = _known(packed_sequences, module)
     if sliding_window not in masks:
         masks[sliding_window] = _block_mask(starts, batch * width, sliding_window)
 
@@ -371,4 +454,4 @@ def _repeated(heads: Tensor, count: int) -> Tensor:
     return heads if heads.shape[1] == count else heads.repeat_interleave(count // heads.shape[1], 1)
 
 
-IMPLEMENTATIONS = {"varlen": varlen, "flex": flex, "blocks": blocks}
+IMPLEMENTATIONS = {attend.__name__: _with_context(attend) for attend in (varlen, flex, blocks)}

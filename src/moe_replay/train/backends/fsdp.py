@@ -1,4 +1,4 @@
-"""FSDP2 backend: a Transformers model sharded over all ranks, each of which trains its own sequences."""
+"""FSDP2 backend: a Transformers model sharded over all ranks; a rank or a context-parallel group trains a sequence."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from moe_replay.records import MicroBatch
 from moe_replay.replay.controller import attach
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.train.backends import lora
+from moe_replay.train.backends.attention import forward_arguments
 from moe_replay.train.backends.base import Backend, LossFunction, OldPass, Routing, Scores, UpdateResult, apply_routing
 from moe_replay.train.backends.compilation import CompiledLayers
 from moe_replay.train.backends.expert_parallel import is_divided, is_expert_parallel, rows_of_rank
@@ -29,6 +30,7 @@ from moe_replay.train.backends.lora import AdaptedWeight, plain_name
 from moe_replay.train.backends.offload import TrainerOffload
 from moe_replay.train.backends.rank_state import Optimized, RankState
 from moe_replay.train.backends.regions import RegionMap, Rows
+from moe_replay.train.backends.ulysses import ContextParallel
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.utils.files import Write
 from moe_replay.weights.checkpoint import CheckpointForm, checkpoint_tensors
@@ -193,15 +195,17 @@ class FsdpBackend(Backend):
 
     def __init__(self, config: TrainConfig, folder: str, device: torch.device) -> None:
         super().__init__(device)
-        self.data_rank, self.data_size = dist.get_rank(), dist.get_world_size()
-        self.reports_metrics = True
+        context_size = config.backend.context_parallel
+        self._context = ContextParallel.of(context_size)
+        self.data_rank, self.data_size = dist.get_rank() // context_size, dist.get_world_size() // context_size
+        self.reports_metrics = dist.get_rank() % context_size == 0
+        self._sharing = {"expert_size": config.backend.expert_parallel, "context_size": context_size}
         self._packed = config.batch.packed
         self._temperature = config.rollout.temperature
         self._max_grad_norm = config.optim.max_grad_norm
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._lora = config.model if config.model.lora_rank else None
-        self._expert_size = config.backend.expert_parallel
-        self.model = sharded_model(folder, config.model, device, trained=True, expert_size=self._expert_size)
+        self.model = sharded_model(folder, config.model, device, trained=True, **self._sharing)
         self._adapted = () if self._lora is None else lora.adapted_weights(self.model)
         self._reference = self._reference_model(config, folder)
         self.replay = attach(self.model, config.model.router_family or ())
@@ -224,8 +228,8 @@ class FsdpBackend(Backend):
         is_compiled = config.model.compile is True or (config.model.compile == "auto" and device.type == "cuda")
         math = HeadMath(*map(self._layers.function, EAGER)) if is_compiled else EAGER
         chunk = config.batch.logit_chunk * (COMPILED_CHUNKS if is_compiled else 1)
-        self._scores = HeadScores(self.model, chunk, math)
-        self._reference_scores = HeadScores(self._reference, chunk, math) if self._reference else None
+        self._scores = HeadScores(self.model, chunk, math, self._context)
+        self._reference_scores = HeadScores(self._reference, chunk, math, self._context) if self._reference else None
         if is_compiled:
             self._compile()
         for model in (self.model, self._reference):
@@ -237,14 +241,14 @@ class FsdpBackend(Backend):
         self.replay.keep_routers_eager()
         for model in filter(None, (self.model, self._reference)):
             self._layers.add(_sharded_layers(model))
-        lengths = (7, 12)  # which no dimension of a model has
-        rows = self.layout(lengths).fed.shape
-        positions = torch.tensor([[*range(12)]] * 2 if rows[0] == 2 else [[*range(7), *range(12)]], device=self.device)
-        ids = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        layout = self.layout((7, 12))  # which no dimension of a model has
+        positions = torch.tensor([*range(7), *range(12), 0])[torch.from_numpy(layout.fed.copy())].to(self.device)
+        ids = torch.zeros_like(positions)
+        more = forward_arguments(self.model, layout, self.device, self._context)
         with self._layers.counted("the start"):
             with torch.no_grad():
-                self.model.eval()(input_ids=ids, position_ids=positions, use_cache=False)
-            logits = self.model.train()(input_ids=ids, position_ids=positions, use_cache=False).logits
+                self.model.eval()(input_ids=ids, position_ids=positions, use_cache=False, **more)
+            logits = self.model.train()(input_ids=ids, position_ids=positions, use_cache=False, **more).logits
             (0.0 * logits.float().sum()).backward()
         self._optimizer.zero_grad()
 
@@ -254,13 +258,17 @@ class FsdpBackend(Backend):
         if config.algorithm.beta == 0 or is_policy:
             return None
         path = config.model.reference or folder
-        return sharded_model(path, config.model, self.device, trained=False, expert_size=self._expert_size)
+        return sharded_model(path, config.model, self.device, trained=False, **self._sharing)
 
     # ---- passes -------------------------------------------------------------------------------------------------
 
     def layout(self, lengths: Sequence[int]) -> TokenLayout:
-        """Return a packed layout (one row), or one sequence a row with padding on the right."""
-        return TokenLayout.packed(lengths) if self._packed else TokenLayout.padded(lengths)
+        """Return a packed layout (one row), or one sequence a row with padding on the right; of it, its columns."""
+        whole = TokenLayout.packed(lengths) if self._packed else TokenLayout.padded(lengths)
+        if self._context is None:
+            return whole
+        rank, size = self._context.rank, self._context.size
+        return whole.pad_to(multiple_of=size).context_parallel(rank, size, "contiguous")
 
     @property
     def chunk_layers(self) -> tuple[tuple[int, ...], ...]:
@@ -313,7 +321,7 @@ class FsdpBackend(Backend):
             if old_pass is not None:
                 old_pass.take(batch, scores.detached())
             # FSDP averages gradients over ranks, but the loss is a sum over ranks; this is loss.backward()
-            (loss(batch, scores.logprobs) * self.data_size).backward()
+            (loss(batch, scores.logprobs) * dist.get_world_size()).backward()
         if old_pass is not None:
             old_pass.finish()
             self.model.reshard()  # a forward in it leaves gathered parameters in the root, out of reach of the step
@@ -383,8 +391,10 @@ class FsdpBackend(Backend):
         return sum((12 if self._state.saves_moments else 4) * p.numel() for p in self._parameters)
 
     def close(self) -> None:
-        """Detach routing replay from the model."""
+        """Detach routing replay from the model, and end the context-parallel group."""
         self.replay.detach()
+        if self._context is not None:
+            self._context.close()
 
 
 def _sharded_layers(model: nn.Module) -> list[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -168,11 +169,18 @@ _RANDOM_IN_TRAINING = ("attention_dropout", "hidden_dropout", "resid_pdrop", "em
 
 
 def sharded_model(
-    folder: str, config: ModelConfig, device: torch.device, *, trained: bool, expert_size: int = 1
+    folder: str,
+    config: ModelConfig,
+    device: torch.device,
+    *,
+    trained: bool,
+    expert_size: int = 1,
+    context_size: int = 1,
 ) -> Any:
     """Return the model of a folder with float32 weights sharded over all ranks; trainable, or frozen for scoring.
 
-    expert_size   ranks that the experts of each layer are divided among (expert_parallel.py)
+    expert_size    ranks that the experts of each layer are divided among (expert_parallel.py)
+    context_size   ranks that share a micro-batch (ulysses.py)
     """
     whole, has_adapters = None, trained and bool(config.lora_rank)
     dtype: torch.dtype = getattr(torch, config.dtype)
@@ -185,6 +193,7 @@ def sharded_model(
         model = _empty(settings, config)
         is_logged = trained and dist.get_rank() == 0
         attention.use_attention(model, config.attn_implementation, device, dtype, log=is_logged)
+        attention.check_context_parallel(model, context_size)
         if expert_size > 1:
             expert_parallel.check_experts_can_be_divided(model, expert_size, config.router_family)
         else:
@@ -251,7 +260,7 @@ def _prepared(model: Any, config: ModelConfig, trained: bool) -> Any:
 def _loaded(folder: str, settings: Any, config: ModelConfig) -> Any:
     return load_model(
         folder,
-        config=settings,
+        config=deepcopy(settings),  # a model writes its attention into it, and others that share it would follow
         trust_remote_code=config.trust_remote_code,
         dtype=torch.float32,
         attn_implementation=attention.of_transformers(config.attn_implementation),
@@ -262,7 +271,7 @@ def _empty(settings: Any, config: ModelConfig) -> Any:
     """Return the model on the meta device."""
     with torch.device("meta"):
         return build_model(
-            settings,
+            deepcopy(settings),
             trust_remote_code=config.trust_remote_code,
             dtype=torch.float32,
             attn_implementation=attention.of_transformers(config.attn_implementation),

@@ -22,6 +22,7 @@ from moe_replay.records import MicroBatch
 from moe_replay.sampling_mask import LogitMask
 from moe_replay.train.backends.attention import forward_arguments
 from moe_replay.train.backends.base import Scores
+from moe_replay.train.backends.ulysses import ContextParallel, sum_over_ranks
 
 
 class Head(NamedTuple):
@@ -218,12 +219,15 @@ class HeadScores:
     A plain head is a linear layer whose output is the logits: not scaled, capped or adapted. One forward of two tokens
     shows it, in which all ranks of a sharded model take part.
 
-    chunk   rows whose logits are held together
-    math    what is computed from logits
+    chunk     rows whose logits are held together
+    math      what is computed from logits
+    context   ranks that share the micro-batches; a rank scores the tokens that its columns predict, and gets all
     """
 
-    def __init__(self, model: nn.Module, chunk: int, math: HeadMath = EAGER) -> None:
-        self._model, self._chunk, self._math = model, chunk, math
+    def __init__(
+        self, model: nn.Module, chunk: int, math: HeadMath = EAGER, context: ContextParallel | None = None
+    ) -> None:
+        self._model, self._chunk, self._math, self._context = model, chunk, math, context
         self._head = _plain_head(model)
         if self._head is None:
             logger.warning(
@@ -240,7 +244,7 @@ class HeadScores:
     def __call__(self, batch: MicroBatch, temperature: float, *, entropy: bool = True) -> Scores:
         """Run the model on a micro-batch: log-probs (N,) with gradient; entropy (N,) without, or zeros."""
         if self._head is None:
-            return _whole_scores(scored_logits(self._model, batch, temperature), batch)
+            return _whole_scores(scored_logits(self._model, batch, temperature, self._context), batch, self._context)
 
         def score(hidden: Tensor, head: Head) -> Tensor:
             rows = hidden.flatten(0, 1)[batch.target_positions]
@@ -257,8 +261,8 @@ class HeadScores:
             return torch.stack(found, dim=-1)
 
         with _in_place_of_logits(self._head, score):
-            logprobs, entropies = _forward(self._model, batch).unbind(-1)
-        return Scores(in_token_order(logprobs, batch), in_token_order(entropies.detach(), batch))
+            logprobs, entropies = _forward(self._model, batch, context=self._context).unbind(-1)
+        return Scores(*(in_token_order(values, batch, self._context) for values in (logprobs, entropies.detach())))
 
 
 @contextmanager
@@ -309,17 +313,19 @@ def _plain_head(model: Any) -> nn.Linear | None:
     return head if is_plain else None
 
 
-def _forward(model: nn.Module, batch: MicroBatch, logits_to_keep: Tensor | int = 0) -> Tensor:
+def _forward(
+    model: nn.Module, batch: MicroBatch, logits_to_keep: Tensor | int = 0, context: ContextParallel | None = None
+) -> Tensor:
     return model(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
         use_cache=False,
         logits_to_keep=logits_to_keep,
-        **forward_arguments(model, batch.layout, batch.input_ids.device),
+        **forward_arguments(model, batch.layout, batch.input_ids.device, context),
     ).logits
 
 
-def _whole_scores(logits: Tensor, batch: MicroBatch) -> Scores:
+def _whole_scores(logits: Tensor, batch: MicroBatch, context: ContextParallel | None) -> Scores:
     if batch.logit_mask is not None:
         batch.logit_mask.check_vocabulary(logits.shape[1])
         logits = logits.clone()
@@ -327,22 +333,25 @@ def _whole_scores(logits: Tensor, batch: MicroBatch) -> Scores:
     logprobs = logits.log_softmax(-1)
     with torch.no_grad():
         entropy = torch.special.entr(logprobs.exp()).sum(-1)  # 0 where the probability is
-    return Scores(sampled_logprobs(logprobs, batch), in_token_order(entropy, batch))
+    return Scores(sampled_logprobs(logprobs, batch, context), in_token_order(entropy, batch, context))
 
 
-def scored_logits(model: nn.Module, batch: MicroBatch, temperature: float) -> Tensor:
+def scored_logits(
+    model: nn.Module, batch: MicroBatch, temperature: float, context: ContextParallel | None = None
+) -> Tensor:
     """Return logits (n, V) in float32 at the target positions."""
     one_row = batch.input_ids.shape[0] == 1
-    logits = _forward(model, batch, batch.target_positions if one_row else 0)  # a packed row needs no others
+    logits = _forward(model, batch, batch.target_positions if one_row else 0, context)  # a packed row needs no others
     selected = logits[0] if one_row else logits.flatten(0, 1)[batch.target_positions]
     return selected.float() / temperature
 
 
-def sampled_logprobs(logprobs: Tensor, batch: MicroBatch) -> Tensor:
+def sampled_logprobs(logprobs: Tensor, batch: MicroBatch, context: ContextParallel | None = None) -> Tensor:
     """Return the log-probs of the sampled tokens: (n, V) -> (N,)."""
-    return in_token_order(logprobs.gather(-1, batch.target_ids[:, None])[:, 0], batch)
+    return in_token_order(logprobs.gather(-1, batch.target_ids[:, None])[:, 0], batch, context)
 
 
-def in_token_order(values: Tensor, batch: MicroBatch) -> Tensor:
-    """Reorder values from target positions of this rank to sampled tokens: (n,) -> (N,)."""
-    return values.new_zeros(values.shape).index_copy(0, batch.target_index, values)
+def in_token_order(values: Tensor, batch: MicroBatch, context: ContextParallel | None = None) -> Tensor:
+    """Reorder values from target positions of this rank to sampled tokens, also those of other ranks: (n,) -> (N,)."""
+    every = values.new_zeros(len(batch.sequence)).index_copy(0, batch.target_index, values)
+    return every if context is None else sum_over_ranks(every, context.group)

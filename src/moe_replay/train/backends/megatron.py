@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from moe_replay.distributed.ranks import raise_on_all_ranks
 from moe_replay.megatron import lora
@@ -36,6 +35,7 @@ from moe_replay.train.backends.base import Backend, LossFunction, OldPass, Routi
 from moe_replay.train.backends.logprobs import Head, head_logprobs
 from moe_replay.train.backends.megatron_state import MegatronState
 from moe_replay.train.backends.offload import TrainerOffload
+from moe_replay.train.backends.ulysses import sum_over_ranks
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.utils.files import Write
 from moe_replay.weights.lora_adapter import Adapter
@@ -85,27 +85,13 @@ def token_scores(
     scores = [every.index_copy(0, batch.target_index, values) for values in local]
     context_group: Any = parallel_state.get_context_parallel_group()
     if context_group.size() > 1:
-        scores = [_SumOverRanks.apply(values, context_group) for values in scores]
+        scores = [sum_over_ranks(values, context_group) for values in scores]
     return Scores(*scores)
 
 
 def _output_weight(model: Any) -> Tensor:
     shared = model.share_embeddings_and_output_weights
     return model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
-
-
-class _SumOverRanks(Function):
-    """Sum over ranks; the gradient of each rank flows to its own values."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
-        total = values.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
 
 
 @dataclass(frozen=True)

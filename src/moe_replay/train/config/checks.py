@@ -187,6 +187,12 @@ def _model(model: ModelConfig, backend: BackendConfig) -> Iterator[str]:
             yield f"{attention} does not support float32; set model.dtype = bfloat16 or use sdpa"
         if backend.device == "cpu":
             yield f"{attention} needs a GPU; with backend.device = cpu use sdpa"
+    is_ours = model.attn_implementation in ("auto", "varlen", "flex", "blocks")
+    if backend.kind == "fsdp" and backend.context_parallel > 1 and not is_ours:
+        yield (
+            f"backend.context_parallel: {model.attn_implementation} sees only the tokens of one rank; set "
+            "model.attn_implementation = auto"
+        )
 
 
 def _backend(backend: BackendConfig) -> Iterator[str]:
@@ -206,7 +212,6 @@ def _backend(backend: BackendConfig) -> Iterator[str]:
         "expert_tensor_parallel": (backend.expert_tensor_parallel or 1) > 1,
         "pipeline_parallel": backend.pipeline_parallel > 1,
         "virtual_pipeline": backend.virtual_pipeline is not None,
-        "context_parallel": backend.context_parallel > 1,
         "megatron": bool(backend.megatron),
         "weight_family": backend.weight_family is not None,
         "distributed_optimizer": backend.distributed_optimizer,

@@ -1,0 +1,136 @@
+"""Context parallel by exchanged heads (Ulysses): ranks that share micro-batches, each with some columns of every row.
+
+All of the model works on the columns of its rank except attention: before it, a rank gives away all heads but its own
+and gets all columns of those; after it, the columns return to their ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from moe_replay.errors import LayoutError
+
+
+@dataclass(frozen=True, eq=False)
+class ContextParallel:
+    """The ranks that share a micro-batch with this one; they follow each other.
+
+    group      process group of them
+    rank       of this one in the group: its columns come after those of lower ranks
+    size       number of them
+    """
+
+    group: Any
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, size: int) -> ContextParallel | None:
+        """Divide all ranks into groups of `size`; None if that is 1. All ranks call it."""
+        if size == 1:
+            return None
+        ranks = dist.get_world_size()
+        if ranks % size:
+            raise LayoutError(
+                "the ranks cannot be divided into context-parallel groups",
+                expected=f"a multiple of backend.context_parallel = {size}",
+                found=f"{ranks} rank{'s' * (ranks > 1)}",
+                remedy="Start another number of ranks, or change backend.context_parallel",
+            )
+        group, _ = dist.new_subgroups(size)
+        return cls(group, dist.get_rank(group), size)
+
+    def close(self) -> None:
+        """End the process group."""
+        dist.destroy_process_group(self.group)
+
+    def heads_of(self, values: Tensor) -> Tensor:
+        """Return what this rank's heads have of one value per head: (heads,) -> (heads / size,)."""
+        return values.chunk(self.size)[self.rank]
+
+    @torch.compiler.disable
+    def gather_columns(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Exchange heads for columns: (B, heads, W, size of a head) -> (B, heads / ranks, W * ranks, size of a head).
+
+        Heads of keys and values are repeated as often as each rank needs one for its queries.
+        """
+        if query.shape[1] % self.size:
+            raise head_error(query.shape[1], self.size)
+        groups = lcm(key.shape[1], self.size)  # divides the query heads, since both numbers do
+        key, value = (heads.repeat_interleave(groups // heads.shape[1], 1) for heads in (key, value))
+        return _Exchange.apply(self, 1, 2, query, key, value)
+
+    @torch.compiler.disable
+    def scatter_columns(self, found: Tensor) -> Tensor:
+        """Undo it after attention: (B, W * ranks, heads / ranks, size of a head) -> (B, W, heads, size of a head)."""
+        (columns,) = _Exchange.apply(self, 1, 2, found)
+        return columns
+
+    def exchange(self, cut: int, joined: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Send part `i` of dimension `cut` to rank `i`; what arrives is joined along another dimension, rank by rank.
+
+        All tensors travel in one message, as bytes: gloo does not know every dtype.
+        """
+        parts = [tensor.unflatten(cut, (self.size, -1)).movedim(cut, 0) for tensor in tensors]
+        sent = torch.cat([part.flatten(1) for part in parts], 1)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), group=self.group)
+        pieces = received.split([part[0].numel() for part in parts], 1)
+        return tuple(
+            piece.view(part.shape).movedim(0, joined).flatten(joined, joined + 1).to(part.dtype)
+            for piece, part in zip(pieces, parts, strict=True)
+        )
+
+
+class _Exchange(Function):
+    """`ContextParallel.exchange`; gradients return on the way that the values came."""
+
+    @staticmethod
+    def forward(ctx: Any, context: ContextParallel, cut: int, joined: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.way = context, joined, cut
+        return context.exchange(cut, joined, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        context, cut, joined = ctx.way
+        return None, None, None, *context.exchange(cut, joined, gradients)
+
+
+class _SumOverRanks(Function):
+    """Sum over ranks; the gradient of each rank flows to its own values."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def sum_over_ranks(values: Tensor, group: Any) -> Tensor:
+    """Return the sum of the values of a group's ranks, each of which computes the same from it: the whole loss.
+
+    The gradient of a rank flows to its own values only, so that the sum over ranks is the gradient.
+    """
+    return _SumOverRanks.apply(values, group)
+
+
+def head_error(heads: int, size: int) -> LayoutError:
+    """Return the error for attention heads that cannot be divided among context-parallel ranks."""
+    fitting = [str(number) for number in range(2, heads + 1) if heads % number == 0]
+    return LayoutError(
+        "the attention heads cannot be divided among context-parallel ranks",
+        expected=f"a multiple of backend.context_parallel = {size}",
+        found=f"{heads} heads",
+        remedy=f"Set backend.context_parallel to one of {', '.join(['1', *fitting])}",
+    )
