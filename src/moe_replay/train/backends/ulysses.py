@@ -45,7 +45,7 @@ class ContextParallel:
                 remedy="Start another number of ranks, or change backend.context_parallel",
             )
         group, _ = dist.new_subgroups(size)
-        return cls(group, dist.get_rank(group), size)
+        return cls(group, dist.get_rank() % size, size)
 
     def close(self) -> None:
         """End the process group."""
