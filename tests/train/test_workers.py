@@ -98,12 +98,15 @@ def test_two_workers_sample_what_one_does_ahead_of_training(
 
 @pytest.mark.whole_runs
 def test_two_ranks_train_on_what_two_workers_sample(demo_files: Any, tmp_path: Path, url: str) -> None:
+    """Also where an episode is several samples."""
     runs = []
+    rollout = {"environment": "tests.train.test_rewriting:condensing", "max_turns": 3, "max_tokens": 4}
     for workers in (1, 2):
         run = tmp_path / str(workers)
-        arguments = (str(demo_files.model), str(demo_files.train), str(run), served(url, workers=workers))
+        arguments = (str(demo_files.model), str(demo_files.train), str(run), served(url, workers=workers, **rollout))
         lines, same = harness.run_ranks(2, train_on_rank, *arguments)
         assert lines == same
+        assert [line["completion/samples_mean"] for line in lines] == [2, 2]
         runs.append(([{k: v for k, v in line.items() if not k.startswith("time")} for line in lines], files_of(run)))
     assert len(runs[0][1]) == 4
     assert runs[0] == runs[1]
