@@ -302,6 +302,9 @@ def test_an_episode_counts_once_and_its_samples_share_the_advantage(
 def test_each_sample_has_the_routes_of_its_own_prompt(config: Config, engine: Any) -> None:
     """The routes of a condensed prompt are those of a pass over it alone, not those of the history it comes from."""
     _, trajectories = rolled_out(config(rollout=environment("condensing")), engine)
+    for first, second in zip(trajectories[::2], trajectories[1::2], strict=True):
+        assert second.token_ids[:5].tolist() == [*first.token_ids[:3].tolist(), *first.token_ids[-2:].tolist()]
+        assert int(second.sampled.argmax()) == 5
     again = engine.generate([t.token_ids[:-1].tolist() for t in trajectories], SamplingParams(max_tokens=1, seed=0))
     for trajectory, (sample,) in zip(trajectories, again, strict=True):
         routed = sample.trace.routed_experts[: len(trajectory) - 1]
