@@ -63,10 +63,6 @@ class Episode:
     turns: int = 1
     tools: ToolSet | None = None
     earlier: list[Trajectory] = field(default_factory=list)
-    _seed: int | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._seed = self.params.seed
 
     def __str__(self) -> str:
         return f"turn {self.turns}, {len(self.session)} tokens"
@@ -138,8 +134,8 @@ class Episode:
     def begin_sample(self, prompt_ids: Sequence[int]) -> None:
         """Begin another sample with this prompt, also where it continues the sequence; `rewrite` is the usual way."""
         self.earlier += self._finished()
-        if self._seed is not None:  # equal prompts of one episode have different samples
-            entropy = np.random.SeedSequence([self._seed, len(self.earlier), self.turns])
+        if self.params.seed is not None:  # equal prompts of one episode have different samples
+            entropy = np.random.SeedSequence([self.params.seed, len(self.earlier), self.turns])
             self.params = replace(self.params, seed=int(entropy.generate_state(1)[0] >> 1))
         self.session = Session(prompt_ids, self.session.keep)
 
