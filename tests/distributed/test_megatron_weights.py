@@ -7,7 +7,9 @@ the gradient of every weight must come out of Megatron-Core, in the names and sh
 from __future__ import annotations
 
 import functools
+import json
 import re
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from moe_replay.weights.model_folder import load_model
 from tests.combinations import with_thorough, with_whole_runs
 from tests.distributed import harness
 from tests.distributed.megatron_models import PRELOADED, Case
@@ -63,6 +66,8 @@ PARTITIONED = [
     ("gpt_oss", "tp2-pp2-ep2"),
     ("qwen3_next", "tp2-pp2-ep2"),
     ("glm4_moe", "tp2-pp2-ep2"),
+    ("minimax_m2", "tp2-pp2-ep2"),
+    ("qwen3_5_moe_text", "tp2-pp2-ep2"),
 ]
 THOROUGH = {  # what is cut in them is cut in the layouts with more at once
     *(("qwen3_moe", layout) for layout in ("tp2", "ep2", "tp2-ep2-etp2", "grouped", "grouped-tp2-pp2-ep2")),
@@ -72,9 +77,11 @@ THOROUGH = {  # what is cut in them is cut in the layouts with more at once
 WHOLE_RUNS = {  # `make test` has experts grouped and cut in two ways, latent attention, and biases and sinks
     *(("qwen3_moe", "ep2-etp2"), ("qwen3_moe-tied", "tp2-pp2-ep2")),
     *(("mixtral", "tp2-ep2-etp2"), ("qwen3_next", "tp2-pp2-ep2"), ("glm4_moe", "tp2-pp2-ep2")),
+    *(("minimax_m2", "tp2-pp2-ep2"), ("qwen3_5_moe_text", "tp2-pp2-ep2")),
 }
 TOLERANCE = 1e-5
-TOLERANCES = {"qwen3_next": 1e-4}  # the norm after a delta net amplifies rounding errors where its output is small
+# The norm after a delta net amplifies rounding errors where its output is small.
+TOLERANCES = {"qwen3_next": 1e-4, "qwen3_5_moe_text": 1e-4}
 
 
 @functools.cache
@@ -93,6 +100,26 @@ def reference(variant: str) -> str:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_same_model_and_the_same_routes(variant: str) -> None:
     assert_same_model(reference(variant), tolerance=TOLERANCES.get(variant, TOLERANCE))
+
+
+def test_kimi_k2_is_read_as_deepseek_v3_without_its_code(tmp_path: Path) -> None:
+    """With rotary settings as they are published, and a module that must not be loaded."""
+    folder = tmp_path / "kimi"
+    shutil.copytree(reference("deepseek_v3-yarn"), folder)
+    shutil.rmtree(folder / "again", ignore_errors=True)
+    config = json.loads((folder / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": {**rope, "type": rope.pop("rope_type")}}
+    (folder / "config.json").write_text(json.dumps(config))
+    edit_config(folder, model_type="kimi_k2", auto_map={"AutoConfig": "none.None", "AutoModelForCausalLM": "none.None"})
+    (found,) = harness.run_ranks(1, compare_alone, str(folder), None)
+    assert found["native"] < TOLERANCE
+    assert found["replayed"] < TOLERANCE
+    assert found["same_routes"]
+    assert_same_bytes(saved_tensors(folder / "again"), saved_tensors(folder))
+    with torch.no_grad():
+        logits = load_model(folder, dtype=torch.float32)(torch.from_numpy(np.stack(token_ids()))).logits
+    torch.testing.assert_close(logits, torch.load(folder / "reference.pt", weights_only=True)["native_logits"])
 
 
 def test_the_family_of_the_documentation() -> None:

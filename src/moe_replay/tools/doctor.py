@@ -16,7 +16,7 @@ from moe_replay.engines.registry import ENGINES
 from moe_replay.engines.vllm.release import INSTALL, NEWEST, OLDEST, RUN_ON
 from moe_replay.errors import MoeReplayError, UnsupportedRouterError
 from moe_replay.integrations.hosts import HOSTS, Host
-from moe_replay.megatron.weights import WEIGHT_MAPS
+from moe_replay.megatron.weights import NOT_MAPPED, WEIGHT_MAPS
 from moe_replay.megatron.weights.family import ADD_A_FAMILY
 from moe_replay.routes.router_families import ROUTER_FAMILIES, setting
 from moe_replay.routes.topology import MoeTopology, text_config
@@ -197,7 +197,7 @@ def _megatron_weights(model_type: str) -> Finding:
         Status.OK if is_mapped else Status.NOTE,
         model_type if is_mapped else "none",
         f"checkpoints {'can' if is_mapped else 'cannot yet'} be loaded into Megatron-Core",
-        "" if is_mapped else f"Built in: {', '.join(WEIGHT_MAPS)}; {ADD_A_FAMILY}",
+        "" if is_mapped else NOT_MAPPED.get(model_type, f"Built in: {', '.join(WEIGHT_MAPS)}; {ADD_A_FAMILY}"),
     )
 
 

@@ -6,6 +6,7 @@ Code that comes with a model is run where `trust_remote_code` says so, and nowhe
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -32,6 +33,8 @@ _REMOTE_CODE = "Set model.trust_remote_code = true (--trust-remote-code) if you 
 _COMPLETE = "Complete the folder, or correct its config.json"
 _SHOWN = 3
 HUB_ANSWERS_S = 5.0
+SAME_MODELS = {"kimi_k2": "deepseek_v3"}
+"""Published `model_type` -> that of the same model in Transformers; its own code is not needed."""
 _FLOATS = ("BF16", "F16", "F32", "F64")  # as safetensors names them
 
 logger = logging.getLogger(__name__)
@@ -50,7 +53,9 @@ def read_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
     from_transformers = _transformers()
     offline = {} if Path(folder).exists() or _hub_answers() else {"local_files_only": True}
     try:
-        config = from_transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **offline)
+        config = _renamed(Path(folder)) or from_transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, **offline
+        )
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, *_strict_errors()) as error:
         raise ModelError(
             "the model cannot be read",
@@ -60,6 +65,18 @@ def read_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
         ) from error
     _check_numbers(config, folder)
     return config
+
+
+def _renamed(folder: Path) -> Any:
+    """Return the config of a folder whose model Transformers has under another name; None: under its own, or not."""
+    try:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # Transformers says what is wrong with it
+        return None
+    if not isinstance(content, dict) or (name := SAME_MODELS.get(str(content.get("model_type")))) is None:
+        return None
+    settings = {key: value for key, value in content.items() if key not in ("model_type", "auto_map")}
+    return _transformers().AutoConfig.for_model(name, **settings)
 
 
 def check_files(folder: Path) -> None:

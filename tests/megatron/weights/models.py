@@ -104,6 +104,8 @@ _QWEN3_NEXT = _QWEN2 | {
     "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
+_QWEN3_5 = {name: value for name, value in _QWEN3_NEXT.items() if name not in ("mlp_only_layers", "norm_topk_prob")}
+_QWEN3_5 = {name: value for name, value in _QWEN3_5.items() if name != "intermediate_size"}
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -122,11 +124,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         _GPT_OSS | {"rope_parameters": _PLAIN_ROPE, "layer_types": ["full_attention"] * 4},
     ),
     "qwen3_next": ("qwen3_next", _QWEN3_NEXT),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", _QWEN3_5),
+    "minimax_m2": (
+        "minimax_m2",
+        _SIZES
+        | {"num_local_experts": 8, "head_dim": 16, "rope_parameters": _PLAIN_ROPE | {"partial_rotary_factor": 0.5}},
+    ),
     "mixtral": ("mixtral", _SIZES | {"num_local_experts": 8}),
     "olmoe": ("olmoe", _SIZES | {"num_experts": 8}),
     "olmoe-normalized": ("olmoe", _SIZES | {"num_experts": 8, "norm_topk_prob": True, "num_key_value_heads": 4}),
     "deepseek_v3": ("deepseek_v3", _DEEPSEEK),
     "deepseek_v3-ungrouped": ("deepseek_v3", _DEEPSEEK | {"n_group": 1, "topk_group": 1, "q_lora_rank": None}),
+    "deepseek_v3-other-epsilon": ("deepseek_v3", _DEEPSEEK | {"rms_norm_eps": 1e-2}),
     "deepseek_v3-yarn": ("deepseek_v3", _DEEPSEEK | {"rope_parameters": _YARN}),
 }
 DOTS1 = _SIZES | {

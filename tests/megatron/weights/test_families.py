@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from moe_replay.megatron import weights
 from moe_replay.megatron.weights.deepseek_v3 import prediction_layers
@@ -39,6 +40,29 @@ def test_replay_is_on_and_nothing_drops_tokens(variant: str) -> None:
     assert "moe_expert_capacity_factor" not in settings
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+def test_models_whose_attention_an_indexer_selects_are_refused(model_type: str) -> None:
+    with pytest.raises(WeightMapError, match=rf"{model_type} is not trained.*indexer.*not replayed.*backend.kind = "):
+        weights.family_of(model_type)
+
+
+def test_norms_that_transformer_engine_has_fused_keep_their_epsilon() -> None:
+    pytest.importorskip("megatron.core")
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    from moe_replay.megatron.weights.deepseek_v3 import set_latent_norms
+
+    attention = MLASelfAttention.__new__(MLASelfAttention)
+    nn.Module.__init__(attention)
+    attention.q_layernorm = attention.kv_layernorm = IdentityOp()
+    attention.config = SimpleNamespace(layernorm_epsilon=1e-6)  # type: ignore[assignment]
+    set_latent_norms(nn.ModuleList([attention]))
+    attention.config = SimpleNamespace(layernorm_epsilon=1e-5)  # type: ignore[assignment]
+    with pytest.raises(WeightMapError, match=r"epsilon.*rms_norm_eps 1e-06, or layers without.*found 1e-05"):
+        set_latent_norms(nn.ModuleList([attention]))
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"hidden_act": "gelu"}, r"expected hidden_act 'silu', found 'gelu'"),
     ("qwen3_moe", {"attention_bias": True}, r"attention_bias False or None, found True"),
@@ -56,7 +80,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"sliding_window": 4096}, r"sliding_window None, found 4096"),
     ("olmoe", {"clip_qkv": 8.0}, r"clip_qkv None, found 8\.0"),
     ("deepseek_v3", {"rope_interleave": False}, r"rope_interleave True, found False"),
-    ("deepseek_v3", {"rms_norm_eps": 1e-5}, r"rms_norm_eps 1e-06, found 1e-05"),
     ("deepseek_v3", {"norm_topk_prob": False}, r"normalizes the gate weights.*norm_topk_prob False"),
     ("deepseek_v3", {"num_experts_per_tok": 2}, r"expected num_experts_per_tok // topk_group 2, found 2 // 2"),
     (

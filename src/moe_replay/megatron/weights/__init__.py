@@ -32,6 +32,7 @@ from moe_replay.utils.plugins import is_path, resolve
 from moe_replay.weights.source import tensors_of
 
 __all__ = [
+    "NOT_MAPPED",
     "WEIGHT_MAPS",
     "Family",
     "MegatronRecipe",
@@ -47,13 +48,23 @@ WEIGHT_MAPS: Mapping[str, Family | str] = {
     "deepseek_v3": "moe_replay.megatron.weights.deepseek_v3:DEEPSEEK_V3",
     "glm4_moe": "moe_replay.megatron.weights.families:GLM4_MOE",
     "gpt_oss": "moe_replay.megatron.weights.gpt_oss:GPT_OSS",
+    "kimi_k2": "moe_replay.megatron.weights.deepseek_v3:DEEPSEEK_V3",
+    "minimax_m2": "moe_replay.megatron.weights.families:MINIMAX_M2",
     "mixtral": "moe_replay.megatron.weights.families:MIXTRAL",
     "olmoe": "moe_replay.megatron.weights.families:OLMOE",
     "qwen2_moe": "moe_replay.megatron.weights.families:QWEN2_MOE",
+    "qwen3_5_moe_text": "moe_replay.megatron.weights.qwen3_5_moe:QWEN3_5_MOE_TEXT",
     "qwen3_moe": "moe_replay.megatron.weights.families:QWEN3_MOE",
     "qwen3_next": "moe_replay.megatron.weights.qwen3_next:QWEN3_NEXT",
 }
 """`model_type` of a Transformers config -> its family, or where to import it from."""
+
+_INDEXER = (
+    "an indexer selects the tokens that its attention reads, and this selection is not replayed: attention of trainer "
+    "and rollout would differ as routes do without replay"
+)
+NOT_MAPPED: Mapping[str, str] = {"deepseek_v32": _INDEXER, "glm_moe_dsa": _INDEXER}
+"""`model_type` -> why it is refused (DeepSeek-V3.2, GLM-5)."""
 
 
 def family_of(model_type: str, family: Family | str | None = None) -> Family:
@@ -61,6 +72,13 @@ def family_of(model_type: str, family: Family | str | None = None) -> Family:
     if isinstance(family, Family):
         return family
     name = family or model_type
+    if name in NOT_MAPPED:
+        raise WeightMapError(
+            f"{name} is not trained on Megatron-Core: {NOT_MAPPED[name]}",
+            expected=f"one of {', '.join(WEIGHT_MAPS)}",
+            found=repr(name),
+            remedy='backend.kind = "fsdp" runs the model as Transformers does, with the indexer\'s own selection',
+        )
     if name not in WEIGHT_MAPS and not is_path(name):
         raise WeightMapError(
             "no weight map for this model type",

@@ -48,7 +48,6 @@ def latent_attention_rules() -> dict[str, Rule]:
 
 def settings(hf: Any) -> dict[str, Any]:
     require(hf, "rope_interleave", True)
-    require(hf, "rms_norm_eps", LATENT_NORM_EPS)
     return {
         **decoder_settings(hf),
         **_rotary_settings(hf),
@@ -63,6 +62,31 @@ def settings(hf: Any) -> dict[str, Any]:
         "kv_channels": hf.v_head_dim,
         "qk_layernorm": True,
     }
+
+
+def finish_latent_attention(chunk: Any) -> None:
+    set_latent_norms(chunk)
+    complete_rotary_key_gradient(chunk)
+
+
+def set_latent_norms(chunk: Any) -> None:
+    """Give the norms of the latents the epsilon that they have in Transformers; Megatron-Core has one for all norms."""
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    for module in chunk.modules():
+        if not isinstance(module, MLASelfAttention) or module.config.layernorm_epsilon == LATENT_NORM_EPS:
+            continue
+        norms: list[Any] = [getattr(module, "q_layernorm", None), module.kv_layernorm]
+        for norm in norms:
+            if isinstance(norm, IdentityOp):  # Transformer Engine has it inside of the next projection
+                raise WeightMapError(
+                    "the norms of the latents have another epsilon, which fused norms cannot be given",
+                    expected=f"rms_norm_eps {LATENT_NORM_EPS}, or layers without Transformer Engine",
+                    found=module.config.layernorm_epsilon,
+                )
+            if norm is not None:
+                norm.eps = LATENT_NORM_EPS
 
 
 def complete_rotary_key_gradient(chunk: Any) -> None:
@@ -134,15 +158,22 @@ def sigmoid_moe_settings(hf: Any) -> dict[str, Any]:
             found=f"{hf.num_experts_per_tok} // {hf.topk_group}",
         )
     return {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,
-        "moe_router_dtype": "fp32",
+        **sigmoid_router_settings(),
         "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
         "moe_router_num_groups": hf.n_group if limited else None,
         "moe_router_group_topk": hf.topk_group if limited else None,
         "moe_ffn_hidden_size": hf.moe_intermediate_size,
         "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * hf.n_shared_experts or None,
+    }
+
+
+def sigmoid_router_settings() -> dict[str, Any]:
+    """A sigmoid router whose choice, not whose gate weights, depends on a bias that is not trained."""
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_dtype": "fp32",
     }
 
 
@@ -168,6 +199,6 @@ DEEPSEEK_V3 = Family(
     rules={**decoder_rules(), **latent_attention_rules(), **sigmoid_moe_rules()},
     fused_rules=fused_expert_rules(),
     settings=settings,
-    after_build=complete_rotary_key_gradient,
+    after_build=finish_latent_attention,
     extra_tensors=prediction_layers,
 )

@@ -1,4 +1,4 @@
-"""Weight families assembled from shared rules: Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE, GLM-4.5."""
+"""Weight families assembled from shared rules: Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE, MiniMax-M2, GLM-4.5."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_replay.megatron.weights.deepseek_v3 import prediction_layers, sigmoid_moe_rules, sigmoid_moe_settings
+from moe_replay.megatron.weights.deepseek_v3 import (
+    prediction_layers,
+    sigmoid_moe_rules,
+    sigmoid_moe_settings,
+    sigmoid_router_settings,
+)
 from moe_replay.megatron.weights.family import (
     EXPERT,
     HF_LAYER,
+    LAYER,
     Family,
     attention_rules,
     attention_settings,
@@ -27,6 +33,7 @@ from moe_replay.megatron.weights.family import (
     router_rule,
     softmax_moe_settings,
 )
+from moe_replay.megatron.weights.tensor_slices import Plain
 from moe_replay.utils.device import accelerator
 
 # ---- Qwen2-MoE -------------------------------------------------------------------------------------------------------
@@ -86,13 +93,12 @@ def mixtral_settings(hf: Any) -> dict[str, Any]:
     return softmax_moe_settings(hf, expert_size=hf.intermediate_size, normalized=True)
 
 
+MIXTRAL_EXPERTS = {
+    **router_rule("block_sparse_moe.gate.weight"),
+    **mlp_rules(EXPERT, HF_LAYER + "block_sparse_moe.experts.{expert}.", gate="w1", up="w3", down="w2"),
+}
 MIXTRAL = Family(
-    rules={
-        **decoder_rules(),
-        **attention_rules(),
-        **router_rule("block_sparse_moe.gate.weight"),
-        **mlp_rules(EXPERT, HF_LAYER + "block_sparse_moe.experts.{expert}.", gate="w1", up="w3", down="w2"),
-    },
+    rules={**decoder_rules(), **attention_rules(), **MIXTRAL_EXPERTS},
     fused_rules=fused_expert_rules(),
     settings=mixtral_settings,
 )
@@ -155,6 +161,35 @@ OLMOE = Family(
     rules={**decoder_rules(), **attention_rules(), **query_key_norm_rules(), **expert_rules()},
     fused_rules=fused_expert_rules(),
     settings=olmoe_settings,
+    adapt_spec=with_norms_over_heads,
+)
+
+
+# ---- MiniMax-M2 ------------------------------------------------------------------------------------------------------
+# OLMoE's norms of queries and keys, partial rotary embeddings, Mixtral's experts, a sigmoid router with a bias.
+
+
+def minimax_m2_settings(hf: Any) -> dict[str, Any]:
+    require(hf, "router_jitter_noise", 0.0)
+    return {
+        **decoder_settings(hf),
+        **attention_settings(hf),
+        **sigmoid_router_settings(),
+        "moe_ffn_hidden_size": hf.intermediate_size,
+    }
+
+
+_ROUTER_BIAS = LAYER + "mlp.router.expert_bias"
+MINIMAX_M2 = Family(
+    rules={
+        **decoder_rules(),
+        **attention_rules(),
+        **query_key_norm_rules(),
+        **MIXTRAL_EXPERTS,
+        _ROUTER_BIAS: Plain(HF_LAYER + "block_sparse_moe.e_score_correction_bias"),
+    },
+    fused_rules={**fused_expert_rules(), _ROUTER_BIAS: Plain(HF_LAYER + "mlp.e_score_correction_bias")},
+    settings=minimax_m2_settings,
     adapt_spec=with_norms_over_heads,
 )
 

@@ -157,7 +157,7 @@ def decoder_settings(hf: Any, *, qkv_bias: bool = False) -> dict[str, Any]:
         "num_layers": topology.num_layers,
         "hidden_size": hf.hidden_size,
         "num_attention_heads": hf.num_attention_heads,
-        "ffn_hidden_size": hf.intermediate_size,
+        "ffn_hidden_size": getattr(hf, "intermediate_size", None) or hf.moe_intermediate_size,
         "num_moe_experts": topology.num_experts,
         "moe_router_topk": topology.top_k,
         "moe_layer_freq": [int(layer in topology.layers) for layer in range(topology.num_layers)],

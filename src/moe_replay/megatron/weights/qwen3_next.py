@@ -59,6 +59,9 @@ class PlainGatedDeltaNet(nn.Module):
     conv_weight    (channels, 1, kernel): causal convolution over queries, keys and values
     """
 
+    in_proj_qkvz: nn.Module
+    in_proj_ba: nn.Module
+
     def __init__(self, config: Any, layer_number: int, pg_collection: Any = None, **unused: Any) -> None:
         super().__init__()
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -72,8 +75,8 @@ class PlainGatedDeltaNet(nn.Module):
         values = config.linear_num_value_heads * self.value_width
         common: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": pg_collection.tp}
         column = common | {"init_method": config.init_method, "gather_output": False}
-        self.in_proj_qkvz = ColumnParallelLinear(config.hidden_size, 2 * keys + 2 * values, **column)
-        self.in_proj_ba = ColumnParallelLinear(config.hidden_size, 2 * config.linear_num_value_heads, **column)
+        for name, width in self.input_widths(keys, values, config.linear_num_value_heads).items():
+            self.add_module(name, ColumnParallelLinear(config.hidden_size, width, **column))
         row = common | {
             "init_method": config.output_layer_init_method,
             "input_is_parallel": True,
@@ -92,19 +95,10 @@ class PlainGatedDeltaNet(nn.Module):
         self, hidden: Tensor, attention_mask: Tensor | None = None, packed_seq_params: Any = None, **unused: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Return (s, b, H) from (s, b, H), and no bias; `attention_mask` only masks padding at the end."""
-        mixed, _ = self.in_proj_qkvz(hidden)
-        scalars, _ = self.in_proj_ba(hidden)
-        length, batch, _ = mixed.shape
-        widths = [self.key_width, self.key_width, *[self.ratio * self.value_width] * 2]
-        by_head = mixed.view(length, batch, self.key_heads, sum(widths)).split(widths, dim=-1)
-        query, key, value = (part.flatten(2) for part in by_head[:3])
-        gate = by_head[3].reshape(length, batch, -1, self.value_width)
-        beta, alpha = (
-            part.flatten(2)
-            for part in scalars.view(length, batch, self.key_heads, 2 * self.ratio).split(self.ratio, dim=-1)
-        )
+        mixed, gate, beta, alpha = self.projected(hidden)
+        gate = gate.unflatten(-1, (-1, self.value_width))
         decay = -self.A_log.float().exp() * softplus(alpha.float() + self.dt_bias)
-        parts = torch.cat([query, key, value], dim=-1), decay, beta.sigmoid()
+        parts = mixed, decay, beta.sigmoid()
         if packed_seq_params is None:
             output = self._recurrence(*parts)
         else:
@@ -114,6 +108,25 @@ class PlainGatedDeltaNet(nn.Module):
             output = torch.cat([self._recurrence(*sequence) for sequence in sequences])
         normed = self.norm_weight * _rms(output.float(), self.config.layernorm_epsilon).to(hidden.dtype)
         return self.out_proj((normed * silu(gate.float())).to(hidden.dtype).flatten(2))
+
+    @staticmethod
+    def input_widths(keys: int, values: int, value_heads: int) -> dict[str, int]:
+        """Return the output widths of the projections of the input, by name."""
+        return {"in_proj_qkvz": 2 * keys + 2 * values, "in_proj_ba": 2 * value_heads}
+
+    def projected(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, one after the other; gates; beta and alpha of the value heads."""
+        mixed, _ = self.in_proj_qkvz(hidden)
+        scalars, _ = self.in_proj_ba(hidden)
+        length, batch, _ = mixed.shape
+        widths = [self.key_width, self.key_width, *[self.ratio * self.value_width] * 2]
+        by_head = mixed.view(length, batch, self.key_heads, sum(widths)).split(widths, dim=-1)
+        query, key, value, gate = (part.flatten(2) for part in by_head)
+        beta, alpha = (
+            part.flatten(2)
+            for part in scalars.view(length, batch, self.key_heads, 2 * self.ratio).split(self.ratio, dim=-1)
+        )
+        return torch.cat([query, key, value], dim=-1), gate, beta, alpha
 
     def _recurrence(self, mixed: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         """Return (s, b, value heads, dim); sequences are whole."""
@@ -133,11 +146,13 @@ class PlainGatedDeltaNet(nn.Module):
 class GatedAttentionOrDeltaNet:
     """Builds the attention of a layer by its index in the config's `linear_attention_freq`."""
 
+    delta_net: type[PlainGatedDeltaNet] = PlainGatedDeltaNet
+
     def __new__(cls, config: Any, submodules: Any, layer_number: int, **settings: Any) -> Any:
         from megatron.core.transformer.attention import SelfAttention
 
         if config.linear_attention_freq[layer_number - 1]:
-            return PlainGatedDeltaNet(config, layer_number, **settings)
+            return cls.delta_net(config, layer_number, **settings)
         return SelfAttention(config, submodules, layer_number, **settings)
 
 
@@ -185,7 +200,8 @@ _DELTA_NET = {
 
 
 def settings(hf: Any) -> dict[str, Any]:
-    shared = softmax_moe_settings(hf, expert_size=hf.moe_intermediate_size, normalized=hf.norm_topk_prob)
+    normalized = getattr(hf, "norm_topk_prob", True)
+    shared = softmax_moe_settings(hf, expert_size=hf.moe_intermediate_size, normalized=normalized)
     return {
         **shared,
         **gated_shared_expert_settings(hf),
@@ -200,7 +216,9 @@ def settings(hf: Any) -> dict[str, Any]:
     }
 
 
-def with_delta_nets(spec: Any, config: Any) -> Any:
+def with_delta_nets(
+    spec: Any, config: Any, attention_of_layer: type[GatedAttentionOrDeltaNet] = GatedAttentionOrDeltaNet
+) -> Any:
     """Put both kinds of attention and the zero-centred norm into every layer; refuse layouts they do not support."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -209,7 +227,7 @@ def with_delta_nets(spec: Any, config: Any) -> Any:
         parts, attention = layer.submodules, layer.submodules.self_attention
         parts.input_layernorm = parts.pre_mlp_layernorm = ZeroCentredNorm
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = ZeroCentredNorm
-        parts.self_attention = ModuleSpec(GatedAttentionOrDeltaNet, attention.params, attention.submodules)
+        parts.self_attention = ModuleSpec(attention_of_layer, attention.params, attention.submodules)
     spec.layer_norm = ZeroCentredNorm
     return spec
 
@@ -233,10 +251,10 @@ def _check(config: Any) -> None:
 def delta_net_rules() -> dict[str, Rule]:
     prefix, hf_prefix = LAYER + "self_attention.", HF_LAYER + "linear_attn."
     rules: dict[str, Rule] = {prefix + name: Plain(hf_prefix + hf_name) for name, hf_name in _DELTA_NET.items()}
-    return {**rules, prefix + "conv_weight": Sections(hf_prefix + "conv1d.weight", _conv_channels)}
+    return {**rules, prefix + "conv_weight": Sections(hf_prefix + "conv1d.weight", delta_net_channels)}
 
 
-def _conv_channels(config: Any) -> tuple[int, ...]:
+def delta_net_channels(config: Any) -> tuple[int, ...]:
     """Return the numbers of query, key and value channels."""
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     return keys, keys, config.linear_num_value_heads * config.linear_value_head_dim
@@ -247,19 +265,18 @@ def prediction_layers(config: Mapping[str, Any]) -> re.Pattern[str] | None:
 
 
 _HF_ATTENTION = HF_LAYER + "self_attn."
+SHARED_RULES: dict[str, Rule] = {
+    **decoder_rules(),
+    **attention_rules(),
+    LAYER + "self_attention.linear_qkv.weight": GatedQkv(
+        _HF_ATTENTION + "q_proj.weight", _HF_ATTENTION + "k_proj.weight", _HF_ATTENTION + "v_proj.weight"
+    ),
+    **query_key_norm_rules(),
+    **expert_rules(),
+    **gated_shared_expert_rules(),
+}
 QWEN3_NEXT = Family(
-    rules={
-        **decoder_rules(),
-        **attention_rules(),
-        LAYER + "self_attention.linear_qkv.weight": GatedQkv(
-            _HF_ATTENTION + "q_proj.weight", _HF_ATTENTION + "k_proj.weight", _HF_ATTENTION + "v_proj.weight"
-        ),
-        **query_key_norm_rules(),
-        **delta_net_rules(),
-        **dense_mlp_rules(),
-        **expert_rules(),
-        **gated_shared_expert_rules(),
-    },
+    rules={**SHARED_RULES, **delta_net_rules(), **dense_mlp_rules()},
     fused_rules=fused_expert_rules(),
     settings=settings,
     adapt_spec=with_delta_nets,

@@ -1,0 +1,76 @@
+"""Qwen3.5-MoE, its language model: Qwen3-Next with other projections into the gated delta nets, every layer MoE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from moe_replay.megatron.weights.family import HF_LAYER, LAYER, Family, fused_expert_rules
+from moe_replay.megatron.weights.qwen3_next import (
+    SHARED_RULES,
+    GatedAttentionOrDeltaNet,
+    PlainGatedDeltaNet,
+    delta_net_channels,
+    delta_net_rules,
+    prediction_layers,
+    settings,
+    with_delta_nets,
+)
+from moe_replay.megatron.weights.tensor_slices import Plain, Rule, Sections
+
+
+class SplitGatedDeltaNet(PlainGatedDeltaNet):
+    """A gated delta net whose input has four projections.
+
+    in_proj_qkv                all queries, all keys, all values
+    in_proj_z                  gates of the values
+    in_proj_b, in_proj_a       beta and alpha of each value head
+    """
+
+    in_proj_qkv: nn.Module
+    in_proj_z: nn.Module
+    in_proj_b: nn.Module
+    in_proj_a: nn.Module
+
+    @staticmethod
+    def input_widths(keys: int, values: int, value_heads: int) -> dict[str, int]:
+        heads = {"in_proj_b": value_heads, "in_proj_a": value_heads}
+        return {"in_proj_qkv": 2 * keys + values, "in_proj_z": values, **heads}
+
+    def projected(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mixed, gate, beta, alpha = (
+            project(hidden)[0] for project in (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+        )
+        return mixed, gate, beta, alpha
+
+
+class GatedAttentionOrSplitDeltaNet(GatedAttentionOrDeltaNet):
+    """The same with the other delta net."""
+
+    delta_net = SplitGatedDeltaNet
+
+
+def with_split_delta_nets(spec: Any, config: Any) -> Any:
+    return with_delta_nets(spec, config, GatedAttentionOrSplitDeltaNet)
+
+
+def _rules() -> dict[str, Rule]:
+    prefix, hf_prefix = LAYER + "self_attention.", HF_LAYER + "linear_attn."
+    joined = {prefix + f"in_proj_{part}.weight" for part in ("qkvz", "ba")}
+    return {
+        **SHARED_RULES,
+        **{name: rule for name, rule in delta_net_rules().items() if name not in joined},
+        **{prefix + f"in_proj_{part}.weight": Plain(hf_prefix + f"in_proj_{part}.weight") for part in "zba"},
+        prefix + "in_proj_qkv.weight": Sections(hf_prefix + "in_proj_qkv.weight", delta_net_channels),
+    }
+
+
+QWEN3_5_MOE_TEXT = Family(
+    rules=_rules(),
+    fused_rules=fused_expert_rules(),
+    settings=settings,
+    adapt_spec=with_split_delta_nets,
+    extra_tensors=prediction_layers,
+    local_layers=True,
+)
