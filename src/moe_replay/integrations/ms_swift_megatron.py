@@ -222,7 +222,7 @@ def _layout(
         "text_position_ids": positions,
     }
     fed = prepare_batch(args, sent)["position_ids"].cpu().numpy() - 1
-    shards = {}
+    shards: dict[str, Any] = {}
     size = parallel_state.get_context_parallel_world_size()
     if size > 1:
         shards["context_shard"] = parallel_state.get_context_parallel_rank(), size

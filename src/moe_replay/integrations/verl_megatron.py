@@ -198,7 +198,7 @@ class MegatronGuard(RouterGuard):
             packed, *_ = preprocess_bshd_engine(index, pre_process=True, use_fp8_padding=fp8, forced_max_seqlen=width)
         fed = packed.cpu().numpy() - 1
         context = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-        shards = {} if context[1] == 1 else {"context_shard": context}
+        shards: dict[str, Any] = {} if context[1] == 1 else {"context_shard": context}
         if self._config.sequence_parallel:
             size = parallel_state.get_tensor_model_parallel_world_size()
             shards["sequence_shard"] = parallel_state.get_tensor_model_parallel_rank(), size

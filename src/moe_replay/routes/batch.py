@@ -101,15 +101,20 @@ class RouteBatch:
         layers: Iterable[int] | None = None,
         *,
         source_layers: tuple[int, ...] | None = None,
+        one_route: bool = True,
     ) -> RouteBatch:
         """Return the routes of a micro-batch for this rank's `layers` (None: all of the traces'), in host memory.
 
-        `source_layers` are those of the whole traces, if other layers have been left out of these already.
+        `source_layers` are those of the whole traces, if other layers have been left out of these already. A prefix
+        that sequences share has one route: traces that differ in it are refused, unless `one_route` is false, where
+        routes are only compared; then those of the sequence that is fed count.
         """
         fed_token_ids = layout.fed_token_ids([trace.token_ids for trace in traces])  # checks number and lengths too
         num_experts = _check_one_model(traces)
         for sample, trace in enumerate(traces):
             trace.check_rows(sample)
+        if one_route:
+            _check_one_route(traces, layout)
         layer_ids = traces[0].layers if layers is None else tuple(layers)
         indices = as_slice(traces[0].layer_indices(layer_ids))
         runs = runs_of(layout)
@@ -390,6 +395,29 @@ def _check_one_model(traces: Sequence[RouteTrace]) -> int | None:
     return num_experts
 
 
+def common_routes(one: RouteTrace, other: RouteTrace, tokens: int) -> int:
+    """Return how many of the first `tokens` of two traces have the same experts, in any order, in all layers."""
+    ours, theirs = one.routed_experts[:tokens], other.routed_experts[:tokens]
+    same = (one.valid[:tokens] == other.valid[:tokens]).all(1)
+    reordered = np.flatnonzero((ours != theirs).any((1, 2)))
+    same[reordered] &= (np.sort(ours[reordered]) == np.sort(theirs[reordered])).all((1, 2))
+    return tokens if same.all() else int(same.argmin())
+
+
+def _check_one_route(traces: Sequence[RouteTrace], layout: TokenLayout) -> None:
+    for sample, (sequence, length) in enumerate(layout.prefixes):
+        common = common_routes(traces[sample], traces[sequence], length)
+        if common < length:
+            raise AlignmentError(
+                "sequences that share a prefix have different routes in it, and it can have one only",
+                sample=sample,
+                token=common,
+                expected=f"the routes of sequence {sequence}",
+                found=f"the same for {common} of {length} shared tokens",
+                remedy="Share no more than the tokens whose routes are the same",
+            )
+
+
 # ---- between token-major traces and layer-major batches --------------------------------------------------------------
 
 TOKENS_PER_RUN = 256  # of 48 layers, top 8: read and written within the first-level cache
@@ -441,6 +469,8 @@ def to_token_major(batch: np.ndarray, layout: TokenLayout, runs: Sequence[Run]) 
     out = [np.zeros((length, len(batch)), batch.dtype) for length in layout.lengths]
     for sequence, tokens, rows in runs:
         out[sequence][tokens] = batch[:, rows].T
+    for own, (sequence, length) in zip(out, layout.prefixes, strict=False):
+        own[:length] = out[sequence][:length]
     return out
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,13 @@ from moe_replay.errors import AlignmentError, LayoutError
 PADDING = -1
 
 Shard = tuple[int, int]  # (rank, size)
+
+
+class Prefix(NamedTuple):
+    """The first tokens of a sequence that are fed once, with an earlier sequence: its first `length` ones."""
+
+    sequence: int = 0
+    length: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +43,7 @@ class TokenLayout:
     order           how the model flattens (B, W): "batch" major, or "sequence" major as Megatron's [s, b, h]
     context_shard   (rank, size): `fed` holds this rank's part of the columns
     sequence_shard  (rank, size): the routers see this rank's part of the columns of `fed`
+    prefixes        of each sequence, what it shares with an earlier one; () where nothing is shared
     """
 
     fed: np.ndarray
@@ -44,6 +52,7 @@ class TokenLayout:
     order: Literal["batch", "sequence"] = "batch"
     context_shard: Shard | None = None
     sequence_shard: Shard | None = None
+    prefixes: tuple[Prefix, ...] = ()
 
     def __post_init__(self) -> None:
         fed = np.array(self.fed, np.int64)  # a copy, so that it cannot change afterwards
@@ -51,12 +60,14 @@ class TokenLayout:
         object.__setattr__(self, "fed", fed)
         if fed.ndim != 2 or sum(self.segments) != fed.shape[1]:
             raise LayoutError("fed must be (B, W) with segments that add up to W", found=(fed.shape, self.segments))
-        _check_each_token_once(fed, self.num_tokens, whole=self.context_shard is None or self.context_shard[1] == 1)
+        _check_prefixes(self.prefixes, self.lengths)
+        is_fed = self.fed_as == np.arange(self.num_tokens)
+        _check_each_token_once(fed, is_fed, whole=self.context_shard is None or self.context_shard[1] == 1)
 
     def __reduce__(self) -> tuple[type[TokenLayout], tuple]:
         """Pickle what it is made from, so that what is read back is checked and read-only."""
         shards = (self.context_shard, self.sequence_shard)
-        return TokenLayout, (self.fed, self.lengths, self.segments, self.order, *shards)
+        return TokenLayout, (self.fed, self.lengths, self.segments, self.order, *shards, self.prefixes)
 
     @classmethod
     def padded(
@@ -96,6 +107,20 @@ class TokenLayout:
         layout = cls(fed, tuple(counts.tolist()), tuple(segments.tolist()))
         return layout.pad_to(multiple_of=pad_to_multiple_of)
 
+    @classmethod
+    def shared(cls, lengths: Sequence[int], prefixes: Sequence[tuple[int, int]]) -> TokenLayout:
+        """Return a packed layout in which each sequence shares a prefix with an earlier one: (sequence, tokens).
+
+        A prefix may reach into what that sequence shares itself: trees of any depth. At least one token of a sequence
+        is not shared. Attention must let every sequence see its prefix: `prefix_rows`.
+        """
+        counts = _checked_lengths(lengths)
+        shared = tuple(Prefix(*prefix) for prefix in prefixes)
+        _check_prefixes(shared, tuple(counts.tolist()))
+        own = counts - np.array([prefix.length for prefix in shared], np.int64)
+        fed = _ranges(np.cumsum(counts) - own, own)[None]  # the last tokens of each sequence
+        return cls(fed, tuple(counts.tolist()), tuple(own.tolist()), prefixes=shared)
+
     # ---- what is fed --------------------------------------------------------------------------------------------
 
     def pad_to(self, width: int | None = None, *, multiple_of: int = 1) -> TokenLayout:
@@ -128,6 +153,11 @@ class TokenLayout:
         """
         self._require_outside_model("context_parallel")
         shard = _shard("context parallel", rank, size)
+        if self.prefixes:
+            raise LayoutError(
+                "sequences that share a prefix cannot be divided among context parallel ranks",
+                remedy="Use TokenLayout.packed, which feeds every sequence whole",
+            )
         if self.context_shard is not None:
             raise LayoutError("context_parallel applied twice", found=f"{self.context_shard}, then {shard}")
         if style == "zigzag":
@@ -190,6 +220,35 @@ class TokenLayout:
         """(sequences + 1,) int64: where each sequence begins in the concatenated tokens, and where the last ends."""
         return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
 
+    @cached_property
+    def fed_as(self) -> np.ndarray:
+        """(num_tokens,) int64: the token that is fed in place of each: itself, or that of the sequence it shares."""
+        standing = np.arange(self.num_tokens)
+        for start, prefix in zip(self.starts.tolist(), self.prefixes, strict=False):
+            first = int(self.starts[prefix.sequence])
+            standing[start : start + prefix.length] = standing[first : first + prefix.length]
+        standing.flags.writeable = False
+        return standing
+
+    @cached_property
+    def place(self) -> np.ndarray:
+        """(num_tokens,) int64: where each token, or the one in its place, is in the flattened `fed`; -1: nowhere."""
+        flat = self.fed.ravel()
+        here = np.flatnonzero(flat != PADDING)
+        places = np.full(self.num_tokens, PADDING)
+        places[flat[here]] = here
+        return places[self.fed_as]
+
+    def prefix_rows(self, sequence: int) -> np.ndarray:
+        """Return where the shared tokens of a sequence are in the flattened `fed`, in their order."""
+        start = int(self.starts[sequence])
+        return self.place[start : start + (self.prefixes[sequence].length if self.prefixes else 0)]
+
+    @property
+    def num_shared(self) -> int:
+        """Tokens that are not fed, because they are those of an earlier sequence."""
+        return sum(prefix.length for prefix in self.prefixes)
+
     def locate(self, token: int) -> tuple[int, int]:
         """Return (sequence, position in it) of an index into the concatenated tokens."""
         if not 0 <= token < self.num_tokens:
@@ -211,6 +270,8 @@ class TokenLayout:
         """Return the ids (B, W) int32 that this rank must feed, with `pad` as padding."""
         self.check_sequences(token_ids)
         flat = np.concatenate([*(np.asarray(ids, np.int32) for ids in token_ids), np.array([pad], np.int32)])
+        if self.prefixes:
+            self._check_shared_ids(flat[:-1])
         return flat[self.fed]  # padding is -1: the last entry
 
     def check_sequences(self, sequences: Sequence[Sized]) -> None:
@@ -232,6 +293,19 @@ class TokenLayout:
         compare_fed(self.fed_token_ids(token_ids), np.asarray(fed_ids), self)
 
     # ---- checks -------------------------------------------------------------------------------------------------
+
+    def _check_shared_ids(self, ids: np.ndarray) -> None:
+        wrong = np.flatnonzero(ids != ids[self.fed_as])
+        if wrong.size:
+            sample, position = self.locate(int(wrong[0]))
+            raise AlignmentError(
+                "a sequence has other tokens than the one whose prefix it shares",
+                sample=sample,
+                token=position,
+                expected=f"token id {ids[self.fed_as[wrong[0]]]}, as in sequence {self.prefixes[sample].sequence}",
+                found=f"token id {ids[wrong[0]]}",
+                remedy="Share no more than the tokens that both sequences begin with",
+            )
 
     def _require_outside_model(self, step: str) -> None:
         if self.sequence_shard is not None:
@@ -322,15 +396,39 @@ def _placed(counts: np.ndarray, starts: np.ndarray, size: int) -> np.ndarray:
     return grid
 
 
-def _check_each_token_once(fed: np.ndarray, tokens: int, *, whole: bool) -> None:
+def _check_prefixes(prefixes: Sequence[Prefix], lengths: Sequence[int]) -> None:
+    if prefixes and len(prefixes) != len(lengths):
+        raise LayoutError("every sequence needs a prefix", expected=len(lengths), found=len(prefixes))
+    for sample, prefix in enumerate(prefixes):
+        if prefix.length == 0:
+            continue
+        if not 0 <= prefix.sequence < sample or not 0 < prefix.length < lengths[sample]:
+            raise LayoutError(
+                "a prefix must be that of an earlier sequence, and leave at least one token",
+                sample=sample,
+                expected=f"a sequence before {sample}, less than {lengths[sample]} tokens",
+                found=f"sequence {prefix.sequence}, {prefix.length} tokens",
+            )
+        if prefix.length > lengths[prefix.sequence]:
+            raise LayoutError(
+                "a prefix is longer than the sequence that it is shared with",
+                sample=sample,
+                expected=f"at most {lengths[prefix.sequence]} tokens",
+                found=prefix.length,
+            )
+
+
+def _check_each_token_once(fed: np.ndarray, is_fed: np.ndarray, *, whole: bool) -> None:
+    """Raise unless `fed` has each of the tokens that `is_fed` once, or at most once, and no others."""
+    tokens = len(is_fed)
     if fed.size and (int(fed.min()) < PADDING or int(fed.max()) >= tokens):
         raise LayoutError("fed names a token that does not exist", expected=f"-1 to {tokens - 1}", found=fed.max())
     times = np.bincount(fed.ravel() + 1, minlength=tokens + 1)[1:]
-    wrong = np.flatnonzero(times != 1 if whole else times > 1)
+    wrong = np.flatnonzero(times != is_fed if whole else times > is_fed)
     if wrong.size:
         raise LayoutError(
             "every token must be fed exactly once",
-            expected="once",
+            expected="once" if is_fed[wrong[0]] else "not at all: it is shared",
             found=f"token {wrong[0]} of {tokens}: {times[wrong[0]]} times",
             remedy="A rank that holds part of the tokens needs context_parallel in its layout",
         )

@@ -7,6 +7,10 @@
 Transformers makes no mask for these names. Where sequences begin reaches every layer as the argument
 `packed_sequences` of the model's forward, so that a recomputed or compiled layer has it as well; so do the ranks that
 share the micro-batch, which exchange heads around each of these functions (`ulysses.py`).
+
+A sequence that shares a prefix with an earlier one (`TokenLayout.shared`) has the keys and values of that prefix before
+its own: they are gathered in each layer, while all else is computed once. Its queries are the last tokens of its keys,
+so windows, sinks and soft caps are those of the whole sequence.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from functools import cache, wraps
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -31,8 +36,23 @@ logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 MAX_FLASH_HEAD = 256
+LARGEST_ROUNDING = 0.05
+"""Difference of two kernels in bfloat16, as a fraction of the largest value; pairs that are not seen make it 0.5."""
 _BY_HEADS = {"full_attention", "sliding_attention"}
 _KNOWN_LAYER_TYPES = _BY_HEADS | {"linear_attention"}
+
+
+class GatheredKeys(NamedTuple):
+    """The keys of sequences that share prefixes: of each sequence, those of its prefix, then its own.
+
+    rows      (K,) int64: the flattened row that each key is computed in
+    starts    (S + 1,) int32: the first key of each sequence, and K
+    longest   keys of the longest sequence
+    """
+
+    rows: Tensor
+    starts: Tensor
+    longest: int
 
 
 class PackedSequences(NamedTuple):
@@ -42,12 +62,14 @@ class PackedSequences(NamedTuple):
     longest   tokens of the longest sequence
     masks     of `flex`, by window: made in the first layer that needs them
     context   ranks that have the other columns of the rows; None: this rank has all
+    keys      of sequences that share prefixes; None: keys are the tokens themselves
     """
 
     starts: Tensor
     longest: int
     masks: dict[int | None, Any]
     context: ContextParallel | None = None
+    keys: GatheredKeys | None = None
 
     @classmethod
     def of(
@@ -56,6 +78,19 @@ class PackedSequences(NamedTuple):
         """Return the sequences of these lengths, one behind the other."""
         starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         return cls(starts.to(device, non_blocking=True), max(lengths), {}, context)
+
+    @classmethod
+    def sharing(cls, layout: TokenLayout, device: torch.device) -> PackedSequences:
+        """Return the sequences of a layout in which they share prefixes."""
+        starts = np.cumsum([0, *layout.segments])
+        parts = [
+            np.concatenate([layout.prefix_rows(sequence), np.arange(first, last)])
+            for sequence, (first, last) in enumerate(pairwise(starts.tolist()))
+        ]
+        counts = [len(part) for part in parts]
+        rows = torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True)
+        key_starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(device, non_blocking=True)
+        return cls.of(layout.segments, device)._replace(keys=GatheredKeys(rows, key_starts, max(counts)))
 
 
 def forward_arguments(
@@ -68,6 +103,9 @@ def forward_arguments(
     if model.config._attn_implementation not in IMPLEMENTATIONS:
         assert context is None, f"{model.config._attn_implementation} sees the columns of this rank only"
         return {}
+    if layout.prefixes:
+        assert context is None, "ranks that share a row cannot share prompts as well"
+        return {"packed_sequences": PackedSequences.sharing(layout, device)}
     return {"packed_sequences": PackedSequences.of(_whole_segments(layout), device, context)}
 
 
@@ -213,6 +251,42 @@ def _varlen_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
+def sharing_problem(model: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why sequences of a model cannot share prefixes; None: they can. Tests the kernel that it would need."""
+    name = model.config._attn_implementation
+    if name not in IMPLEMENTATIONS:
+        return f"the attention {name!r} cannot show a prefix to several sequences"
+    others = {*(getattr(model.config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    if others or any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        kinds = ", ".join(sorted(others)) or "convolutions"
+        return f"{type(model).__name__} carries a state from token to token ({kinds})"
+    if name == "varlen":
+        return _last_queries_problem(device, dtype)
+    return None
+
+
+@cache
+def _last_queries_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return what `varlen` does wrong with sequences that have fewer queries than keys, against `blocks`."""
+    layout = TokenLayout.shared([40, 30, 35], [(0, 0), (0, 17), (1, 20)])
+    sequences = PackedSequences.sharing(layout, device)
+    random = torch.Generator().manual_seed(0)
+    heads = [torch.randn(1, count, layout.num_rows, 64, generator=random) for count in (4, 2, 2)]
+    weights = torch.randn(1, layout.num_rows, 4, 64, generator=random).to(device)
+    for window in (None, 9):
+        found: list[list[Tensor]] = []
+        for function in (varlen, blocks):
+            leaves = [part.to(device, dtype).requires_grad_() for part in heads]
+            query, key, value = leaves
+            output, _ = function(nn.Identity(), query, key, value, None, sequences, sliding_window=window)
+            gradients = torch.autograd.grad((output.float() * weights).sum(), leaves)
+            found.append([output.detach().float(), *(gradient.float() for gradient in gradients)])
+        apart = max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(*found, strict=True))
+        if not apart < LARGEST_ROUNDING:
+            return f"varlen_attn is {apart:.2g} from plain attention where sequences have fewer queries than keys"
+    return None
+
+
 @cache
 def _varlen_kernel() -> Callable[..., Any] | None:
     try:
@@ -321,14 +395,17 @@ def varlen(
     if not shared:
         key, value = (_repeated(heads, query.shape[1]) for heads in (key, value))
     flat = [pad(heads, (0, full - heads.shape[-1])).transpose(1, 2).flatten(0, 1) for heads in (query, key, value)]
-    starts, longest, *_ = _known(packed_sequences, module)
+    sequences = _known(packed_sequences, module)
+    starts, longest, keys = sequences.starts, sequences.longest, sequences.keys
+    if keys is not None:  # of fewer queries than keys, the kernel takes the last ones: `sharing_problem` tests it
+        flat = [flat[0], _gathered(flat[1], keys), _gathered(flat[2], keys)]
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     found = kernel(
         *(heads.contiguous() for heads in flat),
         starts,
-        starts,
+        starts if keys is None else keys.starts,
         longest,
-        longest,
+        longest if keys is None else keys.longest,
         scale=scale,
         window_size=window,
         **shared,
@@ -352,16 +429,22 @@ def blocks(
 ) -> tuple[Tensor, None]:
     """Heads (B, heads, W, size) -> (B, W, heads, size), sequence by sequence; those of one length together."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    heads = [query, _repeated(key, query.shape[1]), _repeated(value, query.shape[1])]
-    lengths = _known(packed_sequences, module).starts.diff().tolist()
-    rows = [part.transpose(1, 2).flatten(0, 1) for part in heads]
-    if len(set(lengths)) == 1:
+    sequences = _known(packed_sequences, module)
+    lengths, keys = sequences.starts.diff().tolist(), sequences.keys
+    rows = [part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)]
+    if keys is not None:
+        rows = [rows[0], _gathered(rows[1], keys), _gathered(rows[2], keys)]
+    rows = [rows[0], *(_repeated(part, query.shape[1]) for part in rows[1:])]
+    if len(set(lengths)) == 1 and keys is None:
         same = [part.unflatten(0, (-1, lengths[0])).transpose(1, 2) for part in rows]
         found = [_attend(same, scale, sliding_window, softcap, s_aux)]
     else:
-        cut = zip(*(part.split(lengths) for part in rows), strict=True)
-        sequences = [[part.transpose(0, 1)[None] for part in sequence] for sequence in cut]
-        found = [_attend(sequence, scale, sliding_window, softcap, s_aux) for sequence in sequences]
+        key_lengths = lengths if keys is None else keys.starts.diff().tolist()
+        cut = zip(
+            *(part.split(n) for part, n in zip(rows, (lengths, key_lengths, key_lengths), strict=True)), strict=True
+        )
+        separate = [[part.transpose(0, 1)[None] for part in sequence] for sequence in cut]
+        found = [_attend(sequence, scale, sliding_window, softcap, s_aux) for sequence in separate]
     together = torch.cat([part.transpose(1, 2).flatten(0, 1) for part in found])
     return together.unflatten(0, (query.shape[0], query.shape[2])), None
 
@@ -369,17 +452,18 @@ def blocks(
 def _attend(
     heads: Sequence[Tensor], scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Causal attention of whole sequences; queries, keys and values are (S, heads, L, size) each."""
+    """Causal attention of sequences: keys and values (S, heads, L, size), and queries of all or the last tokens."""
     query, key, value = heads
-    length = query.shape[2]
+    length, queries = key.shape[2], query.shape[2]
     is_windowed = window is not None and length > window
     if softcap is None and sinks is None:
-        mask = _visible(length, window, query.device) if is_windowed else None
+        needs_mask = is_windowed or queries < length
+        mask = _visible(length, window, query.device)[length - queries :] if needs_mask else None
         return scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=scale)
     scores = query @ key.transpose(-1, -2) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    visible = _visible(length, window if is_windowed else None, query.device)
+    visible = _visible(length, window if is_windowed else None, query.device)[length - queries :]
     scores = scores.float().masked_fill(~visible, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
@@ -410,9 +494,14 @@ def flex(
     batch, _heads, width, _size = query.shape
     # (1, heads, B * W, size): sequences of all rows behind each other
     query, key, value = (heads.transpose(0, 1).flatten(1, 2)[None] for heads in (query, key, value))
-    starts, _longest, masks, _context = _known(packed_sequences, module)
+    sequences = _known(packed_sequences, module)
+    masks = sequences.masks
+    if sequences.keys is not None:
+        key, value = (
+            _gathered(heads[0].transpose(0, 1), sequences.keys).transpose(0, 1)[None] for heads in (key, value)
+        )
     if sliding_window not in masks:
-        masks[sliding_window] = _block_mask(starts, batch * width, sliding_window)
+        masks[sliding_window] = _block_mask(sequences, batch * width, sliding_window)
 
     run = _compiled_flex() if query.is_cuda else _flex_attention
     found, normalizer = run(query, key, value, masks[sliding_window], scaling)
@@ -437,16 +526,32 @@ def _compiled_flex() -> Any:
     return torch.compile(_flex_attention, dynamic=True)
 
 
-def _block_mask(starts: Tensor, tokens: int, window: int | None) -> Any:
+def _block_mask(sequences: PackedSequences, tokens: int, window: int | None) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    sequence = torch.bucketize(torch.arange(tokens, device=starts.device), starts[1:], right=True)
+    starts, keys = sequences.starts, sequences.keys
+    rows = torch.arange(tokens, device=starts.device)
+    sequence = sequence_of_key = torch.bucketize(rows, starts[1:], right=True)
+    own, num_keys = rows, tokens  # the key of each token
+    if keys is not None:
+        num_keys = len(keys.rows)
+        sequence_of_key = torch.bucketize(torch.arange(num_keys, device=starts.device), keys.starts[1:], right=True)
+        own = rows + (keys.starts - starts)[1:][sequence]  # a sequence ends with its own keys
 
     def is_visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        visible = (sequence[query] == sequence[key]) & (query >= key)
-        return visible if window is None else visible & (query - key < window)
+        visible = (sequence[query] == sequence_of_key[key]) & (own[query] >= key)
+        return visible if window is None else visible & (own[query] - key < window)
 
-    return create_block_mask(is_visible, None, None, tokens, tokens, starts.device, _compile=starts.is_cuda)
+    return create_block_mask(is_visible, None, None, tokens, num_keys, starts.device, _compile=starts.is_cuda)
+
+
+def _gathered(heads: Tensor, keys: GatheredKeys) -> Tensor:
+    """Return the rows of keys or values (T, heads, size) that sequences see, (K, heads, size).
+
+    The backward pass adds up the gradients of a row that several sequences share, in float32.
+    """
+    precise = torch.promote_types(heads.dtype, torch.float32)
+    return heads.to(precise).index_select(0, keys.rows).to(heads.dtype)
 
 
 def _repeated(heads: Tensor, count: int) -> Tensor:

@@ -22,7 +22,7 @@ from moe_replay.distributed.ranks import world_size
 from moe_replay.records import MicroBatch
 from moe_replay.replay.controller import RouterReplay
 from moe_replay.routes.batch import RouteBatch
-from moe_replay.routes.layout import TokenLayout
+from moe_replay.routes.layout import Prefix, TokenLayout
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.utils.files import Write
 from moe_replay.weights.lora_adapter import Adapter
@@ -97,6 +97,7 @@ class Backend(ABC):
     data_rank, data_size   this rank trains part `data_rank` of `data_size` of the sequences
     reports_metrics        whether token metrics of this rank count: true on one of the ranks that share a micro-batch
     micro_batch_multiple   the number of micro-batches of a pass must be a multiple of this
+    sharing_problem        why sequences cannot share prefixes (`TokenLayout.shared`); None: `layout` takes them
     """
 
     topology: MoeTopology
@@ -104,13 +105,17 @@ class Backend(ABC):
     data_size: int
     reports_metrics: bool
     micro_batch_multiple: int = 1
+    sharing_problem: str | None = "the backend feeds whole sequences"
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     @abstractmethod
-    def layout(self, lengths: Sequence[int]) -> TokenLayout:
-        """Return the token layout of sequences of these lengths on this rank."""
+    def layout(self, lengths: Sequence[int], prefixes: Sequence[Prefix] = ()) -> TokenLayout:
+        """Return the token layout of sequences of these lengths on this rank.
+
+        prefixes   that they share, of each sequence; () unless `sharing_problem` is None
+        """
 
     @property
     @abstractmethod
@@ -221,13 +226,18 @@ def _keep(batch: MicroBatch, chunk: int, routing: Routing, native: RouteBatch, r
         routing.observer(batch, chunk, native, replayed)
 
 
-def rollout_routes(batch: MicroBatch, chunk: int) -> RouteBatch:
-    """Return the rollout's routes for one chunk of the policy on this rank, on its device: kept ones, or new ones."""
+def rollout_routes(batch: MicroBatch, chunk: int, *, one_route: bool = True) -> RouteBatch:
+    """Return the rollout's routes for one chunk of the policy on this rank, on its device: kept ones, or new ones.
+
+    one_route   refuse different routes of a prefix that sequences share; false: they are compared, not replayed
+    """
     if chunk in batch.rollout_routes:
         return batch.rollout_routes[chunk]
     traces = [trajectory.trace for trajectory in batch.trajectories]
     layers = batch.chunk_layers[chunk]
-    routes = RouteBatch.from_traces(traces, batch.layout, layers, source_layers=batch.source_layers)
+    routes = RouteBatch.from_traces(
+        traces, batch.layout, layers, source_layers=batch.source_layers, one_route=one_route
+    )
     return routes.to(batch.input_ids.device)
 
 

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from moe_replay.distributed.collectives import Exchange
 from moe_replay.records import MicroBatch
 from moe_replay.replay.controller import attach
-from moe_replay.routes.layout import TokenLayout
+from moe_replay.routes.layout import Prefix, TokenLayout
 from moe_replay.train.backends import lora
-from moe_replay.train.backends.attention import forward_arguments
+from moe_replay.train.backends.attention import forward_arguments, sharing_problem
 from moe_replay.train.backends.base import Backend, LossFunction, OldPass, Routing, Scores, UpdateResult, apply_routing
 from moe_replay.train.backends.compilation import CompiledLayers
 from moe_replay.train.backends.expert_parallel import is_divided, is_expert_parallel, rows_of_rank
@@ -208,6 +208,7 @@ class FsdpBackend(Backend):
         self.model = sharded_model(folder, config.model, device, trained=True, **self._sharing)
         self._adapted = () if self._lora is None else lora.adapted_weights(self.model)
         self._reference = self._reference_model(config, folder)
+        self.sharing_problem = self._sharing_problem(config)
         self.replay = attach(self.model, config.model.router_family or ())
         self.topology = self.replay.topology
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -260,10 +261,24 @@ class FsdpBackend(Backend):
         path = config.model.reference or folder
         return sharded_model(path, config.model, self.device, trained=False, **self._sharing)
 
+    def _sharing_problem(self, config: TrainConfig) -> str | None:
+        if config.batch.share_prompts is False:
+            return "batch.share_prompts = false"
+        if not self._packed:
+            return "batch.packed = false"
+        if self._context is not None:
+            return "backend.context_parallel > 1"
+        problems = (
+            sharing_problem(model, self.device, self._dtype) for model in (self.model, self._reference) if model
+        )
+        return next(filter(None, problems), None)
+
     # ---- passes -------------------------------------------------------------------------------------------------
 
-    def layout(self, lengths: Sequence[int]) -> TokenLayout:
+    def layout(self, lengths: Sequence[int], prefixes: Sequence[Prefix] = ()) -> TokenLayout:
         """Return a packed layout (one row), or one sequence a row with padding on the right; of it, its columns."""
+        if prefixes:
+            return TokenLayout.shared(lengths, prefixes)
         whole = TokenLayout.packed(lengths) if self._packed else TokenLayout.padded(lengths)
         if self._context is None:
             return whole

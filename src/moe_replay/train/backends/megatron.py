@@ -29,7 +29,7 @@ from moe_replay.records import MicroBatch
 from moe_replay.replay.adapters.megatron import language_model
 from moe_replay.replay.adapters.megatron_settings import layout_for
 from moe_replay.replay.controller import attach
-from moe_replay.routes.layout import TokenLayout
+from moe_replay.routes.layout import Prefix, TokenLayout
 from moe_replay.train.backends import megatron_build as build
 from moe_replay.train.backends.base import Backend, LossFunction, OldPass, Routing, Scores, UpdateResult, apply_routing
 from moe_replay.train.backends.logprobs import Head, head_logprobs
@@ -182,8 +182,9 @@ class MegatronBackend(Backend):
 
     # ---- passes -------------------------------------------------------------------------------------------------
 
-    def layout(self, lengths: Sequence[int]) -> TokenLayout:
+    def layout(self, lengths: Sequence[int], prefixes: Sequence[Prefix] = ()) -> TokenLayout:
         """Return a packed (thd) or right-padded layout; sequence-major, this context-parallel rank's columns."""
+        assert not prefixes, self.sharing_problem
         return layout_for(self._config, lengths, packed=self._packed)
 
     @property

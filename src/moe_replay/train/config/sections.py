@@ -421,7 +421,9 @@ class BatchConfig(Section):
     packed: bool = True
     """Pack sequences without padding; false: one sequence per row, right-padded."""
     tokens_per_micro_batch: int = Field(8192, ge=1)
-    """Maximum tokens per micro-batch, padding included; a longer sequence gets its own micro-batch."""
+    """Maximum tokens per micro-batch, padding included, shared ones once; a longer sequence has its own micro-batch."""
+    share_prompts: bool | Literal["auto"] = "auto"
+    """Compute tokens that samples of a group begin with once per micro-batch (fsdp); auto: where the model allows."""
     logit_chunk: int = Field(1024, ge=1)
     """Tokens per chunk of float32 logits, a quarter of a compiled chunk; the backward pass recomputes them."""
 

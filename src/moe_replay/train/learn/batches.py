@@ -4,24 +4,28 @@
 
 Every rank computes the whole division from the headers of the trajectories, and asks the store for its own share.
 Each token has its weight in the whole mini-batch, so the division changes no loss.
+
+Where sequences share prompts, whole groups go to a rank as far as the balance allows, and each rank makes its
+micro-batches of what it has got (`sharing.py`): which tokens and routes are the same shows in the bodies alone.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moe_replay.distributed.collectives import all_gather, control_group
 from moe_replay.errors import AlignmentError
 from moe_replay.records import MicroBatch, RolloutBatch, Trajectory, TrajectoryHeader
-from moe_replay.routes.layout import PADDING, TokenLayout
+from moe_replay.routes.layout import PADDING, Prefix, TokenLayout
 from moe_replay.sampling_mask import LogitMask, SamplingMask
 from moe_replay.train.backends.base import Backend
 from moe_replay.train.learn.losses import Aggregation, token_weights
+from moe_replay.train.learn.sharing import Sharing, Tree, balanced, divide_groups, shared_bins
 from moe_replay.train.trajectories.store import TrajectoryStore
 
 Division = list[list[list[int]]]
@@ -32,14 +36,15 @@ Division = list[list[list[int]]]
 class _Update:
     """This rank's part of one update.
 
-    bins       indices of the trajectories of each micro-batch
+    bins       indices of the trajectories of each micro-batch; where prompts are shared, all of them
     weights    of a token of each trajectory, by its index
-    dummies    micro-batches of weight zero, of the trajectory `shortest`
+    count      micro-batches of every rank; 0: not known yet
+    shortest   trajectory of the micro-batches of weight zero that are added
     """
 
     bins: list[list[int]]
     weights: dict[int, float]
-    dummies: int
+    count: int
     shortest: int
 
 
@@ -54,11 +59,14 @@ def mini_batches(
     budget: int,
     packed: bool,
     overlong_filter: bool = False,
+    sharing: Sharing | None = None,
 ) -> list[list[MicroBatch]]:
     """Return the micro-batches of this rank for each of the updates on one rollout batch. All ranks call it.
 
     The trajectories of an episode are in one mini-batch, and count as one sequence. An episode without a reward, or
     removed by the overlong filter, is not trained on; in a mean over sequences it counts as one without tokens.
+
+    sharing   what sequences must have in common to share a prompt; None: every sequence is fed whole
     """
     planned = []
     episodes = episodes_of(batch.headers)
@@ -72,24 +80,57 @@ def mini_batches(
             token_weights(np.array(list(map(sum, by_episode))), aggregation, max_tokens), list(map(len, by_episode))
         )
         trained = np.flatnonzero(scored)
-        division = divide([chosen[i].length for i in trained], backend.data_size, budget, packed=packed)
-        count = max((len(share) for share in division), default=0)
-        count = -(-count // backend.micro_batch_multiple) * backend.micro_batch_multiple
-        bins = [[int(part[trained[i]]) for i in bin_] for bin_ in division[backend.data_rank]]
+        if sharing is None:
+            division = divide([chosen[i].length for i in trained], backend.data_size, budget, packed=packed)
+            count = _rounded(max((len(share) for share in division), default=0), backend)
+            bins = division[backend.data_rank]
+        else:
+            count = 0
+            bins = [divide_groups([chosen[i] for i in trained], backend.data_size, budget)[backend.data_rank]]
+        bins = [[int(part[trained[i]]) for i in bin_] for bin_ in bins]
         shortest = min(trained.tolist(), key=lambda i: chosen[i].length, default=0)
         by_index = {int(part[i]): float(weights[i]) for i in trained.tolist()}
-        dummies = count - len(bins) if len(trained) else 0
-        planned.append(_Update(bins, by_index, dummies, int(part[shortest]) if len(part) else 0))
+        planned.append(_Update(bins, by_index, count, int(part[shortest]) if len(part) else 0))
     bodies = _bodies(batch, store, backend, planned)
-    micro_batches = []
-    for update in planned:
-        share = [
-            _lay_out([bodies[i] for i in bin_], [update.weights[i] for i in bin_], backend, batch.layers)
-            for bin_ in update.bins
-        ]
-        share += [dummy_batch(bodies[update.shortest], backend, batch.layers) for _ in range(update.dummies)]
-        micro_batches.append(share)
-    return micro_batches
+    trees = [[Tree.apart(bin_) for bin_ in update.bins] for update in planned]
+    counts = [update.count for update in planned]
+    if sharing is not None:
+        trees = [shared_bins(update.bins[0], bodies, budget, sharing) for update in planned]
+        counts = _most([len(bins) for bins in trees], backend)
+    return [
+        _lay_out_update(update, bins, count, bodies, backend, batch.layers)
+        for update, bins, count in zip(planned, trees, counts, strict=True)
+    ]
+
+
+def _lay_out_update(
+    update: _Update,
+    bins: Sequence[Tree],
+    count: int,
+    bodies: Mapping[int, Trajectory],
+    backend: Backend,
+    layers: Sequence[int],
+) -> list[MicroBatch]:
+    """Return the micro-batches of an update, as many as the busiest rank has."""
+    batches = []
+    for bin_ in bins:
+        weights = [update.weights[i] for i in bin_.indices]
+        batches.append(_lay_out([bodies[i] for i in bin_.indices], weights, backend, layers, bin_.prefixes))
+    if update.weights:
+        batches += [dummy_batch(bodies[update.shortest], backend, layers) for _ in range(count - len(bins))]
+    return batches
+
+
+def _most(counts: Sequence[int], backend: Backend) -> list[int]:
+    """Return the largest of each of the counts of micro-batches over all ranks. Collective."""
+    most = np.array(counts, np.int64)
+    if backend.data_size > 1:
+        most = np.stack([part.view(np.int64) for part in all_gather(most.view(np.uint8), control_group())]).max(0)
+    return [_rounded(count, backend) for count in most.tolist()]
+
+
+def _rounded(count: int, backend: Backend) -> int:
+    return -(-count // backend.micro_batch_multiple) * backend.micro_batch_multiple
 
 
 def episodes_of(trajectories: Sequence[Trajectory] | Sequence[TrajectoryHeader]) -> list[list[int]]:
@@ -112,7 +153,7 @@ def _bodies(
 ) -> dict[int, Trajectory]:
     """Return the trajectories that this rank needs, by index, with the routes of its layers."""
     indices = {i for update in planned for bin_ in update.bins for i in bin_}
-    indices |= {update.shortest for update in planned if update.dummies}
+    indices |= {update.shortest for update in planned if update.weights and update.count != len(update.bins)}
     ordered = sorted(indices)
     return dict(zip(ordered, store.get(batch, ordered, layers_of(backend)), strict=True))
 
@@ -132,9 +173,14 @@ def dummy_batch(trajectory: Trajectory, backend: Backend, layers: Sequence[int] 
 
 
 def _lay_out(
-    trajectories: list[Trajectory], weights: list[float], backend: Backend, layers: Sequence[int] | None
+    trajectories: list[Trajectory],
+    weights: list[float],
+    backend: Backend,
+    layers: Sequence[int] | None,
+    prefixes: Sequence[Prefix] = (),
 ) -> MicroBatch:
-    layout = backend.layout([len(t) for t in trajectories])
+    lengths = [len(t) for t in trajectories]
+    layout = backend.layout(lengths, prefixes) if prefixes else backend.layout(lengths)
     batch = make_micro_batch(trajectories, weights, layout, backend.device)
     batch.chunk_layers = backend.chunk_layers
     batch.source_layers = None if layers is None else tuple(layers)
@@ -154,8 +200,10 @@ def make_micro_batch(
     next_ids = np.append(ids[1:], 0)
 
     fed = layout.fed.ravel()
-    target_positions = np.flatnonzero((fed != PADDING) & is_scored[fed])
-    tokens = fed[target_positions]
+    # A token that sequences share is scored once for each of them: it may precede another token in each.
+    tokens = np.flatnonzero(is_scored & (layout.place != PADDING))
+    tokens = tokens[np.argsort(layout.place[tokens], kind="stable")]
+    target_positions = layout.place[tokens]
 
     def on_device(values: np.ndarray, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device, dtype)
@@ -202,14 +250,7 @@ def divide(lengths: Sequence[int], ranks: int, budget: int, *, packed: bool) -> 
     A padded micro-batch costs its longest sequence times the number of sequences. A sequence longer than the budget
     gets its own micro-batch.
     """
-    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    load = [(0, rank) for rank in range(ranks)]  # a heap
-    for index in longest_first:
-        tokens, rank = load[0]
-        shares[rank].append(index)
-        heapq.heapreplace(load, (tokens + lengths[index], rank))
-    return [_bins(share, lengths, budget, packed=packed) for share in shares]
+    return [_bins(share, lengths, budget, packed=packed) for share in balanced(lengths, ranks)]
 
 
 def _bins(indices: Sequence[int], lengths: Sequence[int], budget: int, *, packed: bool) -> list[list[int]]:

@@ -11,11 +11,13 @@ forward is that pass for its own mini-batch, routed in the same way, and everyth
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from moe_replay.records import MicroBatch, RolloutBatch
@@ -35,14 +37,20 @@ from moe_replay.train.learn.batches import mini_batches
 from moe_replay.train.learn.losses import LossError, LossInputs, LossOutput, LossSettings, load_loss, metric_names
 from moe_replay.train.learn.replay_mode import plan_replay
 from moe_replay.train.learn.server_checks import ServerChecks
+from moe_replay.train.learn.sharing import Sharing, num_differing
 from moe_replay.train.learn.step_checks import Alignment, FirstUpdateCheck
 from moe_replay.train.output.clock import Pass
 from moe_replay.train.trajectories.store import TrajectoryStore
 from moe_replay.utils.misc import ProgressCallback
 from moe_replay.verification.metrics import MetricAccumulator
+from moe_replay.weights.model_folder import ModelError
+
+logger = logging.getLogger(__name__)
 
 PAIRS = ("rollout_vs_old", "rollout_vs_native", "rollout_vs_train", "old_vs_train")
 FIRST_UPDATE = "first_update_max_logprob_diff"
+SHARED_TOKENS = "batch/shared_tokens"
+DIFFERING_ROUTES = "batch/prompt_routes_differ"
 
 
 class _ExcludedServers(Exception):  # noqa: N818
@@ -75,6 +83,7 @@ class Learner:
         self._unscored = _Unscored()
         self._has_checked_forward = False
         self._first_update = FirstUpdateCheck(config.replay.first_ratio_tolerance, config.model.dtype)
+        self._sharing = self._plan_sharing()
         self._policy_loss = load_loss(config.algorithm.loss)
         self._loss_settings = LossSettings(
             importance_sampling_level=config.algorithm.importance_sampling_level,
@@ -88,6 +97,22 @@ class Learner:
             rollout_correction_low=config.algorithm.rollout_correction_low,
             rollout_correction_high=config.algorithm.rollout_correction_high,
         )
+
+    def _plan_sharing(self) -> Sharing | None:
+        """Return how sequences share prompts; None, and one line in the log, if they cannot."""
+        setting, problem = self._config.batch.share_prompts, self.backend.sharing_problem
+        if setting is False:
+            return None
+        if problem is None:
+            return Sharing(same_routes=self.plan.mode == "r3")
+        if setting is True:
+            raise ModelError(
+                "samples cannot share the computation of their prompt",
+                found=problem,
+                remedy='Set batch.share_prompts = "auto" to share prompts where it is possible',
+            )
+        logger.info("prompts are computed once for each sample: %s (batch.share_prompts)", problem)
+        return None
 
     @cached_property
     def _loss_metrics(self) -> tuple[str, ...]:
@@ -109,7 +134,7 @@ class Learner:
         return MetricAccumulator(
             self.backend.topology,
             self.backend.device,
-            means=["loss/entropy", *(f"loss/{name}" for name in self._loss_metrics)],
+            means=["loss/entropy", SHARED_TOKENS, DIFFERING_ROUTES, *(f"loss/{name}" for name in self._loss_metrics)],
             totals=["loss/total"],
             pairs=PAIRS,
             maxima=[FIRST_UPDATE],
@@ -129,6 +154,7 @@ class Learner:
             budget=config.batch.tokens_per_micro_batch,
             packed=config.batch.packed,
             overlong_filter=config.algorithm.overlong_filter,
+            sharing=self._sharing,
         )
 
     # ---- before the updates -------------------------------------------------------------------------------------
@@ -158,6 +184,8 @@ class Learner:
         for batch in batches:
             if not batch.is_dummy:
                 self._servers.add_routes(batch)
+                if self._sharing is not None:
+                    self._add_sharing(batch, metrics)
         checked: dict[str, float] = {}
         if not unscored:
             checked = self._servers.judge()
@@ -180,8 +208,23 @@ class Learner:
     def _count(self, phase: str, batches: Sequence[MicroBatch]) -> None:
         """Note a pass over micro-batches, for the speed of the step."""
         self.passes[phase] += [
-            Pass(tuple(map(len, batch.trajectories)), len(batch.sequence)) for batch in batches if not batch.is_dummy
+            Pass(
+                tuple(map(len, batch.trajectories)),
+                len(batch.sequence),
+                tuple(prefix.length for prefix in batch.layout.prefixes),
+            )
+            for batch in batches
+            if not batch.is_dummy
         ]
+
+    def _add_sharing(self, batch: MicroBatch, metrics: MetricAccumulator) -> None:
+        """Count the tokens that are not computed because they are shared, and samples whose routes prevent it."""
+        layout, device = batch.layout, self.backend.device
+        for name, part, whole in (
+            (SHARED_TOKENS, layout.num_shared, layout.num_tokens),
+            (DIFFERING_ROUTES, num_differing(batch), len(batch.trajectories)),
+        ):
+            metrics.add_mean(name, (torch.arange(whole, device=device) < part).double())
 
     def _add_old_logprobs(
         self, batch: MicroBatch, scores: Scores, metrics: MetricAccumulator, *, compare: bool
@@ -206,7 +249,7 @@ class Learner:
         def compare(batch: MicroBatch, chunk: int, native: RouteBatch, replayed: RouteBatch | None) -> None:
             if batch.is_dummy:
                 return
-            rollout = rollout_routes(batch, chunk) if replayed is None else replayed
+            rollout = rollout_routes(batch, chunk, one_route=False) if replayed is None else replayed
             metrics.add_agreement(rollout, native)
             used = rollout if mode == "r3" else native
             metrics.add_load(used, batch.layout)

@@ -56,10 +56,14 @@ class Clock:
 
 
 class Pass(NamedTuple):
-    """Sequences that went through the model together: their lengths, and how many of their tokens were scored."""
+    """Sequences that went through the model together: their lengths, and how many of their tokens were scored.
+
+    shared   lengths of prefixes that were not computed, because they are those of other sequences
+    """
 
     lengths: tuple[int, ...]
     scored: int
+    shared: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,5 +101,7 @@ class SpeedMeter:
 
     def _flops(self, phase: str, one: Pass) -> float:
         assert self.sizes is not None
-        flops = self.sizes.forward_flops(one.lengths, one.scored)
-        return flops.update(frozen=self.frozen) if phase == "train" else flops.forward
+        made, saved = self.sizes.forward_flops(one.lengths, one.scored), self.sizes.forward_flops(one.shared, 0)
+        if phase == "train":
+            return made.update(frozen=self.frozen) - saved.update(frozen=self.frozen)
+        return made.forward - saved.forward

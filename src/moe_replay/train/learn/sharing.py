@@ -1,0 +1,186 @@
+"""Shared prompts: which sequences of a rank begin with the same tokens and routes, and are trained together.
+
+Sequences of one group form trees. A sequence takes the beginning of an earlier one up to its own first sampled token:
+the prompt of its group, or the turns before its own. Under replay of the rollout's routes it takes no more than has the
+same routes, and keeps a copy of the rest, so that every sequence is trained on the routes that it was sampled with.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
+
+from moe_replay.records import MicroBatch, Trajectory, TrajectoryHeader
+from moe_replay.routes.batch import common_routes
+from moe_replay.routes.layout import Prefix
+
+
+class Sharing(NamedTuple):
+    """What sequences must have in common to share a prefix, besides its tokens.
+
+    same_routes   its routes: those of the rollout are replayed
+    """
+
+    same_routes: bool
+
+
+@dataclass(slots=True)
+class Tree:
+    """Sequences that share prefixes: a part of one group, or the trees of a micro-batch.
+
+    indices    of the sequences
+    prefixes   of each, with an earlier one of the tree; empty where nothing is shared
+    cost       tokens that are fed
+    """
+
+    indices: list[int] = field(default_factory=list)
+    prefixes: list[Prefix] = field(default_factory=list)
+    cost: int = 0
+
+    @classmethod
+    def apart(cls, indices: Sequence[int]) -> Tree:
+        """Return sequences that share nothing."""
+        return cls(list(indices))
+
+    def add(self, other: Tree) -> None:
+        """Add the sequences of another tree behind those of this one."""
+        first = len(self.indices)
+        self.indices += other.indices
+        self.prefixes += [Prefix(first + p.sequence, p.length) if p.length else Prefix() for p in other.prefixes]
+        self.cost += other.cost
+
+
+def shared_bins(indices: Sequence[int], bodies: Mapping[int, Trajectory], budget: int, sharing: Sharing) -> list[Tree]:
+    """Divide sequences into micro-batches of `budget` tokens, those of a group together as far as they fit.
+
+    Shared tokens count once. A sequence longer than the budget gets its own micro-batch.
+    """
+    ordered = sorted(indices, key=lambda i: (bodies[i].group, _first_sampled(bodies[i]), len(bodies[i]), i))
+    trees: list[Tree] = []
+    for _, members in groupby(ordered, key=lambda i: bodies[i].group):
+        trees += _trees(list(members), bodies, budget, sharing)
+    bins: list[Tree] = []
+    for tree in sorted(trees, key=lambda tree: (-tree.cost, tree.indices[0])):
+        bin_ = next((bin_ for bin_ in bins if bin_.cost + tree.cost <= budget), None)
+        if bin_ is None:
+            bins.append(tree)
+        else:
+            bin_.add(tree)
+    for bin_ in bins:
+        if not any(prefix.length for prefix in bin_.prefixes):
+            bin_.prefixes = []
+    return bins
+
+
+def _trees(members: Sequence[int], bodies: Mapping[int, Trajectory], budget: int, sharing: Sharing) -> list[Tree]:
+    """Divide the sequences of a group into trees of `budget` tokens: each goes where it shares most."""
+    trees: list[Tree] = []
+    for index in members:
+        prefixes = [_best_prefix(bodies[index], tree, bodies, sharing) for tree in trees]
+        fitting = [
+            (len(bodies[index]) - prefix.length, number)
+            for number, prefix in enumerate(prefixes)
+            if trees[number].cost + len(bodies[index]) - prefix.length <= budget
+        ]
+        if not fitting:
+            trees.append(Tree([index], [Prefix()], len(bodies[index])))
+            continue
+        cost, number = min(fitting)
+        trees[number].indices.append(index)
+        trees[number].prefixes.append(prefixes[number])
+        trees[number].cost += cost
+    return trees
+
+
+def _best_prefix(sequence: Trajectory, tree: Tree, bodies: Mapping[int, Trajectory], sharing: Sharing) -> Prefix:
+    """Return the longest prefix that a sequence can share with one of a tree."""
+    common = [_common_tokens(sequence, bodies[index]) for index in tree.indices]
+    best = Prefix()
+    for number in sorted(range(len(common)), key=lambda number: -common[number]):
+        if common[number] <= best.length:
+            break
+        if tree.prefixes[number].length >= common[number]:
+            continue  # all of it is another sequence's
+        length = common[number]
+        if sharing.same_routes:
+            length = common_routes(sequence.trace, bodies[tree.indices[number]].trace, length)
+        if length > best.length:
+            best = Prefix(number, length)
+    return best
+
+
+def num_differing(batch: MicroBatch) -> int:
+    """Return how many sequences of a micro-batch share less than their tokens allow, because routes differ."""
+    sequences, count = batch.trajectories, 0
+    shared = [prefix.length for prefix in batch.layout.prefixes] or [0] * len(sequences)
+    for number, (sequence, length) in enumerate(zip(sequences, shared, strict=True)):
+        earlier = (other for other in sequences[:number] if other.group == sequence.group)
+        count += any(_common_tokens(sequence, other) > length for other in earlier)
+    return count
+
+
+def _first_sampled(sequence: Trajectory) -> int:
+    sampled = sequence.sampled
+    return int(sampled.argmax()) if sampled.any() else len(sequence) - 1
+
+
+def _common_tokens(sequence: Trajectory, other: Trajectory) -> int:
+    """Return how many tokens before its first sampled one a sequence has in common with the beginning of another."""
+    length = min(_first_sampled(sequence), len(other))
+    differs = sequence.token_ids[:length] != other.token_ids[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def balanced(costs: Sequence[int], ranks: int) -> list[list[int]]:
+    """Divide items over ranks, the costliest first, each to the rank with the lowest cost so far."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    load = [(0, rank) for rank in range(ranks)]  # a heap
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        cost, rank = load[0]
+        shares[rank].append(index)
+        heapq.heapreplace(load, (cost + costs[index], rank))
+    return shares
+
+
+def divide_groups(headers: Sequence[TrajectoryHeader], ranks: int, budget: int) -> list[list[int]]:
+    """Divide sequences over ranks: groups in parts of a micro-batch, or in smaller ones if that is better balanced.
+
+    Headers do not tell how much of a prompt is shared: all tokens that were not sampled are taken for it.
+    """
+    best: tuple[int, list[list[int]]] | None = None
+    limit, shortest = budget, min((header.length for header in headers), default=1)
+    while True:
+        parts = _parts(headers, limit)
+        shares = balanced([cost for cost, _ in parts], ranks)
+        busiest = max(sum(parts[i][0] for i in share) for share in shares)
+        if best is None or busiest < best[0]:
+            best = busiest, [sorted(index for i in share for index in parts[i][1]) for share in shares]
+        if ranks == 1 or limit <= shortest:
+            return best[1]
+        limit //= 2
+
+
+def _parts(headers: Sequence[TrajectoryHeader], limit: int) -> list[tuple[int, list[int]]]:
+    """Return (tokens, indices) of parts of groups that have at most `limit` tokens, or one sequence."""
+    parts: list[tuple[int, list[int]]] = []
+    by_group: dict[int, list[int]] = {}
+    for index, header in enumerate(headers):
+        by_group.setdefault(header.group, []).append(index)
+    for members in by_group.values():
+        prompt = min(headers[i].length - headers[i].num_scored for i in members)
+        cost, part = 0, list[int]()
+        for index in sorted(members, key=lambda i: (-headers[i].length, i)):
+            own = headers[index].length - prompt
+            if part and cost + own > limit:
+                parts.append((cost, part))
+                cost, part = 0, []
+            cost += own if part else own + prompt
+            part.append(index)
+        parts.append((cost, part))
+    return parts
