@@ -35,6 +35,7 @@ from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.utils.files import Write
 from moe_replay.weights.checkpoint import CheckpointForm, checkpoint_tensors
 from moe_replay.weights.lora_adapter import Adapter
+from moe_replay.weights.model_folder import ModelError
 from moe_replay.weights.source import Group, TensorInfo
 
 COMPILED_CHUNKS = 4
@@ -262,16 +263,20 @@ class FsdpBackend(Backend):
         return sharded_model(path, config.model, self.device, trained=False, **self._sharing)
 
     def _sharing_problem(self, config: TrainConfig) -> str | None:
+        """Return why sequences cannot share prompts; raise if they must."""
         if config.batch.share_prompts is False:
             return "batch.share_prompts = false"
-        if not self._packed:
-            return "batch.packed = false"
-        if self._context is not None:
-            return "backend.context_parallel > 1"
-        problems = (
-            sharing_problem(model, self.device, self._dtype) for model in (self.model, self._reference) if model
-        )
-        return next(filter(None, problems), None)
+        if not self._packed or self._context is not None:
+            return "backend.context_parallel > 1" if self._packed else "batch.packed = false"
+        models = filter(None, (self.model, self._reference))
+        problem = next(filter(None, (sharing_problem(model, self.device, self._dtype) for model in models)), None)
+        if problem is not None and config.batch.share_prompts is True:
+            raise ModelError(
+                "samples of a group cannot share the computation of their prompt",
+                found=problem,
+                remedy='Set batch.share_prompts = "auto", which shares prompts where it is possible',
+            )
+        return problem
 
     # ---- passes -------------------------------------------------------------------------------------------------
 

@@ -67,6 +67,12 @@ def problems(config: Sections) -> Iterator[str]:
     yield from _plugins(config)
     yield from _model(config.model, config.backend)
     yield from _backend(config.backend)
+    is_apart = config.backend.kind == "megatron" or not config.batch.packed or config.backend.context_parallel > 1
+    if config.batch.share_prompts is True and is_apart:
+        yield (
+            "batch.share_prompts: Megatron-Core, padded rows and context parallel compute each sample apart; set "
+            '"auto" or false'
+        )
     yield from _data(config)
     yield from _rollout(config.rollout)
     yield from _weight_sync(config)

@@ -20,6 +20,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from moe_replay.distributed.ranks import rank
 from moe_replay.records import MicroBatch, RolloutBatch
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.train.backends.base import (
@@ -43,7 +44,6 @@ from moe_replay.train.output.clock import Pass
 from moe_replay.train.trajectories.store import TrajectoryStore
 from moe_replay.utils.misc import ProgressCallback
 from moe_replay.verification.metrics import MetricAccumulator
-from moe_replay.weights.model_folder import ModelError
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,6 @@ class Learner:
         self._unscored = _Unscored()
         self._has_checked_forward = False
         self._first_update = FirstUpdateCheck(config.replay.first_ratio_tolerance, config.model.dtype)
-        self._sharing = self._plan_sharing()
         self._policy_loss = load_loss(config.algorithm.loss)
         self._loss_settings = LossSettings(
             importance_sampling_level=config.algorithm.importance_sampling_level,
@@ -98,20 +97,16 @@ class Learner:
             rollout_correction_high=config.algorithm.rollout_correction_high,
         )
 
-    def _plan_sharing(self) -> Sharing | None:
-        """Return how sequences share prompts; None, and one line in the log, if they cannot."""
-        setting, problem = self._config.batch.share_prompts, self.backend.sharing_problem
-        if setting is False:
+    @cached_property
+    def _sharing(self) -> Sharing | None:
+        """How sequences share prompts; None, and one line in the log, if they cannot."""
+        problem = self.backend.sharing_problem
+        if self._config.batch.share_prompts is False:
             return None
         if problem is None:
             return Sharing(same_routes=self.plan.mode == "r3")
-        if setting is True:
-            raise ModelError(
-                "samples cannot share the computation of their prompt",
-                found=problem,
-                remedy='Set batch.share_prompts = "auto" to share prompts where it is possible',
-            )
-        logger.info("prompts are computed once for each sample: %s (batch.share_prompts)", problem)
+        if rank() == 0:
+            logger.info("the prompt of a group is computed once for each sample: %s", problem)
         return None
 
     @cached_property
