@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_replay.errors import MoeReplayError
 from moe_replay.records import MicroBatch
-from moe_replay.train.backends.base import Routing, keep_rollout_routes
+from moe_replay.train.backends.base import Routing
 from moe_replay.train.backends.fsdp import _gathered
 from moe_replay.train.config.train_config import TrainConfig
 from tests.distributed.megatron_lora import ALPHA, RANK, adapter_of, give
@@ -150,32 +150,36 @@ def resumed(folder: str, data: bytes, settings: dict[str, Any], saved: str) -> d
     return weights if dist.get_rank() == 0 else {}
 
 
-class Traffic(TorchDispatchMode):
-    """Bytes that this rank gets from all-gathers, and from exchanges of rows, its own part included."""
+class Counted(TorchDispatchMode):
+    """Bytes of this rank in all-gathers, in reduce-scatters and in exchanges of rows, its own part included."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gathered = self.exchanged = 0
+        self.gathered = self.reduced = self.exchanged = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(function)
         if "c10d._allgather_base" in name:
             self.gathered += args[0].nbytes
-        elif "c10d.alltoall_base" in name:
+        elif "c10d._reduce_scatter_base" in name:
+            self.reduced += args[1].nbytes
+        elif "c10d.alltoall_base" in name and args[0].is_floating_point():
             self.exchanged += args[0].nbytes
         return function(*args, **(kwargs or {}))
 
 
 def traffic(folder: str, data: bytes, settings: dict[str, Any]) -> dict[str, int]:
-    """Bytes of one micro-batch, forward and backward, after one that has warmed up the order of gathers."""
+    """Bytes of the first micro-batch of an update, and its tokens with padding."""
     backend = ep_backend(folder, settings)
-    mini = batches_of(backend, data, False)[0]
-    backend.update(mini[:1], lambda _, found: found.sum(), REPLAY, lr=0.0)
-    keep_rollout_routes(mini[0], backend.chunk_layers)
-    with Traffic() as counted:
-        backend.update(mini[:1], lambda _, found: found.sum(), REPLAY, lr=0.0)
-    pairs = mini[0].input_ids.numel() * 2
-    return {"gathered": counted.gathered, "exchanged": counted.exchanged, "pairs": pairs}
+    batch = batches_of(backend, data, False)[0][0]
+    with Counted() as counted:
+        backend.update([batch], lambda _, found: found.sum(), REPLAY, lr=0.0)
+    return {
+        "gathered": counted.gathered,
+        "reduced": counted.reduced,
+        "exchanged": counted.exchanged,
+        "tokens": batch.input_ids.numel(),
+    }
 
 
 def refusal(folder: str, settings: dict[str, Any]) -> str:

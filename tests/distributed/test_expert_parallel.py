@@ -15,6 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_replay.tools.plan.traffic import plan_traffic
+from moe_replay.weights.model_folder import read_config
+from moe_replay.weights.model_sizes import ModelSizes
 from tests.combinations import with_thorough
 from tests.distributed import expert_parallel, harness, megatron_training
 from tests.megatron.weights.models import saved_tensors
@@ -148,11 +151,28 @@ def test_a_run_resumes_in_another_layout(
         assert (found[name] - weight).norm() < 1e-4 * (weight - start[name]).norm(), name
 
 
-def test_fewer_bytes_are_gathered() -> None:
-    """Two gathers a layer (forward, backward) of what all experts of a layer have, or of nothing."""
-    without, with_ep = (harness.run_ranks(4, expert_parallel.traffic, *policy(), settings)[0] for settings in ({}, EP4))
-    tensors = saved_tensors(policy()[0])
-    experts = sum(tensor.nbytes for name, tensor in tensors.items() if ".experts." in name)
-    assert without["exchanged"] == 0
-    assert without["gathered"] - with_ep["gathered"] == 2 * experts
-    assert with_ep["exchanged"] > 0
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    with_thorough(
+        [(4, {}), (4, EP4 | RECOMPUTED), (4, EP2), (2, EP2), (4, RECOMPUTED)],
+        [(4, EP2), (2, EP2), (4, RECOMPUTED)],
+    ),
+    ids=str,
+)
+def test_the_planned_bytes_of_a_micro_batch_are_those_that_are_moved(size: int, settings: dict[str, Any]) -> None:
+    """Counted in the collectives of every rank. With one rank for each expert none is gathered."""
+    folder, data = policy()
+    ranks = harness.run_ranks(size, expert_parallel.traffic, folder, data, settings)
+    sizes = ModelSizes.of(read_config(folder))
+    planned = []
+    for rank in ranks:
+        config = expert_parallel.ep_config(folder, settings)
+        config = config.model_copy(
+            update={"batch": config.batch.model_copy(update={"tokens_per_micro_batch": rank["tokens"]})}
+        )
+        planned.append(plan_traffic(config, sizes, gpus=size))
+        assert (rank["gathered"], rank["reduced"]) == (planned[-1].gathered, planned[-1].reduced)
+    # How many rows a rank gets depends on the routes; together they get what they send.
+    assert sum(rank["exchanged"] for rank in ranks) == sum(plan.exchanged for plan in planned)
+    if settings == EP4 | RECOMPUTED:
+        assert planned[0].gathered < 4 * 2 * sizes.total - 2 * 4 * sizes.experts

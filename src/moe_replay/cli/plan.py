@@ -24,10 +24,13 @@ class PlanCommand:
     recipe: str | None = None
     """Recipe of a run: estimate memory per GPU and phase, the time of scoring and updates and of a weight sync instead;
     exit with 1 if the run does not fit."""
+    auto: bool = False
+    """Propose expert and context parallel sizes of the FSDP2 backend for a model, sequences of --length tokens and
+    --gpus, or for a recipe; exit with 1 if nothing fits on them."""
     released: bool = False
     """Print a table of released models: memory for LoRA and for full training, by number and size of GPUs."""
     gpus: int = 8
-    """Trainer GPUs (with --recipe)."""
+    """Trainer GPUs (with --recipe or --auto)."""
     gpu_gib: float = 79.6
     """Memory per GPU in GiB; an 80 GB card has 79.6."""
     gpu_tflops: float = 989.5
@@ -87,6 +90,9 @@ class PlanCommand:
         if self.released:
             self._print_released()
             return
+        if self.auto:
+            self._propose()
+            return
         if self.recipe is not None:
             self._plan_recipe(self.recipe)
             return
@@ -115,9 +121,46 @@ class PlanCommand:
         as_json = json.dumps([dataclasses.asdict(row) for row in rows], indent=2) if self.json else ""
         print(as_json or released_table(rows))
 
+    def _propose(self) -> None:
+        from moe_replay.tools.plan.proposal import propose
+        from moe_replay.train.config.file import load_config
+        from moe_replay.train.config.train_config import TrainConfig
+        from moe_replay.weights.model_folder import read_config
+        from moe_replay.weights.model_sizes import ModelSizes
+
+        if self.recipe is not None:
+            config = load_config(Path(self.recipe))
+        else:
+            prompt = self.prompt or 1
+            tables = {
+                "model": {"path": self.model, "dtype": "bfloat16"},
+                "data": {"path": "prompts.jsonl", "max_prompt_length": prompt},
+                "rollout": {
+                    "engine": "rollout_server",
+                    "urls": ["http://127.0.0.1:8000"],
+                    "max_tokens": self.length - prompt,
+                },
+                "batch": {"packed": True, "tokens_per_micro_batch": self.length},
+            }
+            config = TrainConfig.model_validate(tables)
+        model = read_config(self.model or config.model.path)
+        proposal = propose(config, ModelSizes.of(model), model, gpus=self.gpus, gpu_gib=self.gpu_gib)
+        best = proposal.best
+        if self.json:
+            fields = {"gpus": proposal.gpus, "settings": None if best is None else best.settings}
+            costs = {} if best is None else {"memory": best.memory.phases, "traffic": dataclasses.asdict(best.traffic)}
+            print(json.dumps(fields | costs, indent=2))
+        else:
+            print(proposal)
+            if best is not None:
+                print(f"\n{best.memory}\n{best.traffic}")
+        if best is None or proposal.gpus > self.gpus:
+            raise SystemExit(ExitStatus.CHECK_FAILED)
+
     def _plan_recipe(self, recipe: str) -> None:
         from moe_replay.tools.plan.speed import plan_speed
         from moe_replay.tools.plan.sync import Rates, plan_sync, sync_text
+        from moe_replay.tools.plan.traffic import plan_traffic
         from moe_replay.train.config.file import load_config
         from moe_replay.train.setup.memory_plan import check_width, plan_memory, smallest_remedy
         from moe_replay.weights.model_folder import read_config
@@ -129,6 +172,8 @@ class PlanCommand:
         plan = plan_memory(config, sizes, gpus=self.gpus, gpu_gib=self.gpu_gib)
         remedy = None if plan.fits else smallest_remedy(config, sizes, gpus=self.gpus, gpu_gib=self.gpu_gib)
         speed = plan_speed(config, sizes, gpus=self.gpus, peak_tflops=self.gpu_tflops, mfu=self.mfu)
+        is_fsdp = config.backend.kind == "fsdp"
+        traffic = plan_traffic(config, sizes, gpus=self.gpus) if is_fsdp else None
         nodes, rates = -(-self.gpus // self.ranks_per_node), Rates(network=self.gbit / 8)
         servers = len(config.rollout.urls) or nodes * (config.rollout.engines_per_node or 1)
         itemsize = 4 if config.model.dtype == "float32" else 2
@@ -138,6 +183,7 @@ class PlanCommand:
                 "fits": plan.fits,
                 "remedy": remedy,
                 "speed": dataclasses.asdict(speed),
+                "traffic": None if traffic is None else dataclasses.asdict(traffic),
             }
             print(json.dumps(fields | {"weight_sync": [dataclasses.asdict(cost) for cost in costs]}, indent=2))
         else:
@@ -147,6 +193,8 @@ class PlanCommand:
                     f"it fits with {remedy}" if remedy else "neither other settings nor 64 times the GPUs make it fit"
                 )
             print(speed)
+            if traffic is not None:
+                print(traffic)
             print(sync_text(costs, rates))
         if not plan.fits:
             raise SystemExit(ExitStatus.CHECK_FAILED)

@@ -188,9 +188,11 @@ def _changes(config: TrainConfig) -> Iterator[Change]:
         yield "rollout.sleep = true", {"rollout": {"sleep": True}}
     if not config.backend.offload:
         yield "backend.offload = true", {"backend": {"offload": True}}
-    if config.backend.kind == "megatron":
-        doubled = 2 * config.backend.context_parallel
-        yield f"backend.context_parallel = {doubled}", {"backend": {"context_parallel": doubled}}
+    doubled = 2 * config.backend.context_parallel
+    yield f"backend.context_parallel = {doubled}", {"backend": {"context_parallel": doubled}}
+    if config.backend.kind == "fsdp":
+        doubled = 2 * config.backend.expert_parallel
+        yield f"backend.expert_parallel = {doubled}", {"backend": {"expert_parallel": doubled}}
 
 
 def check_width(config: TrainConfig, gpus_per_node: int) -> None:
@@ -236,12 +238,21 @@ class _Trainer:
 
 def _fsdp(config: TrainConfig, sizes: ModelSizes, ranks: int) -> _Trainer:
     compute = _BYTES[config.model.dtype]
-    tokens = config.batch.tokens_per_micro_batch
+    experts, contexts = config.backend.expert_parallel, config.backend.context_parallel
+    if ranks % experts or ranks % contexts or sizes.num_experts % experts:
+        raise LayoutError(
+            "the parallel sizes do not divide the GPUs, or not the experts",
+            expected=f"a multiple of {experts} (backend.expert_parallel) and of {contexts} (backend.context_parallel)",
+            found=f"{ranks} GPUs, {sizes.num_experts} experts",
+        )
+    tokens = config.batch.tokens_per_micro_batch / contexts
     total, root = sizes.total, sizes.embedding * (1 if sizes.tied else 2)
-    layer = sizes.layer
+    layer = max(of_experts / experts + dense for of_experts, dense in sizes.by_layer)
     trained = 0 if config.model.lora_rank else total
     has_reference = config.algorithm.beta > 0 and not (config.model.lora_rank and config.model.reference is None)
     working = sizes.layer_activations(tokens, compute)
+    # rows on their way to experts and back, if every rank gets as many as it sends
+    travelling = 2 * tokens * sizes.top_k * sizes.hidden * compute if experts > 1 else 0
     inputs = sizes.layers * tokens * sizes.hidden * compute
     recomputes = config.model.gradient_checkpointing
     return _Trainer(
@@ -252,8 +263,8 @@ def _fsdp(config: TrainConfig, sizes: ModelSizes, ranks: int) -> _Trainer:
         reference=4 * total / ranks if has_reference else 0,
         gathered=compute * (2 * layer + root),
         reduced=((compute + 8) * layer + (compute + 4) * root) if trained else 0,
-        activations=inputs + 2 * working if recomputes else (sizes.layers + 1) * working,
-        scoring=working,
+        activations=(inputs + 2 * working if recomputes else (sizes.layers + 1) * working) + travelling,
+        scoring=working + travelling,
         logits=_logits(config, sizes, 1),
         sent=compute * (max(sizes.layer, sizes.embedding) + sizes.largest),
         saved_weights=4 * trained / ranks,
