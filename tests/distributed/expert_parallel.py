@@ -25,11 +25,13 @@ LORA = ["q_proj", "gate_proj", "up_proj", "down_proj", "router"]
 
 def ep_config(folder: str, settings: dict[str, Any]) -> TrainConfig:
     """Settings of the backend, and `recomputed`, `lora` and `compile` of the model."""
-    backend = {key: value for key, value in settings.items() if key not in ("recomputed", "lora", "compile")}
-    made = make_config(folder, "fsdp", **backend).model_dump()
+    own = ("recomputed", "lora", "compile", "context_parallel")
+    made = make_config(folder, "fsdp", **{key: settings[key] for key in settings if key not in own}).model_dump()
+    made["backend"]["context_parallel"] = settings.get("context_parallel", 1)
     made["model"] |= {
         "gradient_checkpointing": settings.get("recomputed", False),
         "compile": settings.get("compile", False),
+        "attn_implementation": "auto" if settings.get("context_parallel") else "eager",
     }
     if settings.get("lora"):
         made["model"] |= {"lora_rank": RANK, "lora_alpha": ALPHA, "lora_target_modules": LORA}

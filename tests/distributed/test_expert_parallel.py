@@ -26,6 +26,7 @@ pytest.importorskip("transformers.integrations.moe", reason="Transformers 4 has 
 pytest.importorskip("pydantic")
 
 EP2, EP4 = {"expert_parallel": 2}, {"expert_parallel": 4}
+CP2 = {"context_parallel": 2}
 RECOMPUTED, LORA, PACKED = {"recomputed": True}, {"lora": True}, {"packed": True}
 QWEN = "qwen3_moe"
 
@@ -42,6 +43,9 @@ CASES: dict[str, Case] = {
     "ep4-biases": (4, EP4, "gpt_oss"),
     "ep2-fsdp2-groups": (4, EP2, "deepseek_v3"),
     "ep2-glm": (2, EP2, "glm4_moe"),
+    "ep2-cp2-fsdp2": (8, EP2 | CP2 | RECOMPUTED, QWEN),
+    "ep2-cp2-fsdp2-lora": (8, EP2 | CP2 | LORA | PACKED, QWEN),
+    "ep4-cp2": (4, EP4 | CP2 | PACKED, QWEN),
 }
 DEFAULT = {"ep2-recomputed", "ep2-fsdp2-lora"}
 

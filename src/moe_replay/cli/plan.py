@@ -144,7 +144,8 @@ class PlanCommand:
             }
             config = TrainConfig.model_validate(tables)
         model = read_config(self.model or config.model.path)
-        proposal = propose(config, ModelSizes.of(model), model, gpus=self.gpus, gpu_gib=self.gpu_gib)
+        machines = {"gpus": self.gpus, "gpu_gib": self.gpu_gib, "ranks_per_node": self.ranks_per_node}
+        proposal = propose(config, ModelSizes.of(model), model, **machines)
         best = proposal.best
         if self.json:
             fields = {"gpus": proposal.gpus, "settings": None if best is None else best.settings}

@@ -16,7 +16,9 @@ pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("pydantic")
 
 from moe_replay.errors import LayoutError
+from moe_replay.tools.plan.proposal import propose
 from moe_replay.tools.plan.speed import plan_speed
+from moe_replay.tools.plan.traffic import plan_traffic
 from moe_replay.train.config.file import load_config
 from moe_replay.train.setup import launch
 from moe_replay.train.setup.memory_plan import GIB, MemoryPlan, plan_memory, smallest_remedy, with_recomputation
@@ -274,3 +276,66 @@ def test_a_run_decides_about_recomputation_by_its_device(
     assert launch.recomputes(config, str(folder), torch.device(device)) == told
     unreadable = launch.recomputes(config, str(folder / "nowhere"), torch.device(device))
     assert unreadable[0] == (device == "cuda")
+
+
+# ---- expert parallel on FSDP2 ----------------------------------------------------------------------------------------
+
+
+def test_divided_experts_are_not_gathered(sizes: ModelSizes) -> None:
+    alone, divided = (
+        plan(sizes, "fsdp", "--backend.expert_parallel", size).phases["forward, backward"] for size in ("1", "8")
+    )
+    of_layer = sizes.experts / sizes.layers
+    # Two gathered layers, and gradients of one in bfloat16 and twice in float32
+    assert alone["gathered"] - divided["gathered"] == pytest.approx((2 * 2 + 2 + 8) * of_layer * 7 / 8)
+    assert divided["activations"] - alone["activations"] == 2 * 16384 * 8 * 2048 * 2
+    assert divided["weights"] == alone["weights"], "sharded over all ranks with and without"
+    with pytest.raises(LayoutError, match="do not divide"):
+        plan(sizes, "fsdp", "--backend.expert_parallel", "3")
+
+
+def test_bytes_of_a_micro_batch(sizes: ModelSizes) -> None:
+    """tests/distributed/test_expert_parallel.py counts the same bytes in collectives."""
+    config = load_config(RECIPES / "qwen3-30b-a3b-fsdp.toml")
+    alone = plan_traffic(config, sizes, gpus=8)
+    assert alone.gathered == 2 * (2 * sizes.total - 2 * sizes.embedding - 2048)
+    assert alone.exchanged == 0
+    config = load_config(RECIPES / "qwen3-30b-a3b-fsdp.toml", ["--backend.expert_parallel", "8"])
+    divided = plan_traffic(config, sizes, gpus=8)
+    assert alone.gathered - divided.gathered == 2 * 2 * sizes.experts
+    assert divided.exchanged == 6 * 48 * 16384 * 8 * 2048 * 2
+    half = plan_traffic(config, sizes, gpus=16)
+    assert half.gathered - divided.gathered == 2 * 2 * sizes.experts / 8
+    assert "to experts and back 144.0 GiB" in str(divided)
+
+
+def test_a_proposal_is_the_recipe_for_long_sequences(sizes: ModelSizes, folder: Path) -> None:
+    config = load_config(RECIPES / "qwen3-30b-a3b-long.toml", ["--model.gradient_checkpointing", "auto"])
+    proposal = propose(config, sizes, read_config(folder), gpus=8, gpu_gib=CARD_GIB)
+    best = proposal.best
+    assert best is not None
+    assert best.memory.fits
+    assert best.settings["backend.expert_parallel"] == 8
+    assert best.settings["backend.context_parallel"] == 2
+    assert best.settings["model.gradient_checkpointing"] is True
+    fitting = [layout for layout in proposal.layouts if layout.memory.fits]
+    assert all(best.cost <= layout.cost for layout in fitting)
+    assert "expert_parallel = 8" in str(proposal)
+    few = propose(config, sizes, read_config(folder), gpus=2, gpu_gib=CARD_GIB)
+    assert few.gpus > 2
+    assert "no layout fits on 2 GPUs" in str(few)
+    none = propose(config, sizes, read_config(folder), gpus=1, gpu_gib=1.0)
+    assert none.best is None
+    assert none.gpus == 1
+
+
+def test_the_command_proposes_a_layout(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from moe_replay.cli.plan import PlanCommand
+
+    PlanCommand(model=str(folder), auto=True, gpus=8, length=32768, json=True)()
+    said = json.loads(capsys.readouterr().out)
+    assert said["settings"]["backend.expert_parallel"] == 8
+    with pytest.raises(SystemExit) as ended:
+        PlanCommand(model=str(folder), auto=True, gpus=2, length=32768)()
+    assert ended.value.code == 1
+    assert "no layout fits on 2 GPUs" in capsys.readouterr().out

@@ -1,12 +1,13 @@
 """`moe-replay plan --auto`: sizes of expert and context parallel with which a model trains on FSDP2.
 
-Every layout is planned that divides the GPUs, the experts and the heads. Of those that fit, the one without offload
-before those with it, then the fewest ranks that share a sequence, then the fewest bytes moved for each token.
+Every layout is planned that divides the GPUs, the experts and the heads, and whose ranks that exchange tokens are on
+one node. Of those that fit, the one without offload before those with it, then the fewest ranks that share a sequence,
+then the fewest bytes moved for each token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -82,14 +83,12 @@ class Proposal:
         rows = [("ep", "cp", "offload", "recomputed", "GiB", "moved per token", "")]
         for layout in self.layouts[:SHOWN]:
             backend = layout.config.backend
-            rows.append(
-                (
-                    *(str(backend.expert_parallel), str(backend.context_parallel)),
-                    *("yes" if on else "no" for on in (backend.offload, layout.config.model.gradient_checkpointing)),
-                    *(f"{layout.peak / GIB:.1f}", size(layout.moved_per_token)),
-                    "fits" if layout.memory.fits else "does not fit",
-                )
+            sizes = str(backend.expert_parallel), str(backend.context_parallel)
+            offload, recomputed = (
+                "yes" if is_on else "no" for is_on in (backend.offload, layout.config.model.gradient_checkpointing)
             )
+            fits = "fits" if layout.memory.fits else "does not fit"
+            rows.append((*sizes, offload, recomputed, f"{layout.peak / GIB:.1f}", size(layout.moved_per_token), fits))
         lines = [f"layouts of FSDP2 on {self.gpus} GPUs, {len(self.layouts)} in all:", *aligned(rows)]
         if self.gpus > self.wanted:
             lines.insert(0, f"no layout fits on {self.wanted} GPUs")
@@ -109,7 +108,9 @@ def recipe_lines(settings: dict[str, Any]) -> list[str]:
     return lines
 
 
-def propose(config: TrainConfig, sizes: ModelSizes, model: Any, *, gpus: int, gpu_gib: float) -> Proposal:
+def propose(
+    config: TrainConfig, sizes: ModelSizes, model: Any, *, gpus: int, gpu_gib: float, ranks_per_node: int = 8
+) -> Proposal:
     """Plan every layout of FSDP2, on more GPUs if none fits.
 
     config   settings that stay as they are: LoRA, engine, lengths
@@ -118,8 +119,9 @@ def propose(config: TrainConfig, sizes: ModelSizes, model: Any, *, gpus: int, gp
     config = config.model_copy(update={"backend": config.backend.model_copy(update={"kind": "fsdp"})})
     proposal = None
     for count in (gpus * 2**power for power in range(MOST_GPUS.bit_length())):
+        widths = [width for width in range(1, ranks_per_node + 1) if count % width == 0]
         found = sorted(
-            _layouts(config, sizes, text_config(model), count, gpu_gib),
+            _layouts(config, sizes, text_config(model), count, gpu_gib, widths),
             key=lambda layout: (not layout.memory.fits, layout.cost if layout.memory.fits else (layout.peak,)),
         )
         proposal = proposal or Proposal(gpus, gpus, tuple(found))
@@ -129,12 +131,14 @@ def propose(config: TrainConfig, sizes: ModelSizes, model: Any, *, gpus: int, gp
     return proposal
 
 
-def _layouts(config: TrainConfig, sizes: ModelSizes, text: Any, gpus: int, gpu_gib: float) -> Iterator[Layout]:
+def _layouts(
+    config: TrainConfig, sizes: ModelSizes, text: Any, gpus: int, gpu_gib: float, widths: Sequence[int]
+) -> Iterator[Layout]:
     heads = [setting(text, name) for name in ("num_attention_heads", "num_key_value_heads")]
-    for contexts in _divisors(gpus):
+    for contexts in widths:
         if any(count % contexts for count in heads if count):
             continue
-        for experts in _divisors(gpus):
+        for experts in widths:
             for offload in (False, True):
                 sizes_of_ranks = {"expert_parallel": experts, "context_parallel": contexts, "offload": offload}
                 backend = config.backend.model_copy(update=sizes_of_ranks)
@@ -146,7 +150,3 @@ def _layouts(config: TrainConfig, sizes: ModelSizes, text: Any, gpus: int, gpu_g
                     chosen = with_recomputation(chosen, sizes, gpus=gpus, gpu_gib=gpu_gib)
                     memory = plan_memory(chosen, sizes, gpus=gpus, gpu_gib=gpu_gib)
                     yield Layout(chosen, memory, plan_traffic(chosen, sizes, gpus=gpus))
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]

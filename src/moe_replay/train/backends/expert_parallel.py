@@ -32,6 +32,9 @@ from moe_replay.weights.model_folder import ModelError
 NAME = "moe_replay_expert_parallel"
 FSDP, EP = "fsdp", "ep"
 """Dimensions of the grid."""
+_GRIDS: dict[
+    tuple[Any, int], DeviceMesh
+] = {}  # by the process group of all ranks, and size: policy and reference share
 
 
 class ExpertShard(NamedTuple):
@@ -48,7 +51,7 @@ class ExpertShard(NamedTuple):
 
 
 def grid(size: int, device: torch.device) -> DeviceMesh:
-    """Return the mesh (fsdp, ep) of all ranks. Collective."""
+    """Return the mesh (fsdp, ep) of all ranks, the same for every model. Collective."""
     world = dist.get_world_size()
     if world % size:
         raise LayoutError(
@@ -56,7 +59,10 @@ def grid(size: int, device: torch.device) -> DeviceMesh:
             expected=f"a multiple of {size} ranks",
             found=world,
         )
-    return init_device_mesh(device.type, (world // size, size), mesh_dim_names=(FSDP, EP))
+    key = dist.group.WORLD, size
+    if key not in _GRIDS:
+        _GRIDS[key] = init_device_mesh(device.type, (world // size, size), mesh_dim_names=(FSDP, EP))
+    return _GRIDS[key]
 
 
 # ---- which modules ---------------------------------------------------------------------------------------------------
