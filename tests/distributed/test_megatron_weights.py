@@ -122,6 +122,21 @@ def test_kimi_k2_is_read_as_deepseek_v3_without_its_code(tmp_path: Path) -> None
     torch.testing.assert_close(logits, torch.load(folder / "reference.pt", weights_only=True)["native_logits"])
 
 
+def test_the_language_model_in_the_folder_of_a_multimodal_one(tmp_path: Path) -> None:
+    folder, inner = tmp_path / "multimodal", Path(reference("qwen3_5_moe_text"))
+    shutil.copytree(inner, folder, ignore=shutil.ignore_patterns("again", "*.safetensors*"))
+    tensors = {re.sub(r"^model\.", "model.language_model.", name): part for name, part in saved_tensors(inner).items()}
+    other = {"model.visual.blocks.0.attn.qkv.weight": torch.randn(4, 4), "mtp.norm.weight": torch.ones(4)}
+    save_file(tensors | other, folder / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": text}))
+    torch.testing.assert_close(logits(folder), logits(inner), rtol=0, atol=0)  # that is how Transformers reads it
+    (found,) = harness.run_ranks(1, compare_alone, str(folder), None)
+    assert max(found["native"], found["replayed"]) < TOLERANCES["qwen3_5_moe_text"]
+    assert found["same_routes"]
+    assert_same_bytes(saved_tensors(folder / "again"), tensors | other)
+
+
 def test_the_family_of_the_documentation() -> None:
     folder = reference("dots1")
     page = Path(__file__).parents[2].joinpath("docs/megatron.md").read_text()

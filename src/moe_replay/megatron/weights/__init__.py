@@ -28,6 +28,7 @@ from moe_replay.megatron.weights.local_shards import ParameterSpec
 from moe_replay.megatron.weights.model import MegatronRecipe, config_of, recipe
 from moe_replay.megatron.weights.source import MegatronSource
 from moe_replay.megatron.weights.tensor_slices import WeightMapError
+from moe_replay.routes.topology import text_config
 from moe_replay.utils.plugins import is_path, resolve
 from moe_replay.weights.source import tensors_of
 
@@ -53,6 +54,7 @@ WEIGHT_MAPS: Mapping[str, Family | str] = {
     "mixtral": "moe_replay.megatron.weights.families:MIXTRAL",
     "olmoe": "moe_replay.megatron.weights.families:OLMOE",
     "qwen2_moe": "moe_replay.megatron.weights.families:QWEN2_MOE",
+    "qwen3_5_moe": "moe_replay.megatron.weights.qwen3_5_moe:QWEN3_5_MOE",
     "qwen3_5_moe_text": "moe_replay.megatron.weights.qwen3_5_moe:QWEN3_5_MOE_TEXT",
     "qwen3_moe": "moe_replay.megatron.weights.families:QWEN3_MOE",
     "qwen3_next": "moe_replay.megatron.weights.qwen3_next:QWEN3_NEXT",
@@ -104,7 +106,7 @@ def megatron_config(
     Routing replay is on. Without CUDA the model is built for the CPU (`moe_replay.megatron.cpu`).
     """
     hf = config_of(hf_config, trust_remote_code=trust_remote_code)
-    return recipe(hf, family_of(hf.model_type, family), settings)
+    return recipe(text_config(hf), family_of(hf.model_type, family), settings)
 
 
 def load_hf(folder: str | Path, chunks: Chunks, *, family: Family | str | None = None) -> None:

@@ -1,7 +1,13 @@
-"""Qwen3.5-MoE, its language model: Qwen3-Next with other projections into the gated delta nets, every layer MoE."""
+"""Qwen3.5-MoE: Qwen3-Next with other projections into the gated delta nets, every layer MoE.
+
+The folder of the multimodal model has the language model under another prefix; its other tensors are not trained.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -66,6 +72,22 @@ def _rules() -> dict[str, Rule]:
     }
 
 
+def _inside(rule: Any) -> Any:
+    """Return a rule with the names of the language model in a multimodal one."""
+    changes: dict[str, Any] = {}
+    for field in fields(rule):
+        value = getattr(rule, field.name)
+        if isinstance(value, str):
+            changes[field.name] = re.sub(r"^model\.", "model.language_model.", value)
+        elif is_dataclass(value):
+            changes[field.name] = _inside(value)
+    return replace(rule, **changes)
+
+
+def _other_tensors(config: Mapping[str, Any]) -> re.Pattern[str] | None:
+    return re.compile(r"mtp\.|model\.visual\.")
+
+
 QWEN3_5_MOE_TEXT = Family(
     rules=_rules(),
     fused_rules=fused_expert_rules(),
@@ -73,4 +95,10 @@ QWEN3_5_MOE_TEXT = Family(
     adapt_spec=with_split_delta_nets,
     extra_tensors=prediction_layers,
     local_layers=True,
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5_MOE_TEXT,
+    rules={name: _inside(rule) for name, rule in QWEN3_5_MOE_TEXT.rules.items()},
+    fused_rules={name: _inside(rule) for name, rule in QWEN3_5_MOE_TEXT.fused_rules.items()},
+    extra_tensors=_other_tensors,
 )
