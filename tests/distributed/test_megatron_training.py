@@ -112,8 +112,11 @@ def test_a_stage_without_routers_updates_as_one_process_does(name: str, variant:
     assert_updates_as_one_process(*LAYOUTS[name], variant)
 
 
+OTHER_FAMILIES = [("qwen3_next", 1e-3), ("qwen3_5_moe_text", 1e-3), ("minimax_m2", TOLERANCE)]
+
+
 @pytest.mark.parametrize(
-    ("variant", "tolerance"), with_whole_runs([("gpt_oss", TOLERANCE), ("qwen3_next", 1e-3)], [("qwen3_next", 1e-3)])
+    ("variant", "tolerance"), with_whole_runs([("gpt_oss", TOLERANCE), *OTHER_FAMILIES], OTHER_FAMILIES)
 )
 def test_updates_of_other_families_packed(variant: str, tolerance: float) -> None:
     assert_updates_as_one_process(1, PACKED, variant, tolerance)
@@ -176,6 +179,9 @@ def check_weights(
     """Where each tensor has gone is compared, in units of how far it went."""
     assert found.keys() == wanted.keys() == start.keys()
     for name, begin in start.items():
+        if name.endswith("e_score_correction_bias"):  # no gradient reaches it
+            assert torch.equal(found[name], begin)
+            continue
         moved = (wanted[name] - begin).norm()
         assert moved > 0
         assert (found[name] - wanted[name]).norm() < tolerance * moved, name
