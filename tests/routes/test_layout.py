@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_replay.errors import AlignmentError, LayoutError
-from moe_replay.routes.layout import TokenLayout
+from moe_replay.routes.layout import Prefix, TokenLayout
 
 Kind = Literal["left", "right", "packed"]
 Style = Literal["zigzag", "contiguous"]
@@ -413,3 +414,50 @@ def test_a_layout_says_what_it_is(case: Case) -> None:
     layout = case.layout(0, 0)
     assert f"{sum(case.lengths)} tokens" in repr(layout)
     assert f"{layout.num_rows} rows" in repr(layout)
+
+
+# ---- shared prefixes -------------------------------------------------------------------------------------------------
+
+
+def test_a_shared_prefix_is_fed_once_with_the_first_sequence() -> None:
+    layout = TokenLayout.shared([6, 5, 7, 4], [(0, 0), (0, 3), (1, 4), (0, 0)])
+    assert layout.segments == (6, 2, 3, 4)
+    assert layout.fed.tolist() == [[0, 1, 2, 3, 4, 5, 9, 10, 15, 16, 17, 18, 19, 20, 21]]
+    assert [layout.prefix_rows(i).tolist() for i in range(4)] == [[], [0, 1, 2], [0, 1, 2, 6], []]
+    assert (layout.num_shared, layout.num_tokens, layout.num_rows) == (7, 22, 15)
+    again = copy.copy(layout)
+    assert again.prefixes == layout.prefixes
+    assert layout.unshared.lengths == layout.lengths
+    assert layout.unshared.num_rows == 22
+
+
+def test_the_tokens_of_a_shared_prefix_must_be_the_same() -> None:
+    layout = TokenLayout.shared([3, 4], [(0, 0), (0, 2)])
+    assert layout.fed_token_ids([[5, 6, 7], [5, 6, 8, 9]]).tolist() == [[5, 6, 7, 8, 9]]
+    with pytest.raises(AlignmentError, match=r"other tokens than the one whose prefix.*sample 1, token 1"):
+        layout.fed_token_ids([[5, 6, 7], [5, 4, 8, 9]])
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "message"),
+    [
+        ([(0, 0)], "every sequence needs a prefix"),
+        ([(0, 0), (1, 2)], "an earlier sequence"),
+        ([(1, 2), (0, 0)], "an earlier sequence"),
+        ([(0, 0), (0, 6)], "leave at least one token"),
+        ([(0, 0), (0, 4)], "longer than the sequence that it is shared with"),
+    ],
+)
+def test_prefixes_that_cannot_be_are_refused(prefixes: list[tuple[int, int]], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        TokenLayout.shared([3, 6], prefixes)
+
+
+def test_a_token_that_is_shared_must_not_be_fed_again() -> None:
+    with pytest.raises(LayoutError, match="not at all: it is shared"):
+        TokenLayout(np.arange(6)[None], (3, 3), (3, 3), prefixes=(Prefix(), Prefix(0, 2)))
+
+
+def test_shared_prefixes_and_context_parallel_are_refused_together() -> None:
+    with pytest.raises(LayoutError, match="cannot be divided among context parallel ranks"):
+        TokenLayout.shared([4, 4], [(0, 0), (0, 2)]).context_parallel(0, 2)

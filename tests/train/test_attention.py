@@ -211,3 +211,146 @@ def test_a_run_says_its_attention(config: Callable[..., Any], caplog: pytest.Log
         folder: Path = train(config(steps=1))
     assert "attention: blocks (no flash kernel on cpu: one sequence after the other)" in caplog.text
     assert folder.exists()
+
+
+# ---- shared prefixes -------------------------------------------------------------------------------------------------
+
+SHARED = TokenLayout.shared([9, 12, 7, 10, 6], [(0, 0), (0, 5), (0, 3), (1, 8), (0, 0)])
+
+
+def last_queries(aligned: str) -> Callable[..., Tensor]:
+    """`varlen_attn` for fewer queries than keys: queries are the last tokens, or wrongly the first ones."""
+
+    def varlen_attn(q, k, v, starts, key_starts, longest, most_keys, *, scale, window_size, enable_gqa):
+        assert (longest, most_keys) == (int(starts.diff().max()), int(key_starts.diff().max()))
+        left, parts = window_size[0], []
+        for (first, last), (begin, end) in zip(pairwise(starts.tolist()), pairwise(key_starts.tolist()), strict=True):
+            a, b, c = (heads.transpose(0, 1) for heads in (q[first:last], k[begin:end], v[begin:end]))
+            b, c = (heads.repeat_interleave(len(a) // len(b), 0) for heads in (b, c))
+            skipped = end - begin - (last - first) if aligned == "last" else 0
+            age = torch.arange(last - first)[:, None] + skipped - torch.arange(end - begin)
+            hidden = (age < 0) | ((age > left) if left >= 0 else False)
+            scores = (a @ b.transpose(1, 2) * scale).masked_fill(hidden, -torch.inf)
+            parts.append((scores.softmax(-1) @ c).transpose(0, 1))
+        return torch.cat(parts)
+
+    return varlen_attn
+
+
+def use_kernel(monkeypatch: pytest.MonkeyPatch, aligned: str) -> None:
+    monkeypatch.setattr(attention._varlen, "kernel", last_queries(aligned))
+    monkeypatch.setattr(attention._varlen, "shares_heads", True)
+    attention._last_queries_problem.cache_clear()
+
+
+def whole_and_shared(function: Callable[..., Any], **settings: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs, and gradients of what is fed: of each sequence with a copy of its prefix, and with a shared one."""
+    random = torch.Generator().manual_seed(3)
+    fed = [torch.randn(1, heads, SHARED.num_rows, 16, generator=random, dtype=torch.float64) for heads in (4, 2, 2)]
+    place = torch.from_numpy(SHARED.place)
+    own = torch.from_numpy(SHARED.fed[0].copy())  # of all tokens, those that are fed
+    weights = torch.randn(1, SHARED.num_rows, 4, 16, generator=random, dtype=torch.float64)
+    results = []
+    for is_shared in (False, True):
+        leaves = [part.clone().requires_grad_() for part in fed]
+        heads = leaves if is_shared else [part[:, :, place] for part in leaves]
+        chosen = attention.blocks if not is_shared else function
+        sequences = PackedSequences.sharing(SHARED, CPU) if is_shared else PackedSequences.of(SHARED.lengths, CPU)
+        output, _ = chosen(nn.Identity(), *heads, None, packed_sequences=sequences, scaling=0.3, **settings)
+        output = output if is_shared else output[:, own]
+        results.append([output, *torch.autograd.grad((output * weights).sum(), leaves)])
+    return results[0], results[1]
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"sliding_window": 4},
+    {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)},
+    {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64), "sliding_window": 4},
+    {"softcap": 2.0},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_shared_prefixes_are_seen_as_copies_are(settings: dict[str, Any]) -> None:
+    for expected, found in zip(*whole_and_shared(attention.blocks, **settings), strict=True):
+        is_rounded = bool(settings.keys() & {"s_aux", "softcap"})  # their softmax is in float32
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if is_rounded else 1e-12)
+
+
+@pytest.mark.parametrize("settings", SETTINGS[:4])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_sees_shared_prefixes_as_copies(settings: dict[str, Any]) -> None:
+    expected, found = whole_and_shared(_without_gradients(attention.flex), **settings)
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-5)
+
+
+def _without_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`flex_attention` has no backward on a CPU."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found, _ = function(args[0], *(heads.detach() for heads in args[1:4]), *args[4:], **kwargs)
+        return found + sum(0.0 * heads.sum() for heads in args[1:4]), None
+
+    return call
+
+
+@pytest.mark.parametrize("settings", SETTINGS[:2])
+def test_the_flash_kernel_sees_shared_prefixes_as_copies(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    use_kernel(monkeypatch, "last")
+    for expected, found in zip(*whole_and_shared(attention.varlen, **settings), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("aligned", ["last", "first"])
+def test_a_flash_kernel_that_takes_the_wrong_queries_is_noticed(monkeypatch: pytest.MonkeyPatch, aligned: str) -> None:
+    use_kernel(monkeypatch, aligned)
+    model = sequence_by_sequence("qwen3_moe")
+    monkeypatch.setattr(model.config, "_attn_implementation_internal", "varlen")
+    problem = attention.sharing_problem(model, CPU, torch.bfloat16)
+    attention._last_queries_problem.cache_clear()
+    assert (problem is None) == (aligned == "last")
+    assert problem is None or "fewer queries than keys" in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("qwen3_moe", None),
+        ("gpt_oss", None),
+        ("cohere2_moe", None),
+        ("deepseek_v3", None),
+        ("llama4_text", "attention 'sdpa' cannot show a prefix"),
+        ("minimax", "carries a state from token to token (linear_attention)"),
+        ("lfm2_moe", "carries a state from token to token (conv)"),
+    ],
+)
+def test_families_whose_sequences_cannot_share_a_prefix(name: str, problem: str | None) -> None:
+    if name not in available_families():
+        pytest.skip(f"no {name} in this release")
+    model = tiny_model(name)
+    use_attention(model, "auto", CPU, torch.float32, log=False)
+    found = attention.sharing_problem(model, CPU, torch.float32)
+    assert (found is None) == (problem is None)
+    assert problem is None or (found is not None and problem in found)
+
+
+@pytest.mark.parametrize("name", of_families(packed=True))
+def test_shared_prefixes_give_the_log_probs_and_gradients_of_each_sequence_alone(name: str) -> None:
+    model, reference = sequence_by_sequence(name), tiny_model(name)
+    if attention.sharing_problem(model, CPU, torch.float32) is not None:
+        pytest.skip(f"{name} does not share")
+    reference.set_attn_implementation("eager")
+    tokens = torch.randint(3, VOCABULARY, (SHARED.num_tokens,), generator=torch.Generator().manual_seed(1))
+    tokens = tokens[torch.from_numpy(SHARED.fed_as.copy())]
+    expected = torch.cat([outputs(reference, sequence[None])[0] for sequence in tokens.split(SHARED.lengths)])
+    ids, positions = fed(SHARED, tokens)
+    found = outputs(model, ids, positions, **forward_arguments(model, SHARED, CPU))[0]
+    found = found[torch.from_numpy(SHARED.place)]
+    torch.testing.assert_close(found.log_softmax(-1), expected.log_softmax(-1), rtol=1e-4, atol=1e-4)
+    wanted = gradients(reference, expected)
+    for parameter, gradient in gradients(model, found).items():
+        limit = 1e-4 * float(wanted[parameter].abs().max()) + 1e-6
+        torch.testing.assert_close(gradient, wanted[parameter], rtol=0, atol=limit, msg=parameter)

@@ -101,20 +101,17 @@ class RouteBatch:
         layers: Iterable[int] | None = None,
         *,
         source_layers: tuple[int, ...] | None = None,
-        one_route: bool = True,
     ) -> RouteBatch:
         """Return the routes of a micro-batch for this rank's `layers` (None: all of the traces'), in host memory.
 
         `source_layers` are those of the whole traces, if other layers have been left out of these already. A prefix
-        that sequences share has one route: traces that differ in it are refused, unless `one_route` is false, where
-        routes are only compared; then those of the sequence that is fed count.
+        that sequences share has one route: traces that differ in it are refused.
         """
         fed_token_ids = layout.fed_token_ids([trace.token_ids for trace in traces])  # checks number and lengths too
         num_experts = _check_one_model(traces)
         for sample, trace in enumerate(traces):
             trace.check_rows(sample)
-        if one_route:
-            _check_one_route(traces, layout)
+        _check_one_route(traces, layout)
         layer_ids = traces[0].layers if layers is None else tuple(layers)
         indices = as_slice(traces[0].layer_indices(layer_ids))
         runs = runs_of(layout)
@@ -207,6 +204,24 @@ class RouteBatch:
             valid=self.valid[:1].expand(len(wanted), -1) if self._shares_valid else self.valid[selected],
             all_valid=tuple(self.all_valid[index] for index in indices),
             coverage=coverage,
+        )
+
+    def unshared(self, layout: TokenLayout) -> RouteBatch:
+        """Return the routes of every token of every sequence, in the rows of `layout.unshared`; no device sync.
+
+        layout   that these routes are in
+        """
+        if not layout.prefixes:
+            return self
+        rows = torch.from_numpy(layout.place).to(self.routed_experts.device)
+        valid = self.valid[:1, rows].expand(len(self.layers), -1) if self._shares_valid else self.valid[:, rows]
+        return replace(
+            self,
+            routed_experts=self.routed_experts[:, rows],
+            valid=valid,
+            fed_token_ids=None,
+            coverage=None,
+            layout=None,
         )
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> RouteBatch:

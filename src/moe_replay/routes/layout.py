@@ -245,6 +245,11 @@ class TokenLayout:
         return self.place[start : start + (self.prefixes[sequence].length if self.prefixes else 0)]
 
     @property
+    def unshared(self) -> TokenLayout:
+        """The packed layout of the same sequences, each with all of its tokens; this one if nothing is shared."""
+        return TokenLayout.packed(self.lengths) if self.prefixes else self
+
+    @property
     def num_shared(self) -> int:
         """Tokens that are not fed, because they are those of an earlier sequence."""
         return sum(prefix.length for prefix in self.prefixes)

@@ -84,7 +84,6 @@ class RowSample:
         allowed = np.flatnonzero(layout.rows != PADDING) if allowed is None else allowed
         row_of = np.full(layout.num_tokens + 1, PADDING)
         row_of[layout.rows[allowed]] = allowed
-        row_of[:-1] = row_of[layout.fed_as]
         before = np.concatenate([[0], np.cumsum(row_of[:-1] != PADDING)])[layout.starts]  # tokens before each
         chosen = chance.permutation(np.flatnonzero(np.diff(before)))[:sequences]
         each = max(rows // max(len(chosen), 1), 2)
@@ -163,8 +162,7 @@ def _alternatives(
 ) -> np.ndarray:
     lengths, starts = np.array(layout.lengths), layout.starts
     known = picked != PADDING
-    token = layout.rows[picked]  # of this sequence, or of one that it shares it with: at the same position in both
-    position = np.where(known, token - starts[np.searchsorted(starts, token, side="right") - 1], 0)  # (U, M)
+    position = np.where(known, layout.rows[picked] - starts[sequence][:, None], 0)  # (U, M)
     moved = position - np.array(SHIFTS)[:, None, None]
     others = _others(sequence, len(lengths), chance)
     there = np.concatenate([moved, np.broadcast_to(position, (len(others), *position.shape))])

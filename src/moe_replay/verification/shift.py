@@ -292,7 +292,6 @@ def neighbours(layout: TokenLayout, rows: np.ndarray) -> tuple[np.ndarray, np.nd
     row_of = np.full(layout.num_tokens, PADDING)
     filled = np.flatnonzero(layout.rows != PADDING)
     row_of[layout.rows[filled]] = filled
-    row_of = row_of[layout.fed_as]
     token = layout.rows[rows]
     sequence = np.searchsorted(layout.starts, token, side="right") - 1
     moved = token + np.array(SHIFTS)[:, None]

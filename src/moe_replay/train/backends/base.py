@@ -226,18 +226,16 @@ def _keep(batch: MicroBatch, chunk: int, routing: Routing, native: RouteBatch, r
         routing.observer(batch, chunk, native, replayed)
 
 
-def rollout_routes(batch: MicroBatch, chunk: int, *, one_route: bool = True) -> RouteBatch:
-    """Return the rollout's routes for one chunk of the policy on this rank, on its device: kept ones, or new ones.
+def rollout_routes(batch: MicroBatch, chunk: int) -> RouteBatch:
+    """Return the rollout's routes for one chunk of the policy on this rank, on its device: kept ones, or new ones."""
+    return batch.rollout_routes[chunk] if chunk in batch.rollout_routes else captured_routes(batch, chunk, batch.layout)
 
-    one_route   refuse different routes of a prefix that sequences share; false: they are compared, not replayed
-    """
-    if chunk in batch.rollout_routes:
-        return batch.rollout_routes[chunk]
+
+def captured_routes(batch: MicroBatch, chunk: int, layout: TokenLayout) -> RouteBatch:
+    """Return the rollout's routes for one chunk, in a layout of the same sequences."""
     traces = [trajectory.trace for trajectory in batch.trajectories]
     layers = batch.chunk_layers[chunk]
-    routes = RouteBatch.from_traces(
-        traces, batch.layout, layers, source_layers=batch.source_layers, one_route=one_route
-    )
+    routes = RouteBatch.from_traces(traces, layout, layers, source_layers=batch.source_layers)
     return routes.to(batch.input_ids.device)
 
 

@@ -243,15 +243,20 @@ class FsdpBackend(Backend):
         self.replay.keep_routers_eager()
         for model in filter(None, (self.model, self._reference)):
             self._layers.add(_sharded_layers(model))
-        layout = self.layout((7, 12))  # which no dimension of a model has
-        positions = torch.tensor([*range(7), *range(12), 0])[torch.from_numpy(layout.fed.copy())].to(self.device)
-        ids = torch.zeros_like(positions)
-        more = forward_arguments(self.model, layout, self.device, self._context)
+        lengths = (7, 12)  # which no dimension of a model has
+        layouts = [self.layout(lengths)]
+        if self.sharing_problem is None:
+            layouts.append(self.layout(lengths, (Prefix(), Prefix(0, 5))))
         with self._layers.counted("the start"):
-            with torch.no_grad():
-                self.model.eval()(input_ids=ids, position_ids=positions, use_cache=False, **more)
-            logits = self.model.train()(input_ids=ids, position_ids=positions, use_cache=False, **more).logits
-            (0.0 * logits.float().sum()).backward()
+            for layout in layouts:
+                positions = torch.tensor([*range(7), *range(12), 0])[torch.from_numpy(layout.fed.copy())]
+                arguments = {"position_ids": positions.to(self.device), "use_cache": False}
+                arguments |= forward_arguments(self.model, layout, self.device, self._context)
+                ids = torch.zeros_like(positions).to(self.device)
+                with torch.no_grad():
+                    self.model.eval()(input_ids=ids, **arguments)
+                logits = self.model.train()(input_ids=ids, **arguments).logits
+                (0.0 * logits.float().sum()).backward()
         self._optimizer.zero_grad()
 
     def _reference_model(self, config: TrainConfig, folder: str) -> nn.Module | None:

@@ -30,7 +30,7 @@ from moe_replay.train.backends.base import (
     RouteObserver,
     Routing,
     Scores,
-    rollout_routes,
+    captured_routes,
 )
 from moe_replay.train.config.sections import OptimConfig
 from moe_replay.train.config.train_config import TrainConfig
@@ -244,14 +244,17 @@ class Learner:
         def compare(batch: MicroBatch, chunk: int, native: RouteBatch, replayed: RouteBatch | None) -> None:
             if batch.is_dummy:
                 return
-            rollout = rollout_routes(batch, chunk, one_route=False) if replayed is None else replayed
-            metrics.add_agreement(rollout, native)
-            used = rollout if mode == "r3" else native
-            metrics.add_load(used, batch.layout)
+            layout = batch.layout.unshared  # every token of every sample counts
+            rollout = captured_routes(batch, chunk, layout) if replayed is None else replayed.unshared(batch.layout)
+            chosen = native.unshared(batch.layout)
+            metrics.add_agreement(rollout, chosen)
+            used = rollout if mode == "r3" else chosen
+            metrics.add_load(used, layout)
             if mode != "off":
-                metrics.add_coverage(used, batch.layout, replayed=True)
+                metrics.add_coverage(used, layout, replayed=True)
             if batch is watched:
-                batch.native_routes[chunk], batch.rollout_routes[chunk] = native, rollout
+                batch.native_routes[chunk] = chosen
+                batch.rollout_routes[chunk] = rollout if replayed is None else replayed
 
         return compare
 

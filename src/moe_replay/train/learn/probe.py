@@ -2,7 +2,8 @@
 
 After each weight sync the engine must return the trainer's log-probs, which shows that it computes with the trainer's
 weights. Before the first step the trainer must return the same log-probs for the sequence alone and packed behind
-another one, which shows that sequences of a micro-batch do not attend to each other.
+another one, which shows that sequences of a micro-batch do not attend to each other; and, where sequences share
+prompts, behind one that it shares half of its tokens with.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from moe_replay.distributed.collectives import all_gather, broadcast_bytes, control_group
 from moe_replay.errors import AlignmentError
 from moe_replay.records import FinishReason, MicroBatch, Trajectory
+from moe_replay.routes.layout import Prefix, TokenLayout
 from moe_replay.routes.trace import RouteTrace
 from moe_replay.train.backends.base import Backend, Routing, Scores
 from moe_replay.train.config.sections import RolloutConfig
@@ -47,17 +49,12 @@ class ProbeSequence:
         return cls(np.frombuffer(broadcast_bytes(content), np.int32), backend)
 
     def check_packing(self, backend: Backend, tolerance: float) -> None:
-        """Raise if the log-probs of the sequence differ when it is packed behind another one.
+        """Raise if the log-probs of the sequence differ when it is packed behind another one, or shares tokens with it.
 
         Attention separates packed sequences by their positions; layers that carry a state from token to token (linear
         attention, state-space models) may not, and no other check would show it.
         """
-        together = make_micro_batch(
-            [self._whole, self._whole],
-            [0.0, 0.0],
-            backend.layout([len(self.token_ids)] * 2),
-            backend.device,
-        )
+        together = self._twice(backend.layout([len(self.token_ids)] * 2), backend)
         alone, both = _scores(backend, self._alone), _scores(backend, together)
         if alone is None or both is None:
             return
@@ -67,15 +64,26 @@ class ProbeSequence:
                 found=f"{int((~alone.logprobs.isfinite()).sum())} of {len(alone.logprobs)} tokens",
                 remedy="Its weights may be too large for model.dtype: bfloat16 and float32 hold more than float16",
             )
-        second = both.logprobs[len(alone.logprobs) :]
-        typical = float((second - alone.logprobs).abs().median())
-        if not typical <= tolerance:
-            raise AlignmentError(
-                "a sequence packed behind another one has other log-probs than alone: packed sequences see each other",
-                expected=f"log-probs within {tolerance} in the median",
-                found=f"{typical:.4g}",
-                remedy="This model carries a state from token to token: set batch.packed = false",
+        _check_second(
+            both,
+            alone,
+            tolerance,
+            "a sequence packed behind another one has other log-probs than alone: packed sequences see each other",
+            "This model carries a state from token to token: set batch.packed = false",
+        )
+        if backend.sharing_problem is None and len(self.token_ids) > 2:
+            prefixes = (Prefix(), Prefix(0, len(self.token_ids) // 2))
+            shared = self._twice(backend.layout([len(self.token_ids)] * 2, prefixes), backend)
+            _check_second(
+                _scores(backend, shared),
+                alone,
+                tolerance,
+                "a sequence that shares its beginning with another one has other log-probs than alone",
+                "Attention of this model does not show a shared prompt to its samples: set batch.share_prompts = false",
             )
+
+    def _twice(self, layout: TokenLayout, backend: Backend) -> MicroBatch:
+        return make_micro_batch([self._whole, self._whole], [0.0, 0.0], layout, backend.device)
 
     def score(self, backend: Backend, config: RolloutConfig) -> Probe | None:
         """Return the probe with the policy's current log-probs, on every rank; None if `check_weights` is off."""
@@ -91,6 +99,16 @@ class ProbeSequence:
             next(part for part in all_gather(own.view(np.uint8), control_group()) if part.size).view(np.float32).copy()
         )
         return Probe(token_ids=self.token_ids.tolist(), logprobs=logprobs, tolerance=config.weights_tolerance)
+
+
+def _check_second(both: Scores | None, alone: Scores, tolerance: float, problem: str, remedy: str) -> None:
+    """Raise unless the second of two sequences has the log-probs of the one that was scored alone."""
+    assert both is not None, "ranks that score it alone score it twice as well"
+    second = both.logprobs[len(alone.logprobs) :]
+    typical = float((second - alone.logprobs).abs().median())
+    if not typical <= tolerance:
+        expected = f"log-probs within {tolerance} in the median"
+        raise AlignmentError(problem, expected=expected, found=f"{typical:.4g}", remedy=remedy)
 
 
 def _scores(backend: Backend, batch: MicroBatch) -> Scores | None:

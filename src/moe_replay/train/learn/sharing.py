@@ -157,13 +157,15 @@ def divide_groups(headers: Sequence[TrajectoryHeader], ranks: int, budget: int) 
     limit, shortest = budget, min((header.length for header in headers), default=1)
     while True:
         parts = _parts(headers, limit)
-        shares = balanced([cost for cost, _ in parts], ranks)
-        busiest = max(sum(parts[i][0] for i in share) for share in shares)
+        costs = [cost for cost, _ in parts]
+        shares = balanced(costs, ranks)
+        busiest = max(sum(costs[i] for i in share) for share in shares)
         if best is None or busiest < best[0]:
             best = busiest, [sorted(index for i in share for index in parts[i][1]) for share in shares]
-        if ranks == 1 or limit <= shortest:
+        # Smaller parts have more copies of prompts: they cannot be better than this mean.
+        if limit <= shortest or sum(costs) >= best[0] * ranks:
             return best[1]
-        limit //= 2
+        limit = min(limit, max(costs)) * 7 // 8
 
 
 def _parts(headers: Sequence[TrajectoryHeader], limit: int) -> list[tuple[int, list[int]]]:

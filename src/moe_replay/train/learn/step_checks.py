@@ -35,7 +35,9 @@ class Alignment:
         """Sample what the trainer's routers choose and what the rollout recorded, for the rows of a micro-batch."""
         sampled = np.concatenate([trajectory.sampled for trajectory in batch.trajectories])
         for chunk, recorded in batch.rollout_routes.items():
-            self._check.add(batch.native_routes[chunk], recorded, batch.layout, step, sampled)
+            layout = batch.layout.unshared
+            given = recorded.unshared(batch.layout) if recorded.num_rows < layout.num_rows else recorded
+            self._check.add(batch.native_routes[chunk], given, layout, step, sampled)
 
     def check(self) -> dict[str, float]:
         """Return the metrics of the step; raise on every rank if routes are not aligned. All ranks call it."""
