@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +19,10 @@ from moe_replay.routes.layout import TokenLayout
 from moe_replay.train.backends.base import Routing, Scores
 from moe_replay.train.backends.fsdp import FsdpBackend
 from moe_replay.train.config.train_config import TrainConfig
-from tests.distributed.megatron_training import LEARNING_RATE, batches_of, by_row, loss_sum
+from tests.distributed.megatron_training import batches_of, by_row, loss_sum
+from tests.train.runs import closeness, train_on_rank
 
+LEARNING_RATE = 0.01  # a step that hardly amplifies the rounding of small gradients
 ROLLOUT = Routing("replay", "rollout", observe=True)
 SCORING = {"off": Routing(), "r2": Routing("record"), "r3": ROLLOUT}
 TRAINING = {"off": Routing(), "r2": Routing("replay", "recorded"), "r3": ROLLOUT}
@@ -30,7 +35,7 @@ def make_config(folder: str, settings: dict[str, Any]) -> TrainConfig:
         "data": {"path": "prompts.jsonl"},
         "rollout": {"temperature": 1.3},
         "backend": {"device": "cpu"},
-        "optim": {"eps": 1e-2, "weight_decay": 0.1, "max_grad_norm": 1e9},
+        "optim": {"eps": 0.1, "weight_decay": 0.1, "max_grad_norm": 1e9},
         "batch": {"packed": True, "logit_chunk": 5},
         "algorithm": {},
     }
@@ -108,3 +113,20 @@ def refusal(folder: str, settings: dict[str, Any]) -> str:
     except MoeReplayError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+_CHECKPOINTS: list[Path] = []
+
+
+def train_until_killed(folder: str, prompts: str, output: str, overrides: dict[str, Any]) -> list[dict[str, Any]]:
+    """A run whose first rank is killed while it computes rewards, as soon as there is a checkpoint."""
+    _CHECKPOINTS.append(Path(output, "checkpoints"))
+    reward = {"functions": ["tests.distributed.context_parallel:deadly"], "workers": 0}
+    return train_on_rank(folder, prompts, output, overrides | {"reward": reward})
+
+
+def deadly(prompts: list, completions: list[str], solution: list[str], **columns: Any) -> list[float | None]:
+    """`closeness`, unless there is a checkpoint."""
+    if any(path for folder in _CHECKPOINTS for path in folder.glob("step-*")):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return closeness(prompts, completions, solution, **columns)

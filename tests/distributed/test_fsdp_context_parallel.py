@@ -14,7 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.combinations import with_thorough
 from tests.distributed import context_parallel, harness, megatron_training
+from tests.distributed.test_training import COMPARED
+from tests.train.runs import train_on_rank
 
 pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("pydantic")
@@ -46,13 +49,15 @@ def check_updates(
     size: int, context: int, cases: dict[str, tuple[str, dict[str, Any]]], variant: str = "qwen3_moe"
 ) -> None:
     """Compare the updates on ranks of which `context` share sequences with those of one process."""
-    shared = {
-        name: (mode, settings | {"backend.context_parallel": context}) for name, (mode, settings) in cases.items()
-    }
     (alone,) = harness.run_ranks(1, context_parallel.updates_of, *policy(variant), cases)
-    ranks = harness.run_ranks(size, context_parallel.updates_of, *policy(variant), shared)
+    ranks = harness.run_ranks(size, context_parallel.updates_of, *policy(variant), in_groups(context, cases))
     for name in cases:
         check_same([rank[name] for rank in ranks], alone[name], name)
+
+
+def in_groups(context: int, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Cases in which `context` ranks share sequences."""
+    return {name: (mode, settings | {"backend.context_parallel": context}) for name, (mode, settings) in cases.items()}
 
 
 def check_same(ranks: list[dict[str, Any]], alone: dict[str, Any], name: str) -> None:
@@ -81,6 +86,42 @@ def test_two_ranks_of_a_group_update_as_one_process() -> None:
     check_updates(2, 2, CASES)
 
 
+LATENT_TARGETS = {"model.lora_target_modules": ("q_b_proj", "o_proj", "down_proj", "router")}
+PADDED = {"batch.packed": False}
+REFERENCE = {"algorithm.beta": 0.1}
+EVERYTHING = {
+    f"{mode}, {name}": (mode, settings)
+    for mode in MODES
+    for name, settings in {"plain": {}, "recomputed": RECOMPUTED, "LoRA": LORA | RECOMPUTED, "padded": PADDED}.items()
+} | {"r3, reference": ("r3", REFERENCE)}
+MATRIX: dict[str, tuple[int, int, str, dict[str, Any]]] = {
+    "2 ranks": (2, 2, "qwen3_moe", EVERYTHING),
+    "4 ranks, keys repeated": (4, 4, "qwen3_moe", EVERYTHING),
+    "2 groups of 2": (4, 2, "qwen3_moe", EVERYTHING),
+    "one head of keys": (4, 4, "qwen3_moe-one-group", CASES),
+    "sinks and windows": (4, 4, "gpt_oss", CASES | {"r3, padded": ("r3", PADDED)}),
+    "latent attention": (4, 4, "deepseek_v3", CASES | {"r3, LoRA": ("r3", LORA | LATENT_TARGETS)}),
+    "shared experts": (2, 2, "glm4_moe", CASES),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", MATRIX)
+def test_any_group_updates_as_one_process(name: str) -> None:
+    size, context, variant, cases = MATRIX[name]
+    check_updates(size, context, cases, variant)
+
+
+@pytest.mark.thorough
+def test_experts_and_sequences_are_divided_together() -> None:
+    """FSDP 2 x context 2, with the experts of a layer on two ranks."""
+    divided = {name: (mode, settings | {"backend.expert_parallel": 2}) for name, (mode, settings) in CASES.items()}
+    (alone,) = harness.run_ranks(1, context_parallel.updates_of, *policy("qwen3_moe"), CASES)
+    ranks = harness.run_ranks(4, context_parallel.updates_of, *policy("qwen3_moe"), in_groups(2, divided))
+    for name in CASES:
+        check_same([rank[name] for rank in ranks], alone[name], name)
+
+
 def test_routes_of_another_rank_are_refused() -> None:
     settings = {"backend.context_parallel": 2}
     said = harness.run_ranks(2, context_parallel.with_routes_of_the_next_rank, *policy("qwen3_moe"), settings)
@@ -98,3 +139,50 @@ def test_models_whose_heads_cannot_be_exchanged_are_refused(variant: str, size: 
     folder, _ = policy(variant)
     for said in harness.run_ranks(size, context_parallel.refusal, folder, {"backend.context_parallel": size}):
         assert all(word in said for word in words), said
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+
+
+SMALL_STEPS = {"lr": 1e-4, "eps": 1e-3}  # so that rounding does not grow, see test_training.py
+
+
+def curve(size: int, context: int, files: Any, output: Path, **overrides: Any) -> list[dict[str, float]]:
+    settings = {"optim": SMALL_STEPS, "rollout": {"dtype": "bfloat16"}, "backend": {"context_parallel": context}}
+    arguments = (str(files.model), str(files.train), str(output), settings | overrides)
+    every = harness.run_ranks(size, train_on_rank, *arguments)
+    assert all(lines == every[0] for lines in every)
+    return [{name: line[name] for name in COMPARED} for line in every[0]]
+
+
+@pytest.mark.whole_runs
+@pytest.mark.parametrize("mode", with_thorough(MODES, ("off", "r2")))
+def test_a_run_in_groups_has_the_metrics_of_one_process(demo_files: Any, tmp_path: Path, mode: str) -> None:
+    alone = curve(1, 1, demo_files, tmp_path / "alone", replay={"mode": mode}, steps=2)
+    shared = curve(2, 2, demo_files, tmp_path / "shared", replay={"mode": mode}, steps=2)
+    for one, other in zip(alone, shared, strict=True):
+        assert other == pytest.approx(one, rel=2e-4, abs=1e-7)
+
+
+@pytest.mark.whole_runs
+@pytest.mark.parametrize(
+    ("before", "after"), with_thorough([((2, 2), (1, 1)), ((2, 1), (4, 2))], [((2, 1), (4, 2))]), ids=str
+)
+def test_a_killed_run_resumes_in_another_layout(
+    demo_files: Any, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    """A layout is the number of ranks, and how many of them share sequences."""
+    size, context = before
+    saving = {"every": 1, "asynchronous": False, "export": False}
+    whole = curve(1, 1, demo_files, tmp_path / "whole", steps=3)
+    overrides = {"optim": SMALL_STEPS, "rollout": {"dtype": "bfloat16"}, "backend": {"context_parallel": context}}
+    arguments = (str(demo_files.model), str(demo_files.train), str(tmp_path / "killed"))
+    with pytest.raises(harness.RankError):
+        overrides |= {"checkpoint": saving, "steps": 9}
+        harness.run_ranks(size, context_parallel.train_until_killed, *arguments, overrides)
+    saved = sorted(path.name for path in (tmp_path / "killed" / "checkpoints").glob("step-*"))
+    assert saved
+    assert saved[-1] < "step-00000003"
+    resumed = curve(*after, demo_files, tmp_path / "killed", steps=3, checkpoint=saving)
+    for one, other in zip(whole, resumed, strict=True):
+        assert other == pytest.approx(one, rel=2e-4, abs=1e-7)
