@@ -7,6 +7,7 @@ KILLS ?= 20
 # A file of tests runs in one worker, so that what its tests share is made once; those that take long come first.
 # Not loadgroup: with pytest 9.2, pytest-xdist 3.8 ignores its groups without a word.
 PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+OLDEST_TORCH := 2.6.0
 TRANSFORMERS4_TESTS ?= tests/replay/adapters tests/replay/test_silent_faults.py tests/replay/test_compile.py::test_a_compiled_model_recomputes_with_its_own_routes tests/routes/test_topology.py tests/engines/test_transformers.py tests/engines/test_session.py tests/faults/test_model_folders.py
 
 EXTRAS ?= ray train lora tensorboard wandb mlflow trackio trl megatron transformers serve report cli vllm
@@ -14,6 +15,7 @@ EXTRAS ?= ray train lora tensorboard wandb mlflow trackio trl megatron transform
 PINS ?= requirements/test.txt
 VERL_VERSIONS ?= 0.8.0 0.9.0 0.9.1
 MS_SWIFT_VERSIONS ?= 4.5.3 4.6.0
+MEGATRON_IN_CI := 0.12.1 0.19.2
 MEGATRON_VERSIONS ?= 0.12.1 0.13.1 0.14.0 0.15.3 0.17.1 0.18.2 0.19.2
 
 # Tests of what is not installed are skipped, so nothing may be missing where everything is to be tested.
@@ -27,7 +29,7 @@ SHELL := /bin/bash
 # The tests start hundreds of Python processes: without bytecode each of them would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
-.PHONY: help train test-extras docs site test test-all test-quick test-long test-faults lint types unit unit-all test-transformers4 test-transformers-between test-sglang test-plugins test-gpu test-megatron-versions mutants format bench clean
+.PHONY: help train test-extras docs site test test-all test-quick test-long test-faults lint types unit unit-all test-transformers4 test-transformers-between test-sglang test-plugins test-gpu test-megatron-versions test-megatron-in-ci test-oldest test-newest mutants format bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-26s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,7 +44,7 @@ docs: .venv/.ready ## Write docs/config.md and the schema of recipes from the co
 
 test: lint types site test-transformers4 test-transformers-between unit ## What a change must pass: lint, types, the site, tests on transformers 4.57 and 5.x, real runs of the main parts. Under 12 minutes on two idle cores
 
-test-all: lint types site test-extras test-transformers4 test-transformers-between unit-all ## Everything that CI runs: `make test`, further whole runs (mark `whole_runs`), and each extra alone
+test-all: lint types site test-extras test-transformers4 test-transformers-between test-megatron-in-ci unit-all ## Everything that CI runs: `make test`, further whole runs (mark `whole_runs`), and each extra alone
 
 site: .venv/.ready .mkdocs/.ready ## Build the documentation as a site in build/site; a warning is an error
 	@echo "==> site"
@@ -129,6 +131,25 @@ test-megatron-versions: .venv/.ready ## Routers on every Megatron-Core from 0.12
 	    tests/replay/adapters/test_megatron_versions.py -m "thorough or not thorough"; \
 	done
 
+test-megatron-in-ci: ## Routers on the oldest and the newest Megatron-Core
+	@$(MAKE) --no-print-directory test-megatron-versions MEGATRON_VERSIONS="$(MEGATRON_IN_CI)"
+
+test-oldest: ## The library on the oldest torch and Transformers; downloads a torch with CUDA on x86_64; not part of `make test-all`
+	@$(PYTHON) -m venv --clear .venv-oldest && $(call GET_UV,.venv-oldest)
+	@grep -v '^-r\|^sympy' requirements/transformers4.txt > .venv-oldest/pins.txt
+	@.venv-oldest/bin/python requirements/uv.py .uv/bin/uv --no-python-downloads pip install --python .venv-oldest/bin/python \
+	  torch==$(OLDEST_TORCH) -r .venv-oldest/pins.txt
+	PYTHONPATH=src OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q -n $(WORKERS) $(TRANSFORMERS4_TESTS)
+
+test-newest: ## The quick tests on the newest release of everything on the package index; not part of `make test-all`
+	@$(PYTHON) -m venv --clear .venv-newest && $(call GET_UV,.venv-newest)
+	@.venv-newest/bin/python requirements/uv.py .uv/bin/uv --no-python-downloads pip install --python .venv-newest/bin/python \
+	  '.[lora,trl,ray,megatron,tensorboard,trackio,dev]'
+	@.venv-newest/bin/python -c 'from importlib.metadata import version as v; from moe_replay.utils.tested_versions import NAMES; \
+	  print("==> newest:", *(f"{name} {v(name)}" for name in NAMES if name not in ("vllm", "sglang")))'
+	PYTHONPATH=src OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -q $(PARALLEL) \
+	  -m "not slow and not distributed and not engine"
+
 test-extras: .venv/.ready ## Each extra of the wheel alone, installed into a new environment, does one real step (PINS= for the newest versions)
 	@echo "==> extras, each alone"
 	@$(call GET_UV,.venv)
@@ -152,7 +173,7 @@ bench: .venv/.ready ## Run every script in benchmarks/
 	@for script in benchmarks/*.py; do echo "==> $$script"; .venv/bin/python "$$script"; done
 
 clean: ## Remove environments, caches and build products
-	rm -rf .venv .venv-tf4 .venv-sglang .venv-plugins .megatron .plugins .mkdocs .transformers .uv build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-oldest .venv-tf4 .venv-sglang .venv-plugins .megatron .plugins .mkdocs .transformers .uv build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -exec rm -rf {} +
 
 # ---- environments ----------------------------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ def test_doctor_says_that_newer_packages_are_tried_and_vllm_self_tested() -> Non
     assert "newer than the tested releases (0.30 to 0.32); tried: at the start" in text
     assert "self-test" in text
     assert (
-        "newer than the tested releases (4.57 to 5.22); tried"
+        "newer than the tested releases (4.57 to 5.23); tried"
         in finding(changed(transformers="6.0"), "transformers").text
     )
     assert "newer than the tested releases (0.5.23); tried" in finding(changed(sglang="0.5.24"), "sglang").text

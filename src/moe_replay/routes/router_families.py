@@ -197,6 +197,7 @@ ROUTER_FAMILIES: dict[str, RouterFamily] = {
     "hunyuan_v1_moe": RouterFamily(every_layer, (RouterRule("HunYuanMoEV1Moe"),)),
     "hy_v3": RouterFamily(by_mlp_types),
     "hy_v4": RouterFamily(by_mlp_types),
+    "inkling2_text": RouterFamily(every_layer),
     "inkling_text": RouterFamily(by_mlp_types),
     "jamba": RouterFamily(by_period, (RouterRule("JambaSparseMoeBlock"),)),
     "jetmoe": RouterFamily(
@@ -294,6 +295,11 @@ REFUSED_ROUTERS = (
         ("ernie4_5_vl_moe", "ernie4_5_vl_moe_text"),
         ("Ernie4_5_VLMoeMoeBlock",),
         "each of its layers has a text and a vision router, and each sees only the rows of its modality",
+    ),
+    RefusedRouter(
+        ("dots3_note", "dots3_note_text", "dots3_note_vision_encoder"),
+        ("Dots3NoteTextTopkRouter", "Dots3NoteVisionTopKRouter"),
+        "its image encoder routes as well, in rows of image patches that no engine records",
     ),
     RefusedRouter(
         ("diffusion_gemma", "diffusion_gemma_text"),

@@ -224,9 +224,11 @@ def _python(system: SystemInfo) -> Finding:
 
 def _torch(system: SystemInfo) -> Finding:
     version = system.versions.get("torch")
-    if version is None or release_numbers(version) < (2, 6):
-        return Finding("torch", Status.BROKEN, version or "none", "required, at least 2.6", "pip install 'torch>=2.6'")
-    return Finding("torch", Status.OK, version, "supported")
+    oldest = TESTED["torch"][0]
+    if version is None or release_numbers(version) < oldest:
+        text, remedy = f"required, at least {dotted(oldest)}", f"pip install 'torch>={dotted(oldest)}'"
+        return Finding("torch", Status.BROKEN, version or "none", text, remedy)
+    return _tried(Finding("torch", Status.OK, version, "supported"))
 
 
 def _transformers(system: SystemInfo) -> Finding:
@@ -236,7 +238,7 @@ def _transformers(system: SystemInfo) -> Finding:
         text = "no Transformers models, no Transformers engine, no `--model`"
         return Finding("transformers", Status.NOTE, "none", text, install)
     if release_numbers(version) < TESTED["transformers"][0]:
-        text = "routers are supported from 4.57 on"
+        text = f"routers are supported from {dotted(TESTED['transformers'][0])} on"
         return Finding("transformers", Status.BROKEN, version, text, install)
     text = f"record and replay on {len(ROUTER_FAMILIES)} model types (docs/routers.md)"
     return _tried(Finding("transformers", Status.OK, version, text))
@@ -248,7 +250,7 @@ def _megatron(system: SystemInfo) -> Finding:
         text = "no training with tensor, pipeline, context or expert parallelism"
         return Finding("megatron-core", Status.NOTE, "none", text, "pip install 'moe-replay[megatron]'")
     if release_numbers(version) < TESTED["megatron-core"][0]:
-        text = "routers are supported since 0.12"
+        text = f"routers are supported from {dotted(TESTED['megatron-core'][0])} on"
         return Finding("megatron-core", Status.BROKEN, version, text, "pip install 'moe-replay[megatron]'")
     hook = "router.router_replay" if release_numbers(version) >= (0, 16) else "their topk call"
     text = (

@@ -1,6 +1,7 @@
-"""The oldest and newest version of each package that was run; a newer one is tried, and the user is told.
+"""The versions of each package that were run; one newer than all of them is tried, and the user is told.
 
-pyproject.toml requires the oldest and bounds none from above.
+pyproject.toml requires the oldest and bounds none from above; docs/first-run.md has this table, and
+tests/test_versions.py holds all of them together.
 """
 
 from __future__ import annotations
@@ -14,19 +15,36 @@ from moe_replay.errors import MissingExtraError
 
 Release = tuple[int, ...]
 TESTED: dict[str, tuple[Release, Release]] = {
-    "transformers": ((4, 57), (5, 22)),
+    "torch": ((2, 6), (2, 15)),
+    "transformers": ((4, 57), (5, 23)),
     "vllm": ((0, 30), (0, 32)),
+    "sglang": ((0, 5, 23), (0, 5, 23)),
     "megatron-core": ((0, 12), (0, 19)),
     "trl": ((1, 16), (1, 16)),
-    "sglang": ((0, 5, 23), (0, 5, 23)),
+    "peft": ((0, 20), (0, 21)),
+    "ray": ((2, 50), (2, 60)),
 }
 """Package -> oldest, which is also the least that is accepted, and newest."""
+IN_CI: dict[str, tuple[Release, ...]] = {
+    "torch": ((2, 13),),
+    "transformers": ((4, 57), (5, 10), (5, 22)),
+    "vllm": ((0, 30),),
+    "sglang": (),
+    "megatron-core": ((0, 12), (0, 16), (0, 19)),
+    "trl": ((1, 16),),
+    "peft": ((0, 21),),
+    "ray": ((2, 60),),
+}
+"""Package -> the versions that `make test-all` runs; the others were run by `make test-oldest`, `test-newest` and such."""
 NAMES = {
+    "torch": "torch",
     "transformers": "Transformers",
     "vllm": "vLLM",
     "megatron-core": "Megatron-Core",
     "trl": "TRL",
     "sglang": "SGLang",
+    "peft": "PEFT",
+    "ray": "Ray",
 }
 MEGATRON_TRAINER: Release = (0, 16)
 """The least Megatron-Core of the trainer's backend; routers are replayed from `TESTED` on."""

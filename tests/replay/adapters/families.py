@@ -209,6 +209,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": BODY | HEAD | MLP | {"num_experts": 6, "moe_topk": [2, 2, 2]},
     "hy_v3": QWEN_MOE | HEAD | DENSE_BETWEEN | {"num_shared_experts": 1},
     "hy_v4": DEEPSEEK | SPARSE_ATTENTION | DENSE_BETWEEN | {"hc_mult": 2},
+    "inkling2_text": BODY
+    | HEAD
+    | EXPERT_MLP
+    | ROUTED_EXPERTS
+    | {
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 8,
+        "sliding_window_size": 4,
+        "d_rel": 4,
+        "rel_extent": 8,
+        "n_layers_per_attn_res_block": 2,
+    },
     "inkling_text": BODY
     | HEAD
     | MLP

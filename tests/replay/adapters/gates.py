@@ -217,6 +217,7 @@ GATES: dict[str, Gate] = {
     "hunyuan_v1_moe": Gate(RENORMALISED.formula, ("wg.weight",)),
     "hy_v3": Gate(lambda c, p: partial(sigmoid_renormalised, eps=1e-20, scale=c.router_scaling_factor)),
     "hy_v4": DEEPSEEK_V3,
+    "inkling2_text": Gate(lambda c, p: partial(sigmoid_renormalised, eps=1e-20, scale=c.routed_scaling_factor)),
     "inkling_text": Gate(
         lambda c, p: partial(sigmoid_renormalised, scale=c.route_scale * p[1]),  # routed and shared experts together
         ("weight", "global_scale"),
