@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 from tests.combinations import with_thorough, with_whole_runs
 from tests.distributed import harness, megatron_training
 from tests.distributed.megatron_models import PRELOADED
-from tests.megatron.weights.models import DENSE_FIRST, DENSE_LAST, saved_tensors
+from tests.megatron.weights.models import DENSE_FIRST, DENSE_LAST, edit_config, saved_tensors
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers", minversion="5.0")
@@ -120,6 +121,20 @@ OTHER_FAMILIES = [("qwen3_next", 1e-3), ("qwen3_5_moe_text", 1e-3), ("minimax_m2
 )
 def test_updates_of_other_families_packed(variant: str, tolerance: float) -> None:
     assert_updates_as_one_process(1, PACKED, variant, tolerance)
+
+
+@pytest.mark.whole_runs
+@pytest.mark.parametrize("kind", ["fsdp", "megatron"])
+def test_kimi_k2_is_trained_as_deepseek_v3(kind: str, tmp_path: Path) -> None:
+    published, data = policy("deepseek_v3")
+    folder = tmp_path / "kimi"
+    shutil.copytree(published, folder)
+    edit_config(folder, model_type="kimi_k2", auto_map={"AutoModelForCausalLM": "none.None"})
+    (found,) = harness.run_ranks(1, megatron_training.two_updates, str(folder), data, kind, {})
+    one = expected("deepseek_v3")
+    assert close(found["losses"], one["losses"])
+    assert close(found["norms"], one["norms"])
+    check_weights(found["weights"], one["weights"], saved_tensors(published))
 
 
 def assert_updates_as_one_process(

@@ -94,16 +94,18 @@ def gradients(run: Path) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state.items() if name.endswith(".exp_avg")}
 
 
-@pytest.mark.parametrize(
-    ("aggregation", "level"),
-    with_whole_runs(
-        [("seq_mean_token_mean", "token"), ("token_mean", "sequence"), ("seq_mean_token_sum_norm", "token")],
-        [("token_mean", "sequence"), ("seq_mean_token_sum_norm", "token")],
-    ),
-)
+GRADIENTS = [
+    ("seq_mean_token_mean", "token", False),
+    ("token_mean", "sequence", "auto"),
+    ("seq_mean_token_sum_norm", "token", "auto"),
+]
+
+
+@pytest.mark.parametrize(("aggregation", "level", "share"), with_whole_runs(GRADIENTS, GRADIENTS[1:]))
 def test_samples_whose_prompt_is_the_whole_history_have_the_gradient_of_one_sequence(
-    config: Config, metrics_of: Metrics, aggregation: str, level: str
+    config: Config, metrics_of: Metrics, aggregation: str, level: str, share: Any
 ) -> None:
+    """Also where the history is computed once for all samples."""
     runs, lines = {}, {}
     for name in ("appending", "repeating"):
         made = config(
@@ -117,6 +119,7 @@ def test_samples_whose_prompt_is_the_whole_history_have_the_gradient_of_one_sequ
             },
             optim={"lr": 1e-3, "betas": (0.0, 0.999), "max_grad_norm": float("inf")},
             reward=REWARD,
+            batch={"share_prompts": share},
         )
         runs[name] = gradients(train(made))
         (lines[name],) = metrics_of(Path(made.output))
@@ -127,6 +130,8 @@ def test_samples_whose_prompt_is_the_whole_history_have_the_gradient_of_one_sequ
         assert one[name] == several[name], name
     assert several["routing/agreement"] == one["routing/agreement"] == 1
     assert several["loss/grad_norm"] == pytest.approx(one["loss/grad_norm"], rel=1e-5)
+    if share:
+        assert several["batch/shared_tokens"] > one["batch/shared_tokens"]
     whole, divided = runs["appending"], runs["repeating"]
     assert whole.keys() == divided.keys()
     for name, gradient in whole.items():
