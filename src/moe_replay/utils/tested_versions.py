@@ -35,7 +35,7 @@ IN_CI: dict[str, tuple[Release, ...]] = {
     "peft": ((0, 21),),
     "ray": ((2, 60),),
 }
-"""Package -> the versions that `make test-all` runs; the others were run by `make test-oldest`, `test-newest` and such."""
+"""Package -> the versions that `make test-all` runs; others were run by `make test-oldest` and the like, or by hand."""
 NAMES = {
     "torch": "torch",
     "transformers": "Transformers",
