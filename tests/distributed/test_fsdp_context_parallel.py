@@ -114,10 +114,10 @@ def test_any_group_updates_as_one_process(name: str) -> None:
 
 @pytest.mark.thorough
 def test_experts_and_sequences_are_divided_together() -> None:
-    """FSDP 2 x context 2, with the experts of a layer on two ranks."""
+    """FSDP 2 x expert 2 x context 2."""
     divided = {name: (mode, settings | {"backend.expert_parallel": 2}) for name, (mode, settings) in CASES.items()}
     (alone,) = harness.run_ranks(1, context_parallel.updates_of, *policy("qwen3_moe"), CASES)
-    ranks = harness.run_ranks(4, context_parallel.updates_of, *policy("qwen3_moe"), in_groups(2, divided))
+    ranks = harness.run_ranks(8, context_parallel.updates_of, *policy("qwen3_moe"), in_groups(2, divided))
     for name in CASES:
         check_same([rank[name] for rank in ranks], alone[name], name)
 

@@ -330,6 +330,12 @@ def test_a_command_of_verl(tmp_path: Path) -> None:
     assert "actor_rollout_ref.ref.megatron.expert_model_parallel_size=8: the reference model runs" in text
 
 
+def test_ulysses_of_verl_is_context_parallel(tmp_path: Path) -> None:
+    key = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+    config, _ = converted("verl", f"{VERL_MINIMAL} {key}=4", tmp_path)
+    assert (config.backend.kind, config.backend.context_parallel) == ("fsdp", 4)
+
+
 @pytest.mark.parametrize(
     "key",
     [

@@ -84,6 +84,7 @@ def test_merged_weights_and_the_adapter_are_what_the_policy_computes(
 
     base = folders[family]
     policy = backend(base, PROJECTIONS[family] if targets == "experts" else ("all-linear", "router"))
+    assert policy.model.config._attn_implementation == "blocks", "as without adapters"
     expected = logits_of(policy.model)
     with lora.adapters_off(policy.model):
         assert torch.equal(logits_of(policy.model), logits_of(plain(base)))

@@ -149,6 +149,7 @@ def parallel_of(backend: BackendConfig, ranks: int | None) -> Parallel:
         ep=backend.expert_parallel,
         etp=backend.expert_tensor_parallel,
         sp=bool(backend.megatron.get("sequence_parallel", True)),
+        ulysses=backend.kind == "fsdp",
     )
 
 

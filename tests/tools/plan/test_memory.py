@@ -77,6 +77,19 @@ def test_without_offload_they_do_not(sizes: ModelSizes, recipe: str) -> None:
     assert not found.host
 
 
+def test_ranks_that_share_sequences_divide_activations(sizes: ModelSizes) -> None:
+    alone, shared = (
+        plan(sizes, "fsdp", "--backend.context_parallel", str(size), "--model.gradient_checkpointing", "true")
+        for size in (1, 4)
+    )
+    for phase in ("score", "forward, backward"):
+        assert shared.phases[phase]["activations"] == pytest.approx(alone.phases[phase]["activations"] / 4)
+        assert shared.phases[phase]["weights"] == alone.phases[phase]["weights"]
+    config = load_config(RECIPES / "qwen3-30b-a3b-fsdp.toml", ["--backend.context_parallel", "3"])
+    with pytest.raises(LayoutError, match=r"32 heads.*Set backend.context_parallel to one of 1, 2, 4, 8, 16, 32"):
+        plan_memory(config, sizes, gpus=6, gpu_gib=CARD_GIB)
+
+
 def test_bytes_of_the_trainer(sizes: ModelSizes) -> None:
     parameters = sizes.total
     found = plan(sizes, "fsdp").phases["optimizer step"]

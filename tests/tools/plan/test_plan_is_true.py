@@ -94,6 +94,24 @@ def test_rows_layers_and_bytes_of_every_rank(tp, cp, pp, vpp, lengths, packed, e
     assert plan.token_rows.sum() == work.tokens
 
 
+@settings(max_examples=60)
+@given(
+    cp=st.sampled_from([1, 2, 3, 4]),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5).map(tuple),
+    packed=st.booleans(),
+)
+def test_rows_of_every_rank_of_fsdp2(cp, lengths, packed) -> None:
+    parallel, work = Parallel(cp=cp, dp=2, ulysses=True), Work(lengths=lengths, packed=packed)
+    plan = plan_layout(topology(4), parallel, work)
+    whole = TokenLayout.packed(lengths) if packed else TokenLayout.padded(lengths)
+    for rank in range(parallel.world):  # as FsdpBackend.layout composes it
+        layout = whole.pad_to(multiple_of=cp).context_parallel(rank % cp, cp, "contiguous")
+        assert plan.rank(rank).rows == layout.num_rows
+        assert plan.rank(rank).token_rows == layout.num_rows - layout.num_padding
+        assert plan.token_id_bytes == 4 * layout.fed.size
+    assert plan.token_rows.sum() == work.tokens
+
+
 @settings(max_examples=40)
 @given(
     tokens=st.integers(1, 1200),

@@ -83,7 +83,8 @@ class _Verl(HydraCommand):
         if kind not in ("megatron", "fsdp", "fsdp2", "dp", ""):
             self.draft.change(self.shown(source), "the trainer is FSDP2 or Megatron-Core")
         self.draft.put("backend.kind", "megatron" if kind == "megatron" else "fsdp", source)
-        other = f"{MODEL}.enable_gradient_checkpointing" if kind == "megatron" else f"{ACTOR}.megatron"
+        of_fsdp = f"{MODEL}.enable_gradient_checkpointing", f"{ACTOR}.ulysses_sequence_parallel_size"
+        other = of_fsdp if kind == "megatron" else f"{ACTOR}.megatron"
         self.defaults = {name: text for name, text in self.defaults.items() if not name.startswith(other)}
 
     def _replay(self) -> None:

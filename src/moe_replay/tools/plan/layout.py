@@ -228,7 +228,7 @@ def plan_layout(
     if problems:
         raise ImpossibleLayoutError(problems)
     rows = work.rows(parallel)
-    batch, width = work.input_shape(parallel.column_multiple)
+    batch, width = work.input_shape(parallel.column_multiple, each=not parallel.ulysses)
     stages = [_stage(stage, topology, parallel, work, rows) for stage in range(parallel.pp)]
     return Plan(
         topology=topology,
@@ -329,7 +329,9 @@ def find_problems(
 
 def _sizes(parallel: Parallel, work: Work) -> Iterator[Problem]:
     sizes = {field.name: getattr(parallel, field.name) for field in fields(parallel)}
-    numbers = {name: size for name, size in sizes.items() if name not in ("sp", "chunk_layers") and size is not None}
+    numbers = {
+        name: size for name, size in sizes.items() if name not in ("sp", "chunk_layers", "ulysses") and size is not None
+    }
     numbers |= {"micro_batches": work.micro_batches, "group": work.group, "sequences": len(work.lengths)}
     for name, size in numbers.items():
         if size < 1:
@@ -345,6 +347,8 @@ def _divides(what: str, count: int | None, divisor: str, size: int, remedy: str 
 
 def _model(topology: MoeTopology, parallel: Parallel, model: Dimensions) -> Iterator[Problem]:
     yield from _divides("attention heads", model.heads, "tp", parallel.tp)
+    if parallel.ulysses:
+        yield from _divides("attention heads", model.heads, "cp", parallel.cp, "Change backend.context_parallel")
     heads = model.key_value_heads
     if heads is not None and heads % parallel.tp and parallel.tp % heads:
         yield Problem(
@@ -400,7 +404,7 @@ def _experts(topology: MoeTopology, parallel: Parallel) -> Iterator[Problem]:
 
 def _tokens(parallel: Parallel, work: Work) -> Iterator[Problem]:
     multiple, width = parallel.column_multiple, work.width
-    needed = replace(work, width=None).input_shape(multiple)[1]
+    needed = replace(work, width=None).input_shape(multiple, each=not parallel.ulysses)[1]
     if width is not None and (width % multiple or width < needed):
         yield Problem(
             "the input width cannot be divided evenly",

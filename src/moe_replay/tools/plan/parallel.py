@@ -26,6 +26,7 @@ class Parallel:
     dp             data parallel, of the dense layers
     ep             expert parallel: taken out of tp * cp * dp, not a factor of the world size
     etp            tensor parallel inside an expert; None: tp
+    ulysses        context parallel of the FSDP2 backend: ranks have columns that follow each other, in place of zigzag
     chunk_layers   decoder layers of each of the pp * vpp chunks, in model order; None: equal
     """
 
@@ -38,6 +39,7 @@ class Parallel:
     etp: int | None = None
     sp: bool | None = None
     chunk_layers: tuple[int, ...] | None = None
+    ulysses: bool = False
 
     @property
     def world(self) -> int:
@@ -60,7 +62,9 @@ class Parallel:
 
     @property
     def column_multiple(self) -> int:
-        """The width of a micro-batch, and of each packed sequence, is a multiple of this."""
+        """The width of a micro-batch is a multiple of this, that of each packed sequence too unless `ulysses`."""
+        if self.ulysses:
+            return self.cp
         return column_multiple(SimpleNamespace(**self.megatron_settings()))
 
     def megatron_settings(self) -> dict[str, Any]:
@@ -125,32 +129,42 @@ class Work:
         """Tokens per micro-batch, without padding."""
         return sum(self.lengths)
 
-    def segments(self, multiple: int) -> np.ndarray:
-        """Return the columns of each sequence with padding, (sequences,); in one row if packed, else one row each."""
+    def segments(self, multiple: int, *, each: bool = True) -> np.ndarray:
+        """Return the columns of each sequence with padding, (sequences,); in one row if packed, else one row each.
+
+        each   packed sequences are padded one by one; False: the row is, behind the last of them
+        """
         lengths = np.array(self.lengths, np.int64)
         if not self.packed:
             widest = -(-int(lengths.max()) // multiple) * multiple
             return np.full(len(lengths), max(widest, self.width or 0))
-        segments = -(-lengths // multiple) * multiple
+        segments = -(-lengths // multiple) * multiple if each else lengths
+        segments[-1] += -int(segments.sum()) % multiple
         segments[-1] += max((self.width or 0) - int(segments.sum()), 0)
         return segments
 
-    def input_shape(self, multiple: int) -> tuple[int, int]:
+    def input_shape(self, multiple: int, *, each: bool = True) -> tuple[int, int]:
         """Return the input shape (B, W) over all context-parallel ranks."""
-        segments = self.segments(multiple)
+        segments = self.segments(multiple, each=each)
         return (1, int(segments.sum())) if self.packed else (len(segments), int(segments[0]))
 
     def rows(self, parallel: Parallel) -> int:
         """Return the rows that the routers of every rank see in a micro-batch, padding included."""
-        batch, width = self.input_shape(parallel.column_multiple)
+        batch, width = self.input_shape(parallel.column_multiple, each=not parallel.ulysses)
         return batch * width // (parallel.cp * parallel.sequence_shards)
 
     def token_rows(self, parallel: Parallel) -> np.ndarray:
         """Return the rows that hold a token on each rank, (cp, sequence shards) int64.
 
-        Zigzag: a sequence is split into 2 * cp chunks, of which a rank holds two back to back, tokens first in each.
+        Zigzag, unless `ulysses`: a sequence is split into 2 * cp chunks, of which a rank holds two back to back, tokens
+        first in each.
         What remains is the overlap of these two runs of columns with each sequence shard.
         """
+        if parallel.ulysses:
+            _, width = self.input_shape(parallel.cp, each=False)
+            ends = np.array([self.tokens] if self.packed else self.lengths)
+            chunk = width // parallel.cp
+            return np.clip(ends - chunk * np.arange(parallel.cp)[:, None], 0, chunk).sum(1, keepdims=True)
         segments = self.segments(parallel.column_multiple)
         pieces = 2 * parallel.cp if parallel.cp > 1 else 1
         chunk = segments // pieces

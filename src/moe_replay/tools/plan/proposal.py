@@ -134,9 +134,9 @@ def propose(
 def _layouts(
     config: TrainConfig, sizes: ModelSizes, text: Any, gpus: int, gpu_gib: float, widths: Sequence[int]
 ) -> Iterator[Layout]:
-    heads = [setting(text, name) for name in ("num_attention_heads", "num_key_value_heads")]
+    heads = setting(text, "num_attention_heads")  # those of keys and values are repeated
     for contexts in widths:
-        if any(count % contexts for count in heads if count):
+        if heads and heads % contexts:
             continue
         for experts in widths:
             for offload in (False, True):

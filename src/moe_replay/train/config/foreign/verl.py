@@ -44,6 +44,7 @@ OPTIONS: dict[str, Option] = {
             f"{MEGATRON}.use_distributed_optimizer": "backend.distributed_optimizer",
             f"{MEGATRON}.use_remove_padding": "batch.packed",
             f"{MEGATRON}.dtype": "model.dtype",
+            f"{ACTOR}.ulysses_sequence_parallel_size": "backend.context_parallel",
             f"{ACTOR}.fsdp_config.dtype": "model.dtype",
             f"{ACTOR}.use_remove_padding": "batch.packed",
             f"{ACTOR}.ppo_max_token_len_per_gpu": "batch.tokens_per_micro_batch",
@@ -179,7 +180,6 @@ OPTIONS: dict[str, Option] = {
                 "trainer.rollout_data_dir trainer.validation_data_dir trainer.log_val_generations"
             ),
             "KL is a loss term: use_kl_loss": "algorithm.kl_ctrl.kl_coef algorithm.kl_ctrl.type",
-            "no sequence parallelism on FSDP2": f"{ACTOR}.ulysses_sequence_parallel_size",
             "there is no critic": "trainer.critic_warmup algorithm.gamma algorithm.lam",
             "the engine's log-probs are always returned and compared": f"{ROLLOUT}.calculate_log_probs",
             "the engine takes and returns token ids": f"{ROLLOUT}.skip_tokenizer_init {ROLLOUT}.disable_log_stats",
