@@ -119,3 +119,16 @@ def test_a_variant_that_is_missing_is_a_loss(compared: Callable[..., tuple[Any, 
     results = {name: result for name, result in BASELINE["results"].items() if name != "ours r3"}
     status, printed = compared(BASELINE | {"results": results})
     assert (status, "LOSS ours r3: not measured" in printed) == (1, True)
+
+
+@pytest.mark.whole_runs
+def test_shared_prompts_are_compared_on_a_cpu() -> None:
+    path = os.pathsep.join([str(ROOT / "src"), *sys.path])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "benchmarks/shared_prompts.py"), "--tiny", "--repeats", "1", "--groups", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if " + " in line and "x" in line]
+    computed = {row[0]: row[1] for row in rows if row[0][0].isdigit()}
+    assert computed == {"64 + 16": "0.30x", "16 + 64": "0.82x"}
+    assert all(abs(float(row[-1].removesuffix("x")) - 1) < 1e-5 for row in rows if row[0][0].isdigit())
