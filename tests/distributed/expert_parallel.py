@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_replay.errors import MoeReplayError
@@ -190,3 +191,47 @@ def refusal(folder: str, settings: dict[str, Any]) -> str:
     except MoeReplayError as error:
         return str(error)
     return ""
+
+
+def families(names: list[str]) -> dict[str, list[float]]:
+    """How far logits and gradients of each family are from those of all experts on one rank, for this rank's tokens."""
+    from moe_replay.train.backends.expert_parallel import divide_experts, grid
+    from tests.replay.adapters.families import VOCABULARY, tiny_model
+
+    ids = torch.randint(3, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(dist.get_rank()))
+    found = {}
+    for name in names:
+        whole, divided = tiny_model(name), tiny_model(name)
+        whole.set_experts_implementation("eager")
+        kept = dict(whole.named_parameters())
+        divide_experts(divided, grid(dist.get_world_size(), torch.device("cpu")))
+        with torch.no_grad():
+            for key, parameter in divided.named_parameters():
+                if isinstance(parameter, DTensor):
+                    parameter.to_local().copy_(kept[key].chunk(dist.get_world_size())[dist.get_rank()])
+        outcomes = [_outcome(model, ids) for model in (divided, whole)]
+        for key, gradient in outcomes[1].items():  # of all ranks' tokens, averaged as FSDP2 does
+            if key != "logits":
+                dist.all_reduce(gradient)
+                gradient /= dist.get_world_size()
+        for key, gradient in outcomes[0].items():
+            if key in kept and ".experts." not in key:
+                dist.all_reduce(gradient)
+                gradient /= dist.get_world_size()
+        found[name] = [_apart(outcomes[0][key], outcomes[1][key]) for key in outcomes[1]]
+    return found
+
+
+def _outcome(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    output = model(input_ids=ids, use_cache=False)
+    logits = output.last_hidden_state if getattr(output, "logits", None) is None else output.logits
+    (logits.float().log_softmax(-1)[..., 7].sum() / 10).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {"logits": logits.detach()} | {name: gradient.clone() for name, gradient in gradients.items()}
+
+
+def _apart(found: Tensor, wanted: Tensor) -> float:
+    if isinstance(found, DTensor):
+        found, wanted = found.to_local(), wanted.chunk(dist.get_world_size())[dist.get_rank()]
+    scale = wanted.norm().item()
+    return (found - wanted).norm().item() / scale if scale > 1e-7 else 0.0

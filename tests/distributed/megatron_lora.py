@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_replay.train.backends.base import Backend, Routing
+from moe_replay.train.backends.fsdp_loading import row_offset
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.weights.lora_adapter import module_names
 from tests.distributed.megatron_training import REPLAY, _counted_update, batches_of, by_row, make_config, open_backend
@@ -74,8 +75,8 @@ def _give_to_fsdp(backend: Any, adapter: dict[str, Tensor]) -> None:
         for name, value in ((one.down, down), (one.up, up)):
             target = parameters[name]
             assert target.shape == value.shape
-            rows = value.chunk(dist.get_world_size())[dist.get_rank()] if dist.get_world_size() > 1 else value
-            target.to_local().copy_(rows)
+            local, first = target.to_local(), row_offset(target)  # a rank beyond the last row has none
+            local.copy_(value[first : first + len(local)])
 
 
 def _give_to_megatron(backend: Any, adapter: dict[str, Tensor]) -> None:

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from moe_replay.tools.plan.traffic import plan_traffic
-from moe_replay.weights.model_folder import read_config
+from moe_replay.train.backends.expert_parallel import check_experts_can_be_divided
+from moe_replay.weights.model_folder import ModelError, read_config
 from moe_replay.weights.model_sizes import ModelSizes
 from tests.combinations import with_thorough
 from tests.distributed import expert_parallel, harness, megatron_training
 from tests.megatron.weights.models import saved_tensors
+from tests.replay.adapters.families import available_families, tiny_model
 
 pytest.importorskip("transformers.integrations.moe", reason="Transformers 4 has no experts by name")
 pytest.importorskip("pydantic")
@@ -180,3 +182,29 @@ def test_the_planned_bytes_of_a_micro_batch_are_those_that_are_moved(size: int, 
     assert sum(rank["exchanged"] for rank in ranks) == sum(plan.exchanged for plan in planned)
     if settings == EP4 | RECOMPUTED:
         assert planned[0].gathered < 4 * 2 * sizes.total - 2 * 4 * sizes.experts
+
+
+def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
+    """On every rank, before weights are read: sizes that do not divide, and a family outside the experts interface."""
+    (said,) = {*harness.run_ranks(3, expert_parallel.refusal, policy()[0], {"expert_parallel": 3})}
+    assert "does not divide the experts" in said
+    assert "a divisor of 8" in said
+    (said,) = {*harness.run_ranks(3, expert_parallel.refusal, policy()[0], EP2)}
+    assert "a multiple of 2 ranks" in said
+    tiny_model("dbrx").save_pretrained(tmp_path)
+    (said,) = {*harness.run_ranks(2, expert_parallel.refusal, str(tmp_path), EP2)}
+    assert "the experts of dbrx cannot be divided" in said
+
+
+@pytest.mark.thorough
+def test_every_family_that_is_not_refused_computes_the_same() -> None:
+    names = []
+    for name in available_families():
+        try:
+            check_experts_can_be_divided(tiny_model(name), 2)
+        except ModelError:
+            continue
+        names.append(name)
+    assert len(names) > 20
+    for rank in harness.run_ranks(2, expert_parallel.families, names):
+        assert {name: max(apart) for name, apart in rank.items() if not max(apart) < 1e-4} == {}

@@ -35,10 +35,13 @@ def as_sent(folder: Path, kind: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("variant", "kind", "settings"),
     with_whole_runs(
-        [("deepseek_v3", "fsdp", {}), ("deepseek_v3", "megatron", PP_EP), ("qwen3_moe-tied", "megatron", PP_EP)],
+        [
+            *(("deepseek_v3", "fsdp", {}), ("deepseek_v3", "fsdp", {"expert_parallel": 2})),
+            *(("deepseek_v3", "megatron", PP_EP), ("qwen3_moe-tied", "megatron", PP_EP)),
+        ],
         [("deepseek_v3", "megatron", PP_EP)],
     ),
-    ids=["fsdp4", "pp2-ep2", "pp2-ep2-tied"],
+    ids=["fsdp4", "fsdp2-ep2", "pp2-ep2", "pp2-ep2-tied"],
 )
 def test_receivers_get_the_bytes_of_the_checkpoint_layer_by_layer(
     tmp_path: Path, variant: str, kind: str, settings: dict[str, Any]
