@@ -62,7 +62,7 @@ def whole_gradients(backend: Any) -> dict[str, Tensor]:
     everyone = range(dist.get_world_size())
     found = {}
     for name, parameter in backend._state._trained.items():
-        (whole,) = _gathered([parameter.grad], everyone)
+        (whole,) = _gathered([(parameter.grad, None, parameter.grad.dtype)], everyone)
         assert whole is not None
         found[name] = whole.clone()
     return found

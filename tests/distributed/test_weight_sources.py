@@ -64,7 +64,7 @@ def test_receivers_get_the_bytes_of_the_checkpoint_layer_by_layer(
             assert_same_bytes(one["tensors"], wanted)
             flat = [name for names in one["names"] for name in names]
             assert one["metadata"] == [(name, str(wanted[name].dtype), list(wanted[name].shape)) for name in flat]
-            assert_one_layer_each(one["names"])
+            assert_one_layer_each(one["names"], settings.get("expert_parallel", 1) if kind == "fsdp" else 1)
             assert one["peak"] <= one["largest"] + scratch, "more than one layer is alive"
             assert one["largest"] < total / 3
         if len(receivers) < 4:
@@ -73,10 +73,15 @@ def test_receivers_get_the_bytes_of_the_checkpoint_layer_by_layer(
             assert 0 < sum(one["received"] for one in found) < len(receivers) * total
 
 
-def assert_one_layer_each(groups: list[list[str]]) -> None:
+def assert_one_layer_each(groups: list[list[str]], expert_ranks: int) -> None:
+    """A layer is one group; the experts of each rank are another one, where ranks have some of them."""
+    divided = 3 * expert_ranks * (expert_ranks > 1)
     layers = [{name.split(".")[2] for name in names if ".layers." in name} for names in groups]
-    assert [len(of_group) for of_group in layers if of_group] == [1] * 4
-    assert len(groups) == 6, "embedding, four layers, head"
+    assert [len(of_group) for of_group in layers if of_group] == [1] * (4 + divided)
+    assert len(groups) == 6 + divided, "embedding, four layers, head"
+    if divided:
+        experts = [[name for name in names if ".mlp.experts." in name] for names in groups]
+        assert sorted(map(len, filter(None, experts))) == [8 // expert_ranks * 3] * divided
 
 
 @pytest.mark.parametrize(("kind", "settings"), [("fsdp", {}), ("megatron", {"tensor_parallel": 2})])

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from moe_replay.train.backends.attention import forward_arguments, sharing_probl
 from moe_replay.train.backends.base import Backend, LossFunction, OldPass, Routing, Scores, UpdateResult, apply_routing
 from moe_replay.train.backends.compilation import CompiledLayers
 from moe_replay.train.backends.expert_parallel import is_divided, is_expert_parallel, rows_of_rank
-from moe_replay.train.backends.fsdp_loading import row_offset, sharded_model
+from moe_replay.train.backends.fsdp_loading import EXPERT_ID, row_offset, sharded_model
 from moe_replay.train.backends.logprobs import EAGER, HeadMath, HeadScores
 from moe_replay.train.backends.lora import AdaptedWeight, plain_name
 from moe_replay.train.backends.offload import TrainerOffload
@@ -33,7 +33,7 @@ from moe_replay.train.backends.regions import RegionMap, Rows
 from moe_replay.train.backends.ulysses import ContextParallel
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.utils.files import Write
-from moe_replay.weights.checkpoint import CheckpointForm, checkpoint_tensors
+from moe_replay.weights.checkpoint import CheckpointForm
 from moe_replay.weights.lora_adapter import Adapter
 from moe_replay.weights.model_folder import ModelError
 from moe_replay.weights.source import Group, TensorInfo
@@ -63,26 +63,60 @@ class FsdpSource:
     def metadata(self) -> Sequence[TensorInfo]:
         """Return every tensor of the checkpoint, in the order of `groups`."""
         if self._metadata is None:
-            empty = (
-                (self._plain_name(name), torch.empty(tensor.shape, dtype=self._dtype_of(tensor), device="meta"))
-                for name, tensor in self._state().items()
-                if name not in self._factors
-            )
-            self._metadata = [TensorInfo.of(name, tensor) for name, tensor in checkpoint_tensors(self._model, empty)]
+            state, form = self._state(), CheckpointForm(self._model)
+            self._metadata = [
+                TensorInfo.of(name, tensor)
+                for parts in self._parts(state, form)
+                for part in parts
+                for name, tensor in self._named(form, part, _empty(state[part.name], part, self._dtype)).items()
+            ]
         return self._metadata
 
     def groups(self, receivers: Collection[int] = (0,)) -> Iterator[Group]:
         """Yield the tensors of each layer on `receivers`, and of what lies before and behind the layers.
 
-        A list that has been yielded is emptied when the next one is requested.
+        Divided experts come after their layer, those of each rank of an expert-parallel group in another list. A list
+        that has been yielded is emptied when the next one is requested.
         """
         state, form = self._state(), CheckpointForm(self._model)
+        for parts in self._parts(state, form):
+            group = self._group(state, parts, receivers, form)
+            yield group
+            group.clear()
+
+    def _parts(self, state: Mapping[str, Tensor], form: CheckpointForm) -> Iterator[list[_Part]]:
+        """Yield what each group has."""
         layers = [name for name, _ in _named_layers(self._model)]
         layer_of = {name: layer for layer in layers for name in state if name.startswith(f"{layer}.")}
         for _, names in groupby(state, key=lambda name: layer_of.get(name, "")):
-            group = self._group(state, [name for name in names if name not in self._factors], receivers, form)
-            yield group
-            group.clear()
+            of_layer = [name for name in names if name not in self._factors]
+            divided = [
+                name for name in of_layer if is_divided(state[name]) and self._has_each_expert(state, name, form)
+            ]
+            yield [_Part(name) for name in of_layer if name not in divided]
+            if divided:
+                experts = range(state[divided[0]].shape[0])
+                size = len(experts) // state[divided[0]].device_mesh.size(1)  # type: ignore[attr-defined]  a DTensor
+                for first in experts[::size]:
+                    yield [_Part(name, experts[first : first + size]) for name in divided]
+
+    def _has_each_expert(self, state: Mapping[str, Tensor], name: str, form: CheckpointForm) -> bool:
+        """Return whether the checkpoint has tensors of each expert, which can be made of some experts alone."""
+        whole, alone = _Part(name), _Part(name, range(1))
+        of_all = self._named(form, whole, _empty(state[name], whole, self._dtype))
+        of_one = self._named(form, alone, _empty(state[name], alone, self._dtype))
+        return len(of_all) == len(of_one) * state[name].shape[0] and all(
+            key in of_all and of_all[key].shape == tensor.shape and EXPERT_ID.search(key)
+            for key, tensor in of_one.items()
+        )
+
+    def _named(self, form: CheckpointForm, part: _Part, values: Tensor) -> dict[str, Tensor]:
+        """Return what a part of a parameter is in the checkpoint."""
+        tensors = form.tensors(self._plain_name(part.name), values)
+        if part.experts is None:
+            return tensors
+        first = part.experts.start
+        return {EXPERT_ID.sub(lambda found: str(int(found[0]) + first), name): one for name, one in tensors.items()}
 
     def _state(self) -> dict[str, Tensor]:
         """Return the parameters and buffers of the model by name, tied parameters once."""
@@ -98,61 +132,88 @@ class FsdpSource:
         return self._dtype if isinstance(tensor, DTensor) else tensor.dtype
 
     def _group(
-        self, state: Mapping[str, Tensor], names: Sequence[str], receivers: Collection[int], form: CheckpointForm
+        self, state: Mapping[str, Tensor], parts: Sequence[_Part], receivers: Collection[int], form: CheckpointForm
     ) -> Group:
         """Return the tensors of some parameters, one after the other: the checkpoint's form of one may be a copy."""
         group: Group = []
-        for name in names:
-            adapted = self._adapted.get(name)
-            tensor = state[name].detach()
+        for part in parts:
+            adapted = self._adapted.get(part.name)
+            tensor = state[part.name].detach()
             if adapted is not None:
-                whole = self._merged(adapted, state, receivers)
+                whole = self._merged(adapted, state, receivers, part.experts)
             else:
-                (whole,) = _gathered([tensor.to(self._dtype_of(tensor))], receivers)
+                (whole,) = _gathered([(tensor, part.experts, self._dtype_of(tensor))], receivers)
             del tensor
             if whole is not None:
-                group.extend(form.tensors(self._plain_name(name), whole).items())
+                group.extend(self._named(form, part, whole).items())
         return group
 
-    def _merged(self, adapted: AdaptedWeight, state: Mapping[str, Tensor], receivers: Collection[int]) -> Tensor | None:
-        parts = [state[name].detach() for name in (adapted.weight, adapted.down, adapted.up)]
-        weight, down, up = _gathered(parts, receivers)
+    def _merged(
+        self, adapted: AdaptedWeight, state: Mapping[str, Tensor], receivers: Collection[int], experts: range | None
+    ) -> Tensor | None:
+        weight, down, up = (state[name].detach() for name in (adapted.weight, adapted.down, adapted.up))
+        whole = _gathered([(weight, experts, weight.dtype), (down, None, down.dtype), (up, None, up.dtype)], receivers)
+        weight, down, up = whole
         if weight is None or down is None or up is None:
             return None
-        return adapted.merged(weight, down, up, self._scale).to(self._dtype)
+        return adapted.merged(weight, down, up, self._scale, experts).to(self._dtype)
 
 
-def _gathered(tensors: Sequence[Tensor], receivers: Collection[int]) -> list[Tensor | None]:
-    """Return the whole tensors; None on ranks that do not receive them."""
+class _Part(NamedTuple):
+    """A parameter or buffer of the model, or some experts of it."""
+
+    name: str
+    experts: range | None = None
+
+
+def _empty(tensor: Tensor, part: _Part, dtype: torch.dtype) -> Tensor:
+    """Return a part of a tensor without values, as it is sent."""
+    rows = tensor.shape[:1] if part.experts is None else (len(part.experts),)
+    sent = dtype if isinstance(tensor, DTensor) else tensor.dtype
+    return torch.empty((*rows, *tensor.shape[1:]), dtype=sent, device="meta")
+
+
+def _gathered(
+    tensors: Sequence[tuple[Tensor, range | None, torch.dtype]], receivers: Collection[int]
+) -> list[Tensor | None]:
+    """Return tensors, or some rows of them, in a dtype; None on ranks that do not receive them."""
     exchange = Exchange()
-    whole = [_gather(tensor, receivers, exchange) for tensor in tensors]
+    whole = [_gather(tensor, rows, dtype, receivers, exchange) for tensor, rows, dtype in tensors]
     exchange.run()
     return whole
 
 
-def _gather(tensor: Tensor, receivers: Collection[int], exchange: Exchange) -> Tensor | None:
-    """Return a tensor that is whole once the exchange has run; None on ranks that do not receive it."""
+def _gather(
+    tensor: Tensor, wanted: range | None, dtype: torch.dtype, receivers: Collection[int], exchange: Exchange
+) -> Tensor | None:
+    """Return what is there once the exchange has run; None on ranks that do not receive it."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if not isinstance(tensor, DTensor):
         return tensor if rank in receivers else None
     if set(receivers) >= set(range(size)) and not is_divided(tensor):
-        return tensor.full_tensor()
-    local = tensor.to_local()
+        return _whole(tensor.to(dtype))
+    wanted = range(tensor.shape[0]) if wanted is None else wanted
+    held = [_common(rows_of_rank(tensor, other), wanted) for other in range(size)]
+    own = rows_of_rank(tensor, rank).start
+    local = tensor.to_local()[held[rank].start - own : held[rank].stop - own].to(dtype)
+    for receiver in sorted(set(receivers) - {rank}):
+        exchange.send(local, receiver)
     if rank not in receivers:
-        for receiver in sorted(receivers):
-            exchange.send(local, receiver)
         return None
-    whole = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
-    for other in range(size):
-        rows = rows_of_rank(tensor, other)
-        part = whole[rows.start : rows.stop]
+    whole = torch.empty((len(wanted), *tensor.shape[1:]), dtype=dtype, device=local.device)
+    for other, rows in enumerate(held):
+        part = whole[rows.start - wanted.start : rows.stop - wanted.start]
         if other == rank:
             part.copy_(local)
         else:
             exchange.receive(part, other)
-    for receiver in sorted(set(receivers) - {rank}):
-        exchange.send(local, receiver)
     return whole
+
+
+def _common(one: range, other: range) -> range:
+    """Return the rows that are in both, none of them before the first of `one` or `other`."""
+    first = max(one.start, other.start)
+    return range(first, max(first, min(one.stop, other.stop)))
 
 
 class FsdpState(RankState):
@@ -441,8 +502,19 @@ def _by_sharding(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 def _total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Return the norm of a gradient, each element of which one rank has."""
-    norms = [_whole(nn.utils.get_total_norm(same)) for same in _by_sharding(gradients)]
+    norms = []
+    for same in _by_sharding(gradients):
+        if not is_divided(same[0]):
+            norms.append(_whole(nn.utils.get_total_norm(same)))
+            continue
+        square = nn.utils.get_total_norm([_local(gradient) for gradient in same]).square()
+        dist.all_reduce(square)
+        norms.append(square.sqrt())
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _whole(tensor: Tensor) -> Tensor:

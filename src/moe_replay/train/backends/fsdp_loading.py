@@ -39,7 +39,8 @@ from moe_replay.weights.model_folder import (
 )
 
 Shape = tuple[int, ...]
-_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+EXPERT_ID = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+"""Of an expert, in the name of a tensor of a checkpoint."""
 
 
 class FolderShards:
@@ -89,8 +90,8 @@ class FolderShards:
         parts = self._parts[name]
         if list(parts) == [name]:
             return self._checkpoint.read(name, (slice(first, first + count), *(slice(0, size) for size in shape[1:])))
-        experts = {int(found[0]) for part in parts if (found := _EXPERT.search(part))}
-        if experts == set(range(shape[0])) and all(map(_EXPERT.search, parts)) and count:
+        experts = {int(found[0]) for part in parts if (found := EXPERT_ID.search(part))}
+        if experts == set(range(shape[0])) and all(map(EXPERT_ID.search, parts)) and count:
             rows = self._converted(name, range(first, first + count))
             if tuple(rows.shape) == (count, *shape[1:]):
                 return rows
@@ -103,7 +104,7 @@ class FolderShards:
         """Return a tensor of the model, or the part of it that holds some experts."""
         chosen = {}
         for part, shape in self._parts[name].items():
-            number = _EXPERT.search(part)
+            number = EXPERT_ID.search(part)
             if experts is None or (number is not None and int(number[0]) in experts):
                 chosen[part] = self._checkpoint.read(part, tuple(slice(0, size) for size in shape))
         return model_tensor(self._model, name, chosen)

@@ -232,10 +232,13 @@ class AdaptedWeight(NamedTuple):
         count = self.num_experts
         return down.reshape(count, -1, down.shape[-1]), up.reshape(up.shape[0], -1, count).permute(2, 0, 1)
 
-    def merged(self, weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    def merged(self, weight: Tensor, down: Tensor, up: Tensor, scale: float, experts: range | None = None) -> Tensor:
+        """Return the weight with its adapter; `experts`: those that the weight has, None for all."""
         if self.num_experts == 1:
             return weight.float() + scale * (up.float() @ down.float())
         a, b = self.factors(down.float(), up.float())
+        if experts is not None:
+            a, b = a[experts.start : experts.stop], b[experts.start : experts.stop]
         delta = torch.bmm(b, a)
         return weight.float() + scale * (delta.transpose(1, 2) if self.transposed else delta)
 
