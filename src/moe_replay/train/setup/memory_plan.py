@@ -269,7 +269,7 @@ def _fsdp(config: TrainConfig, sizes: ModelSizes, ranks: int) -> _Trainer:
         activations=(inputs + 2 * working if recomputes else (sizes.layers + 1) * working) + travelling,
         scoring=working + travelling,
         logits=_logits(config, sizes, 1),
-        sent=compute * (max(sizes.layer, sizes.embedding) + sizes.largest),
+        sent=compute * (max(layer, sizes.embedding) + (sizes.largest if experts == 1 else sizes.embedding)),
         saved_weights=4 * trained / ranks,
         saved_optimizer=8 * trained / ranks,
     )
