@@ -12,6 +12,7 @@ import pytest
 
 from moe_replay.records import MicroBatch
 from moe_replay.routes.batch import RouteBatch
+from moe_replay.routes.layout import TokenLayout
 from moe_replay.train.backends import base as routing
 from moe_replay.train.learn import learner
 from moe_replay.train.loop import train
@@ -26,17 +27,17 @@ Config = Callable[..., Any]
 def test_routes_of_few_micro_batches_are_alive_at_once(config: Config, mode: str) -> None:
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     most, batches = [0], set()
-    plain = routing.rollout_routes
+    plain = routing.captured_routes
 
-    def counted(batch: MicroBatch, chunk: int) -> RouteBatch:
+    def counted(batch: MicroBatch, chunk: int, layout: TokenLayout) -> RouteBatch:
         gc.collect()
-        made = plain(batch, chunk)
+        made = plain(batch, chunk, layout)
         alive.add(made.routed_experts)
         batches.add(id(batch))
         most[0] = max(most[0], len(alive))
         return made
 
-    with mock.patch.object(routing, "rollout_routes", counted), mock.patch.object(learner, "rollout_routes", counted):
-        train(config(replay={"mode": mode}, batch={"tokens_per_micro_batch": 40}, steps=1))
+    with mock.patch.object(routing, "captured_routes", counted), mock.patch.object(learner, "captured_routes", counted):
+        train(config(replay={"mode": mode}, batch={"tokens_per_micro_batch": 24}, steps=1))
     assert len(batches) > 4
     assert 0 < most[0] <= 3  # that of the pass, the one before it, and the one that is watched
