@@ -477,6 +477,16 @@ def test_one_of_the_two_flags_of_skyrl_is_not_r3() -> None:
         assert [reason for reason in reasons if reason.startswith("replay: ") and f"{other}=true too" in reason]
 
 
+def test_step_wise_trajectories_of_skyrl_are_left_to_the_environment() -> None:
+    step_wise = "generator.step_wise_trajectories"
+    _, reasons = convert("skyrl", [f"{SKYRL} {step_wise}=true generator.merge_stepwise_output=true"])
+    (reason,) = [reason for reason in reasons if "step" in reason]
+    assert reason.startswith(f"environment: {step_wise}=true")
+    assert "episode.rewrite" in reason
+    _, reasons = convert("skyrl", [f"{SKYRL} {step_wise}=false"])
+    assert not [reason for reason in reasons if "step" in reason]
+
+
 # ---- input -----------------------------------------------------------------------------------------------------------
 
 
