@@ -293,7 +293,7 @@ class FsdpBackend(Backend):
         chunk = config.batch.logit_chunk * (COMPILED_CHUNKS if is_compiled else 1)
         self._scores = HeadScores(self.model, chunk, math, self._context)
         self._reference_scores = HeadScores(self._reference, chunk, math, self._context) if self._reference else None
-        if is_compiled:
+        if is_compiled and config.backend.expert_parallel == 1:  # layers that wait for other ranks run eagerly
             self._compile()
         for model in (self.model, self._reference):
             if isinstance(model, FSDPModule):
