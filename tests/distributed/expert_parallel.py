@@ -235,3 +235,17 @@ def _apart(found: Tensor, wanted: Tensor) -> float:
         found, wanted = found.to_local(), wanted.chunk(dist.get_world_size())[dist.get_rank()]
     scale = wanted.norm().item()
     return (found - wanted).norm().item() / scale if scale > 1e-7 else 0.0
+
+
+def offloaded(folder: str, data: bytes, settings: dict[str, Any]) -> list[float]:
+    """Norms of two updates, and scores of the reference after them, with the weights moved away before each."""
+    backend = ep_backend(folder, settings)
+    minis = batches_of(backend, data, False)
+    norms = []
+    for mini in minis:
+        backend.offload()
+        backend.reload()
+        norms.append(_counted_update(backend, mini, []).grad_norm)
+    reference = torch.stack([scores.sum() for scores in backend.score_reference(minis[0])]).sum()
+    dist.all_reduce(reference)
+    return [*norms, reference.item()]

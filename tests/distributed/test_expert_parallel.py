@@ -208,3 +208,12 @@ def test_every_family_that_is_not_refused_computes_the_same() -> None:
     assert len(names) > 20
     for rank in harness.run_ranks(2, expert_parallel.families, names):
         assert {name: max(apart) for name, apart in rank.items() if not max(apart) < 1e-4} == {}
+
+
+@pytest.mark.thorough
+def test_offloaded_weights_and_a_reference_change_nothing() -> None:
+    (kept,) = {*map(str, harness.run_ranks(2, expert_parallel.offloaded, *policy(), EP2 | {"beta": 0.1}))}
+    (away,) = {
+        *map(str, harness.run_ranks(2, expert_parallel.offloaded, *policy(), EP2 | {"beta": 0.1, "offload": True}))
+    }
+    assert kept == away
