@@ -219,10 +219,12 @@ SHARED = TokenLayout.shared([9, 12, 7, 10, 6], [(0, 0), (0, 5), (0, 3), (1, 8), 
 
 
 def last_queries(aligned: str) -> Callable[..., Tensor]:
-    """`varlen_attn` for fewer queries than keys: queries are the last tokens, or wrongly the first ones."""
+    """`varlen_attn` for fewer queries than keys: queries are the last tokens, or wrongly the first; or it refuses."""
 
     def varlen_attn(q, k, v, starts, key_starts, longest, most_keys, *, scale, window_size, enable_gqa):
         assert (longest, most_keys) == (int(starts.diff().max()), int(key_starts.diff().max()))
+        if aligned == "refused":
+            raise RuntimeError("keys and queries must be as many")
         left, parts = window_size[0], []
         for (first, last), (begin, end) in zip(pairwise(starts.tolist()), pairwise(key_starts.tolist()), strict=True):
             a, b, c = (heads.transpose(0, 1) for heads in (q[first:last], k[begin:end], v[begin:end]))
@@ -304,7 +306,7 @@ def test_the_flash_kernel_sees_shared_prefixes_as_copies(
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("aligned", ["last", "first"])
+@pytest.mark.parametrize("aligned", ["last", "first", "refused"])
 def test_a_flash_kernel_that_takes_the_wrong_queries_is_noticed(monkeypatch: pytest.MonkeyPatch, aligned: str) -> None:
     use_kernel(monkeypatch, aligned)
     model = sequence_by_sequence("qwen3_moe")

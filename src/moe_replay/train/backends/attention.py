@@ -278,8 +278,11 @@ def _last_queries_problem(device: torch.device, dtype: torch.dtype) -> str | Non
         for function in (varlen, blocks):
             leaves = [part.to(device, dtype).requires_grad_() for part in heads]
             query, key, value = leaves
-            output, _ = function(nn.Identity(), query, key, value, None, sequences, sliding_window=window)
-            gradients = torch.autograd.grad((output.float() * weights).sum(), leaves)
+            try:
+                output, _ = function(nn.Identity(), query, key, value, None, sequences, sliding_window=window)
+                gradients = torch.autograd.grad((output.float() * weights).sum(), leaves)
+            except RuntimeError as error:
+                return f"varlen_attn does not take fewer queries than keys ({str(error).splitlines()[0]})"
             found.append([output.detach().float(), *(gradient.float() for gradient in gradients)])
         apart = max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(*found, strict=True))
         if not apart < LARGEST_ROUNDING:
