@@ -25,7 +25,6 @@ class ModelSizes:
     embedding        parameters of the embedding; the head has as many, or is the same tensor (`tied`)
     largest          parameters of the largest tensor
     attention_width  mean width of the two products of attention, scores and values, over all heads
-    heads            of queries in a layer; None: not known
     windows          of each layer: tokens that a token attends to at most; None: all before it; 0: no attention matrix
     """
 
@@ -45,7 +44,6 @@ class ModelSizes:
     key_value_width: int
     attention_width: float
     windows: tuple[int | None, ...]
-    heads: int | None = None
 
     @classmethod
     def of(cls, config: Any, topology: MoeTopology | None = None, *, trust_remote_code: bool = False) -> ModelSizes:
@@ -78,7 +76,6 @@ class ModelSizes:
             top_k=topology.top_k,
             num_experts=topology.num_experts,
             expert_width=int(width),
-            heads=heads,
             query_width=heads * head_width,
             key_value_width=(setting(text, "num_key_value_heads") or heads) * head_width,
             attention_width=heads * _head_width(text, head_width),

@@ -347,8 +347,6 @@ def _divides(what: str, count: int | None, divisor: str, size: int, remedy: str 
 
 def _model(topology: MoeTopology, parallel: Parallel, model: Dimensions) -> Iterator[Problem]:
     yield from _divides("attention heads", model.heads, "tp", parallel.tp)
-    if parallel.ulysses:
-        yield from _divides("attention heads", model.heads, "cp", parallel.cp, "Change backend.context_parallel")
     heads = model.key_value_heads
     if heads is not None and heads % parallel.tp and parallel.tp % heads:
         yield Problem(

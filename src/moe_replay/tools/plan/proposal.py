@@ -134,7 +134,7 @@ def propose(
 def _layouts(
     config: TrainConfig, sizes: ModelSizes, text: Any, gpus: int, gpu_gib: float, widths: Sequence[int]
 ) -> Iterator[Layout]:
-    heads = setting(text, "num_attention_heads")  # those of keys and values are repeated
+    heads = setting(text, "num_attention_heads")  # of heads that are added, attention would be wasted
     for contexts in widths:
         if heads and heads % contexts:
             continue

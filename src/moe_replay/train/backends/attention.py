@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from moe_replay.routes.layout import TokenLayout
-from moe_replay.train.backends.ulysses import ContextParallel, head_error
+from moe_replay.train.backends.ulysses import ContextParallel
 from moe_replay.weights.model_folder import ModelError
 
 logger = logging.getLogger(__name__)
@@ -176,9 +176,6 @@ def check_context_parallel(model: Any, size: int) -> None:
             found=problem,
             remedy="Set backend.context_parallel = 1",
         )
-    heads = model.config.get_text_config().num_attention_heads
-    if heads % size:
-        raise head_error(heads, size)
 
 
 def mixing_problem(model: Any) -> str | None:
@@ -368,9 +365,9 @@ def _with_context(attend: Attention) -> Attention:
             return attend(module, query, key, value, attention_mask, packed_sequences, **other)
         if other.get("s_aux") is not None:
             other = other | {"s_aux": context.heads_of(other["s_aux"])}
-        query, key, value = context.gather_columns(query, key, value)
-        found, _ = attend(module, query, key, value, attention_mask, packed_sequences, **other)
-        return context.scatter_columns(found), None
+        heads = context.gather_columns(query, key, value)
+        found, _ = attend(module, *heads, attention_mask, packed_sequences, **other)
+        return context.scatter_columns(found, query.shape[1]), None
 
     return attention
 

@@ -1,7 +1,8 @@
 """Context parallel by exchanged heads (Ulysses): ranks that share micro-batches, each with some columns of every row.
 
 All of the model works on the columns of its rank except attention: before it, a rank gives away all heads but its own
-and gets all columns of those; after it, the columns return to their ranks.
+and gets all columns of those; after it, the columns return to their ranks. Where the ranks do not divide the heads,
+heads of zeros make up the number.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn.functional import pad
 
 from moe_replay.errors import LayoutError
 
@@ -52,8 +54,8 @@ class ContextParallel:
         dist.destroy_process_group(self.group)
 
     def heads_of(self, values: Tensor) -> Tensor:
-        """Return what this rank's heads have of one value per head: (heads,) -> (heads / size,)."""
-        return values.chunk(self.size)[self.rank]
+        """Return what this rank's heads have of one value per head: (heads,) -> (heads / size,), rounded up."""
+        return pad(values, (0, -len(values) % self.size)).chunk(self.size)[self.rank]
 
     @torch.compiler.disable
     def gather_columns(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -61,17 +63,17 @@ class ContextParallel:
 
         Heads of keys and values are repeated as often as each rank needs one for its queries.
         """
-        if query.shape[1] % self.size:
-            raise head_error(query.shape[1], self.size)
-        groups = lcm(key.shape[1], self.size)  # divides the query heads, since both numbers do
+        missing = -query.shape[1] % self.size
+        # the least number divides the query heads, since that of the keys and that of the ranks do
+        groups = query.shape[1] if missing else lcm(key.shape[1], self.size)
         key, value = (heads.repeat_interleave(groups // heads.shape[1], 1) for heads in (key, value))
-        return _Exchange.apply(self, 1, 2, query, key, value)
+        return _Exchange.apply(self, 1, 2, *(pad(heads, (0, 0, 0, 0, 0, missing)) for heads in (query, key, value)))
 
     @torch.compiler.disable
-    def scatter_columns(self, found: Tensor) -> Tensor:
+    def scatter_columns(self, found: Tensor, heads: int) -> Tensor:
         """Undo it after attention: (B, W * ranks, heads / ranks, size of a head) -> (B, W, heads, size of a head)."""
         (columns,) = _Exchange.apply(self, 1, 2, found)
-        return columns
+        return columns[:, :, :heads]
 
     def exchange(self, cut: int, joined: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Send part `i` of dimension `cut` to rank `i`; what arrives is joined along another dimension, rank by rank.
@@ -123,14 +125,3 @@ def sum_over_ranks(values: Tensor, group: Any) -> Tensor:
     The gradient of a rank flows to its own values only, so that the sum over ranks is the gradient.
     """
     return _SumOverRanks.apply(values, group)
-
-
-def head_error(heads: int, size: int) -> LayoutError:
-    """Return the error for attention heads that cannot be divided among context-parallel ranks."""
-    fitting = [str(number) for number in range(2, heads + 1) if heads % number == 0]
-    return LayoutError(
-        "the attention heads cannot be divided among context-parallel ranks",
-        expected=f"a multiple of backend.context_parallel = {size}",
-        found=f"{heads} heads",
-        remedy=f"Set backend.context_parallel to one of {', '.join(['1', *fitting])}",
-    )

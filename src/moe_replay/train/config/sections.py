@@ -142,7 +142,7 @@ class BackendConfig(Section):
     virtual_pipeline: int | None = Field(None, ge=2)
     """Model chunks per pipeline stage, for the interleaved schedule (megatron)."""
     context_parallel: int = Field(1, ge=1)
-    """Context parallel size: ranks that share a sequence; on fsdp a divisor of the model's attention heads."""
+    """Context parallel size: ranks that share a sequence; on fsdp best a divisor of the model's attention heads."""
     megatron: dict[str, Setting | list[str]] = Field({})
     """Additional TransformerConfig fields of Megatron-Core, e.g. recompute_granularity = "selective", or lists."""
     weight_family: WeightFamilyChoice = None

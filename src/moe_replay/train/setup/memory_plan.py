@@ -16,7 +16,6 @@ from typing import Any
 
 from moe_replay.engines.base import devices_per_engine
 from moe_replay.errors import LayoutError
-from moe_replay.train.backends.ulysses import head_error
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.utils.misc import GIB
 from moe_replay.weights.model_sizes import ModelSizes
@@ -246,8 +245,6 @@ def _fsdp(config: TrainConfig, sizes: ModelSizes, ranks: int) -> _Trainer:
             expected=f"a multiple of {experts} (backend.expert_parallel) and of {contexts} (backend.context_parallel)",
             found=f"{ranks} GPUs, {sizes.num_experts} experts",
         )
-    if sizes.heads is not None and sizes.heads % contexts:
-        raise head_error(sizes.heads, contexts)
     tokens = config.batch.tokens_per_micro_batch / contexts
     total, root = sizes.total, sizes.embedding * (1 if sizes.tied else 2)
     layer = max(of_experts / experts + dense for of_experts, dense in sizes.by_layer)
