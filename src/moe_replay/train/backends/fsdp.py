@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import groupby
@@ -37,6 +38,8 @@ from moe_replay.weights.checkpoint import CheckpointForm
 from moe_replay.weights.lora_adapter import Adapter
 from moe_replay.weights.model_folder import ModelError
 from moe_replay.weights.source import Group, TensorInfo
+
+logger = logging.getLogger(__name__)
 
 COMPILED_CHUNKS = 4
 """Slices of `batch.logit_chunk` rows in one: compiled, the head holds logits once and in `model.dtype`, not float32."""
@@ -293,8 +296,10 @@ class FsdpBackend(Backend):
         chunk = config.batch.logit_chunk * (COMPILED_CHUNKS if is_compiled else 1)
         self._scores = HeadScores(self.model, chunk, math, self._context)
         self._reference_scores = HeadScores(self._reference, chunk, math, self._context) if self._reference else None
-        if is_compiled and config.backend.expert_parallel == 1:  # layers that wait for other ranks run eagerly
+        if is_compiled and config.backend.expert_parallel == 1:
             self._compile()
+        elif is_compiled and dist.get_rank() == 0:
+            logger.info("layers run eagerly: they wait for other ranks (backend.expert_parallel); the head is compiled")
         for model in (self.model, self._reference):
             if isinstance(model, FSDPModule):
                 model.reshard()  # the forward inside `HeadScores` leaves gathered parameters in the root module
