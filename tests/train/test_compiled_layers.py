@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -34,11 +35,14 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def traced_kernel(q, k, v, starts, ends, longest, again, *, scale, window_size, enable_gqa):
-    """`varlen_attn` as operations that a compiler can trace."""
-    place = torch.arange(q.shape[0])
-    sequence = torch.bucketize(place, starts[1:], right=True)
-    visible = (sequence[:, None] == sequence) & (place[:, None] >= place)
+def traced_kernel(q, k, v, starts, key_starts, longest, most_keys, *, scale, window_size, enable_gqa):
+    """`varlen_attn` as operations that a compiler can trace; queries are the last tokens of their keys."""
+    place, key = torch.arange(q.shape[0]), torch.arange(k.shape[0])
+    sequence, of_key = (
+        torch.bucketize(rows, ends[1:], right=True) for rows, ends in ((place, starts), (key, key_starts))
+    )
+    own = place + (key_starts - starts)[1:][sequence]
+    visible = (sequence[:, None] == of_key) & (own[:, None] >= key)
     k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], 1) for heads in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
@@ -87,6 +91,33 @@ def test_layers_share_graphs_in_all_passes_whatever_the_lengths(model: nn.Module
     assert layers.failure is None
     assert graphs[-1] == graphs[1], graphs  # after the second lengths nothing is compiled
     assert graphs[-1] - before <= 10  # 5 pieces around attention, router and experts, twice; not for each layer
+
+
+def test_layers_of_shared_prompts_compute_the_same_in_the_same_graphs(model: nn.Module) -> None:
+    layers, graphs = CompiledLayers("aot_eager"), []
+    layers.add(model.model.layers)
+    trees: list[tuple[list[int], list[tuple[int, int]]]] = [
+        ([7, 9, 12], [(0, 0), (0, 4), (1, 6)]),
+        ([20, 11], [(0, 0), (0, 9)]),
+        ([6, 8, 8, 13], [(0, 0), (0, 5), (0, 5), (1, 7)]),
+        ([30, 31], [(0, 0), (0, 29)]),
+    ]
+    for lengths, prefixes in trees:
+        layout = TokenLayout.shared(lengths, prefixes)
+        positions = torch.cat([torch.arange(p, n) for n, (_, p) in zip(lengths, prefixes, strict=True)])[None]
+        ids = random_ids(1, layout.num_rows, seed=sum(lengths))
+        arguments = forward_arguments(model, layout, CPU)
+        outcomes = []
+        for context in (nullcontext(), layers.off()):
+            with context:
+                logits = model(input_ids=ids, position_ids=positions, use_cache=False, **arguments).logits
+                logits.square().mean().backward()
+            outcomes.append({"logits": logits.detach(), **gradients(model)})
+        for name, expected in outcomes[1].items():
+            torch.testing.assert_close(outcomes[0][name], expected, rtol=1e-4, atol=1e-6, msg=name)
+        graphs.append(graphs_compiled())
+    assert layers.failure is None
+    assert graphs[-1] == graphs[1], graphs
 
 
 def test_micro_batches_in_flight_are_recomputed_with_their_own_routes(model: nn.Module) -> None:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from moe_replay.routes.layout import TokenLayout
@@ -546,12 +547,36 @@ def _block_mask(sequences: PackedSequences, tokens: int, window: int | None) -> 
 
 
 def _gathered(heads: Tensor, keys: GatheredKeys) -> Tensor:
-    """Return the rows of keys or values (T, heads, size) that sequences see, (K, heads, size).
+    """Return the rows of keys or values (T, heads, size) that sequences see, (K, heads, size)."""
+    return _GatherRows.apply(heads, keys.rows)
 
-    The backward pass adds up the gradients of a row that several sequences share, in float32.
-    """
-    precise = torch.promote_types(heads.dtype, torch.float32)
-    return heads.to(precise).index_select(0, keys.rows).to(heads.dtype)
+
+class _GatherRows(Function):
+    """Rows (T, ...) -> (K, ...); the backward adds up the gradients of a row that several sequences share."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, rows: Tensor) -> Tensor:
+        ctx.count = heads.shape[0]
+        ctx.save_for_backward(rows)
+        return heads.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        return _add_rows(gradients[0], rows, ctx.count), None
+
+
+# One operator: the compiler would add up by atomic additions, in another order each time.
+@torch.library.custom_op("moe_replay::add_rows", mutates_args=())
+def _add_rows(values: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Return the sums (count, ...) of the values (K, ...) of each row, in float32 at least and in a fixed order."""
+    total = values.new_zeros((count, *values.shape[1:]), dtype=torch.promote_types(values.dtype, torch.float32))
+    return total.index_put_((rows,), values.to(total.dtype), accumulate=True).to(values.dtype)
+
+
+@_add_rows.register_fake
+def _(values: Tensor, rows: Tensor, count: int) -> Tensor:
+    return values.new_empty((count, *values.shape[1:]))
 
 
 def _repeated(heads: Tensor, count: int) -> Tensor:
