@@ -9,11 +9,11 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("pydantic", reason="the trainer's own dependency")
@@ -32,6 +32,7 @@ from moe_replay.utils.plugins import PluginError
 from moe_replay.utils.processes import exits_are_failures
 from tests.faults.processes import LIMIT_S, ROOT
 from tests.train.runs import tiny_config
+from tests.train.trajectories import random_trajectory
 
 pytestmark = pytest.mark.slow
 
@@ -159,10 +160,10 @@ def test_rollouts_end_when_an_environment_or_a_reward_does_not(kind: str, monkey
     config = TrainConfig.model_validate({"rollout": settings, "reward": {"workers": 0}})
     stream = PromptStream([Prompt(0, "p", (1,), {})])
 
-    async def run_episode(self: SequenceSampler, *_: Any) -> Any:
+    async def run_episode(self: SequenceSampler, *arguments: Any) -> Any:
         if self._environment is not None:
             await self._environments.run(run_environment(self._environment, episode(), 600.0))
-        return SimpleNamespace(token_ids=np.array([1, 2]))
+        return [replace(random_trajectory(0, prompt=1, completion=1), episode=arguments[-1])]
 
     monkeypatch.setattr(SequenceSampler, "_run_episode", run_episode)
     tokenizer = SimpleNamespace(decode=lambda ids, **_: "c")
