@@ -482,10 +482,8 @@ class FsdpBackend(Backend):
         return sum((12 if self._state.saves_moments else 4) * p.numel() for p in self._parameters)
 
     def close(self) -> None:
-        """Detach routing replay from the model, and end the context-parallel group."""
+        """Detach routing replay from the model."""
         self.replay.detach()
-        if self._context is not None:
-            self._context.close()
 
 
 def _sharded_layers(model: nn.Module) -> list[Any]:

@@ -19,6 +19,9 @@ from torch.nn.functional import pad
 
 from moe_replay.errors import LayoutError
 
+# By the process group of all ranks, and size. They end with the process: ending a group of gloo alone crashed ranks.
+_GROUPS: dict[tuple[Any, int], Any] = {}
+
 
 @dataclass(frozen=True, eq=False)
 class ContextParallel:
@@ -46,12 +49,10 @@ class ContextParallel:
                 found=f"{ranks} rank{'s' * (ranks > 1)}",
                 remedy="Start another number of ranks, or change backend.context_parallel",
             )
-        group, _ = dist.new_subgroups(size)
-        return cls(group, dist.get_rank() % size, size)
-
-    def close(self) -> None:
-        """End the process group."""
-        dist.destroy_process_group(self.group)
+        key = dist.group.WORLD, size
+        if key not in _GROUPS:
+            _GROUPS[key], _ = dist.new_subgroups(size)
+        return cls(_GROUPS[key], dist.get_rank() % size, size)
 
     def heads_of(self, values: Tensor) -> Tensor:
         """Return what this rank's heads have of one value per head: (heads,) -> (heads / size,), rounded up."""
