@@ -72,6 +72,14 @@ EXPERT_MLP = {"moe_intermediate_size": 16}
 SHARED_EXPERT = {"shared_expert_intermediate_size": 16}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
 LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
+INKLING_ATTENTION = {
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "sliding_window_size": 4,
+    "d_rel": 4,
+    "rel_extent": 8,
+}
 ROUTED_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1}
 GROUPS = {"n_group": 4, "topk_group": 2}
 DENSE_FIRST = {"first_k_dense_replace": 1}
@@ -209,33 +217,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": BODY | HEAD | MLP | {"num_experts": 6, "moe_topk": [2, 2, 2]},
     "hy_v3": QWEN_MOE | HEAD | DENSE_BETWEEN | {"num_shared_experts": 1},
     "hy_v4": DEEPSEEK | SPARSE_ATTENTION | DENSE_BETWEEN | {"hc_mult": 2},
-    "inkling2_text": BODY
-    | HEAD
-    | EXPERT_MLP
-    | ROUTED_EXPERTS
-    | {
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 8,
-        "sliding_window_size": 4,
-        "d_rel": 4,
-        "rel_extent": 8,
-        "n_layers_per_attn_res_block": 2,
-    },
-    "inkling_text": BODY
-    | HEAD
-    | MLP
-    | EXPERT_MLP
-    | ROUTED_EXPERTS
-    | DENSE_BETWEEN
-    | {
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 8,
-        "sliding_window_size": 4,
-        "d_rel": 4,
-        "rel_extent": 8,
-    },
+    "inkling2_text": BODY | HEAD | EXPERT_MLP | ROUTED_EXPERTS | INKLING_ATTENTION | {"n_layers_per_attn_res_block": 2},
+    "inkling_text": BODY | HEAD | MLP | EXPERT_MLP | ROUTED_EXPERTS | DENSE_BETWEEN | INKLING_ATTENTION,
     "jamba": BODY
     | MLP
     | EXPERTS

@@ -32,9 +32,8 @@ from moe_replay.weights.model_folder import ModelError
 NAME = "moe_replay_expert_parallel"
 FSDP, EP = "fsdp", "ep"
 """Dimensions of the grid."""
-_GRIDS: dict[
-    tuple[Any, int], DeviceMesh
-] = {}  # by the process group of all ranks, and size: policy and reference share
+_GRIDS: dict[tuple[Any, int], DeviceMesh] = {}
+"""By the process group of all ranks, and size; the policy and the reference share one."""
 
 
 class ExpertShard(NamedTuple):
@@ -154,7 +153,7 @@ def _wrappers(model: nn.Module) -> Iterator[Any]:
 
 
 class _Through:
-    """The forward of a LoRA wrapper around divided experts, which apply the adapter of their own ids themselves."""
+    """The forward of a LoRA wrapper around divided experts: it adds nothing, `parallel_experts` applies the adapter."""
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
