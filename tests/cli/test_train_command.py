@@ -487,6 +487,7 @@ NOT_FOR_A_DRY_RUN = (
         "tyro",
     ),
     *("transformers.modeling_utils", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"),
+    *("moe_replay.megatron.weights", "moe_replay.train.checkpoint.checkpoint"),
 )
 
 
@@ -517,6 +518,18 @@ def test_a_dry_run_collects_no_garbage_and_leaves_the_collector_as_it_was(
     ready(capsys, "--reward.functions", "watching_rewards:score")
     assert not sys.modules["watching_rewards"].collects
     assert gc.isenabled()
+
+
+def test_the_process_of_a_dry_run_ends_without_collecting_garbage(own: Path) -> None:
+    code = (
+        "import atexit, gc\nfrom moe_replay.cli.main import main\n"
+        "atexit.register(lambda: print('left to collect:', gc.collect(), gc.get_freeze_count() > 10_000))\nmain()"
+    )
+    words = ["train", "recipe.toml", "--dry-run"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=own, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.stdout.endswith("left to collect: 0 True\n"), done.stdout + done.stderr
 
 
 @pytest.mark.usefixtures("own")

@@ -10,7 +10,7 @@ from moe_replay.errors import ExitStatus, MissingExtraError, MoeReplayError
 from moe_replay.report.page import MISSING, format_metric
 from moe_replay.report.record import RunRecord, Series, read_run
 from moe_replay.report.run_report import MODES, k3_native_and_replayed
-from moe_replay.train.checkpoint.checkpoint import EXPORT
+from moe_replay.train.checkpoint.manifest import EXPORT
 from moe_replay.utils.misc import one_line
 from moe_replay.version import __version__
 

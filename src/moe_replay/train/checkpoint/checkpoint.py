@@ -53,16 +53,13 @@ from moe_replay.megatron.weights.checkpoint import stage_folder
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.train.backends.base import Backend
 from moe_replay.train.checkpoint import manifest, rng
-from moe_replay.train.checkpoint.manifest import Entries
+from moe_replay.train.checkpoint.manifest import ADAPTER, EXPORT, RECORD, Entries
 from moe_replay.utils.files import Write, flush, sizes, write_whole
 from moe_replay.utils.misc import StatusCallback, one_line
 from moe_replay.weights.lora_adapter import stage_adapter
 
 if TYPE_CHECKING:
     from moe_replay.train.config.train_config import TrainConfig
-
-
-RECORD, EXPORT, ADAPTER = "trainer.json", "hf", "adapter"
 
 
 class CheckpointError(MoeReplayError):

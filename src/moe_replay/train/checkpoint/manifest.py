@@ -20,7 +20,8 @@ from moe_replay.distributed.ranks import all_gather_text, from_rank_0, raise_on_
 from moe_replay.errors import MoeReplayError
 from moe_replay.utils.files import write_whole
 
-FILE = "manifest.json"
+FILE, RECORD, EXPORT, ADAPTER = "manifest.json", "trainer.json", "hf", "adapter"
+"""Names in the folder of a checkpoint."""
 ALGORITHM = "blake2b-128"
 
 Entries = dict[str, dict[str, Any]]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from moe_replay.distributed.ranks import raise_on_all_ranks, rank
 from moe_replay.errors import MissingExtraError, MoeReplayError
 from moe_replay.train.checkpoint import manifest
-from moe_replay.train.checkpoint.checkpoint import EXPORT
+from moe_replay.train.checkpoint.manifest import EXPORT
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.utils.misc import StatusCallback, one_line
 
