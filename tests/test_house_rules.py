@@ -522,6 +522,7 @@ SERVE_ONE_SIBLING = {
     "integrations.verl_fsdp": "needs torch and verl's engine; the module that verl loads imports neither",
     "integrations.trl_generation": "engines behind TRL, which rest on other methods of TRL than the trainer does",
     "replay.active": "which pass is active: the one place that asks autograd",
+    "weights.divided": "transfers from many ranks in turn; the usual one has one sender and no plan",
     "train.backends.compilation": "compiled layers, and what happens where the compiler fails",
     "train.backends.fsdp_loading": "reading a model folder into shards",
     "train.backends.megatron_build": "process groups, model and optimizer; the backend trains them",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.combinations import with_whole_runs
@@ -20,6 +22,7 @@ pytest.importorskip("pydantic")
 harness.PRELOADED.extend(PRELOADED)
 
 BF16 = {"dtype": "bfloat16"}
+EP2 = {"expert_parallel": 2}
 PP_EP = {"pipeline_parallel": 2, "expert_parallel": 2}
 RECEIVERS = [[0], [1, 3], [0, 1, 2, 3]]
 
@@ -98,8 +101,8 @@ def test_adapters_are_merged_into_what_one_rank_receives(tmp_path: Path, kind: s
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
-    with_whole_runs([("fsdp", {}), ("megatron", PP_EP)], [("fsdp", {})]),
-    ids=["fsdp4", "pp2-ep2"],
+    with_whole_runs([("fsdp", {}), ("fsdp", EP2), ("megatron", PP_EP)], [("fsdp", {})]),
+    ids=["fsdp4", "fsdp2-ep2", "pp2-ep2"],
 )
 def test_an_export_is_shared_by_the_ranks(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM
@@ -120,5 +123,12 @@ def test_an_export_is_shared_by_the_ranks(tmp_path: Path, kind: str, settings: d
     every = [name for one in ranks for name in one["wrote"]]
     assert len(every) == len(set(every)) == len(list(out.iterdir())), "each file is written by one rank"
     assert "config.json" in ranks[0]["wrote"]
+    if settings == EP2:
+        for number, one in enumerate(ranks):
+            files = [load_file(out / name) for name in one["sizes"]]
+            experts = {
+                int(found[1]) for file in files for name in file if (found := re.search(r"experts\.(\d+)\.", name))
+            }
+            assert experts == {2 * (2 * (number % 2) + number // 2) + own for own in (0, 1)}, "those that it holds"
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     assert all(torch.isfinite(tensor).all() for tensor in loaded.state_dict().values())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_replay.weights.source import Weights
+from moe_replay.weights.source import Weights, layer_prefix
 from moe_replay.weights.staging import received_tensors
 from moe_replay.weights.transfer import Receivers, Transfer
-from tests.combinations import with_whole_runs
+from tests.combinations import with_thorough, with_whole_runs
 from tests.distributed import harness, weight_transfers
 from tests.distributed.megatron_models import PRELOADED
 from tests.distributed.test_weight_sources import BF16, PP_EP, as_sent
@@ -35,9 +37,9 @@ class Worker(Receiver):
 
     receivers: Receivers
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, opens: Sequence[int] = ()) -> None:
         super().__init__()
-        self.receivers = Receivers("cpu", (f"gpu {rank}",))
+        self.receivers = Receivers("cpu", (f"gpu {rank}",), tuple(f"gpu {other}" for other in opens))
         self.of_version: dict[int, dict[str, Tensor]] = {}
         self.transfers: list[str] = []
 
@@ -81,3 +83,67 @@ def test_servers_get_the_bytes_that_http_sends(
         assert worker.of_version.keys() == ({1, 2, 3, 4, 5, 6} if number < 2 else {4, 5, 6})
         for tensors in worker.of_version.values():
             assert_same_bytes(tensors, wanted)
+
+
+EP2 = {"expert_parallel": 2}
+EVERY: list[int] = [0, 1, 2, 3]
+NONE: list[int] = []
+
+
+@pytest.mark.parametrize(
+    ("variant", "opens"),
+    with_thorough(
+        [("gpt_oss", EVERY), ("deepseek_v3", [2]), ("deepseek_v3", EVERY), ("deepseek_v3", NONE), ("gpt_oss", [2])],
+        [("deepseek_v3", EVERY), ("deepseek_v3", NONE), ("gpt_oss", [2])],
+    ),
+    ids=str,
+)
+def test_each_rank_hands_over_its_own_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, opens: list[int]
+) -> None:
+    """Four ranks have a quarter of the experts each; of the others' they hold a chunk of a broadcast at most.
+
+    A worker that cannot open the memory of other devices reads a copy on its own, of one rank's experts at a time.
+    """
+    from moe_replay.engines.server.app import build_app
+
+    monkeypatch.setattr("moe_replay.weights.staging.device_id", lambda _: own_device.name)
+    save_checkpoint(tiny(variant), tmp_path)
+    wanted = as_sent(tmp_path, "fsdp")
+    total = sum(tensor.nbytes for tensor in wanted.values())
+    workers = [Worker(rank, opens) for rank in (1, 2)]
+    with ExitStack() as stack:
+        urls = [stack.enter_context(serving(build_app(worker, TOKEN))) for worker in workers]  # type: ignore[arg-type]
+        updates = [(how, urls) for how in ("ipc", "nccl", "http")]
+        ranks = harness.run_ranks(4, weight_transfers.send, str(tmp_path), "fsdp", EP2 | BF16, updates, TOKEN)
+    for worker in workers:
+        assert worker.transfers == ["ipc", "nccl"]
+        for tensors in worker.of_version.values():
+            assert_same_bytes(tensors, wanted)
+    assert [one["nbytes"] for one in ranks[0]] == [total] * 3
+    assert ["each rank hands over its own experts" in one["reason"] for one in ranks[0]] == [True, True, False]
+    of_experts = sum(tensor.nbytes for name, tensor in wanted.items() if is_expert(name))
+    copied = [owner for owner in range(4) if owner not in opens]
+    for rank, (ipc, nccl, _) in enumerate(ranks[1:], start=1):
+        held = {rank, *copied} if rank in (1, 2) else {rank}
+        gathered = total - of_experts if rank in (1, 2) else 0
+        assert ipc["nbytes"] == gathered + of_experts // 4 * len(held)
+        assert nccl["nbytes"] == of_experts // 4
+    dense, experts = largest_layer(wanted, experts=False), largest_layer(wanted, experts=True)
+    bound = 2 * max(dense, experts // 4) + experts // 4  # a group, its chunk, and what a tensor of it is made of
+    assert variant != "gpt_oss" or bound < experts
+    for rank in ranks:
+        assert all(one["peak"] <= bound for one in rank[:2]), "a rank holds experts of others"
+        assert rank is not ranks[0] or rank[2]["peak"] > bound, "http sends tensors through rank 0"
+
+
+def is_expert(name: str) -> bool:
+    return ".experts." in name
+
+
+def largest_layer(tensors: dict[str, Tensor], *, experts: bool) -> int:
+    """The bytes of the experts of the largest layer, or of everything else in one."""
+    sizes: Counter[str] = Counter()
+    for name, tensor in tensors.items():
+        sizes[layer_prefix(name)] += tensor.nbytes if is_expert(name) == experts else 0
+    return max(sizes.values())

@@ -15,6 +15,7 @@ from moe_replay.train.config.sections import WeightSyncConfig
 from moe_replay.train.sync.synced_engine import SyncedEngine
 from moe_replay.train.sync.weight_sync import EngineSync
 from tests.distributed.megatron_training import make_config, open_backend
+from tests.distributed.weight_sources import LiveMemory
 
 CHUNK_BYTES = 2**15  # less than the model has, so that there are several chunks
 CPU = torch.device("cpu")
@@ -23,12 +24,12 @@ CPU = torch.device("cpu")
 def send(
     folder: str, backend_kind: str, settings: dict[str, Any], updates: list[tuple[str, list[str]]], token: str
 ) -> list[dict[str, Any]]:
-    """Send the weights once for each (kind, URLs): the report of each."""
+    """Send the weights once for each (kind, URLs): the report of each, and the memory that it took on this rank."""
     backend = open_backend(make_config(folder, backend_kind, **settings))
     rank = dist.get_rank()
     found = []
     with ExitStack() as stack:
-        for module in ("train.sync.weight_sync", "weights.transports"):
+        for module in ("train.sync.weight_sync", "weights.sender"):
             stack.enter_context(mock.patch(f"moe_replay.{module}.device_id", return_value=f"gpu {rank}"))
         for version, (kind, urls) in enumerate(updates, start=1):
             config = WeightSyncConfig(transport=kind, timeout_s=240).model_copy(
@@ -38,6 +39,8 @@ def send(
             if rank == 0:
                 clients = [RolloutClient(url, token=token) for url in urls]
                 engine = SyncedEngine(stack.enter_context(EnginePool(clients, any_version=True, max_backoff_s=0.1)))
-            report = EngineSync(config, CPU).send(backend.weight_source(), engine, version, None)
-            found.append({"kind": report.transport, "nbytes": report.nbytes})
+            with LiveMemory() as memory:
+                report = EngineSync(config, CPU).send(backend.weight_source(), engine, version, None)
+            kinds = {"kind": report.transport, "reason": report.reason}
+            found.append({**kinds, "nbytes": report.nbytes, "peak": memory.peak})
     return found

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from moe_replay.errors import MoeReplayError
-from moe_replay.weights.source import Group
+from moe_replay.weights.divided import DividedSender, HandOver
+from moe_replay.weights.sender import Rendezvous, WeightSender
+from moe_replay.weights.source import Group, HandedGroup
 from moe_replay.weights.staging import WeightReceiver
 from moe_replay.weights.transfer import BroadcastGroup, Receivers, TransferError, TransferStore
-from moe_replay.weights.transports import Rendezvous, WeightSender
 
 CPU = torch.device("cpu")
 CHUNK = 4096
@@ -46,7 +47,7 @@ def groups(rank: int, fails: bool = False) -> Iterator[Group]:
 def devices(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     """Give every thread a device of its own name."""
     own = threading.local()
-    for module in ("transports", "staging"):
+    for module in ("sender", "staging"):
         monkeypatch.setattr(f"moe_replay.weights.{module}.device_id", lambda _: own.name)
     return own
 
@@ -191,3 +192,82 @@ def test_nobody_waits_for_a_worker_that_died_before_it_connected() -> None:
         for one in joining:
             with pytest.raises(TransferError, match="worker 2 has died"):
                 one.result()
+
+
+class DividedScene(Scene):
+    """Two ranks that have an expert each, and one worker on the first device, which opens both."""
+
+    def __init__(self, devices: threading.local, kind: str, fails: bool) -> None:
+        super().__init__(devices, kind)
+        self.rendezvous = self.rendezvous._replace(ranks=(0, 1), workers=1)
+        self.engines = {"one": self.engines["one"]}
+        opens = {"gpu 0": ["gpu 0", "gpu 1"]} if kind == "ipc" else {}
+        self.hand_over = HandOver.between(["gpu 0", "gpu 1"], opens, (0,))
+        self.fails = fails
+
+    def sender(self, rank: int) -> DividedSender:
+        self.devices.name = f"gpu {rank}"
+        store = self.store if rank == 0 else None
+        return DividedSender(self.rendezvous, rank, CPU, self.handed(rank), store, hand_over=self.hand_over)
+
+    def handed(self, rank: int) -> Iterator[HandedGroup]:
+        """What both have, the expert of each, and a tensor of which each has two rows."""
+        for owner in (None, 0, 1):
+            if owner == 1 and self.fails and rank == 1:
+                raise MoeReplayError("no memory left")
+            fused = [("fused", torch.arange(8.0).reshape(4, 2)[2 * (owner or 0) :][:2])]
+            own = weights(0).items() if owner is None else [*fused, (f"expert {owner}", torch.full((40, 50), owner))]
+            tensors = list(own) if rank == (owner or 0) else []
+            yield HandedGroup(owner, tensors, {} if owner is None else {"fused": (2 * owner, 4)})
+
+    def first_rank(self) -> int:
+        sender = self.sender(0)
+        transfer = sender.transfer(self.engines)
+        self.settings = [transfer.for_engine("one")]
+        self.started.set()
+        try:
+            for message in transfer.messages_and_end():
+                self.messages[0].append(message)
+                self.ready[0].release()
+            return sender.bytes_sent
+        finally:
+            sender.close()
+            self.messages[0].append('{"end":-1}')
+            self.ready[0].release()
+
+    def second_rank(self, fails: bool = False) -> int:
+        sender = self.sender(1)
+        try:
+            sender.assist()
+        except MoeReplayError as failure:
+            sender.fail(str(failure))
+            raise
+        sender.close()
+        return sender.bytes_sent
+
+    def run(self) -> tuple[Future[int], Future[int], Future[dict[str, Tensor]]]:
+        self.started = threading.Event()
+        with ThreadPoolExecutor(3) as threads:
+            return threads.submit(self.first_rank), threads.submit(self.second_rank), threads.submit(self.worker, 0)
+
+
+@pytest.mark.parametrize("kind", ["ipc", "nccl"])
+def test_a_worker_reads_from_every_owner_and_puts_rows_together(devices: threading.local, kind: str) -> None:
+    first, second, worker = DividedScene(devices, kind, fails=False).run()
+    expected = weights(0) | {"fused": torch.arange(8.0).reshape(4, 2)}
+    expected |= {f"expert {owner}": torch.full((40, 50), owner) for owner in (0, 1)}
+    found = worker.result()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert first.result() == sum(tensor.nbytes for tensor in expected.values())
+    assert second.result() == expected["expert 1"].nbytes + expected["fused"].nbytes // 2
+
+
+@pytest.mark.parametrize("kind", ["ipc", "nccl"])
+def test_an_owner_that_fails_in_its_turn_ends_the_transfer_for_all(devices: threading.local, kind: str) -> None:
+    first, second, worker = DividedScene(devices, kind, fails=True).run()
+    with pytest.raises(TransferError, match="no memory left"):
+        first.result()
+    with pytest.raises(MoeReplayError, match="no memory left"):
+        second.result()
+    assert "fused" not in worker.result(), "half of its rows have come"

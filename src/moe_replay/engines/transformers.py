@@ -39,7 +39,7 @@ from moe_replay.weights.checkpoint import load_into, read_tensors
 from moe_replay.weights.model_folder import ModelError, check_finite, load_model
 from moe_replay.weights.probe import Probe
 from moe_replay.weights.source import Weights
-from moe_replay.weights.staging import device_id, received_tensors
+from moe_replay.weights.staging import device_id, openable_devices, received_tensors
 from moe_replay.weights.transfer import Receivers, Transfer
 
 _ABANDONED: ContextVar[threading.Event | None] = ContextVar("abandoned", default=None)
@@ -158,7 +158,7 @@ class TransformersEngine(Engine):
     def receivers(self) -> Receivers:
         """The receiver of weight transfers: the process that this engine runs in."""
         device: torch.device = self.model.device
-        return Receivers(device.type, (device_id(device),))
+        return Receivers(device.type, (device_id(device),), tuple(openable_devices(device)))
 
     def healthy(self) -> bool:
         """Always: the engine runs in this process."""

@@ -15,7 +15,10 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).valu
 
 
 class BufferHandle(BaseModel):
-    """Handle by which another process opens a buffer: a file in memory, or the fields of a CUDA IPC handle."""
+    """Handle by which another process opens a buffer: a file in memory, or the fields of a CUDA IPC handle.
+
+    rank   that has the buffer; a new handle of the same rank replaces the one before
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -28,6 +31,7 @@ class BufferHandle(BaseModel):
     counter_offset: int = 0
     event: str = ""
     event_sync: bool = False
+    rank: int = 0
 
 
 class TransferSettings(BaseModel):
@@ -36,6 +40,7 @@ class TransferSettings(BaseModel):
     host, port   of the sender's store
     token        of the transfer, which names its keys there
     first        number of the engine's first worker, of all `workers`
+    senders      ranks of the trainer in the group of a broadcast, before the workers
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -47,13 +52,16 @@ class TransferSettings(BaseModel):
     first: int = Field(ge=0)
     workers: int = Field(ge=1)
     timeout_s: float = Field(gt=0)
+    senders: int = Field(default=1, ge=1)
 
 
 class ChunkMessage(BaseModel):
     """One chunk: tensors in their order in the buffer, and the buffer where it is a new one.
 
     capacity   of the buffer, in bytes
-    handles    of the buffer on each device, by `device_id`
+    handles    of the buffer that the worker on each device reads, by `device_id`
+    root       number of the broadcasting rank among the senders
+    rows       of tensors that are parts of larger ones: first row there, and rows of the whole
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -63,6 +71,8 @@ class ChunkMessage(BaseModel):
     capacity: int = 0
     tensors: list[tuple[str, str, list[int]]] = []
     handles: dict[str, BufferHandle] = {}
+    root: int = Field(default=0, ge=0)
+    rows: dict[str, tuple[int, int]] = {}
 
     def infos(self) -> list[TensorInfo]:
         for name, dtype, _ in self.tensors:

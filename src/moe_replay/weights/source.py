@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -50,6 +50,44 @@ class WeightSource(Protocol):
         A group is valid until the next one is requested, and no rank holds more than one.
         """
         ...
+
+
+class HandedGroup(NamedTuple):
+    """Tensors of one layer, on the ranks that hand them over.
+
+    owner     the only rank that holds them; None: they are sharded, and gathered on the receivers
+    tensors   empty on other ranks
+    rows      of each tensor that is a part of a larger one, by name: its first row there, and the rows of the whole
+    """
+
+    owner: int | None
+    tensors: Group
+    rows: Mapping[str, tuple[int, int]]
+
+
+@runtime_checkable
+class DividedSource(Protocol):
+    """A `WeightSource` of which some tensors are whole on one rank: experts that are divided among ranks."""
+
+    def owners(self) -> tuple[int, ...]:
+        """Return the ranks that hold such tensors; none: use `WeightSource.groups`."""
+        ...
+
+    def owned_groups(
+        self, receivers: Collection[int], copies: Callable[[int], Collection[int]], *, parts: bool
+    ) -> Iterator[HandedGroup]:
+        """Yield all tensors as `groups` does, those of one rank where they are. Collective.
+
+        receivers   ranks that get what no rank holds alone
+        copies      returns the ranks that also get what an owner holds
+        parts       a tensor that experts of several ranks make up is handed over by its rows, not gathered
+        """
+        ...
+
+
+def owners_of(source: WeightSource) -> tuple[int, ...]:
+    """Return the ranks that can hand over tensors which nobody else has."""
+    return source.owners() if isinstance(source, DividedSource) else ()
 
 
 class PerLayerReceivers(Collection[int]):

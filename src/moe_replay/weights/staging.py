@@ -11,7 +11,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,19 @@ def device_id(device: torch.device) -> str:
             return f"{platform.node()} {boot.read().strip()}"
     except OSError:
         return platform.node()
+
+
+def openable_devices(device: torch.device) -> list[str]:
+    """Return the ids of the devices whose memory a process on this one can open: GPUs that it sees and reads directly.
+
+    On a CPU, the machine.
+    """
+    if device.type != "cuda":
+        return [device_id(device)]
+    own = torch.cuda.current_device() if device.index is None else device.index
+    others = range(torch.cuda.device_count())
+    found = [other for other in others if other == own or torch.cuda.can_device_access_peer(own, other)]
+    return [device_id(torch.device("cuda", other)) for other in found]
 
 
 class StagingBuffer:
@@ -208,18 +221,21 @@ class WeightReceiver:
         self._settings, self._device = settings, device
         self._worker = settings.first + index
         self._buffer: Tensor | None = None
+        self._opened_of: dict[int, tuple[BufferHandle, Tensor]] = {}  # buffers of ranks
+        self._whole: dict[str, tuple[Tensor, int]] = {}  # of tensors that come by rows, and the rows that are missing
         self._group: BroadcastGroup | None = None
         self._received = 0
         self._store = TransferStore.connect(settings.host, settings.port, settings.token, settings.timeout_s)
         self._store.add("ready")
         self._store.wait(lambda: self._store.get("go") is not None, "waiting for other engines")
         if settings.kind == "nccl":
-            self._group = BroadcastGroup(self._store, self._worker + 1, settings.workers + 1, device.type)
+            place, size = settings.senders + self._worker, settings.senders + settings.workers
+            self._group = BroadcastGroup(self._store, place, size, device.type)
 
     def receive(self, text: str) -> list[tuple[str, Tensor]]:
         """Return the tensors of a chunk, which lie in a buffer that the next chunk overwrites.
 
-        They are valid until `acknowledge`.
+        They are valid until `acknowledge`. A tensor that comes by rows is returned with the chunk that has the last.
         """
         from moe_replay.weights.messages import read_message
 
@@ -230,14 +246,30 @@ class WeightReceiver:
         buffer = self._broadcast(message) if self._group is not None else self._opened(message)
         if sum(info.nbytes for info in infos) > message.nbytes or message.nbytes > buffer.numel():
             raise EngineError("the tensors of a chunk do not fit into it", expected=message.nbytes, found=len(infos))
-        return views(buffer, infos)
+        return [whole for item in views(buffer, infos) for whole in self._assembled(*item, message.rows)]
+
+    def _assembled(self, name: str, tensor: Tensor, rows: Mapping[str, tuple[int, int]]) -> list[tuple[str, Tensor]]:
+        """Return a tensor if all of it is there."""
+        if name not in rows:
+            return [(name, tensor)]
+        first, total = rows[name]
+        if name not in self._whole:
+            self._whole[name] = torch.empty((total, *tensor.shape[1:]), dtype=tensor.dtype, device=self._device), total
+        whole, missing = self._whole.pop(name)
+        if len(tensor) > missing or first + len(tensor) > total:
+            raise EngineError(f"more rows of {name} than it has", expected=total, found=first + len(tensor))
+        whole[first : first + len(tensor)] = tensor
+        if missing == len(tensor):
+            return [(name, whole)]
+        self._whole[name] = whole, missing - len(tensor)
+        return []
 
     def _broadcast(self, message: ChunkMessage) -> Tensor:
         if self._buffer is None or self._buffer.numel() < message.capacity:
             self._buffer = None
             self._buffer = torch.empty(message.capacity, dtype=torch.uint8, device=self._device)
         assert self._group is not None
-        self._group.broadcast(self._buffer[: message.nbytes])
+        self._group.broadcast(self._buffer[: message.nbytes], root=message.root)
         return self._buffer
 
     def _opened(self, message: ChunkMessage) -> Tensor:
@@ -250,8 +282,12 @@ class WeightReceiver:
                     found=", ".join(message.handles),
                     remedy='Set weight_sync.transport = "nccl" or "http"',
                 )
+            handle = message.handles[device]
             self._buffer = None
-            self._buffer = open_buffer(message.handles[device], self._device)
+            if handle.rank not in self._opened_of or self._opened_of[handle.rank][0] != handle:
+                self._opened_of.pop(handle.rank, None)  # before the next one is opened
+                self._opened_of[handle.rank] = handle, open_buffer(handle, self._device)
+            self._buffer = self._opened_of[handle.rank][1]
         if self._buffer is None:
             raise TransferError("a chunk without its buffer")
         return self._buffer
@@ -278,6 +314,7 @@ class WeightReceiver:
     def close(self) -> None:
         """Leave the transfer and free the buffer."""
         self._buffer = None
+        self._opened_of, self._whole = {}, {}
         if self._group is not None:
             self._group.close()
             self._group = None

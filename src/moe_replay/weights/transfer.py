@@ -2,8 +2,9 @@
 
 The request to an engine has the settings, one message per chunk, and an end message, which makes an update complete.
 The bytes go through memory that both processes open (`ipc`) or a broadcast from the sender to all workers (`nccl`, over
-gloo on CPUs). A store at the sender counts the workers that are ready and have read, and holds the first failure and
-the addresses of the group; it answers connections that begin with a token from the request.
+gloo on CPUs), from each of several senders in turn where experts are divided among ranks. A store at the first sender
+counts the workers that are ready and have read, and holds the first failure and the addresses of the group; it answers
+connections that begin with a token from the request.
 """
 
 from __future__ import annotations
@@ -51,10 +52,12 @@ class Receivers(NamedTuple):
 
     device    type of the workers' devices
     ids       of their devices, one a worker (`staging.device_id`)
+    opens     ids of the devices whose memory every worker can open; their own are not listed if they open no other
     """
 
     device: str
     ids: tuple[str, ...]
+    opens: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -396,7 +399,7 @@ class _sender_alive:  # noqa: N801  a context manager, named as contextlib names
 class BroadcastGroup:
     """Sender and workers of a transfer as one group of torch.distributed, apart from other groups of their processes.
 
-    rank       0 is the sender
+    rank       the senders come first
     prefixes   of its keys in the store, the first next to the store; None: the transfer's own
     """
 
@@ -435,10 +438,10 @@ class BroadcastGroup:
         with _sender_alive():
             self._group: Any = group.result()
 
-    def broadcast(self, content: Tensor, check: Callable[[], None] | None = None) -> None:
-        """Send or receive a tensor; return when this process is done with it."""
+    def broadcast(self, content: Tensor, check: Callable[[], None] | None = None, root: int = 0) -> None:
+        """Send a tensor as the root, or receive it; return when this process is done with it."""
         options = dist.BroadcastOptions()
-        options.rootRank = 0
+        options.rootRank = root
         with _sender_alive():
             work = self._group.broadcast([content], options)
             self._store.wait(work.is_completed, "the weights were on their way", check)

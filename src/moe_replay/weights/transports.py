@@ -4,6 +4,8 @@ http   tensors in the requests to the engine, through rank 0's host memory
 ipc    memory of the trainer's ranks that the engine's workers open, on the same devices
 nccl   one broadcast from rank 0 to all workers of all engines; over gloo on CPUs
 
+Experts that are divided among ranks (`DividedSource`) are handed over by the ranks that hold them, with ipc and nccl.
+
 Collective: construct a transport and call `send` on every rank; the engine exists on rank 0 only.
 
 Retries. A transfer (ipc, nccl) is all or nothing: its store holds the first failure, which ends it for every worker,
@@ -16,34 +18,26 @@ then, because gathering the weights is collective, and all ranks learn from rank
 
 from __future__ import annotations
 
-import inspect
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import torch
-from torch import Tensor
 
 from moe_replay.distributed.network import LOOPBACK, address_towards
 from moe_replay.distributed.ranks import all_gather_text, from_rank_0, raise_on_all_ranks, rank
-from moe_replay.errors import EngineError, EngineUnavailableError, MoeReplayError
+from moe_replay.errors import EngineError, EngineUnavailableError
 from moe_replay.utils.misc import one_line
-from moe_replay.weights.messages import BufferHandle, ChunkMessage, TransferKind, TransferSettings
+from moe_replay.weights.divided import DividedSender, HandOver
+from moe_replay.weights.messages import TransferKind
 from moe_replay.weights.probe import Probe
-from moe_replay.weights.source import Group, Weights, WeightSource
-from moe_replay.weights.staging import StagingBuffer, aligned, describe, device_id, fill
-from moe_replay.weights.transfer import (
-    BroadcastGroup,
-    Receivers,
-    Transfer,
-    TransferError,
-    TransferStore,
-    end_message,
-)
+from moe_replay.weights.sender import Rendezvous, WeightSender
+from moe_replay.weights.source import DividedSource, Group, HandedGroup, Weights, WeightSource, owners_of
+from moe_replay.weights.transfer import Receivers, Transfer, TransferError, TransferStore
 
 ANY_ADDRESS = "0.0.0.0"
 UPDATING = "updating the weights of the engine"
@@ -219,7 +213,7 @@ class _TransferTransport(ABC):
 
 
 class NcclTransport(_TransferTransport):
-    """One broadcast from rank 0 to all workers of all engines; over gloo on CPUs."""
+    """Broadcasts to all workers of all engines, from rank 0, or from each owner of experts; over gloo on CPUs."""
 
     kind = "nccl"
 
@@ -264,8 +258,10 @@ class _Attempt:
         self._store: TransferStore | None = None
         self.failed: set[str] = set()
         self.remaining: Targets = {}
+        self._hand_over: HandOver | None = None
+        self._nbytes: int | None = None  # that rank 0 has seen on their way from all ranks
         prepared = from_rank_0(self._open_store, "preparing an update of the engine's weights")
-        self._rendezvous = Rendezvous.from_json(prepared, transport)
+        self._shared: dict[str, Any] = json.loads(prepared)
 
     def _open_store(self) -> str:
         """Open the store of the transfer, and return how to reach it; on rank 0."""
@@ -285,13 +281,34 @@ class _Attempt:
                 "port": self._store.port,
                 "token": self._store.token,
                 "workers": len(devices),
-                "devices": sorted({*devices}),
+                "opens": {name: sorted(opened) for name, opened in _opened(self._targets).items()},
             }
         )
 
+    def _meet(self, source: WeightSource) -> Rendezvous:
+        """Return who takes part."""
+        shared, transport = self._shared, self._transport
+        ranks = transport.sending_ranks(sorted(shared["opens"]))
+        owners = owners_of(source)
+        if owners:
+            opens = shared["opens"] if transport.kind == "ipc" else {}
+            self._hand_over = HandOver.between(transport.devices, opens, ranks)
+            ranks = tuple(sorted({*ranks, *owners}))
+        return Rendezvous(
+            *(transport.kind, shared["host"], shared["port"], shared["token"], ranks),
+            *(shared["workers"], transport.chunk_bytes, transport.timeout_s),
+        )
+
+    def _groups(self, source: WeightSource) -> Iterator[Group] | Iterator[HandedGroup]:
+        if self._hand_over is None:
+            return source.groups(self._rendezvous.ranks)
+        assert isinstance(source, DividedSource)
+        return source.owned_groups(self._hand_over.receivers, self._hand_over.holders, parts=True)
+
     def run(self, source: WeightSource, probe: Probe | None) -> int | None:
         """Return the bytes that were sent to an engine; None if servers have failed and others are left."""
-        groups = ByteCounter(source.groups(self._rendezvous.ranks))
+        self._rendezvous = self._meet(source)
+        groups = ByteCounter(self._groups(source))
         verdict = ""
         with raise_on_all_ranks(UPDATING):
             try:
@@ -306,7 +323,7 @@ class _Attempt:
         next_step, _, cause = all_gather_text(verdict)[0].partition(" ")
         if next_step == "fall_back":
             raise TransferFailedError(cause)
-        return None if next_step else groups.nbytes
+        return None if next_step else groups.nbytes if self._nbytes is None else self._nbytes
 
     def _next_step(self) -> str:
         """Return what follows a failed transfer: "retry" with the other servers, "fall_back", or "" for an error."""
@@ -326,7 +343,7 @@ class _Attempt:
         if rank() not in self._rendezvous.ranks:
             groups.exhaust()
             return
-        sender = WeightSender(self._rendezvous, rank(), self._transport.device, groups, self._store)
+        sender = self._sender(groups)
         with ExitStack() as undo:
             undo.push(partial(self._break_off, sender, groups))
             if self._engine is None:
@@ -338,7 +355,15 @@ class _Attempt:
                 if transfer.failure is not None:
                     raise transfer.failure
             undo.pop_all()
+        if self._engine is not None and self._hand_over is not None:
+            self._nbytes = sender.bytes_sent
         sender.close()
+
+    def _sender(self, groups: ByteCounter) -> WeightSender:
+        own = (self._rendezvous, rank(), self._transport.device)
+        if self._hand_over is None:
+            return WeightSender(*own, groups, self._store)
+        return DividedSender(*own, groups, self._store, hand_over=self._hand_over)
 
     def _break_off(
         self,
@@ -354,6 +379,15 @@ class _Attempt:
             groups.exhaust()
 
 
+def _opened(targets: Targets) -> dict[str, set[str]]:
+    """Return the devices whose memory the workers on each device can open."""
+    opened: dict[str, set[str]] = {}
+    for receivers in targets.values():
+        for name in receivers.ids:
+            opened[name] = opened.get(name, {*receivers.opens}) & {*receivers.opens}
+    return opened
+
+
 def _address_seen_by(url: str) -> str:
     """Return the address of this machine that a server sees; the loopback for an engine of this process."""
     host = urlsplit(url).hostname
@@ -363,224 +397,20 @@ def _address_seen_by(url: str) -> str:
 class ByteCounter:
     """Groups of weights, with the bytes that have been read on this rank."""
 
-    def __init__(self, groups: Iterator[Group]) -> None:
+    def __init__(self, groups: Iterator[Group] | Iterator[HandedGroup]) -> None:
         self._groups = groups
         self.nbytes = 0
 
-    def __iter__(self) -> Iterator[Group]:
+    def __iter__(self) -> Iterator[Any]:
         return self
 
-    def __next__(self) -> Group:
+    def __next__(self) -> Any:
         group = next(self._groups)
-        self.nbytes += sum(tensor.nbytes for _, tensor in group)
+        tensors = group.tensors if isinstance(group, HandedGroup) else group
+        self.nbytes += sum(tensor.nbytes for _, tensor in tensors)
         return group
 
     def exhaust(self) -> None:
         """Read the remaining groups: gathering weights is collective."""
         for _ in self:
             pass
-
-
-# ---- the sending end -------------------------------------------------------------------------------------------------
-
-
-class Rendezvous(NamedTuple):
-    """Rendezvous of the trainer's ranks and the engines' workers for one transfer.
-
-    token   that everyone who takes part has
-    ranks   of the trainer that have the weights: with `ipc`, one for each device of the workers
-    """
-
-    kind: TransferKind
-    host: str
-    port: int
-    token: str
-    ranks: tuple[int, ...]
-    workers: int
-    chunk_bytes: int
-    timeout_s: float
-
-    @classmethod
-    def from_json(cls, prepared: str, transport: _TransferTransport) -> Rendezvous:
-        """Return the rendezvous that rank 0 has prepared."""
-        shared = json.loads(prepared)
-        ranks, kind = transport.sending_ranks(shared["devices"]), transport.kind
-        return cls(
-            *(kind, shared["host"], shared["port"], shared["token"], ranks),
-            *(shared["workers"], transport.chunk_bytes, transport.timeout_s),
-        )
-
-
-class WeightSender:
-    """One rank's part in one transfer.
-
-    groups   the weights on this rank, as `WeightSource.groups` yields them for the ranks of the rendezvous
-    store    of the rendezvous, on rank 0, which holds it; other ranks connect
-    """
-
-    def __init__(
-        self,
-        rendezvous: Rendezvous,
-        rank: int,
-        device: torch.device,
-        groups: Iterator[Group],
-        store: TransferStore | None = None,
-    ) -> None:
-        self.rendezvous = rendezvous
-        self.bytes_sent = 0
-        self._rank, self._device, self._groups = rank, device, groups
-        self._store = store or TransferStore.connect(
-            rendezvous.host, rendezvous.port, rendezvous.token, rendezvous.timeout_s
-        )
-        self._buffer: StagingBuffer | None = None
-        self._buffers = self._announced = 0  # so far, and of which the engines know
-        self._group: BroadcastGroup | None = None
-        self._check: Callable[[], None] | None = None
-        self._urls: list[str] = []  # of the engine of each worker
-        self._open: Generator[str] | None = None
-
-    # ---- rank 0 -------------------------------------------------------------------------------------------------
-
-    def transfer(self, engines: Mapping[str, Receivers], hosts: Mapping[str, str] | None = None) -> Transfer:
-        """Return the transfer for the engines' `receive_weights`; its messages must be read in this thread. On rank 0.
-
-        hosts   address of this machine as each engine sees it, where that is not the rendezvous's
-        """
-        settings, first = {}, 0
-        rendezvous = self.rendezvous
-        for url, receivers in engines.items():
-            settings[url] = TransferSettings(
-                kind=rendezvous.kind,
-                host=(hosts or {}).get(url, rendezvous.host),
-                port=rendezvous.port,
-                token=rendezvous.token,
-                first=first,
-                workers=rendezvous.workers,
-                timeout_s=rendezvous.timeout_s,
-            )
-            self._urls += [url] * len(receivers.ids)
-            first += len(receivers.ids)
-        transfer = Transfer(settings, ())
-        self._check = lambda: _check_running(transfer)
-        transfer.messages = self._open = self._messages()
-        return transfer
-
-    def _messages(self) -> Generator[str]:
-        try:
-            yield from self._chunks()
-        except MoeReplayError as failure:
-            with suppress(TransferError):
-                self._store.fail(one_line(failure))  # before engines hear of it in another way
-            raise
-
-    def _chunks(self) -> Iterator[str]:
-        rendezvous, number = self.rendezvous, -1
-        self._wait("ready", rendezvous.workers, "engines joined the transfer")
-        self._store.put("go", "go")
-        if rendezvous.kind == "nccl":
-            self._group = BroadcastGroup(self._store, 0, rendezvous.workers + 1, self._device.type, check=self._check)
-        for number, infos in enumerate(fill(self._groups, self._room, rendezvous.chunk_bytes)):
-            handles = self._packed(number)
-            buffer = self._current()
-            nbytes = sum(aligned(info.nbytes) for info in infos)
-            yield ChunkMessage(
-                number=number,
-                nbytes=nbytes,
-                capacity=buffer.numel(),
-                tensors=describe(infos),
-                handles=handles,
-            ).model_dump_json(exclude_defaults=True)
-            if self._group is not None:
-                self._group.broadcast(buffer[:nbytes], self._check)
-            else:
-                self._read_by_all(number)
-            self.bytes_sent += sum(info.nbytes for info in infos)
-        yield end_message(number + 1)
-
-    # ---- other ranks --------------------------------------------------------------------------------------------
-
-    def assist(self) -> None:
-        """Hand over this rank's copy of each chunk while rank 0 sends the messages."""
-        for number, infos in enumerate(fill(self._groups, self._room, self.rendezvous.chunk_bytes)):
-            self._packed(number)
-            self._read_by_all(number)
-            self.bytes_sent += sum(info.nbytes for info in infos)
-
-    # ---- both ---------------------------------------------------------------------------------------------------
-
-    def _room(self, nbytes: int) -> Tensor:
-        """Return the buffer, replaced if it is too small."""
-        if self._buffer is None or self._buffer.nbytes < nbytes:
-            if self._buffer is not None:
-                self._buffer.close()
-            self._buffer = StagingBuffer(self._device, nbytes, shared=self.rendezvous.kind == "ipc")
-            if self.rendezvous.kind == "ipc":
-                handle = self._buffer.handle().model_dump_json()
-                self._store.put(f"handle/{self._buffers}/{self._rank}", f"{device_id(self._device)}\n{handle}")
-            self._buffers += 1
-        return self._buffer.bytes
-
-    def _current(self) -> Tensor:
-        assert self._buffer is not None
-        return self._buffer.bytes
-
-    def _packed(self, number: int) -> dict[str, BufferHandle]:
-        """Wait until every rank has filled its buffer; return the handles on rank 0 if they are new."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        if self.rendezvous.kind != "ipc":
-            return {}
-        self._store.add(f"packed/{number}")
-        if self._rank != 0:
-            return {}
-        self._wait(f"packed/{number}", len(self.rendezvous.ranks), "other ranks filled their buffers")
-        if self._announced == self._buffers:
-            return {}
-        self._announced = self._buffers
-        handles = [self._store.get(f"handle/{self._buffers - 1}/{rank}") for rank in self.rendezvous.ranks]
-        parts = [text.partition("\n") for text in handles if text is not None]
-        return {device: BufferHandle.model_validate_json(handle) for device, _, handle in parts}
-
-    def _read_by_all(self, number: int) -> None:
-        """Wait until every worker has loaded a chunk: the buffer is overwritten next."""
-        self._wait(f"done/{number}", self.rendezvous.workers, "engines loaded weights")
-
-    def _wait(self, key: str, count: int, doing: str) -> None:
-        self._store.wait(lambda: self._store.add(key, 0) >= count, doing, self._check)
-
-    def failed_engines(self) -> set[str]:
-        """Return the engine whose worker ended the transfer, if one did."""
-        with suppress(TransferError):
-            failure = self._store.failure()
-            if failure is not None and failure["worker"] is not None and self._urls:
-                return {self._urls[failure["worker"]]}
-        return set()
-
-    def fail(self, text: str) -> None:
-        """Fail the transfer for all workers, and leave it."""
-        with suppress(TransferError):  # rank 0 is gone
-            self._store.fail(text)
-        self.close()
-
-    def close(self) -> None:
-        """Free the buffer and leave."""
-        # Nobody reads on after the last message, so the generator still refers to the buffer, and is part of a cycle:
-        # without this the memory of every update would be kept until Python collects garbage.
-        if self._open is not None and inspect.getgeneratorstate(self._open) != inspect.GEN_RUNNING:
-            self._open.close()
-        self._open = self._check = None
-        if self._group is not None:
-            self._group.close()
-            self._group = None
-        if self._buffer is not None:
-            self._buffer.close()
-            self._buffer = None
-        if self._device.type == "cuda":
-            torch.cuda.ipc_collect()
-
-
-def _check_running(transfer: Transfer) -> None:
-    """Raise if an engine has ended its update before the last message."""
-    ended = transfer.ended()
-    if ended:
-        raise TransferError("; ".join(f"{url or 'the engine'}: {why}" for url, why in ended.items()))

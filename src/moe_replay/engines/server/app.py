@@ -140,6 +140,7 @@ class _Service:
                 "weights_id": self.engine.weights_id,
                 "lora": None if lora is None else [lora.rank, list(lora.modules)],
                 "receivers": None if receivers is None else [receivers.device, list(receivers.ids)],
+                "opens": [] if receivers is None else list(receivers.opens),
                 "num_layers": topology.num_layers,
                 "model_type": topology.model_type,
                 "moe_layers": [[moe.layer, moe.num_experts, moe.top_k] for moe in topology.moe_layers],

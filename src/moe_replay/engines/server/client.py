@@ -40,6 +40,7 @@ class _Info(BaseModel):
     moe_layers: list[tuple[int, int, int]]
     weights_id: str
     receivers: tuple[str, tuple[str, ...]] | None = None
+    opens: tuple[str, ...] = ()
     lora: tuple[int, tuple[str, ...]] | None = None
 
 
@@ -70,8 +71,8 @@ class RolloutClient(HttpClient):
     @cached_property
     def receivers(self) -> Receivers | None:
         """Processes that receive weights in a transfer to the server; None: its engine takes no transfers."""
-        receivers = self._info().receivers
-        return None if receivers is None else Receivers(*receivers)
+        info = self._info()
+        return None if info.receivers is None else Receivers(*info.receivers, info.opens)
 
     def current_weights(self) -> CurrentWeights:
         info = self._info()

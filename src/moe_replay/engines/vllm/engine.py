@@ -410,8 +410,10 @@ class VllmEngine(AsyncSampler, Engine):
     @cached_property
     def receivers(self) -> Receivers:
         """The receivers of weight transfers: every worker of vLLM."""
-        devices = self._loop.run(self._answered(self._replicas.call_workers("replay_device")))
-        return Receivers(devices[0].partition(" ")[0], tuple(device.partition(" ")[2] for device in devices))
+        answers = self._loop.run(self._answered(self._replicas.call_workers("replay_device")))
+        workers = [answer.split("\n") for answer in answers]
+        opens = set.intersection(*({*others} for _, _, *others in workers))
+        return Receivers(workers[0][0], tuple(own for _, own, *_ in workers), tuple(sorted(opens)))
 
     async def _call_workers(self, method: str, *arguments: str) -> None:
         with self._barrier.open_on_error(), translated_errors(self.name):

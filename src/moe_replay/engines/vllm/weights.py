@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from moe_replay.errors import EngineError
 from moe_replay.weights.source import TensorInfo
-from moe_replay.weights.staging import WeightReceiver, copy_all, device_id
+from moe_replay.weights.staging import WeightReceiver, copy_all, device_id, openable_devices
 from moe_replay.weights.transfer import TransferError
 
 logger = logging.getLogger("vllm.moe_replay")  # has a handler in vLLM's processes
@@ -47,8 +47,8 @@ class TransferLoader:
         self._names: set[str] = set()
 
     def device_id(self) -> str:
-        """Return type and id of the worker's device."""
-        return f"{self._device.type} {device_id(self._device)}"
+        """Return type and id of the worker's device, and those whose memory it can open, a line each."""
+        return "\n".join([self._device.type, device_id(self._device), *openable_devices(self._device)])
 
     def join(self, settings: str) -> None:
         from moe_replay.weights.messages import TransferSettings
@@ -86,6 +86,8 @@ class TransferLoader:
             return
         copies = {name: tensor.clone() for name, tensor in tensors}  # layers keep them until they are complete
         self._receiver.acknowledge()
+        if not copies:  # rows of tensors that are not complete
+            return
         if self._recorder is None:
             self._worker.replay_load_tensors(copies)
             return

@@ -83,7 +83,7 @@ class WeightUpdates:
         return _error_text(self._replay_finish_update)
 
     def replay_device(self) -> str:
-        """Return type and id of this worker's device."""
+        """Return type and id of this worker's device, and the devices whose memory it can open, a line each."""
         return self._replay_loader().device_id()
 
     def replay_join(self, settings: str) -> str:

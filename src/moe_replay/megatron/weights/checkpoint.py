@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_replay.distributed.ranks import all_gather_text, barrier, raise_on_all_ranks, rank, world_size
 from moe_replay.megatron.weights.tensor_slices import Shape, Slices, WeightMapError
 from moe_replay.utils.files import Write, apply_umask
-from moe_replay.weights.source import PerLayerReceivers, WeightSource
+from moe_replay.weights.source import DividedSource, Group, PerLayerReceivers, WeightSource, owners_of
 
 INDEX = "model.safetensors.index.json"
 QUANTIZATION = "quantization_config"
@@ -333,9 +333,7 @@ def stage_folder(
     with raise_on_all_ranks("preparing an export"):
         writer = CheckpointWriter(folder, file_bytes)
     failure: OSError | SafetensorError | None = None
-    receivers = _RoundRobin()
-    for group in source.groups(receivers):
-        receivers.advance()
+    for group in _of_this_rank(source):
         for name, tensor in group:
             if failure is None:
                 try:
@@ -349,6 +347,21 @@ def stage_folder(
             writer.add(name, tensor)
         writer._flush()
     return writer.finished(like)
+
+
+def _of_this_rank(source: WeightSource) -> Iterator[Group]:
+    """Yield the groups that this rank writes: those that it alone holds, and its part of all others. Collective."""
+    receivers = _RoundRobin()
+    if not owners_of(source):
+        for group in source.groups(receivers):
+            receivers.advance()
+            yield group
+        return
+    assert isinstance(source, DividedSource)
+    for handed in source.owned_groups(receivers, lambda _: (), parts=False):
+        if handed.owner is None:
+            receivers.advance()
+        yield handed.tensors
 
 
 def write_folder(

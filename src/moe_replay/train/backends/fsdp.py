@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import groupby
 from pathlib import Path
@@ -37,7 +37,7 @@ from moe_replay.utils.files import Write
 from moe_replay.weights.checkpoint import CheckpointForm
 from moe_replay.weights.lora_adapter import Adapter
 from moe_replay.weights.model_folder import ModelError
-from moe_replay.weights.source import Group, TensorInfo
+from moe_replay.weights.source import Group, HandedGroup, TensorInfo
 
 logger = logging.getLogger(__name__)
 
@@ -87,30 +87,73 @@ class FsdpSource:
             yield group
             group.clear()
 
+    def owners(self) -> tuple[int, ...]:
+        """Return the ranks that hold whole experts: all, where experts are divided and there are enough."""
+        divided = [tensor for tensor in self._state().values() if isinstance(tensor, DTensor) and is_divided(tensor)]
+        ranks = range(dist.get_world_size())
+        return tuple(rank for rank in ranks if any(len(rows_of_rank(tensor, rank)) for tensor in divided))
+
+    def owned_groups(
+        self, receivers: Collection[int], copies: Callable[[int], Collection[int]], *, parts: bool
+    ) -> Iterator[HandedGroup]:
+        """Yield the tensors of each layer without its experts on `receivers`, then the experts of each rank there."""
+        state, form = self._state(), CheckpointForm(self._model)
+        for owner, of_owner in self._owned_parts(state, form, parts):
+            holders = receivers if owner is None else {owner, *copies(owner)}
+            group = self._group(state, of_owner, holders, form)
+            names = {self._plain_name(part.name): part for part in of_owner if part.experts is not None}
+            rows = {
+                name: (part.experts.start, state[part.name].shape[0])
+                for name, _ in group
+                if (part := names.get(name)) is not None and part.experts is not None
+            }
+            yield HandedGroup(owner, group, rows)
+            group.clear()
+
     def _parts(self, state: Mapping[str, Tensor], form: CheckpointForm) -> Iterator[list[_Part]]:
         """Yield what each group has."""
-        layers = [name for name, _ in _named_layers(self._model)]
-        layer_of = {name: layer for layer in layers for name in state if name.startswith(f"{layer}.")}
-        for _, names in groupby(state, key=lambda name: layer_of.get(name, "")):
-            of_layer = [name for name in names if name not in self._factors]
-            divided = [
-                name for name in of_layer if is_divided(state[name]) and self._has_each_expert(state, name, form)
-            ]
-            yield [_Part(name) for name in of_layer if name not in divided]
+        for names, divided in self._layers(state, form, parts=False):
+            yield [_Part(name) for name in names]
             if divided:
                 experts = range(state[divided[0]].shape[0])
                 size = len(experts) // state[divided[0]].device_mesh.size(1)  # type: ignore[attr-defined]  a DTensor
                 for first in experts[::size]:
                     yield [_Part(name, experts[first : first + size]) for name in divided]
 
-    def _has_each_expert(self, state: Mapping[str, Tensor], name: str, form: CheckpointForm) -> bool:
-        """Return whether the checkpoint has tensors of each expert, which can be made of some experts alone."""
+    def _owned_parts(
+        self, state: Mapping[str, Tensor], form: CheckpointForm, parts: bool
+    ) -> Iterator[tuple[int | None, list[_Part]]]:
+        """Yield what each group has, and the rank that holds it alone."""
+        for names, divided in self._layers(state, form, parts):
+            yield None, [_Part(name) for name in names]
+            for owner in range(dist.get_world_size()) if divided else ():
+                own = [_Part(name, rows_of_rank(state[name], owner)) for name in divided]  # type: ignore[arg-type]
+                if any(part.experts for part in own):
+                    yield owner, own
+
+    def _layers(
+        self, state: Mapping[str, Tensor], form: CheckpointForm, parts: bool
+    ) -> Iterator[tuple[list[str], list[str]]]:
+        """Yield the names of each layer, and those of its divided experts; `parts`: of fused ones too."""
+        layers = [name for name, _ in _named_layers(self._model)]
+        layer_of = {name: layer for layer in layers for name in state if name.startswith(f"{layer}.")}
+        for _, group in groupby(state, key=lambda name: layer_of.get(name, "")):
+            names = [name for name in group if name not in self._factors]
+            divided = [
+                name for name in names if is_divided(state[name]) and self._can_be_cut(state[name], name, form, parts)
+            ]
+            yield [name for name in names if name not in divided], divided
+
+    def _can_be_cut(self, tensor: Tensor, name: str, form: CheckpointForm, parts: bool) -> bool:
+        """Return whether some experts alone make up tensors of the checkpoint; `parts`: or rows of them."""
         whole, alone = _Part(name), _Part(name, range(1))
-        of_all = self._named(form, whole, _empty(state[name], whole, self._dtype))
-        of_one = self._named(form, alone, _empty(state[name], alone, self._dtype))
-        return len(of_all) == len(of_one) * state[name].shape[0] and all(
-            key in of_all and of_all[key].shape == tensor.shape and EXPERT_ID.search(key)
-            for key, tensor in of_one.items()
+        of_all = self._named(form, whole, _empty(tensor, whole, self._dtype))
+        of_one = self._named(form, alone, _empty(tensor, alone, self._dtype))
+        if parts and [*of_all] == [*of_one] == [self._plain_name(name)]:  # as the model has it
+            (all_rows,), (one_row,) = of_all.values(), of_one.values()
+            return all_rows.shape == tensor.shape and one_row.shape == (1, *tensor.shape[1:])
+        return len(of_all) == len(of_one) * tensor.shape[0] and all(
+            key in of_all and of_all[key].shape == one.shape and EXPERT_ID.search(key) for key, one in of_one.items()
         )
 
     def _named(self, form: CheckpointForm, part: _Part, values: Tensor) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.sync.synced_engine import SyncedEngine
 from moe_replay.train.sync.weight_sync import EngineSync, SyncReport
 from moe_replay.weights.probe import Probe
-from moe_replay.weights.source import Group, TensorInfo
+from moe_replay.weights.source import DividedSource, Group, HandedGroup, TensorInfo, owners_of
 from moe_replay.weights.transports import UPDATING, ByteCounter
 
 
@@ -119,4 +119,16 @@ class OffloadWhenRead:
         """Yield the tensors of each layer; a second time if an engine has failed."""
         self._backend.reload()
         yield from self._source.groups(receivers)
+        self._free()
+
+    def owners(self) -> tuple[int, ...]:
+        return owners_of(self._source)
+
+    def owned_groups(
+        self, receivers: Collection[int], copies: Callable[[int], Collection[int]], *, parts: bool
+    ) -> Iterator[HandedGroup]:
+        """Yield the tensors of each layer, those of one rank where they are."""
+        assert isinstance(self._source, DividedSource)
+        self._backend.reload()
+        yield from self._source.owned_groups(receivers, copies, parts=parts)
         self._free()

@@ -14,7 +14,7 @@ from moe_replay.train.config.sections import WeightSyncConfig
 from moe_replay.train.sync.synced_engine import SyncedEngine
 from moe_replay.utils.plugins import resolve, user_code
 from moe_replay.weights.probe import Probe
-from moe_replay.weights.source import WeightSource
+from moe_replay.weights.source import WeightSource, owners_of
 from moe_replay.weights.staging import device_id
 from moe_replay.weights.transports import (
     TRANSFERS,
@@ -26,6 +26,12 @@ from moe_replay.weights.transports import (
     Transport,
     choose_transport,
 )
+
+_EXPERTS = {
+    "http": "rank 0 gets the experts of one rank after the other, fused ones of a layer whole",
+    "transfer": "each rank hands over its own experts",
+}
+"""Of a policy whose experts are divided among ranks, by transport."""
 
 
 class SyncReport(NamedTuple):
@@ -82,7 +88,10 @@ class EngineSync:
             self._fallback = f"{choice.transport} has failed: {failure.problem}"
             choice = Choice("http", self._fallback)
             nbytes = self._http.send(source, engine, version, probe)
-        return SyncReport(choice.transport, choice.reason, time.monotonic() - began, nbytes)
+        reason = choice.reason
+        if owners_of(source):
+            reason += f"; {_EXPERTS['http' if choice.transport == 'http' else 'transfer']}"
+        return SyncReport(choice.transport, reason, time.monotonic() - began, nbytes)
 
     def _choose(self, engine: SyncedEngine | None, version: int) -> Choice:
         """Return the transport of an update, on every rank."""

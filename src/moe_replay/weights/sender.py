@@ -1,0 +1,214 @@
+"""The sending end of a weight transfer: one rank's part in it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_replay.errors import MoeReplayError
+from moe_replay.utils.misc import one_line
+from moe_replay.weights.messages import BufferHandle, ChunkMessage, TransferKind, TransferSettings
+from moe_replay.weights.source import Group
+from moe_replay.weights.staging import StagingBuffer, aligned, describe, device_id, fill
+from moe_replay.weights.transfer import BroadcastGroup, Receivers, Transfer, TransferError, TransferStore, end_message
+
+
+class Rendezvous(NamedTuple):
+    """Rendezvous of the trainer's ranks and the engines' workers for one transfer.
+
+    token   that everyone who takes part has
+    ranks   of the trainer that hand weights over, rank 0 first
+    """
+
+    kind: TransferKind
+    host: str
+    port: int
+    token: str
+    ranks: tuple[int, ...]
+    workers: int
+    chunk_bytes: int
+    timeout_s: float
+
+
+class WeightSender:
+    """One rank's part in one transfer.
+
+    groups   the weights on this rank, as `WeightSource.groups` yields them for the ranks of the rendezvous
+    store    of the rendezvous, on rank 0, which holds it; other ranks connect
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        rank: int,
+        device: torch.device,
+        groups: Iterator[Group],
+        store: TransferStore | None = None,
+    ) -> None:
+        self.rendezvous = rendezvous
+        self.bytes_sent = 0
+        self._rank, self._device, self._groups = rank, device, groups
+        self._store = store or TransferStore.connect(
+            rendezvous.host, rendezvous.port, rendezvous.token, rendezvous.timeout_s
+        )
+        self._buffer: StagingBuffer | None = None
+        self._buffers = self._announced = 0  # so far, and of which the engines know
+        self._group: BroadcastGroup | None = None
+        self._check: Callable[[], None] | None = None
+        self._urls: list[str] = []  # of the engine of each worker
+        self._open: Generator[str] | None = None
+
+    # ---- rank 0 -------------------------------------------------------------------------------------------------
+
+    def transfer(self, engines: Mapping[str, Receivers], hosts: Mapping[str, str] | None = None) -> Transfer:
+        """Return the transfer for the engines' `receive_weights`; its messages must be read in this thread. On rank 0.
+
+        hosts   address of this machine as each engine sees it, where that is not the rendezvous's
+        """
+        settings, first = {}, 0
+        rendezvous = self.rendezvous
+        for url, receivers in engines.items():
+            settings[url] = TransferSettings(
+                kind=rendezvous.kind,
+                host=(hosts or {}).get(url, rendezvous.host),
+                port=rendezvous.port,
+                token=rendezvous.token,
+                first=first,
+                workers=rendezvous.workers,
+                timeout_s=rendezvous.timeout_s,
+                senders=len(rendezvous.ranks),
+            )
+            self._urls += [url] * len(receivers.ids)
+            first += len(receivers.ids)
+        transfer = Transfer(settings, ())
+        self._check = lambda: _check_running(transfer)
+        transfer.messages = self._open = self._messages()
+        return transfer
+
+    def _messages(self) -> Generator[str]:
+        try:
+            yield from self._chunks()
+        except MoeReplayError as failure:
+            with suppress(TransferError):
+                self._store.fail(one_line(failure))  # before engines hear of it in another way
+            raise
+
+    def _chunks(self) -> Iterator[str]:
+        rendezvous, number = self.rendezvous, -1
+        self._wait("ready", rendezvous.workers, "engines joined the transfer")
+        self._store.put("go", "go")
+        if rendezvous.kind == "nccl":
+            self._group = BroadcastGroup(self._store, 0, rendezvous.workers + 1, self._device.type, check=self._check)
+        for number, infos in enumerate(fill(self._groups, self._room, rendezvous.chunk_bytes)):
+            handles = self._packed(number)
+            buffer = self._current()
+            nbytes = sum(aligned(info.nbytes) for info in infos)
+            yield ChunkMessage(
+                number=number,
+                nbytes=nbytes,
+                capacity=buffer.numel(),
+                tensors=describe(infos),
+                handles=handles,
+            ).model_dump_json(exclude_defaults=True)
+            if self._group is not None:
+                self._group.broadcast(buffer[:nbytes], self._check)
+            else:
+                self._read_by_all(number)
+            self.bytes_sent += sum(info.nbytes for info in infos)
+        yield end_message(number + 1)
+
+    # ---- other ranks --------------------------------------------------------------------------------------------
+
+    def assist(self) -> None:
+        """Hand over this rank's copy of each chunk while rank 0 sends the messages."""
+        for number, infos in enumerate(fill(self._groups, self._room, self.rendezvous.chunk_bytes)):
+            self._packed(number)
+            self._read_by_all(number)
+            self.bytes_sent += sum(info.nbytes for info in infos)
+
+    # ---- both ---------------------------------------------------------------------------------------------------
+
+    def _room(self, nbytes: int) -> Tensor:
+        """Return the buffer, replaced if it is too small."""
+        if self._buffer is None or self._buffer.nbytes < nbytes:
+            if self._buffer is not None:
+                self._buffer.close()
+            self._buffer = StagingBuffer(self._device, nbytes, shared=self.rendezvous.kind == "ipc")
+            if self.rendezvous.kind == "ipc":
+                self._put_handle(self._buffer.handle())
+            self._buffers += 1
+        return self._buffer.bytes
+
+    def _put_handle(self, handle: BufferHandle) -> None:
+        text = f"{device_id(self._device)}\n{handle.model_dump_json()}"
+        self._store.put(f"handle/{self._buffers}/{self._rank}", text)
+
+    def _current(self) -> Tensor:
+        assert self._buffer is not None
+        return self._buffer.bytes
+
+    def _packed(self, number: int) -> dict[str, BufferHandle]:
+        """Wait until every rank has filled its buffer; return the handles on rank 0 if they are new."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        if self.rendezvous.kind != "ipc":
+            return {}
+        self._store.add(f"packed/{number}")
+        if self._rank != 0:
+            return {}
+        self._wait(f"packed/{number}", len(self.rendezvous.ranks), "other ranks filled their buffers")
+        if self._announced == self._buffers:
+            return {}
+        self._announced = self._buffers
+        handles = [self._store.get(f"handle/{self._buffers - 1}/{rank}") for rank in self.rendezvous.ranks]
+        parts = [text.partition("\n") for text in handles if text is not None]
+        return {device: BufferHandle.model_validate_json(handle) for device, _, handle in parts}
+
+    def _read_by_all(self, number: int) -> None:
+        """Wait until every worker has loaded a chunk: the buffer is overwritten next."""
+        self._wait(f"done/{number}", self.rendezvous.workers, "engines loaded weights")
+
+    def _wait(self, key: str, count: int, doing: str) -> None:
+        self._store.wait(lambda: self._store.add(key, 0) >= count, doing, self._check)
+
+    def failed_engines(self) -> set[str]:
+        """Return the engine whose worker ended the transfer, if one did."""
+        with suppress(TransferError):
+            failure = self._store.failure()
+            if failure is not None and failure["worker"] is not None and self._urls:
+                return {self._urls[failure["worker"]]}
+        return set()
+
+    def fail(self, text: str) -> None:
+        """Fail the transfer for all workers, and leave it."""
+        with suppress(TransferError):  # rank 0 is gone
+            self._store.fail(text)
+        self.close()
+
+    def close(self) -> None:
+        """Free the buffer and leave."""
+        # Nobody reads on after the last message, so the generator still refers to the buffer, and is part of a cycle:
+        # without this the memory of every update would be kept until Python collects garbage.
+        if self._open is not None and inspect.getgeneratorstate(self._open) != inspect.GEN_RUNNING:
+            self._open.close()
+        self._open = self._check = None
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()
+
+
+def _check_running(transfer: Transfer) -> None:
+    """Raise if an engine has ended its update before the last message."""
+    ended = transfer.ended()
+    if ended:
+        raise TransferError("; ".join(f"{url or 'the engine'}: {why}" for url, why in ended.items()))
