@@ -195,7 +195,8 @@ def refusal(folder: str, settings: dict[str, Any]) -> str:
 
 def families(names: list[str]) -> dict[str, list[float]]:
     """How far logits and gradients of each family are from those of all experts on one rank, for this rank's tokens."""
-    from moe_replay.train.backends.expert_parallel import divide_experts, grid
+    from moe_replay.distributed.collectives import rank_grid
+    from moe_replay.train.backends.expert_parallel import divide_experts
     from tests.replay.adapters.families import VOCABULARY, tiny_model
 
     ids = torch.randint(3, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -204,7 +205,7 @@ def families(names: list[str]) -> dict[str, list[float]]:
         whole, divided = tiny_model(name), tiny_model(name)
         whole.set_experts_implementation("eager")
         kept = dict(whole.named_parameters())
-        divide_experts(divided, grid(dist.get_world_size(), torch.device("cpu")))
+        divide_experts(divided, rank_grid(dist.get_world_size(), torch.device("cpu"), "all ranks"))
         with torch.no_grad():
             for key, parameter in divided.named_parameters():
                 if isinstance(parameter, DTensor):

@@ -10,15 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from moe_replay.errors import LayoutError
 
 PATIENCE = timedelta(days=365)
+ACROSS, WITHIN = "across", "within"
+"""Dimensions of a grid of ranks: over its groups, and the ranks of one group."""
 
 _GROUPS: dict[dist.ProcessGroup, dist.ProcessGroup] = {}  # by the process group of all ranks
+_GRIDS: dict[tuple[Any, int], DeviceMesh] = {}  # by the process group of all ranks, and size
 _STUCK: list[dist.ProcessGroup] = []  # groups with an operation that never ends: destroying one would wait for it
 
 
@@ -44,6 +51,25 @@ def open_control_group() -> Iterator[None]:
         del _GROUPS[world]
         if group not in _STUCK:
             dist.destroy_process_group(group)
+
+
+def rank_grid(size: int, device: torch.device, setting: str) -> DeviceMesh:
+    """Return all ranks as a grid, in groups of `size` that follow each other. Collective.
+
+    Every caller gets the same grid. It ends with the process: ending a group of gloo alone crashed ranks.
+    """
+    ranks = dist.get_world_size()
+    if ranks % size:
+        raise LayoutError(
+            f"{setting} does not divide the ranks",
+            expected=f"a multiple of {size} ranks",
+            found=f"{ranks} rank{'s' * (ranks > 1)}",
+            remedy=f"Start another number of ranks, or change {setting}",
+        )
+    key = dist.group.WORLD, size
+    if key not in _GRIDS:
+        _GRIDS[key] = init_device_mesh(device.type, (ranks // size, size), mesh_dim_names=(ACROSS, WITHIN))
+    return _GRIDS[key]
 
 
 def wait_within(work: dist.Work | None, limit: timedelta | None) -> None:

@@ -1,6 +1,6 @@
 """Expert parallel on FSDP2: each rank holds some experts of every layer, and tokens travel to their experts.
 
-Ranks are a grid (fsdp, ep): `ep` consecutive ranks form a group that has all experts of a layer together, and rank r of
+Ranks are a grid (`rank_grid`): `ep` consecutive ranks form a group that has all experts of a layer, and rank r of
 the group those with the ids [r E / ep, (r + 1) E / ep). The experts' parameters are DTensors over the whole grid:
 sharded by `ep`, and the part of each rank by FSDP2 over the ranks that hold the same experts. Everything else is
 sharded over all ranks. Routers see global ids and know nothing of it.
@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from moe_replay.distributed.collectives import WITHIN
 from moe_replay.errors import LayoutError
 from moe_replay.replay.adapters.transformers import router_numbers
 from moe_replay.routes.router_families import load_router_family
@@ -30,10 +31,6 @@ from moe_replay.train.backends.experts import _ToRows, _ToTokens, dispatch
 from moe_replay.weights.model_folder import ModelError
 
 NAME = "moe_replay_expert_parallel"
-FSDP, EP = "fsdp", "ep"
-"""Dimensions of the grid."""
-_GRIDS: dict[tuple[Any, int], DeviceMesh] = {}
-"""By the process group of all ranks, and size; the policy and the reference share one."""
 
 
 class ExpertShard(NamedTuple):
@@ -47,21 +44,6 @@ class ExpertShard(NamedTuple):
     group: dist.ProcessGroup
     first: int
     adapters: Mapping[str, Any]
-
-
-def grid(size: int, device: torch.device) -> DeviceMesh:
-    """Return the mesh (fsdp, ep) of all ranks, the same for every model. Collective."""
-    world = dist.get_world_size()
-    if world % size:
-        raise LayoutError(
-            "backend.expert_parallel does not divide the ranks",
-            expected=f"a multiple of {size} ranks",
-            found=world,
-        )
-    key = dist.group.WORLD, size
-    if key not in _GRIDS:
-        _GRIDS[key] = init_device_mesh(device.type, (world // size, size), mesh_dim_names=(FSDP, EP))
-    return _GRIDS[key]
 
 
 # ---- which modules ---------------------------------------------------------------------------------------------------
@@ -127,7 +109,7 @@ def divide_experts(model: Any, ranks: DeviceMesh) -> list[nn.Module]:
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, parallel_experts)
     model.set_experts_implementation(NAME)
-    mesh = ranks[EP]
+    mesh = ranks[WITHIN]
     wrappers = list(_wrappers(model))
     found = []
     for _, module in _experts(model):

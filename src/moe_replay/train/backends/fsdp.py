@@ -304,7 +304,7 @@ class FsdpBackend(Backend):
     def __init__(self, config: TrainConfig, folder: str, device: torch.device) -> None:
         super().__init__(device)
         context_size = config.backend.context_parallel
-        self._context = ContextParallel.of(context_size)
+        self._context = ContextParallel.of(context_size, device)
         self.data_rank, self.data_size = dist.get_rank() // context_size, dist.get_world_size() // context_size
         self.reports_metrics = dist.get_rank() % context_size == 0
         self._sharing = {"expert_size": config.backend.expert_parallel, "context_size": context_size}

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from moe_replay.distributed.collectives import ACROSS, rank_grid
 from moe_replay.distributed.ranks import from_rank_0, raise_on_all_ranks
 from moe_replay.megatron.weights.checkpoint import INDEX, QUANTIZATION, Checkpoint
 from moe_replay.megatron.weights.tensor_slices import WeightMapError
@@ -213,7 +214,8 @@ def sharded_model(
             whole = _prepared(_loaded(folder, settings, config), config, trained)
     if trained and config.gradient_checkpointing is True:  # "auto" is decided before the start
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    _shard(model, dtype, device, expert_parallel.grid(expert_size, device) if expert_size > 1 else None)
+    grid = rank_grid(expert_size, device, "backend.expert_parallel") if expert_size > 1 else None
+    _shard(model, dtype, device, grid)
     model.to_empty(device=device)
     if shards is None:
         _fill(model, whole)
@@ -316,7 +318,7 @@ def _shard(model: Any, dtype: torch.dtype, device: torch.device, ranks: DeviceMe
         # Gate weights stay as the router computes them: the experts' inputs are not cast.
         own = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
         for module in expert_parallel.divide_experts(model, ranks):
-            fully_shard(module, mesh=ranks[expert_parallel.FSDP], mp_policy=own)
+            fully_shard(module, mesh=ranks[ACROSS], mp_policy=own)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -17,10 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import pad
 
-from moe_replay.errors import LayoutError
-
-# By the process group of all ranks, and size. They end with the process: ending a group of gloo alone crashed ranks.
-_GROUPS: dict[tuple[Any, int], Any] = {}
+from moe_replay.distributed.collectives import WITHIN, rank_grid
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,22 +34,12 @@ class ContextParallel:
     size: int
 
     @classmethod
-    def of(cls, size: int) -> ContextParallel | None:
+    def of(cls, size: int, device: torch.device) -> ContextParallel | None:
         """Divide all ranks into groups of `size`; None if that is 1. All ranks call it."""
         if size == 1:
             return None
-        ranks = dist.get_world_size()
-        if ranks % size:
-            raise LayoutError(
-                "the ranks cannot be divided into context-parallel groups",
-                expected=f"a multiple of backend.context_parallel = {size}",
-                found=f"{ranks} rank{'s' * (ranks > 1)}",
-                remedy="Start another number of ranks, or change backend.context_parallel",
-            )
-        key = dist.group.WORLD, size
-        if key not in _GROUPS:
-            _GROUPS[key], _ = dist.new_subgroups(size)
-        return cls(_GROUPS[key], dist.get_rank() % size, size)
+        group = rank_grid(size, device, "backend.context_parallel").get_group(WITHIN)
+        return cls(group, dist.get_rank() % size, size)
 
     def heads_of(self, values: Tensor) -> Tensor:
         """Return what this rank's heads have of one value per head: (heads,) -> (heads / size,), rounded up."""
