@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -14,12 +14,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moe_replay as mr
-from moe_replay.records import FinishReason, MicroBatch, Trajectory
+from moe_replay.distributed.collectives import broadcast_bytes
+from moe_replay.records import FinishReason, MicroBatch, RolloutBatch, Trajectory
 from moe_replay.train.backends.base import Backend, Routing, Scores, UpdateResult, keep_rollout_routes
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.learn.batches import mini_batches
+from moe_replay.train.learn.balance import ExpertBalance
+from moe_replay.train.learn.batches import layers_of, mini_batches
 from moe_replay.train.learn.losses import LossInputs, LossSettings, clipped_surrogate
-from moe_replay.train.trajectories.wire import trajectories_from_bytes, trajectories_to_bytes
+from moe_replay.train.trajectories.store import RankStore, TrajectoryStore
+from moe_replay.train.trajectories.wire import (
+    batch_from_bytes,
+    batch_to_bytes,
+    trajectories_from_bytes,
+    trajectories_to_bytes,
+)
 from tests.megatron.weights.models import VOCABULARY, save_checkpoint, tiny
 from tests.models import perturb_routers
 from tests.train.trajectories import random_mask, stored
@@ -37,7 +45,7 @@ REPLAY = Routing("replay", "rollout", observe=True)
 # ---- the whole model ------------------------------------------------------------------------------------------------
 
 
-def save_policy(folder: Path, variant: str = "qwen3_moe") -> bytes:
+def save_policy(folder: Path, variant: str = "qwen3_moe", lengths: Sequence[int] = LENGTHS) -> bytes:
     """A checkpoint, and trajectories sampled by the same model with other routers."""
     model: Any = tiny(variant)
     save_checkpoint(model, folder)
@@ -45,7 +53,7 @@ def save_policy(folder: Path, variant: str = "qwen3_moe") -> bytes:
     perturb_routers(replay, scale=0.7)
     random = np.random.default_rng(0)
     made = []
-    for number, length in enumerate(LENGTHS):
+    for number, length in enumerate(lengths):
         ids = random.integers(1, VOCABULARY, length)
         grid = torch.from_numpy(ids)[None]
         with torch.no_grad(), replay.record() as recording:
@@ -103,16 +111,23 @@ def open_backend(config: TrainConfig) -> Backend:
     return kind(config, config.model.path, torch.device("cpu"))
 
 
-def batches_of(backend: Backend, data: bytes, packed: bool) -> list[list[MicroBatch]]:
+def batches_of(
+    backend: Backend,
+    data: bytes,
+    packed: bool,
+    balance: ExpertBalance | None = None,
+    source: tuple[RolloutBatch, TrajectoryStore] | None = None,
+) -> list[list[MicroBatch]]:
     """The micro-batches of this rank for each update."""
     made = mini_batches(
-        *stored(trajectories_from_bytes(data)),
+        *(stored(trajectories_from_bytes(data)) if source is None else source),
         backend,
         updates=UPDATES,
         aggregation="seq_mean_token_mean",
         max_tokens=16,
         budget=BUDGET,
         packed=packed,
+        balance=balance,
     )
     for batch in (batch for mini in made for batch in mini):
         keep_rollout_routes(batch, backend.chunk_layers)
@@ -189,6 +204,36 @@ def by_row(backend: Backend, minis: list[list[MicroBatch]], scores: list[list[Sc
                 assert one.row not in found, "a sequence is trained on twice"
                 found[one.row] = torch.stack([of.logprobs, of.entropy])[:, batch.sequence == number].clone()
     return found
+
+
+def balanced_update(folder: str, data: bytes, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Losses and norms of two updates by tokens and by the load of experts, and which rows are trained together."""
+    config = make_config(folder, kind, **settings)
+    outcome: dict[str, Any] = {}
+    for name in ("tokens", "experts"):
+        backend = open_backend(config)
+        balance = ExpertBalance(backend) if name == "experts" else None
+        store = RankStore(backend.data_rank, layers_of(backend), 60.0, machine=f"machine-{dist.get_rank() % 2}")
+        put = batch_to_bytes(store.put(trajectories_from_bytes(data))) if dist.get_rank() == 0 else None
+        batch = batch_from_bytes(broadcast_bytes(put))
+        minis = batches_of(backend, data, config.batch.packed, balance, (batch, store))
+        scores = by_row(backend, minis, [backend.score(mini, REPLAY) for mini in minis])
+        losses: list[float] = []
+        norms = [_counted_update(backend, mini, losses).grad_norm for mini in minis]
+        outcome[name] = {
+            "losses": losses if backend.reports_metrics else [0.0] * len(minis),
+            "norms": norms,
+            "scores": scores,
+            "rows": [[[t.row for t in batch.trajectories if not batch.is_dummy] for batch in mini] for mini in minis],
+            "weights": {name: tensor.clone() for name, tensor in backend.weights()},
+            "metrics": {} if balance is None else balance.metrics,
+            "exchange": tuple(backend.expert_exchange or ()),
+            "data_rank": backend.data_rank,
+        }
+        dist.barrier()  # rank 0 serves until every rank has what it trains on
+        store.close()
+        backend.close()
+    return outcome
 
 
 def first_ratios(folder: str, data: bytes, settings: dict[str, Any]) -> dict[str, Any]:

@@ -280,6 +280,7 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
         ({"backend": {"expert_tensor_parallel": 2}}, "backend.expert_tensor_parallel: fsdp"),
         ({"backend": {"pipeline_parallel": 2}}, "backend.pipeline_parallel: fsdp"),
         ({"backend": {"virtual_pipeline": 2}}, "backend.virtual_pipeline: fsdp"),
+        ({"batch": {"balance": "experts"}}, "set backend.expert_parallel, or"),
         (
             {"backend": {"context_parallel": 2}, "model": {"attn_implementation": "sdpa"}},
             "backend.context_parallel: sdpa",

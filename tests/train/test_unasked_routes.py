@@ -45,6 +45,12 @@ def test_routes_are_asked_for_where_something_needs_them(config: Config, replay:
     assert asks_for_routes(config(replay=replay, log=log)) is asked
 
 
+def test_routes_are_asked_for_where_micro_batches_are_divided_by_them(config: Config) -> None:
+    replay, backend = {"mode": "r2", "observe": False}, {"device": "cpu", "expert_parallel": 2}
+    assert asks_for_routes(config(replay=replay, backend=backend, batch={"balance": "experts"}))
+    assert not asks_for_routes(config(replay=replay, backend=backend))
+
+
 def test_a_sample_without_routes_is_the_same_sample() -> None:
     engine = TransformersEngine(tiny_model("olmoe"))
     params = {"n": 2, "max_tokens": 40, "seed": 5}

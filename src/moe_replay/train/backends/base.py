@@ -89,6 +89,19 @@ class UpdateResult(NamedTuple):
     applied: bool
 
 
+class ExpertExchange(NamedTuple):
+    """How tokens travel to experts on other ranks.
+
+    ranks        that the experts of a layer are divided among, in order of their ids
+    data_ranks   consecutive ones whose micro-batches of the same number travel together
+    reports      whether this rank is the one that counts its sequences, among those with the same and the same layers
+    """
+
+    ranks: int
+    data_ranks: int
+    reports: bool
+
+
 class Backend(ABC):
     """One rank's part of the policy, its optimizer and, where there is one, the reference model.
 
@@ -97,6 +110,7 @@ class Backend(ABC):
     data_rank, data_size   this rank trains part `data_rank` of `data_size` of the sequences
     reports_metrics        whether token metrics of this rank count: true on one of the ranks that share a micro-batch
     micro_batch_multiple   the number of micro-batches of a pass must be a multiple of this
+    expert_exchange        how tokens travel to experts on other ranks; None: every rank has all experts of its layers
     sharing_problem        why sequences cannot share prefixes (`TokenLayout.shared`); None: `layout` takes them
     """
 
@@ -105,6 +119,7 @@ class Backend(ABC):
     data_size: int
     reports_metrics: bool
     micro_batch_multiple: int = 1
+    expert_exchange: ExpertExchange | None = None
     sharing_problem: str | None = "the backend feeds whole sequences"
 
     def __init__(self, device: torch.device) -> None:

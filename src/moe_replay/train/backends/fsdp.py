@@ -22,7 +22,16 @@ from moe_replay.replay.controller import attach
 from moe_replay.routes.layout import Prefix, TokenLayout
 from moe_replay.train.backends import lora
 from moe_replay.train.backends.attention import forward_arguments, sharing_problem
-from moe_replay.train.backends.base import Backend, LossFunction, OldPass, Routing, Scores, UpdateResult, apply_routing
+from moe_replay.train.backends.base import (
+    Backend,
+    ExpertExchange,
+    LossFunction,
+    OldPass,
+    Routing,
+    Scores,
+    UpdateResult,
+    apply_routing,
+)
 from moe_replay.train.backends.compilation import CompiledLayers
 from moe_replay.train.backends.expert_parallel import is_divided, is_expert_parallel, rows_of_rank
 from moe_replay.train.backends.fsdp_loading import EXPERT_ID, row_offset, sharded_model
@@ -307,6 +316,8 @@ class FsdpBackend(Backend):
         self._context = ContextParallel.of(context_size, device)
         self.data_rank, self.data_size = dist.get_rank() // context_size, dist.get_world_size() // context_size
         self.reports_metrics = dist.get_rank() % context_size == 0
+        if (ranks := config.backend.expert_parallel) > 1:
+            self.expert_exchange = ExpertExchange(ranks, max(ranks // context_size, 1), self.reports_metrics)
         self._sharing = {"expert_size": config.backend.expert_parallel, "context_size": context_size}
         self._packed = config.batch.packed
         self._temperature = config.rollout.temperature

@@ -31,11 +31,21 @@ from moe_replay.replay.adapters.megatron_settings import layout_for
 from moe_replay.replay.controller import attach
 from moe_replay.routes.layout import Prefix, TokenLayout
 from moe_replay.train.backends import megatron_build as build
-from moe_replay.train.backends.base import Backend, LossFunction, OldPass, Routing, Scores, UpdateResult, apply_routing
+from moe_replay.train.backends.base import (
+    Backend,
+    ExpertExchange,
+    LossFunction,
+    OldPass,
+    Routing,
+    Scores,
+    UpdateResult,
+    apply_routing,
+)
 from moe_replay.train.backends.logprobs import Head, head_logprobs
 from moe_replay.train.backends.megatron_state import MegatronState
 from moe_replay.train.backends.offload import TrainerOffload
 from moe_replay.train.backends.ulysses import sum_over_ranks
+from moe_replay.train.config.sections import BackendConfig
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.utils.files import Write
 from moe_replay.weights.lora_adapter import Adapter
@@ -134,11 +144,11 @@ class MegatronBackend(Backend):
         super().__init__(device)
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.data_size = parallel_state.get_data_parallel_world_size()
-        self.reports_metrics = (
-            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-            and parallel_state.get_tensor_model_parallel_rank() == 0
-            and parallel_state.get_context_parallel_rank() == 0
+        is_first_of_shards = (
+            parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_context_parallel_rank() == 0
         )
+        self.reports_metrics = parallel_state.is_pipeline_last_stage(ignore_virtual=True) and is_first_of_shards
+        self.expert_exchange = _expert_exchange(config.backend, reports=is_first_of_shards)
         if config.backend.virtual_pipeline:
             self.micro_batch_multiple = config.backend.pipeline_parallel
         self._packed = config.batch.packed
@@ -409,3 +419,13 @@ def _layout_facts(config: TrainConfig) -> dict[str, Any]:
         "distributed_optimizer": config.backend.distributed_optimizer,
         "dtype": config.model.dtype,
     }
+
+
+def _expert_exchange(backend: BackendConfig, *, reports: bool) -> ExpertExchange | None:
+    """Return how tokens travel: an exchange has consecutive ranks, those of a data rank are consecutive too."""
+    if backend.expert_parallel == 1:
+        return None
+    expert_tensor = backend.expert_tensor_parallel or backend.tensor_parallel
+    of_data_rank = backend.tensor_parallel * backend.context_parallel
+    data_ranks = max(backend.expert_parallel * expert_tensor // of_data_rank, 1)
+    return ExpertExchange(backend.expert_parallel, data_ranks, reports)

@@ -73,6 +73,11 @@ def problems(config: Sections) -> Iterator[str]:
             "batch.share_prompts: Megatron-Core, padded rows and context parallel compute each sample apart; set "
             '"auto" or false'
         )
+    if config.batch.balance == "experts" and config.backend.expert_parallel == 1:
+        yield (
+            'batch.balance: "experts" evens out expert-parallel ranks, and every rank has all experts; set '
+            'backend.expert_parallel, or "tokens"'
+        )
     yield from _data(config)
     yield from _rollout(config.rollout)
     yield from _weight_sync(config)

@@ -329,9 +329,8 @@ class ServerChecksConfig(Section):
     """Limits on what rollout servers report, each per server and step; beyond them a server is not believed."""
 
     action: Literal["quarantine", "stop", "warn"] = "quarantine"
-    """What happens to a server beyond a limit. quarantine: its samples are not trained on, and it is not used again in
-    this run, which stops if no server is left or the engine is in the trainer process; stop: the run stops; warn: it is
-    logged once."""
+    """What happens to a server beyond a limit. quarantine: it is not used again and its samples are not trained on; the
+    run stops if none is left or the engine is in the trainer process; stop: the run stops; warn: it is logged once."""
     min_covered: float = Field(0.99, ge=0, le=1)
     """Minimum fraction of sampled tokens with routes, where the rollout's are replayed (r3)."""
     max_k3: Limit = Field(0.5, gt=0)
@@ -424,6 +423,8 @@ class BatchConfig(Section):
     """Maximum tokens per micro-batch, padding included, shared ones once; a longer sequence has its own micro-batch."""
     share_prompts: bool | Literal["auto"] = "auto"
     """Compute tokens that samples of a group begin with once per micro-batch (fsdp); auto: where the model allows."""
+    balance: Literal["tokens", "experts"] = "tokens"
+    """Divide samples into micro-batches by tokens, or also by the load of expert-parallel ranks (docs/training.md)."""
     logit_chunk: int = Field(1024, ge=1)
     """Tokens per chunk of float32 logits, a quarter of a compiled chunk; the backward pass recomputes them."""
 

@@ -5,6 +5,8 @@
 Every rank computes the whole division from the headers of the trajectories, and asks the store for its own share.
 Each token has its weight in the whole mini-batch, so the division changes no loss.
 
+With `batch.balance = "experts"` that is where they start from, and `balance.py` exchanges some of them.
+
 Where sequences share prompts, whole groups go to a rank as far as the balance allows, and each rank makes its
 micro-batches of what it has got (`sharing.py`): which tokens and routes are the same shows in the bodies alone.
 """
@@ -24,28 +26,33 @@ from moe_replay.records import MicroBatch, RolloutBatch, Trajectory, TrajectoryH
 from moe_replay.routes.layout import PADDING, Prefix, TokenLayout
 from moe_replay.sampling_mask import LogitMask, SamplingMask
 from moe_replay.train.backends.base import Backend
+from moe_replay.train.learn.balance import Division, ExpertBalance
 from moe_replay.train.learn.losses import Aggregation, token_weights
-from moe_replay.train.learn.sharing import Sharing, Tree, balanced, divide_groups, shared_bins
+from moe_replay.train.learn.sharing import Sharing, Tree, balanced, divide_groups, joined, shared_bins, tree_again
 from moe_replay.train.trajectories.store import TrajectoryStore
 
-Division = list[list[list[int]]]
-"""[data rank][micro-batch] -> indices of sequences."""
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Update:
     """This rank's part of one update.
 
-    bins       indices of the trajectories of each micro-batch; where prompts are shared, all of them
+    bins       trees of the trajectories of each micro-batch, by index; an empty one has the weight zero
     weights    of a token of each trajectory, by its index
-    count      micro-batches of every rank; 0: not known yet
-    shortest   trajectory of the micro-batches of weight zero that are added
+    count      micro-batches of every rank
+    shortest   trajectory of the micro-batches of weight zero
     """
 
-    bins: list[list[int]]
+    bins: list[list[Tree]]
     weights: dict[int, float]
     count: int
     shortest: int
+
+    @property
+    def indices(self) -> set[int]:
+        """Trajectories that this rank needs."""
+        own = {i for bin_ in self.bins for tree in bin_ for i in tree.indices}
+        lacks = self.weights and (self.count != len(self.bins) or not all(self.bins))
+        return own | {self.shortest} if lacks else own
 
 
 def mini_batches(
@@ -60,6 +67,7 @@ def mini_batches(
     packed: bool,
     overlong_filter: bool = False,
     sharing: Sharing | None = None,
+    balance: ExpertBalance | None = None,
 ) -> list[list[MicroBatch]]:
     """Return the micro-batches of this rank for each of the updates on one rollout batch. All ranks call it.
 
@@ -67,57 +75,78 @@ def mini_batches(
     removed by the overlong filter, is not trained on; in a mean over sequences it counts as one without tokens.
 
     sharing   what sequences must have in common to share a prompt; None: every sequence is fed whole
+    balance   divides sequences by the loads of experts too; None: by tokens alone
     """
     planned = []
     episodes = episodes_of(batch.headers)
     for numbers in np.array_split(np.arange(len(episodes)), updates):
         own = [episodes[number] for number in numbers.tolist()]
-        part = np.array([i for episode in own for i in episode], np.int64)
-        chosen = [batch.headers[i] for i in part.tolist()]
+        part = [i for episode in own for i in episode]
         by_episode = [_scored_tokens(batch.headers, episode, overlong_filter=overlong_filter) for episode in own]
-        scored = np.array([tokens for parts in by_episode for tokens in parts], np.int64)
+        scored = [tokens for parts in by_episode for tokens in parts]
         weights = np.repeat(
             token_weights(np.array(list(map(sum, by_episode))), aggregation, max_tokens), list(map(len, by_episode))
         )
-        trained = np.flatnonzero(scored)
-        if sharing is None:
-            division = divide([chosen[i].length for i in trained], backend.data_size, budget, packed=packed)
-            count = _rounded(max((len(share) for share in division), default=0), backend)
-            bins = division[backend.data_rank]
-        else:
-            count = 0
-            bins = [divide_groups([chosen[i] for i in trained], backend.data_size, budget)[backend.data_rank]]
-        bins = [[int(part[trained[i]]) for i in bin_] for bin_ in bins]
-        shortest = min(trained.tolist(), key=lambda i: chosen[i].length, default=0)
-        by_index = {int(part[i]): float(weights[i]) for i in trained.tolist()}
-        planned.append(_Update(bins, by_index, count, int(part[shortest]) if len(part) else 0))
-    bodies = _bodies(batch, store, backend, planned)
-    trees = [[Tree.apart(bin_) for bin_ in update.bins] for update in planned]
-    counts = [update.count for update in planned]
+        by_index = {i: float(weight) for i, weight, tokens in zip(part, weights, scored, strict=True) if tokens}
+        planned.append(
+            _plan_update(batch.headers, by_index, backend, budget, packed=packed, shares=sharing is not None)
+        )
+    bodies: dict[int, Trajectory] = {}
+    _fetch(bodies, batch, store, backend, planned)
     if sharing is not None:
-        trees = [shared_bins(update.bins[0], bodies, budget, sharing) for update in planned]
-        counts = _most([len(bins) for bins in trees], backend)
-    return [
-        _lay_out_update(update, bins, count, bodies, backend, batch.layers)
-        for update, bins, count in zip(planned, trees, counts, strict=True)
-    ]
+        for update in planned:
+            indices = [i for bin_ in update.bins for tree in bin_ for i in tree.indices]
+            update.bins = shared_bins(indices, bodies, budget, sharing)
+        for update, count in zip(planned, _most([len(update.bins) for update in planned], backend), strict=True):
+            update.count = count
+    if balance is not None:
+        divided = balance.divide([update.bins for update in planned], bodies, batch.layers, budget, packed=packed)
+        for update, bins in zip(planned, divided, strict=True):
+            update.bins = bins
+        _fetch(bodies, batch, store, backend, planned)
+        if sharing is not None:
+            for update in planned:
+                update.bins = [[tree_again(tree, bodies, budget, sharing) for tree in bin_] for bin_ in update.bins]
+    return [_lay_out_update(update, bodies, backend, batch.layers) for update in planned]
+
+
+def _plan_update(
+    headers: Sequence[TrajectoryHeader],
+    weights: dict[int, float],
+    backend: Backend,
+    budget: int,
+    *,
+    packed: bool,
+    shares: bool,
+) -> _Update:
+    """Divide the trajectories that have a weight by tokens; with `shares`, over ranks alone."""
+    trained = list(weights)
+    chosen = [headers[i] for i in trained]
+    if shares:
+        count = 0
+        bins = [divide_groups(chosen, backend.data_size, budget)[backend.data_rank]]
+    else:
+        division = divide([header.length for header in chosen], backend.data_size, budget, packed=packed)
+        count = _rounded(max((len(share) for share in division), default=0), backend)
+        bins = division[backend.data_rank]
+    trees = [[Tree.single(trained[i], chosen[i].length) for i in bin_] for bin_ in bins]
+    return _Update(trees, weights, count, min(trained, key=lambda i: headers[i].length, default=0))
 
 
 def _lay_out_update(
-    update: _Update,
-    bins: Sequence[Tree],
-    count: int,
-    bodies: Mapping[int, Trajectory],
-    backend: Backend,
-    layers: Sequence[int],
+    update: _Update, bodies: Mapping[int, Trajectory], backend: Backend, layers: Sequence[int]
 ) -> list[MicroBatch]:
     """Return the micro-batches of an update, as many as the busiest rank has."""
+    if not update.weights:
+        return []
     batches = []
-    for bin_ in bins:
+    for trees in [*update.bins, *([] for _ in range(update.count - len(update.bins)))]:
+        if not trees:
+            batches.append(dummy_batch(bodies[update.shortest], backend, layers))
+            continue
+        bin_ = joined(trees)
         weights = [update.weights[i] for i in bin_.indices]
         batches.append(_lay_out([bodies[i] for i in bin_.indices], weights, backend, layers, bin_.prefixes))
-    if update.weights:
-        batches += [dummy_batch(bodies[update.shortest], backend, layers) for _ in range(count - len(bins))]
     return batches
 
 
@@ -148,14 +177,17 @@ def _scored_tokens(headers: Sequence[TrajectoryHeader], episode: Sequence[int], 
     return [0 if is_out else headers[i].num_scored for i in episode]
 
 
-def _bodies(
-    batch: RolloutBatch, store: TrajectoryStore, backend: Backend, planned: Sequence[_Update]
-) -> dict[int, Trajectory]:
-    """Return the trajectories that this rank needs, by index, with the routes of its layers."""
-    indices = {i for update in planned for bin_ in update.bins for i in bin_}
-    indices |= {update.shortest for update in planned if update.weights and update.count != len(update.bins)}
-    ordered = sorted(indices)
-    return dict(zip(ordered, store.get(batch, ordered, layers_of(backend)), strict=True))
+def _fetch(
+    bodies: dict[int, Trajectory],
+    batch: RolloutBatch,
+    store: TrajectoryStore,
+    backend: Backend,
+    planned: Sequence[_Update],
+) -> None:
+    """Add the trajectories that this rank needs and does not have, by index, with the routes of its layers."""
+    needed = {i for update in planned for i in update.indices} - bodies.keys()
+    ordered = sorted(needed)
+    bodies.update(zip(ordered, store.get(batch, ordered, layers_of(backend)), strict=True))
 
 
 def layers_of(backend: Backend) -> tuple[int, ...]:

@@ -34,6 +34,7 @@ from moe_replay.train.backends.base import (
 )
 from moe_replay.train.config.sections import OptimConfig
 from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.train.learn.balance import ExpertBalance
 from moe_replay.train.learn.batches import mini_batches
 from moe_replay.train.learn.losses import LossError, LossInputs, LossOutput, LossSettings, load_loss, metric_names
 from moe_replay.train.learn.replay_mode import plan_replay
@@ -110,6 +111,10 @@ class Learner:
         return None
 
     @cached_property
+    def _balance(self) -> ExpertBalance | None:
+        return ExpertBalance(self.backend) if self._config.batch.balance == "experts" else None
+
+    @cached_property
     def _loss_metrics(self) -> tuple[str, ...]:
         """Names of the token metrics of the loss, the same on every rank."""
         return metric_names(self._policy_loss, self._loss_settings, self.backend.device)
@@ -150,6 +155,7 @@ class Learner:
             packed=config.batch.packed,
             overlong_filter=config.algorithm.overlong_filter,
             sharing=self._sharing,
+            balance=self._balance,
         )
 
     # ---- before the updates -------------------------------------------------------------------------------------
@@ -181,9 +187,9 @@ class Learner:
                 self._servers.add_routes(batch)
                 if self._sharing is not None:
                     self._add_sharing(batch, metrics)
-        checked: dict[str, float] = {}
+        checked: dict[str, float] = {} if self._balance is None else dict(self._balance.metrics)
         if not unscored:
-            checked = self._servers.judge()
+            checked |= self._servers.judge()
             checked |= self._check_alignment(watched, step) if self.plan.observe else {}
         if compare and self.plan.mode == "r3":
             self._score_natively(batches, metrics)

@@ -45,8 +45,9 @@ class ReplayPlan:
 
 
 def asks_for_routes(config: TrainConfig) -> bool:
-    """Return whether samples come with routes: something replays them, compares them or writes them to a file."""
-    return plan_replay(config).needs_rollout_routes or bool(config.log.traces)
+    """Return whether samples come with routes: something replays, compares or counts them, or writes them to a file."""
+    is_counted = config.batch.balance == "experts"
+    return plan_replay(config).needs_rollout_routes or is_counted or bool(config.log.traces)
 
 
 def old_logprobs_in_words(config: TrainConfig) -> str:

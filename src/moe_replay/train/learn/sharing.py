@@ -41,9 +41,9 @@ class Tree:
     cost: int = 0
 
     @classmethod
-    def apart(cls, indices: Sequence[int]) -> Tree:
-        """Return sequences that share nothing."""
-        return cls(list(indices))
+    def single(cls, index: int, tokens: int) -> Tree:
+        """Return a sequence that shares nothing."""
+        return cls([index], [Prefix()], tokens)
 
     def add(self, other: Tree) -> None:
         """Add the sequences of another tree behind those of this one."""
@@ -53,7 +53,19 @@ class Tree:
         self.cost += other.cost
 
 
-def shared_bins(indices: Sequence[int], bodies: Mapping[int, Trajectory], budget: int, sharing: Sharing) -> list[Tree]:
+def joined(trees: Sequence[Tree]) -> Tree:
+    """Return the trees of a micro-batch as one."""
+    whole = Tree()
+    for tree in trees:
+        whole.add(tree)
+    if not any(prefix.length for prefix in whole.prefixes):
+        whole.prefixes = []
+    return whole
+
+
+def shared_bins(
+    indices: Sequence[int], bodies: Mapping[int, Trajectory], budget: int, sharing: Sharing
+) -> list[list[Tree]]:
     """Divide sequences into micro-batches of `budget` tokens, those of a group together as far as they fit.
 
     Shared tokens count once. A sequence longer than the budget gets its own micro-batch.
@@ -62,17 +74,20 @@ def shared_bins(indices: Sequence[int], bodies: Mapping[int, Trajectory], budget
     trees: list[Tree] = []
     for _, members in groupby(ordered, key=lambda i: bodies[i].group):
         trees += _trees(list(members), bodies, budget, sharing)
-    bins: list[Tree] = []
+    bins: list[list[Tree]] = []
     for tree in sorted(trees, key=lambda tree: (-tree.cost, tree.indices[0])):
-        bin_ = next((bin_ for bin_ in bins if bin_.cost + tree.cost <= budget), None)
+        bin_ = next((bin_ for bin_ in bins if sum(one.cost for one in bin_) + tree.cost <= budget), None)
         if bin_ is None:
-            bins.append(tree)
+            bins.append([tree])
         else:
-            bin_.add(tree)
-    for bin_ in bins:
-        if not any(prefix.length for prefix in bin_.prefixes):
-            bin_.prefixes = []
+            bin_.append(tree)
     return bins
+
+
+def tree_again(tree: Tree, bodies: Mapping[int, Trajectory], budget: int, sharing: Sharing) -> Tree:
+    """Return a tree that another rank has made, with the prefixes that its sequences share."""
+    (whole,) = _trees(tree.indices, bodies, budget, sharing)
+    return whole
 
 
 def _trees(members: Sequence[int], bodies: Mapping[int, Trajectory], budget: int, sharing: Sharing) -> list[Tree]:
@@ -86,7 +101,7 @@ def _trees(members: Sequence[int], bodies: Mapping[int, Trajectory], budget: int
             if trees[number].cost + len(bodies[index]) - prefix.length <= budget
         ]
         if not fitting:
-            trees.append(Tree([index], [Prefix()], len(bodies[index])))
+            trees.append(Tree.single(index, len(bodies[index])))
             continue
         cost, number = min(fitting)
         trees[number].indices.append(index)
