@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_replay.cli.main import main
+from tests.support.released_models import FOLDER, find_fit, plan_released, released_table
 
 pytest.importorskip("tyro", reason="the command line needs tyro")
 transformers = pytest.importorskip("transformers", reason="configs are read by Transformers")
@@ -117,12 +118,11 @@ SIZES = {
 
 
 @pytest.mark.slow
-def test_the_table_of_released_models_is_in_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", "--released"])
-    table = capsys.readouterr().out
+def test_the_table_of_released_models_is_in_the_docs() -> None:
+    table = released_table(list(plan_released())) + "\n"
     page = (Path(__file__).resolve().parents[2] / "docs" / "tools.md").read_text()
     printed = page.partition("<!-- released -->\n")[2].partition("<!-- /released -->")[0]
-    assert printed == table, "the output of `moe-replay plan --released` belongs into docs/tools.md"
+    assert printed == table, "the output of `python -m tests.support.released_models` belongs into docs/tools.md"
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     sizes = {name: size for name, size, *_ in rows}
     assert sizes == {name: f"{total} B, {active} B active" for name, (total, active) in SIZES.items()}
@@ -130,7 +130,6 @@ def test_the_table_of_released_models_is_in_the_docs(capsys: pytest.CaptureFixtu
 
 
 def test_a_released_model_fits_as_the_plan_of_a_recipe_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from moe_replay.tools.plan.released import FOLDER, find_fit
     from moe_replay.weights.model_folder import read_config
     from moe_replay.weights.model_sizes import ModelSizes
 

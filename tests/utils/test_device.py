@@ -110,22 +110,22 @@ def test_a_rank_takes_its_own_npu_with_its_backend_and_its_generator(device: str
 
 
 def test_mindspeed_is_needed_for_megatron_on_an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moe_replay.megatron import mindspeed
+    from moe_replay.train.backends.megatron_build import enable_mindspeed
 
     monkeypatch.setitem(sys.modules, "mindspeed", None)
     with pytest.raises(MissingExtraError, match="Megatron-Core on an NPU needs MindSpeed"):
-        mindspeed.enable({})
+        enable_mindspeed({})
 
 
 def test_mindspeed_patches_for_the_sizes_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moe_replay.megatron import mindspeed
+    from moe_replay.train.backends.megatron_build import enable_mindspeed
 
     adaptor: Any = ModuleType("mindspeed.megatron_adaptor")
     given: list[dict[str, Any]] = []
     adaptor.repatch = given.append
     monkeypatch.setitem(sys.modules, "mindspeed", ModuleType("mindspeed"))
     monkeypatch.setitem(sys.modules, "mindspeed.megatron_adaptor", adaptor)
-    mindspeed.enable({"context_parallel_size": 2, "expert_tensor_parallel_size": None})
+    enable_mindspeed({"context_parallel_size": 2, "expert_tensor_parallel_size": None})
     assert given == [{"context_parallel_size": 2}]
 
 
@@ -134,9 +134,9 @@ def test_cuda_is_named_only_where_nothing_else_will_do() -> None:
     named = {str(path.relative_to(source)) for path in source.rglob("*.py") if "torch.cuda." in path.read_text()}
     allowed = {
         "utils/device.py",  # the name of a GPU, for its peak rate
-        "utils/host_memory.py",  # its runtime pins memory that is there already
+        "train/backends/offload.py",  # its runtime pins memory that is there already
         # weights reach engines by CUDA IPC and NCCL, where torch has CUDA and nothing else
-        *(f"weights/{name}.py" for name in ("staging", "transfer", "transports")),
+        *(f"weights/{name}.py" for name in ("divided", "sender", "staging", "transfer")),
         "engines/vllm_serve/weights.py",
         "engines/sglang/weights.py",
     }

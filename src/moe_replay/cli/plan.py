@@ -27,8 +27,6 @@ class PlanCommand:
     auto: bool = False
     """Propose expert and context parallel sizes of the FSDP2 backend for a model, sequences of --length tokens and
     --gpus, or for a recipe; exit with 1 if nothing fits on them."""
-    released: bool = False
-    """Print a table of released models: memory for LoRA and for full training, by number and size of GPUs."""
     gpus: int = 8
     """Trainer GPUs (with --recipe or --auto)."""
     gpu_gib: float = 79.6
@@ -87,9 +85,6 @@ class PlanCommand:
             if not 0 < getattr(self, name) < math.inf:
                 option = f"--{name.replace('_', '-')}"
                 raise LayoutError(f"{option} is not a positive number", found=getattr(self, name))
-        if self.released:
-            self._print_released()
-            return
         if self.auto:
             self._propose()
             return
@@ -113,13 +108,6 @@ class PlanCommand:
         fields = dataclasses.asdict(plan.rank(self.rank))
         text = "\n".join(f"{name}: {value}" for name, value in fields.items())
         print(json.dumps(fields, indent=2) if self.json else text)
-
-    def _print_released(self) -> None:
-        from moe_replay.tools.plan.released import plan_released, released_table
-
-        rows = list(plan_released())
-        as_json = json.dumps([dataclasses.asdict(row) for row in rows], indent=2) if self.json else ""
-        print(as_json or released_table(rows))
 
     def _propose(self) -> None:
         from moe_replay.tools.plan.proposal import propose

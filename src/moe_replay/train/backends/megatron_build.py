@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 from moe_replay.distributed.ranks import raise_on_all_ranks, rank
 from moe_replay.errors import LayoutError, MissingExtraError, MoeReplayError, ReplayStateError
 from moe_replay.megatron import cpu as megatron_cpu
-from moe_replay.megatron import mindspeed, weights
+from moe_replay.megatron import weights
 from moe_replay.train.backends.lora import targets_of
 from moe_replay.train.config.sections import BackendConfig, OptimConfig
 from moe_replay.train.config.train_config import TrainConfig
@@ -66,7 +67,7 @@ def start_parallel(config: TrainConfig, device: torch.device) -> None:
     if device.type == "cpu":
         megatron_cpu.enable()
     elif device.type == "npu":
-        mindspeed.enable({**config.backend.megatron, **parallel_sizes(config.backend)})
+        enable_mindspeed({**config.backend.megatron, **parallel_sizes(config.backend)})
     try:
         import megatron.core
         from megatron.core import parallel_state
@@ -85,6 +86,23 @@ def start_parallel(config: TrainConfig, device: torch.device) -> None:
         parallel_state.initialize_model_parallel(**parallel_sizes(config.backend), create_gloo_process_groups=False)
         model_parallel_cuda_manual_seed(config.seed)
     _mend_loss_scale()
+
+
+def enable_mindspeed(settings: Mapping[str, Any]) -> None:
+    """Import MindSpeed, which patches Megatron-Core for NPUs; call before creating process groups.
+
+    settings   of the `TransformerConfig`. MindSpeed reads its own from a command line, which does not exist here, so
+               its first patches assume a single device without context parallelism
+    """
+    try:
+        from mindspeed.megatron_adaptor import repatch
+    except ImportError as missing:
+        raise MissingExtraError(
+            "Megatron-Core on an NPU needs MindSpeed",
+            found=missing,
+            remedy="Install mindspeed for your version of Megatron-Core, or set backend.kind = 'fsdp'",
+        ) from missing
+    repatch({name: value for name, value in settings.items() if value is not None})
 
 
 def _mend_loss_scale() -> None:

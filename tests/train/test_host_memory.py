@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_replay.utils.host_memory import HostMemory
+from moe_replay.train.backends.offload import HostMemory
 
 CPU = torch.device("cpu")
 

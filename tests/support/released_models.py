@@ -1,4 +1,6 @@
-"""Memory of released models, for LoRA and for full training, on usual machines: `moe-replay plan --released`.
+"""Memory of released models, for LoRA and for full training, on usual machines: the table in docs/tools.md.
+
+    python -m tests.support.released_models
 
 The folder `released` has the shapes of the models as config.json files, without weights.
 """
@@ -124,3 +126,7 @@ def released_table(rows: list[ReleasedModel]) -> str:
         size = f"{row.parameters / 1e9:.1f} B, {row.active / 1e9:.1f} B active"
         lines.append([row.name, size, row.training, *fits, fewest])
     return "\n".join(f"| {' | '.join(line)} |" if line[0] != "---" else f"|{'|'.join(line)}|" for line in lines)
+
+
+if __name__ == "__main__":
+    print(released_table(list(plan_released())))
