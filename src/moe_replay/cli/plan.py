@@ -27,6 +27,13 @@ class PlanCommand:
     auto: bool = False
     """Propose expert and context parallel sizes of the FSDP2 backend for a model, sequences of --length tokens and
     --gpus, or for a recipe; exit with 1 if nothing fits on them."""
+    traces: str | None = None
+    """Run folder with traces (log.traces), or a trace file: predict from its routes how even the loads of
+    expert-parallel ranks are, by tokens and with batch.balance = "experts", and what a pass would gain."""
+    ep_sizes: tuple[int, ...] = (8, 64, 256)
+    """Expert parallel sizes to compare (with --traces); --ep is one alone."""
+    tokens_per_micro_batch: int | None = None
+    """Maximum tokens per micro-batch (with --traces); default: that of the run, or 8192."""
     gpus: int = 8
     """Trainer GPUs (with --recipe or --auto)."""
     gpu_gib: float = 79.6
@@ -53,8 +60,8 @@ class PlanCommand:
     """Total number of ranks."""
     chunk_layers: tuple[int, ...] = ()
     """Decoder layers per chunk, pp * vpp values in model order; default: equal."""
-    sequences: int = 256
-    """Sequences per step."""
+    sequences: int | None = None
+    """Sequences per step; default: 256, or with --traces all that were recorded."""
     length: int = 8192
     """Tokens per sequence."""
     prompt: int = 0
@@ -85,6 +92,9 @@ class PlanCommand:
             if not 0 < getattr(self, name) < math.inf:
                 option = f"--{name.replace('_', '-')}"
                 raise LayoutError(f"{option} is not a positive number", found=getattr(self, name))
+        if self.traces is not None:
+            self._plan_balance(Path(self.traces))
+            return
         if self.auto:
             self._propose()
             return
@@ -145,6 +155,28 @@ class PlanCommand:
                 print(f"\n{best.memory}\n{best.traffic}")
         if best is None or proposal.gpus > self.gpus:
             raise SystemExit(ExitStatus.CHECK_FAILED)
+
+    def _plan_balance(self, traces: Path) -> None:
+        from moe_replay.tools.plan.balance import counts_of, plan_balance, run_budget
+        from moe_replay.weights.model_folder import read_config
+        from moe_replay.weights.model_sizes import ModelSizes
+
+        sizes = (self.ep,) if self.ep > 1 else self.ep_sizes
+        if min(*sizes, self.tp, self.cp, self.pp, self.etp or 1, self.tokens_per_micro_batch or 1) < 1:
+            raise LayoutError("parallel sizes and tokens must be at least 1", found=sizes)
+        model = ModelSizes.of(read_config(self.model)) if self.model else None
+        counts = counts_of(traces, self.sequences, None if model is None else model.num_experts)
+        has_ranks = self.dp is not None or self.world is not None
+        plan = plan_balance(
+            counts,
+            sizes,
+            budget=self.tokens_per_micro_batch or run_budget(traces),
+            ranks_per_sample=self.tp * self.cp,
+            expert_tensor=self.etp or self.tp,
+            data_ranks=self._parallel().dp if has_ranks else None,
+            expert_fraction=None if model is None else model.expert_fraction(counts.tokens.tolist()),
+        )
+        print(json.dumps(plan.fields(), indent=2) if self.json else plan)
 
     def _plan_recipe(self, recipe: str) -> None:
         from moe_replay.tools.plan.speed import plan_speed
@@ -217,15 +249,16 @@ class PlanCommand:
         from moe_replay.tools.plan import Work
 
         per_round = self.micro_batch * parallel.dp
-        if per_round < 1 or self.sequences < 1 or self.sequences % per_round:
+        sequences = 256 if self.sequences is None else self.sequences
+        if per_round < 1 or sequences < 1 or sequences % per_round:
             raise LayoutError(
                 "the sequences of a step do not divide evenly",
                 expected=f"a multiple of micro_batch * dp = {self.micro_batch} * {parallel.dp}",
-                found=self.sequences,
+                found=sequences,
             )
         return Work(
             lengths=(self.length,) * self.micro_batch,
-            micro_batches=self.sequences // per_round,
+            micro_batches=sequences // per_round,
             packed=self.packed,
             width=self.width,
             prompt=self.prompt,

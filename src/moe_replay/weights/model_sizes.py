@@ -107,6 +107,11 @@ class ModelSizes:
         pairs = sum(_pairs(length, window) for window in self.windows for length in lengths)
         return Flops(2.0 * (active * sum(lengths) + self.embedding * scored), 4.0 * self.attention_width * pairs)
 
+    def expert_fraction(self, lengths: Sequence[int]) -> float:
+        """Return how much of the operations of a forward over sequences of these lengths is in routed experts."""
+        in_experts = 2.0 * self.experts * self.top_k / self.num_experts * sum(lengths)
+        return in_experts / self.forward_flops(lengths, sum(lengths)).forward
+
 
 class Flops(NamedTuple):
     """Floating point operations of a forward: with parameters, and in attention between tokens."""
