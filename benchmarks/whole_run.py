@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--write", type=Path, help="write the steps of every run to this file, after each run")
+    parser.add_argument("--folder", type=Path, help="where models, logs and results of the runs stay; a temporary one")
     parser.add_argument("--trl", type=Path, help=argparse.SUPPRESS)  # folder, in a child process
     arguments = parser.parse_args()
     if arguments.trl:
@@ -53,7 +54,7 @@ def main() -> None:
         return
     results: dict[str, Steps] = {}
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
+        folder = arguments.folder or Path(temporary)
         size = SIZES[arguments.device]
         write_task(folder, MODELS[arguments.device], arguments.device, prompts=8 * size.prompts)
         for variant in arguments.variants:
@@ -114,8 +115,8 @@ def ours(folder: Path, output: Path, device: str, steps: int, mode: str) -> list
     dtype = "bfloat16" if on_gpu else "float32"
     engine = ["--rollout.engine", "transformers"]
     if on_gpu:
-        options = ["gpu_memory_utilization", str(GPU_FRACTION), "max_num_seqs", str(size.prompts * size.samples)]
-        engine = ["--rollout.engine", "vllm", "--rollout.probe_tolerance", "0.1", "--rollout.options", *options]
+        options = ["--rollout.options", "gpu_memory_utilization", str(GPU_FRACTION)]
+        engine = ["--rollout.engine", "vllm", "--rollout.probe_tolerance", "0.1", *options]
     return [
         *(sys.executable, "-m", "moe_replay.cli.main", "train", "--name", "whole-run", "--steps", str(steps)),
         *("--output", str(output), "--model.path", str(folder / "model"), "--model.dtype", dtype),

@@ -302,6 +302,7 @@ class StartRequest:
     weight_version   of the weights in `model`
     router_family    description of the routers of a model unknown to this release: "module:name"
     trust_remote_code   run Python code that comes with the model
+    max_sequences    sequences that will be sampled at a time at most; None: not known
     sleep            whether `sleep` will be called
     sampling_mask    whether samples will be requested with their sampling mask
     capture          which capture records routes, in an engine that has several (`EngineSpec.takes_capture`)
@@ -318,6 +319,7 @@ class StartRequest:
     weight_version: int = 0
     router_family: str | None = None
     trust_remote_code: bool = False
+    max_sequences: int | None = None
     sleep: bool = False
     sampling_mask: bool = False
     capture: Capture = "auto"

@@ -32,6 +32,10 @@ MIN_GPU_FRACTION = 0.05
 MARGIN = GIB  # left for buffers of other processes
 ROUTERS = r"re:.*\.(gate|router)$"
 """Names of routers in vLLM's models, for its setting `ignore`."""
+# With speculative decoding a sequence has several tokens in a step: vLLM computes the sizes.
+_GRAPH_OPTIONS = frozenset(
+    "compilation_config cudagraph_capture_sizes max_cudagraph_capture_size enforce_eager speculative_config".split()
+)
 _FP8 = "fp8_per_tensor"  # the meaning of "fp8" for unquantized checkpoints before vLLM 0.31
 
 # A launcher's description of the trainer's process group; the engine's processes form another group.
@@ -105,6 +109,38 @@ def _check_parallelism(engine: EngineName, capture: str, options: dict[str, Any]
             f"{engine} on CPU supports expert and data parallelism only with capture by KV slot",
             remedy='Use capture "kv_slot"',
         )
+
+
+# ---- batch sizes -----------------------------------------------------------------------------------------------------
+
+
+def batch_options(request: StartRequest) -> dict[str, Any]:
+    """Return options for as many sequences as a run samples, with CUDA graphs for them; the user's options win.
+
+    By default vLLM captures 51 graphs, the largest for 512 sequences, and runs larger batches without graphs.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    options = request.options
+    world = int(options.get("tensor_parallel_size") or 1) * int(options.get("pipeline_parallel_size") or 1)
+    sequences = int(options.get("max_num_seqs") or AsyncEngineArgs.get_batch_defaults(world)[1][UsageContext.LLM_CLASS])
+    if "max_num_seqs" not in options and request.max_sequences is not None:
+        sequences = min(sequences, request.max_sequences)
+    defaults: dict[str, Any] = {"max_num_seqs": sequences}
+    if not options.keys() & _GRAPH_OPTIONS:
+        defaults["cudagraph_capture_sizes"] = graph_sizes(sequences)
+    return {name: value for name, value in defaults.items() if name not in options}
+
+
+def graph_sizes(sequences: int) -> list[int]:
+    """Return batch sizes to capture CUDA graphs for, up to `sequences`; a batch is padded to the next of them."""
+    sizes, size = [1, 2, 4], 8
+    while size < sequences:
+        sizes.append(size)
+        octave = 1 << (size.bit_length() - 1)
+        size += octave // (4 if size >= 128 else 2)
+    return [size for size in sizes if size < sequences] + [sequences]
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from moe_replay.engines.base import Capture, Engine, LoraSpec, StartRequest, end
 from moe_replay.engines.event_loop import AsyncSampler, while_alive
 from moe_replay.engines.requests import EngineState, RequestBarrier, check_token_ids, request_seed
 from moe_replay.engines.vllm.arguments import (
+    batch_options,
     engine_arguments,
     gpu_memory_fraction,
     not_started,
@@ -65,6 +66,8 @@ def start(request: StartRequest) -> Engine:
         options |= adapter_options(request.lora)
     if (fraction := gpu_memory_fraction(request)) is not None:
         options["gpu_memory_utilization"] = fraction
+    if accelerator() is not None:
+        options |= batch_options(request)
     with without_launcher_variables(), engine_console():
         return request.call(
             VllmEngine,

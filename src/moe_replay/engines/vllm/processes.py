@@ -79,7 +79,8 @@ def start_llm(arguments: Any, folder: Path, is_interrupted: threading.Event) -> 
     mute_known_warnings()
     if not on_cpu():
         os.environ.setdefault(_START_METHOD, "spawn")
-    config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    # vLLM's batch sizes for offline use: 8 times the sequences of ENGINE_CONTEXT on a GPU of 80 GB.
+    config = arguments.create_engine_config(UsageContext.LLM_CLASS)
     executor = Executor.get_class(config)
     if is_interrupted.is_set():
         raise EngineError("the start of vLLM was interrupted")

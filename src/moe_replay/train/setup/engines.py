@@ -176,6 +176,7 @@ def start_request(rollout: RolloutConfig, model: ModelConfig, folder: str, max_l
         dtype=rollout.dtype,
         router_family=model.router_family,
         trust_remote_code=model.trust_remote_code,
+        max_sequences=rollout.sequences,
         sleep=rollout.sleep,
         sampling_mask=rollout.replays_sampling_mask,
         capture=rollout.capture,
