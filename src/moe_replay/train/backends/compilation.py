@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 COMPILER = "inductor"
 """Backend of `torch.compile`."""
+MAX_GRAPHS = 64
+"""Graphs of one layer's code: with and without gradients, shared prompts, recomputation, every kind of layer. Past
+torch's own limit of 8 the layer would run eagerly in silence."""
 
 
 class CompiledLayers:
@@ -93,6 +96,7 @@ class _Forward:
     """The forward of one layer: compiled, or the layer's own."""
 
     def __init__(self, layers: CompiledLayers, native: Callable[..., Any], compiler: Any) -> None:
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
         self._layers, self._native = layers, native
         self._compiled = torch.compile(native, backend=compiler, dynamic=True)
 
