@@ -96,7 +96,8 @@ class _Forward:
     """The forward of one layer: compiled, or the layer's own."""
 
     def __init__(self, layers: CompiledLayers, native: Callable[..., Any], compiler: Any) -> None:
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
+        limits = torch._dynamo.config
+        limits.cache_size_limit = max(limits.cache_size_limit, MAX_GRAPHS)  # its name in torch 2.6, an alias since
         self._layers, self._native = layers, native
         self._compiled = torch.compile(native, backend=compiler, dynamic=True)
 
