@@ -33,9 +33,10 @@ MARGIN = GIB  # left for buffers of other processes
 ROUTERS = r"re:.*\.(gate|router)$"
 """Names of routers in vLLM's models, for its setting `ignore`."""
 # With speculative decoding a sequence has several tokens in a step: vLLM computes the sizes.
-_GRAPH_OPTIONS = frozenset(
-    "compilation_config cudagraph_capture_sizes max_cudagraph_capture_size enforce_eager speculative_config".split()
-)
+_GRAPH_OPTIONS = {
+    *("compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"),
+    *("enforce_eager", "speculative_config"),
+}
 _FP8 = "fp8_per_tensor"  # the meaning of "fp8" for unquantized checkpoints before vLLM 0.31
 
 # A launcher's description of the trainer's process group; the engine's processes form another group.
