@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_replay.tools.plan.traffic import plan_traffic
+from moe_replay.tools.plan.costs import plan_traffic
 from moe_replay.train.backends.expert_parallel import check_experts_can_be_divided
 from moe_replay.weights.model_folder import ModelError, read_config
 from moe_replay.weights.model_sizes import ModelSizes

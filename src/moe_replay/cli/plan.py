@@ -179,9 +179,7 @@ class PlanCommand:
         print(json.dumps(plan.fields(), indent=2) if self.json else plan)
 
     def _plan_recipe(self, recipe: str) -> None:
-        from moe_replay.tools.plan.speed import plan_speed
-        from moe_replay.tools.plan.sync import Rates, plan_sync, sync_text
-        from moe_replay.tools.plan.traffic import plan_traffic
+        from moe_replay.tools.plan.costs import Rates, plan_speed, plan_sync, plan_traffic, sync_text
         from moe_replay.train.config.file import load_config
         from moe_replay.train.setup.memory_plan import check_width, plan_memory, smallest_remedy
         from moe_replay.weights.model_folder import read_config

@@ -24,6 +24,7 @@ from moe_replay.records import FinishReason, Sample, SamplingParams
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.utils.misc import one_line
 from moe_replay.utils.secrets import MASK, mask_passwords
+from moe_replay.weights.identity import CurrentWeights, WeightsLedger, version_text
 
 _RETRYABLE = (429, 502, 503, 504)
 
@@ -40,6 +41,8 @@ class HttpClient(AsyncSampler, ServedEngine):
     """
 
     vocab_size: int | None
+    _ledger: WeightsLedger
+    """Of the weights that the server was sent."""
 
     def __init__(
         self,
@@ -75,7 +78,6 @@ class HttpClient(AsyncSampler, ServedEngine):
         self._max_answer_bytes = max_answer_bytes
 
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
-        """Return `params.n` samples of one prompt; runs in the client's own loop."""
         async with self._semaphore:
             return await self._read_samples(self._sample(prompt, params), prompt, params)
 
@@ -137,8 +139,20 @@ class HttpClient(AsyncSampler, ServedEngine):
                 expected=f"at most {self._max_answer_bytes} bytes (max_answer_bytes)",
             )
 
+    def follow_update(self, version: int, weights_id: str) -> None:
+        self._ledger.record(version, weights_id)
+
+    def _check_taken(self, reported: CurrentWeights, version: int, weights_id: str) -> None:
+        """Raise unless a server that has answered an update reports its weights."""
+        if reported != (version, weights_id):
+            raise EngineAnswerError(
+                f"{self.url} answered an update of its weights and does not have them",
+                expected=version_text(version, weights_id),
+                found=version_text(*reported),
+                remedy="Somebody else updates it, or a proxy does not pass requests on",
+            )
+
     def healthy(self) -> bool:
-        """Whether the server responds and its engine is alive."""
         try:
             return self._sync.get("/health", timeout=5.0).is_success
         except httpx.HTTPError:

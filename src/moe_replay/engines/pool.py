@@ -240,7 +240,6 @@ class EnginePool(AsyncSampler, Engine):
         return engine.current_weights() == (self._version, self._weights_id)
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
-        """(T - 1,) float32: log-probs of every token but the first, at temperature 1."""
         member = self._loop.run(self._least_loaded())
         with member.request(self._cooldown_s) as engine:
             return engine.prompt_logprobs(token_ids)
@@ -358,7 +357,6 @@ class EnginePool(AsyncSampler, Engine):
         return [member for member in self._members if member.engine.url in transfer.settings]
 
     def receivers_by_url(self, weights_id: str = "") -> dict[str, Receivers | None]:
-        """Return the receivers of all servers that can be reached and lack these weights."""
         is_repetition = bool(weights_id) and weights_id == self._weights_id
         members = [member for member in self._members if not member.is_excluded]
         engines = [member.engine for member in members if member.engine.healthy()]
@@ -366,7 +364,6 @@ class EnginePool(AsyncSampler, Engine):
         return {engine.url: engine.receivers for engine in engines}
 
     def server_count(self) -> int:
-        """Return the number of servers."""
         return len(self._members)
 
     def exclude(self, url: str, cause: str) -> None:
@@ -376,7 +373,6 @@ class EnginePool(AsyncSampler, Engine):
                 member.is_excluded, member.down_until, member.cause = True, math.inf, f"{url} is not believed: {cause}"
 
     def unreachable(self) -> list[str]:
-        """Return the URLs of the servers that do not answer."""
         return [member.engine.url for member in self._members if not member.engine.healthy()]
 
     def _apply_outcomes(self, calls: Sequence[Future[Any]], members: Sequence[Member]) -> None:
@@ -425,7 +421,6 @@ class EnginePool(AsyncSampler, Engine):
             engine.follow_update(version, weights_id)
 
     def follow_servers(self, states: Mapping[str, ServerState]) -> None:
-        """Use the servers that the pool which has sent the update uses, and release waiting requests."""
         self._update_members()
         for member in self._members:
             member.follow(states.get(member.engine.url), self._cooldown_s)

@@ -167,7 +167,6 @@ class TransformersEngine(Engine):
     # ---- sampling -----------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Sample]]:
-        """Return `params.n` samples for each prompt, in the order of the prompts."""
         check_prompts(prompts, self.max_length)
         per_prompt(params, len(prompts))  # as many seeds as prompts
         for prompt in prompts:
@@ -198,7 +197,6 @@ class TransformersEngine(Engine):
             _ABANDONED.reset(before)
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
-        """(T - 1,) float32: log-probs of every token but the first, at temperature 1."""
         check_prompts([token_ids], self.max_length + 1)
         check_token_ids(token_ids, self.vocab_size)
         with self._lock:

@@ -16,9 +16,8 @@ pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("pydantic")
 
 from moe_replay.errors import LayoutError
+from moe_replay.tools.plan.costs import plan_speed, plan_traffic
 from moe_replay.tools.plan.proposal import propose
-from moe_replay.tools.plan.speed import plan_speed
-from moe_replay.tools.plan.traffic import plan_traffic
 from moe_replay.train.config.file import load_config
 from moe_replay.train.setup import launch
 from moe_replay.train.setup.memory_plan import GIB, MemoryPlan, plan_memory, smallest_remedy, with_recomputation

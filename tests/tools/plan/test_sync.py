@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_replay.tools.plan.sync import Rates, SyncCost, plan_sync, sync_text
+from moe_replay.tools.plan.costs import Rates, SyncCost, plan_sync, sync_text
 
 BILLION = 10**9
 

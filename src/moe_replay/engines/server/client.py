@@ -111,7 +111,6 @@ class RolloutClient(HttpClient):
         return samples
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
-        """(T - 1,) float32: log-probs of every token but the first, at temperature 1."""
         request = {"token_ids": [int(token) for token in token_ids]}
         answer = self._call("POST", "/prompt_logprobs", json=request)
         with reading_answer(self.url):
@@ -121,10 +120,6 @@ class RolloutClient(HttpClient):
                 f"{self.url} scored another sequence", expected=f"{len(token_ids) - 1} log-probs", found=logprobs.shape
             )
         return logprobs
-
-    def follow_update(self, version: int, weights_id: str) -> None:
-        """Accept samples of weights that another process sends to the server."""
-        self._ledger.record(version, weights_id)
 
     def update_weights(self, weights: Weights, version: int, probe: Probe | None = None, weights_id: str = "") -> None:
         """Stream new weights to the server; a folder must be one that the server can read.
@@ -149,13 +144,7 @@ class RolloutClient(HttpClient):
     ) -> None:
         self._ledger.record(version, weights_id)
         info = self._info("POST", "/weights", write_update(weights, version, probe, weights_id, self.url))
-        if (info.weight_version, info.weights_id) != (version, weights_id):
-            raise EngineAnswerError(
-                f"{self.url} answered an update of its weights and does not have them",
-                expected=f"version {version}" + (f" of update {weights_id}" if weights_id else ""),
-                found=f"version {info.weight_version} of update {info.weights_id or 'unknown'}",
-                remedy="A proxy must pass /weights on to the server",
-            )
+        self._check_taken(CurrentWeights(info.weight_version, info.weights_id), version, weights_id)
 
     def sleep(self, level: int = 1) -> None:
         self._call("POST", "/sleep" if level == 1 else f"/sleep?level={level}")

@@ -27,7 +27,7 @@ from moe_replay.engines.sglang.wire import (
     request_seed,
     was_retracted,
 )
-from moe_replay.errors import EngineAnswerError, EngineError, EngineName
+from moe_replay.errors import EngineError, EngineName
 from moe_replay.records import FinishReason, Sample, SamplingParams
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
@@ -136,7 +136,6 @@ class SglangClient(HttpClient):
         return MoeTopology.from_config(config, load_router_family(self._router_family))
 
     def current_weights(self) -> CurrentWeights:
-        """Return what the server says of its weights."""
         info = self._call("GET", "/model_info")
         with reading_answer(self.url):
             return self._parse_version(info["weight_version"])
@@ -255,7 +254,6 @@ class SglangClient(HttpClient):
         self._temperature_checked = True
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
-        """(T - 1,) float32: log-probs of every token but the first, at temperature 1."""
         self._state.require_ready()
         return self._prompt_logprobs(token_ids)
 
@@ -274,10 +272,6 @@ class SglangClient(HttpClient):
             return np.asarray([logprob for logprob, *_ in rest], np.float32)
 
     # ---- weights ------------------------------------------------------------------------------------------------
-
-    def follow_update(self, version: int, weights_id: str) -> None:
-        """Accept samples of weights that another process sends to the server."""
-        self._ledger.record(version, weights_id)
 
     def update_weights(self, weights: Weights, version: int, probe: Probe | None = None, weights_id: str = "") -> None:
         """Replace all weights: from a folder that the server can read, or an iterator by the way `weights` names.
@@ -324,12 +318,8 @@ class SglangClient(HttpClient):
             with self._generation_paused():
                 yield
                 self._post_blocking("/flush_cache")
-            if weights_id and self.current_weights() != (version, weights_id):
-                raise EngineAnswerError(
-                    f"{self._state.engine} answered an update of its weights and does not have them",
-                    expected=version_text(version, weights_id),
-                    found=self._call("GET", "/model_info")["weight_version"],
-                )
+            if weights_id:
+                self._check_taken(self.current_weights(), version, weights_id)
             if probe is not None:
                 probe.check(self._prompt_logprobs(probe.token_ids), str(self.name))
 
@@ -357,7 +347,6 @@ class SglangClient(HttpClient):
         self._loop.run(self._post(path, content or {}))
 
     def close(self) -> None:
-        """Close the connections; the server keeps running."""
         if "_weight_calls" in vars(self):
             self._weight_calls.close()
         super().close()
@@ -380,7 +369,6 @@ class SglangClient(HttpClient):
                 self._state.asleep = True
 
     def wake(self) -> None:
-        """Undo `sleep`."""
         if self._state.asleep:
             self._post_blocking("/resume_memory_occupation", {"tags": self._releasable})
             self._state.asleep = False

@@ -233,7 +233,6 @@ class VllmEngine(AsyncSampler, Engine):
     # ---- sampling -----------------------------------------------------------------------------------------------
 
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
-        """Return `params.n` samples of one prompt; runs in the engine's own loop."""
         self._check_seed(params)
         check_token_ids(params.stop_token_ids, self.vocab_size, "a stop token")
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._end_tokens)}
@@ -273,7 +272,6 @@ class VllmEngine(AsyncSampler, Engine):
             )
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
-        """(T - 1,) float32: log-probs of every token but the first, at temperature 1."""
         return self._loop.run(self._prompt_logprobs(token_ids))
 
     async def _prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
@@ -322,7 +320,6 @@ class VllmEngine(AsyncSampler, Engine):
         return EngineUnavailableError(f"{self.name} has died", remedy="Its log names the cause")
 
     def abort(self) -> None:
-        """Abort running requests; unfinished samples come back with `FinishReason.ABORT`."""
         self._loop.run(self._abort())
 
     # ---- weights ------------------------------------------------------------------------------------------------
@@ -450,7 +447,6 @@ class VllmEngine(AsyncSampler, Engine):
             self._barrier.open()
 
     def wake(self) -> None:
-        """Undo `sleep`."""
         self._loop.run(self._wake(set(self._asleep)))
 
     def wake_for_update(self) -> None:

@@ -36,7 +36,7 @@ from moe_replay.engines.vllm_serve.wire import (
     sorted_choices,
     version_of,
 )
-from moe_replay.errors import EngineAnswerError, EngineError, EngineName, EngineUnavailableError
+from moe_replay.errors import EngineError, EngineName, EngineUnavailableError
 from moe_replay.records import Sample, SamplingParams
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
@@ -232,7 +232,6 @@ class VllmServeClient(HttpClient):
         return current
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> np.ndarray:
-        """(T - 1,) float32: log-probs of every token but the first, at temperature 1."""
         self._state.require_ready()
         return self._prompt_logprobs(token_ids)
 
@@ -251,10 +250,6 @@ class VllmServeClient(HttpClient):
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
-    def follow_update(self, version: int, weights_id: str) -> None:
-        """Accept samples of weights that another process sends to the server."""
-        self._ledger.record(version, weights_id)
-
     def update_weights(self, weights: Weights, version: int, probe: Probe | None = None, weights_id: str = "") -> None:
         """Replace all weights while the server is paused; running requests are aborted, those of this client wait.
 
@@ -269,14 +264,7 @@ class VllmServeClient(HttpClient):
                 self._stamp(version, INCOMPLETE)
                 route.send(weights)
                 self._stamp(version, weights_id)
-            reported = self.current_weights()
-            if reported != (version, weights_id):
-                raise EngineAnswerError(
-                    f"{self._state.engine} answered an update of its weights and does not have them",
-                    expected=version_text(version, weights_id),
-                    found=version_text(*reported),
-                    remedy="Somebody else updates it, or a proxy does not pass requests on",
-                )
+            self._check_taken(self.current_weights(), version, weights_id)
             if probe is not None:
                 self._check_probe(probe)
         self._barrier.open()
@@ -331,7 +319,6 @@ class VllmServeClient(HttpClient):
             self._barrier.open()
 
     def wake(self) -> None:
-        """Undo `sleep`."""
         if self._state.asleep:
             if self.settings.sleeps:
                 self._command("/wake_up")

@@ -82,6 +82,14 @@ class ParameterShard:
         """Fill layer and expert into a name with `{layer}` and `{expert}`."""
         return template.format(layer=self.layer, expert=self.expert)
 
+    def rows_of(self, template: str, total: int, source: slice, target: int) -> TensorSlice:
+        """Return rows of a tensor of `total` rows, which stand from row `target` on in this shard."""
+        rest, count = self.shape[1:], len(range(total)[source])
+        whole = (total, *rest)
+        return TensorSlice(
+            self.tensor_name(template), whole, (source, *_all(rest)), (slice(target, target + count), *_all(rest))
+        )
+
 
 class Rule(Protocol):
     """Maps one kind of parameter to checkpoint tensors."""
@@ -116,21 +124,14 @@ class _Rows(NamedTuple):
 
 def _cut_rows(shard: ParameterShard, blocks: list[_Rows]) -> list[TensorSlice]:
     """Return a shard's part of a parameter that is the concatenation of these blocks."""
-    rows, *rest = shard.shape
+    rows = shard.shape[0]
     _check_rows(shard, sum(block.length for block in blocks))
     begin, end, offset, slices = shard.rank * rows, (shard.rank + 1) * rows, 0, []
     for block in blocks:
         first, last = max(offset, begin), min(offset + block.length, end)
         if first < last:
             inside = block.start - offset
-            slices.append(
-                TensorSlice(
-                    shard.tensor_name(block.name),
-                    (block.total, *rest),
-                    (slice(first + inside, last + inside), *_all(rest)),
-                    (slice(first - begin, last - begin), *_all(rest)),
-                )
-            )
+            slices.append(shard.rows_of(block.name, block.total, slice(first + inside, last + inside), first - begin))
         offset += block.length
     return slices
 
@@ -189,21 +190,13 @@ class Sections:
     sizes: Callable[[Any], tuple[int, ...]]
 
     def slices(self, shard: ParameterShard) -> list[TensorSlice]:
-        _, *rest = shard.shape
         sizes = self.sizes(shard.config)
         _check_rows(shard, sum(sizes))
         slices, begin, target = [], 0, 0
         for size in sizes:
             rows = size // shard.size
             first = begin + shard.rank * rows
-            slices.append(
-                TensorSlice(
-                    shard.tensor_name(self.name),
-                    shard.full_shape,
-                    (slice(first, first + rows), *_all(rest)),
-                    (slice(target, target + rows), *_all(rest)),
-                )
-            )
+            slices.append(shard.rows_of(self.name, sum(sizes), slice(first, first + rows), target))
             begin, target = begin + size, target + rows
         return slices
 
@@ -216,22 +209,12 @@ class GateUp:
     up: str | None = None
 
     def slices(self, shard: ParameterShard) -> list[TensorSlice]:
-        rows, *rest = shard.shape
-        half, features = rows // 2, shard.full_shape[0] // 2
+        half, features = shard.shape[0] // 2, shard.full_shape[0] // 2
         _check_rows(shard, 2 * features)
-        tensor_shape = (features * (2 if self.up is None else 1), *rest)
-        offset = features if self.up is None else 0
-        first = shard.rank * half
-
-        def half_of(name: str, source: int, target: int) -> TensorSlice:
-            return TensorSlice(
-                shard.tensor_name(name),
-                tensor_shape,
-                (slice(source, source + half), *_all(rest)),
-                (slice(target, target + half), *_all(rest)),
-            )
-
-        return [half_of(self.gate, first, 0), half_of(self.up or self.gate, first + offset, half)]
+        total, offset = (2 * features, features) if self.up is None else (features, 0)
+        gate = slice(shard.rank * half, (shard.rank + 1) * half)
+        up = slice(gate.start + offset, gate.stop + offset)
+        return [shard.rows_of(self.gate, total, gate, 0), shard.rows_of(self.up or self.gate, total, up, half)]
 
 
 @dataclass(frozen=True)
@@ -241,19 +224,10 @@ class AlternatingGateUp:
     name: str
 
     def slices(self, shard: ParameterShard) -> list[TensorSlice]:
-        rows, *rest = shard.shape
-        half = rows // 2
-        _check_rows(shard, 2 * (shard.full_shape[0] // 2))
+        half, total = shard.shape[0] // 2, shard.full_shape[0]
+        _check_rows(shard, 2 * (total // 2))
         first, last = 2 * shard.rank * half, 2 * (shard.rank + 1) * half
-        return [
-            TensorSlice(
-                shard.tensor_name(self.name),
-                shard.full_shape,
-                (slice(first + part, last, 2), *_all(rest)),
-                (slice(part * half, (part + 1) * half), *_all(rest)),
-            )
-            for part in (0, 1)
-        ]
+        return [shard.rows_of(self.name, total, slice(first + part, last, 2), part * half) for part in (0, 1)]
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Any
 from moe_replay.errors import LayoutError
 from moe_replay.routes.router_families import setting
 from moe_replay.routes.topology import text_config
+from moe_replay.tools.plan.costs import Traffic, plan_traffic
 from moe_replay.tools.plan.layout import aligned, size
-from moe_replay.tools.plan.traffic import Traffic, plan_traffic
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.setup.memory_plan import MemoryPlan, plan_memory, with_recomputation
 from moe_replay.utils.misc import GIB

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,10 @@ from moe_replay.routes.topology import MoeTopology
 from moe_replay.utils.files import Write
 from moe_replay.weights.lora_adapter import Adapter
 from moe_replay.weights.source import WeightSource, tensors_of
+
+if TYPE_CHECKING:  # what a dry run does not need
+    from moe_replay.train.backends.offload import TrainerOffload
+    from moe_replay.train.backends.rank_state import RankState
 
 LossFunction = Callable[[MicroBatch, Tensor], Tensor]
 """(micro-batch, log-probs (N,) with gradient) -> scalar: its part of the loss of the whole mini-batch."""
@@ -105,7 +109,7 @@ class ExpertExchange(NamedTuple):
 class Backend(ABC):
     """One rank's part of the policy, its optimizer and, where there is one, the reference model.
 
-    topology               routers of the whole model
+    replay, topology       of the policy: its controller, and the routers of the whole model
     device                 device of the micro-batches
     data_rank, data_size   this rank trains part `data_rank` of `data_size` of the sequences
     reports_metrics        whether token metrics of this rank count: true on one of the ranks that share a micro-batch
@@ -114,6 +118,7 @@ class Backend(ABC):
     sharing_problem        why sequences cannot share prefixes (`TokenLayout.shared`); None: `layout` takes them
     """
 
+    replay: RouterReplay
     topology: MoeTopology
     data_rank: int
     data_size: int
@@ -121,6 +126,9 @@ class Backend(ABC):
     micro_batch_multiple: int = 1
     expert_exchange: ExpertExchange | None = None
     sharing_problem: str | None = "the backend feeds whole sequences"
+
+    _offload: TrainerOffload
+    _state: RankState
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -170,13 +178,13 @@ class Backend(ABC):
         Where the gradient is not finite the step is skipped on every rank.
         """
 
-    @abstractmethod
     def offload(self) -> None:
         """Move weights, gradients and optimizer state to host memory, if `backend.offload`; `reload` comes next."""
+        self._offload.offload()
 
-    @abstractmethod
     def reload(self) -> None:
-        """Undo `offload`; nothing happens if nothing is off the device."""
+        """Move weights back, gradients and optimizer state for each update; nothing if nothing is off the device."""
+        self._offload.reload()
 
     @abstractmethod
     def weight_source(self) -> WeightSource:
@@ -190,9 +198,9 @@ class Backend(ABC):
         """Return the LoRA adapter, whose tensors all ranks must exhaust; None if all weights are trained."""
         return None
 
-    @abstractmethod
     def stage(self) -> Write:
         """Copy weights and optimizer state to host memory; return what writes them to a folder, e.g. in a thread."""
+        return self._state.stage(self._offload.content_of)
 
     def save(self, folder: Path) -> None:
         """Save weights and optimizer state, so that `load` resumes. All ranks call it."""
@@ -200,17 +208,18 @@ class Backend(ABC):
         self.stage()(folder)
         dist.barrier()  # no rank reads before every file is written
 
-    @abstractmethod
     def load(self, folder: Path) -> None:
         """Load what the ranks of any layout wrote; bit for bit the same under the same layout. All ranks call it."""
+        with self._offload.optimizer_on_device():
+            self._state.load(folder)
 
     @abstractmethod
     def state_bytes(self) -> int:
         """Return the number of bytes that `save` writes on all ranks together."""
 
-    @abstractmethod
     def close(self) -> None:
         """Detach routing replay from the model."""
+        self.replay.detach()
 
 
 @contextmanager

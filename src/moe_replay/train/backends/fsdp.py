@@ -42,7 +42,6 @@ from moe_replay.train.backends.rank_state import Optimized, RankState
 from moe_replay.train.backends.regions import RegionMap, Rows
 from moe_replay.train.backends.ulysses import ContextParallel
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.utils.files import Write
 from moe_replay.weights.checkpoint import CheckpointForm
 from moe_replay.weights.lora_adapter import Adapter
 from moe_replay.weights.model_folder import ModelError
@@ -294,7 +293,6 @@ class FsdpState(RankState):
         )
 
     def optimized(self) -> Iterator[Optimized]:
-        """Yield each trained parameter with its moments."""
         for name, parameter in self._trained.items():
             yield Optimized(parameter, self._optimizer.state[parameter], _rows(f"optimizer.{name}", parameter))
 
@@ -434,7 +432,6 @@ class FsdpBackend(Backend):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether layers are compiled."""
         return self._layers.is_used and not self._layers.runs_eagerly
 
     def score_uncompiled(self, batches: Sequence[MicroBatch], routing: Routing) -> list[Scores | None]:
@@ -484,14 +481,6 @@ class FsdpBackend(Backend):
 
     # ---- host memory --------------------------------------------------------------------------------------------
 
-    def offload(self) -> None:
-        """Move the shards of this rank and their moments to host memory."""
-        self._offload.offload()
-
-    def reload(self) -> None:
-        """Move the shards back; moments are moved for each step."""
-        self._offload.reload()
-
     def _sharded_parameters(self) -> Iterator[Tensor]:
         """Yield the shards of policy and reference, after freeing what is gathered of them."""
         for model in filter(None, (self.model, self._reference)):
@@ -519,10 +508,6 @@ class FsdpBackend(Backend):
         fused = lora.fused_parameters(self.model, self._adapted)
         return Adapter(tensors, self._lora.lora_rank, self._lora.lora_alpha, fused)
 
-    def stage(self) -> Write:
-        """Copy the shards and moments of this rank to host memory."""
-        return self._state.stage(self._offload.content_of)
-
     def load(self, folder: Path) -> None:
         """Restore the shards and moments of this rank, from files of any number of ranks."""
         with self._offload.optimizer_on_device():
@@ -534,10 +519,6 @@ class FsdpBackend(Backend):
     def state_bytes(self) -> int:
         """Return the size of trained weights and, unless they are left out, their two moments, in float32."""
         return sum((12 if self._state.saves_moments else 4) * p.numel() for p in self._parameters)
-
-    def close(self) -> None:
-        """Detach routing replay from the model."""
-        self.replay.detach()
 
 
 def _sharded_layers(model: nn.Module) -> list[Any]:

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,7 +46,6 @@ from moe_replay.train.backends.offload import TrainerOffload
 from moe_replay.train.backends.ulysses import sum_over_ranks
 from moe_replay.train.config.sections import BackendConfig
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.utils.files import Write
 from moe_replay.weights.lora_adapter import Adapter
 
 
@@ -199,7 +197,6 @@ class MegatronBackend(Backend):
 
     @property
     def chunk_layers(self) -> tuple[tuple[int, ...], ...]:
-        """Layers with a router in each chunk; several chunks in interleaved pipelines."""
         return tuple(self.replay.layers_of(model) for model in self.models)
 
     def score(
@@ -361,14 +358,6 @@ class MegatronBackend(Backend):
 
     # ---- host memory --------------------------------------------------------------------------------------------
 
-    def offload(self) -> None:
-        """Move weights, optimizer state and float32 copies to host memory, and free the gradient buffers."""
-        self._offload.offload()
-
-    def reload(self) -> None:
-        """Move weights back; gradient buffers and optimizer state follow for each update."""
-        self._offload.reload()
-
     def _weight_tensors(self) -> Iterator[Tensor]:
         for chunk in [*self.models, *(self._reference or ())]:
             yield from chunk.parameters()
@@ -385,21 +374,11 @@ class MegatronBackend(Backend):
     # ---- weights and state --------------------------------------------------------------------------------------
 
     def weight_source(self) -> MegatronSource:
-        """Return the weights as an engine reads them; adapters are merged. All ranks call it."""
         return self._source
 
     def adapter(self) -> Adapter | None:
         """Return the adapter, gathered when it is read; None if all weights are trained."""
         return None if self._lora is None else self._lora.adapter(self.models)
-
-    def stage(self) -> Write:
-        """Copy weights, float32 copies and moments of this rank to host memory."""
-        return self._state.stage(self._offload.content_of)
-
-    def load(self, folder: Path) -> None:
-        """Load what this rank holds, from files of any parallel sizes."""
-        with self._offload.optimizer_on_device():
-            self._state.load(folder)
 
     def state_bytes(self) -> int:
         """Return the size of weights, moments and float32 copies on all ranks."""
@@ -409,7 +388,7 @@ class MegatronBackend(Backend):
         """Detach routing replay from the model, and end Megatron-Core's process groups."""
         from megatron.core import parallel_state
 
-        self.replay.detach()
+        super().close()
         parallel_state.destroy_model_parallel()
 
 

@@ -246,7 +246,6 @@ class MegatronState(RankState):
                 yield f"{number}.{name}", tensor
 
     def optimized(self) -> Iterator[Optimized]:
-        """Yield each tensor that the optimizer steps, with the optimizer's state for it."""
         for inner in self._inner:
             for group in inner.param_groups:
                 for parameter in group["params"]:

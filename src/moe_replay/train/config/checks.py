@@ -17,6 +17,7 @@ from moe_replay.engines.registry import (
     trainable_engines,
 )
 from moe_replay.errors import EngineOptionError
+from moe_replay.train.config.foreign.options import PARALLEL_SIZES
 from moe_replay.train.config.registries import WEIGHT_TRANSPORTS, PluginName
 from moe_replay.train.config.sections import (
     BackendConfig,
@@ -30,15 +31,7 @@ from moe_replay.train.config.sections import (
 from moe_replay.utils.plugins import PluginError, import_path, is_path
 from moe_replay.utils.secrets import is_masked, mask_passwords
 
-KEYS_OF_MEGATRON_SETTINGS = {
-    "tensor_model_parallel_size": "backend.tensor_parallel",
-    "expert_model_parallel_size": "backend.expert_parallel",
-    "expert_tensor_parallel_size": "backend.expert_tensor_parallel",
-    "pipeline_model_parallel_size": "backend.pipeline_parallel",
-    "virtual_pipeline_model_parallel_size": "backend.virtual_pipeline",
-    "context_parallel_size": "backend.context_parallel",
-    "moe_enable_routing_replay": "replay.mode",
-}
+KEYS_OF_MEGATRON_SETTINGS = PARALLEL_SIZES | {"moe_enable_routing_replay": "replay.mode"}
 """TransformerConfig fields with a separate key here."""
 
 MANY = 2**20

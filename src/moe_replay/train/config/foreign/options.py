@@ -30,14 +30,16 @@ class Option:
 Table = Mapping[str, Option]
 
 
-def same(keys: Mapping[str, str]) -> dict[str, Option]:
-    """Options with the same values as ours: their name -> our key."""
-    return {theirs: Option(ours) for theirs, ours in keys.items()}
+def same(keys: Mapping[str, str], prefix: str = "") -> dict[str, Option]:
+    """Options with the same values as ours: their names, with spaces between, without the prefix -> our key."""
+    return {f"{prefix}{theirs}": Option(ours) for names, ours in keys.items() for theirs in names.split()}
 
 
 def derived(keys: Mapping[str, tuple[str, str]]) -> dict[str, Option]:
-    """Computed options: their name -> (our key, how)."""
-    return {theirs: Option(ours, note=how, derived=True) for theirs, (ours, how) in keys.items()}
+    """Computed options: their names, with spaces between -> (our key, how)."""
+    return {
+        theirs: Option(ours, note=how, derived=True) for names, (ours, how) in keys.items() for theirs in names.split()
+    }
 
 
 def without(reasons: Mapping[str, str]) -> dict[str, Option]:
@@ -62,6 +64,15 @@ def entries(table: str, names: str, prefix: str = "") -> dict[str, Option]:
     return {f"{prefix}{name}": Option(f"{table}.{name}") for name in names.split()}
 
 
+PARALLEL_SIZES = {
+    "tensor_model_parallel_size": "backend.tensor_parallel",
+    "pipeline_model_parallel_size": "backend.pipeline_parallel",
+    "virtual_pipeline_model_parallel_size": "backend.virtual_pipeline",
+    "context_parallel_size": "backend.context_parallel",
+    "expert_model_parallel_size": "backend.expert_parallel",
+    "expert_tensor_parallel_size": "backend.expert_tensor_parallel",
+}
+"""Megatron-Core's names of them -> our keys."""
 MEGATRON_SETTINGS = """
     recompute_granularity recompute_method recompute_num_layers recompute_modules attention_backend
     masked_softmax_fusion bias_dropout_fusion bias_activation_fusion apply_rope_fusion gradient_accumulation_fusion

@@ -131,16 +131,19 @@ OPTIONS: dict[str, Option] = {
     ),
 }
 
-GROUPS = {
-    group: Option(note=note, subject=subject)
-    for group, (subject, note) in {
-        "trainer.ref.": ("", "the reference model runs with the policy's settings"),
-        "trainer.placement.": ("", "the reference model runs with the policy's settings"),
-        "trainer.critic.": ("", "there is no critic"),
-        "environment.": ("environment", "environments are functions: rollout.environment, docs/environments.md"),
-        f"{ALGORITHM}.": ("loss", "not implemented"),
-        "data.": ("data", "not implemented"),
-    }.items()
+GROUPS: dict[str, Option] = {
+    **without(
+        {
+            "the reference model runs with the policy's settings": "trainer.ref. trainer.placement.",
+            "there is no critic": "trainer.critic.",
+        }
+    ),
+    **only(
+        "environment",
+        {"environments are functions: rollout.environment, docs/environments.md": "environment."},
+    ),
+    **only("loss", {"not implemented": f"{ALGORITHM}."}),
+    **only("data", {"not implemented": "data."}),
 }
 """Reasons by prefix, for options that are not in the table."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_replay.train.config.foreign.options import Option, derived, entries, only, same, without
+from moe_replay.train.config.foreign.options import PARALLEL_SIZES, Option, derived, entries, only, same, without
 
 ACTOR = "actor_rollout_ref.actor"
 MEGATRON = f"{ACTOR}.megatron"
@@ -35,12 +35,6 @@ OPTIONS: dict[str, Option] = {
             f"{MODEL}.lora.rank": "model.lora_rank",
             f"{MODEL}.lora.alpha": "model.lora_alpha",
             f"{MODEL}.lora.merge": "model.lora_merge",
-            f"{MEGATRON}.tensor_model_parallel_size": "backend.tensor_parallel",
-            f"{MEGATRON}.pipeline_model_parallel_size": "backend.pipeline_parallel",
-            f"{MEGATRON}.virtual_pipeline_model_parallel_size": "backend.virtual_pipeline",
-            f"{MEGATRON}.context_parallel_size": "backend.context_parallel",
-            f"{MEGATRON}.expert_model_parallel_size": "backend.expert_parallel",
-            f"{MEGATRON}.expert_tensor_parallel_size": "backend.expert_tensor_parallel",
             f"{MEGATRON}.use_distributed_optimizer": "backend.distributed_optimizer",
             f"{MEGATRON}.use_remove_padding": "batch.packed",
             f"{MEGATRON}.dtype": "model.dtype",
@@ -90,6 +84,7 @@ OPTIONS: dict[str, Option] = {
             "trainer.default_local_dir": "output",
         }
     ),
+    **same(PARALLEL_SIZES, prefix=f"{MEGATRON}."),
     **entries("rollout.options", VLLM_SETTINGS, prefix=f"{ROLLOUT}."),
     f"{ROLLOUT}.name": Option("rollout.engine", ENGINES),
     f"{ROLLOUT}.expert_parallel_size": Option("rollout.options.enable_expert_parallel", {"1": None}),
@@ -124,9 +119,7 @@ OPTIONS: dict[str, Option] = {
             f"{ROLLOUT}.top_k": ("rollout.top_k", "0, not -1, disables it"),
             "data.prompt_key": ("data.columns", "{NAME = prompt}"),
             "async_training.staleness_threshold": ("rollout.max_staleness", "in steps, rounded up"),
-            f"{ACTOR}.strategy": ("backend.kind", "megatron, else fsdp"),
-            "model_engine": ("backend.kind", "megatron, else fsdp"),
-            f"{ACTOR}.model_engine": ("backend.kind", "megatron, else fsdp"),
+            f"{ACTOR}.strategy model_engine {ACTOR}.model_engine": ("backend.kind", "megatron, else fsdp"),
             "data.train_files": ("data.path", "one file"),
             "data.val_files": ("data.eval_path", "one file"),
             "data.train_batch_size": ("rollout.prompts_per_step", "prompts per step"),
@@ -134,21 +127,13 @@ OPTIONS: dict[str, Option] = {
                 "algorithm.updates_per_rollout",
                 "data.train_batch_size / ppo_mini_batch_size",
             ),
-            f"{ACTOR}.ppo_micro_batch_size_per_gpu": (
-                "batch.tokens_per_micro_batch",
-                "sequences times maximum length",
-            ),
-            f"{ACTOR}.use_dynamic_bsz": (
-                "batch.tokens_per_micro_batch",
-                "always: micro-batches are filled by tokens",
-            ),
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu": ("batch.tokens_per_micro_batch", "sequences times maximum length"),
+            f"{ACTOR}.use_dynamic_bsz": ("batch.tokens_per_micro_batch", "always: micro-batches are filled by tokens"),
             f"{ACTOR}.clip_ratio": ("algorithm.clip_low", "also clip_high"),
             f"{ACTOR}.use_kl_loss": ("algorithm.beta", "0 without it"),
             f"{ACTOR}.kl_loss_coef": ("algorithm.beta", "with use_kl_loss"),
             f"{ACTOR}.optim.lr_warmup_steps_ratio": ("optim.warmup_steps", "a fraction of all steps"),
-            "reward.custom_reward_function.path": ("reward.functions", "verl:MODULE:NAME"),
-            "reward.custom_reward_function.name": ("reward.functions", "verl:MODULE:NAME"),
-            "custom_reward_function.path": ("reward.functions", "verl:MODULE:NAME"),
+            "reward.custom_reward_function.path reward.custom_reward_function.name custom_reward_function.path "
             "custom_reward_function.name": ("reward.functions", "verl:MODULE:NAME"),
             "trainer.logger": ("log.wandb", "also log.tensorboard"),
             "trainer.n_gpus_per_node": ("", "torchrun --nproc-per-node"),
@@ -243,41 +228,45 @@ OPTIONS: dict[str, Option] = {
     ),
 }
 
-GROUPS = {
-    group: Option(note=note, subject=subject)
-    for group, (subject, note) in {
-        "actor_rollout_ref.ref.": ("", "the reference model runs with the policy's settings"),
-        "ray_kwargs.": ("", "processes are started by torchrun, without Ray"),
-        "critic.": ("", "there is no critic"),
-        "global_profiler.": ("", "run torch.profiler around moe_replay.train"),
-        "actor_rollout_ref.actor.profiler.": ("", "run torch.profiler around moe_replay.train"),
-        "actor_rollout_ref.rollout.profiler.": ("", "run torch.profiler around moe_replay.train"),
-        "actor_rollout_ref.rollout.engine_kwargs.sglang.": (
-            "",
-            "an option of the SGLang server",
-        ),
-        "actor_rollout_ref.rollout.multi_turn.": ("environment", "environments are functions: docs/environments.md"),
-        "actor_rollout_ref.rollout.agent.": ("environment", "environments are functions: docs/environments.md"),
-        "reward_model.": ("reward", "call it from a reward function: reward.functions = module:name"),
-        "rollout.": ("", "engines on separate GPUs are servers: rollout.urls"),
-        "async_training.": ("", "rollout.max_staleness"),
-        "trainer.v1.": ("", "rollout.max_staleness"),
-        "transfer_queue.": ("", "samples go to the ranks directly"),
-        "actor_rollout_ref.actor.fsdp_config.": ("", "FSDP2 shards every layer over all ranks"),
-        "actor_rollout_ref.actor.veomni.": ("", "the trainer is FSDP2 or Megatron-Core"),
-        "actor_rollout_ref.actor.optim.override_optimizer_config.": ("optimizer", "AdamW: [optim]"),
-        "actor_rollout_ref.actor.checkpoint.": (
-            "",
-            "checkpoints have all state: docs/checkpoints.md",
-        ),
-        "actor_rollout_ref.actor.policy_loss.": ("loss", "not implemented: write a policy loss, docs/extending.md"),
-        "actor_rollout_ref.model.override_config.": ("model", "the model's config.json is used"),
-        "actor_rollout_ref.model.mtp.": ("", "multi-token prediction layers are not trained"),
-        "actor_rollout_ref.rollout.checkpoint_engine.": ("", "weights are streamed tensor by tensor"),
-        "algorithm.": ("loss", "not implemented"),
-        "data.": ("data", "not implemented"),
-        "reward.": ("reward", "rewards are functions: reward.functions"),
-    }.items()
+GROUPS: dict[str, Option] = {
+    **without(
+        {
+            "the reference model runs with the policy's settings": "actor_rollout_ref.ref.",
+            "processes are started by torchrun, without Ray": "ray_kwargs.",
+            "there is no critic": "critic.",
+            "run torch.profiler around moe_replay.train": f"global_profiler. {ACTOR}.profiler. {ROLLOUT}.profiler.",
+            "an option of the SGLang server": f"{ROLLOUT}.engine_kwargs.sglang.",
+            "engines on separate GPUs are servers: rollout.urls": "rollout.",
+            "rollout.max_staleness": "async_training. trainer.v1.",
+            "samples go to the ranks directly": "transfer_queue.",
+            "FSDP2 shards every layer over all ranks": f"{ACTOR}.fsdp_config.",
+            "the trainer is FSDP2 or Megatron-Core": f"{ACTOR}.veomni.",
+            "checkpoints have all state: docs/checkpoints.md": f"{ACTOR}.checkpoint.",
+            "multi-token prediction layers are not trained": f"{MODEL}.mtp.",
+            "weights are streamed tensor by tensor": f"{ROLLOUT}.checkpoint_engine.",
+        }
+    ),
+    **only(
+        "environment",
+        {"environments are functions: docs/environments.md": f"{ROLLOUT}.multi_turn. {ROLLOUT}.agent."},
+    ),
+    **only("optimizer", {"AdamW: [optim]": f"{ACTOR}.optim.override_optimizer_config."}),
+    **only("model", {"the model's config.json is used": f"{MODEL}.override_config."}),
+    **only(
+        "loss",
+        {
+            "not implemented: write a policy loss, docs/extending.md": f"{ACTOR}.policy_loss.",
+            "not implemented": "algorithm.",
+        },
+    ),
+    **only("data", {"not implemented": "data."}),
+    **only(
+        "reward",
+        {
+            "call it from a reward function: reward.functions = module:name": "reward_model.",
+            "rewards are functions: reward.functions": "reward.",
+        },
+    ),
 }
 """Reasons by prefix, for options that are not in the table."""
 
