@@ -5,12 +5,16 @@
     python benchmarks/whole_step.py --device cuda --write benchmarks/baselines/h200.json
     python benchmarks/whole_step.py --device cuda --compare benchmarks/baselines/h200.json
     python benchmarks/whole_step.py --found new.json --compare benchmarks/baselines/h200.json     # without a run
+    python benchmarks/whole_step.py --device cuda --turns 8                       # what dispatch plans bring, see below
 
 ours r3, ours native   FSDP2 backend and Learner. `score` and `update` with a separate old-log-prob pass, `step` as by
                        default: both together, without that pass. Optimizer, checks and metrics are included
 plain                  Transformers, the head in slices, recomputed layers, AdamW; on CUDA varlen attention and each
                        layer compiled. No replay, no checks
 trl                    GRPOTrainer of TRL with the sequences given by a rollout function; `step` only
+
+`--turns` runs R3 with dispatch plans, R3 without and native routing in turn in one process, on one backend: medians of
+so many turns, and of their ratios to the turn of R3 without plans beside them.
 
 Every variant runs in its own process, one after the other. MFU counts operations as docs/metrics.md does. `--compare`
 ends with status 1 if a rate of ours, or its ratio to the plain loop or to TRL, is 5 % below the baseline's, or memory
@@ -47,6 +51,8 @@ from moe_replay.weights.model_sizes import ModelSizes
 LOSS = 0.05
 VARIANTS = ("ours r3", "ours native", "plain", "trl")
 WORK = {"tiny": (8, 64, 256), "full": (32, 2048, 16384)}  # sequences, tokens of each, tokens of a micro-batch
+TURNS = {"r3, plans": ("r3", True), "r3, no plans": ("r3", False), "native": ("off", False)}
+"""Mode, and whether rows are planned."""
 MODEL_KEYS = (
     *("vocab_size", "hidden_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "num_experts"),
@@ -61,12 +67,16 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--write", type=Path, help="write the results to this file")
+    parser.add_argument("--turns", type=int, help="compare dispatch plans, in so many turns, in place of the variants")
     parser.add_argument("--found", type=Path, help="results of an earlier run, in place of a run")
     parser.add_argument("--compare", type=Path, help="baseline to compare with")
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)  # of a child process
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.size = "tiny" if arguments.tiny or arguments.device == "cpu" else "full"
+    if arguments.turns:
+        show_turns(take_turns(arguments))
+        return
     if arguments.variant:
         print(json.dumps(measure(arguments.variant, arguments)))
         return
@@ -178,25 +188,22 @@ def _ours(
     separate, together = (
         Learner(_settings(folder, device, budget, mode, source), backend) for source in ("always", "auto")
     )
-    parts: dict[str, list[float]] = {"score": [], "update": []}
+    parts = [_one_step(separate, trajectories, device) for _ in range(repeats + 1)]
+    step = _median(lambda: _one_step(together, trajectories, device), device, repeats)
+    return {name: statistics.median(one[name] for one in parts[1:]) for name in parts[0]} | {"step": step}
 
-    def one_step(learner: Learner) -> None:
-        metrics, store = learner.new_metrics(), InProcessStore()
-        updates = learner.prepare(store.put(trajectories), store)
-        times = [now(device)]
-        learner.score(updates, metrics, step=1)
-        times.append(now(device))
-        learner.update(updates, metrics, step=1)
-        learner.summarize(metrics, updates)
-        times.append(now(device))
-        if learner is separate:
-            parts["score"].append(times[1] - times[0])
-            parts["update"].append(times[2] - times[1])
 
-    for _ in range(repeats + 1):
-        one_step(separate)
-    step = _median(lambda: one_step(together), device, repeats)
-    return {name: statistics.median(taken[1:]) for name, taken in parts.items()} | {"step": step}
+def _one_step(learner: Learner, trajectories: list[Any], device: torch.device) -> Result:
+    """Return the seconds of scoring and of the update."""
+    metrics, store = learner.new_metrics(), InProcessStore()
+    updates = learner.prepare(store.put(trajectories), store)
+    times = [now(device)]
+    learner.score(updates, metrics, step=1)
+    times.append(now(device))
+    learner.update(updates, metrics, step=1)
+    learner.summarize(metrics, updates)
+    times.append(now(device))
+    return {"score": times[1] - times[0], "update": times[2] - times[1]}
 
 
 def _plain(trajectories: list[Any], folder: Path, device: torch.device, budget: int, repeats: int) -> Result:
@@ -210,6 +217,44 @@ def _trl(trajectories: list[Any], folder: Path, device: torch.device, budget: in
 
     taken = trl_steps(folder, device, trajectories, budget, steps=repeats + 1)
     return {"step": statistics.median(taken[1:])}
+
+
+# ---- dispatch plans --------------------------------------------------------------------------------------------------
+
+
+def take_turns(arguments: argparse.Namespace) -> list[dict[str, Result]]:
+    """Return the seconds of each variant in every turn, after one turn to warm up."""
+    device = torch.device(arguments.device)
+    sequences, tokens, budget = WORK[arguments.size]
+    turns = []
+    with tempfile.TemporaryDirectory() as name, launch.process_group(device):
+        folder = Path(name)
+        model = TINY_MODEL if arguments.size == "tiny" else SLICE
+        write_model(folder, {key: model[key] for key in MODEL_KEYS} | {"mlp_only_layers": []}, device)
+        backend = FsdpBackend(_settings(folder, device, budget, "off"), str(folder), device)
+        trajectories = routed(backend, sequences, tokens)
+        learners = {mode: Learner(_settings(folder, device, budget, mode, "always"), backend) for mode in ("r3", "off")}
+        for _ in range(arguments.turns + 1):
+            turns.append({})
+            for variant, (mode, backend.replay.plans_rows) in TURNS.items():
+                if device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                turns[-1][variant] = _one_step(learners[mode], trajectories, device)
+                if device.type == "cuda":
+                    turns[-1][variant]["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return turns[1:]
+
+
+def show_turns(turns: list[dict[str, Result]]) -> None:
+    """Print the medians of each variant, and of its ratios to R3 without plans in the same turn."""
+    print("| | score | update | score / without plans | update / without plans | peak |\n|---|---|---|---|---|---|")
+    for variant in TURNS:
+        cells = [f"{statistics.median(turn[variant][part] for turn in turns):.4f} s" for part in ("score", "update")]
+        for part in ("score", "update"):
+            ratios = [turn[variant][part] / turn["r3, no plans"][part] for turn in turns]
+            cells.append(f"{statistics.median(ratios):.4f} ({min(ratios):.4f} to {max(ratios):.4f})")
+        peak = max(turn[variant].get("peak_gib", 0.0) for turn in turns)
+        print(f"| {variant} | {' | '.join(cells)} | {peak:.1f} GiB |")
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ The hooks see a forward start and end, and tie its backward to its pass.
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moe_replay.errors import ReplayStateError
 from moe_replay.replay.passes import ForwardPass
-from moe_replay.replay.site import Chunk, RouterHook
+from moe_replay.replay.site import Chunk, PlanSlot, RouterHook
 
 MAX_BACKWARDS = 16  # at a time; those of an aborted backward are dropped as newer ones come
 
@@ -33,6 +34,7 @@ class ActivePass:
     run_eagerly      runs a hook outside compiled code, where it must see autograd
     eager_routers    whether routers run outside compiled code
     detached_hooks   router hooks of a controller that was detached, for backwards that are still to come
+    slots            plans that experts are given, dropped when a context closes and when a backward ends
     """
 
     def __init__(self) -> None:
@@ -40,6 +42,7 @@ class ActivePass:
         self.run_eagerly: Callable[..., Any] = torch.compiler.disable(_outside_the_graph)
         self.eager_routers = False
         self.detached_hooks: tuple[RouterHook, ...] = ()
+        self.slots: tuple[PlanSlot, ...] = ()
         self._recomputes = False
         self._has_opened = False
         self._thread = _Thread()
@@ -48,7 +51,9 @@ class ActivePass:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActivePass:
         """Return a new one without any pass: a copy of a model has nothing to do with the contexts of the original."""
-        return ActivePass()
+        made = ActivePass()
+        made.slots = copy.deepcopy(self.slots, memo)
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ReplayStateError(
@@ -74,6 +79,7 @@ class ActivePass:
         self.opened = None
         self._thread.slot.use(None)
         self._thread.slot.has_opened = False
+        self._drop_plans()
 
     def needs_eager_hooks(self) -> bool:
         """Return whether the hooks of a forward that is being compiled must run eagerly, at the cost of graph breaks.
@@ -173,8 +179,13 @@ class ActivePass:
         if backward is not None:
             backward.restore()
         if not self._backwards:
+            self._drop_plans()
             for hook in self.detached_hooks:
                 hook.remove()
+
+    def _drop_plans(self) -> None:
+        for slot in self.slots:
+            slot.put(None)
 
 
 class _Slot:

@@ -12,7 +12,7 @@ One controller serves one model (or one rank's list of pipeline chunks) in one t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from moe_replay.replay.active import ActivePass, register_hooks
 from moe_replay.replay.passes import ForwardPass, LayerRoutes
 from moe_replay.replay.site import (
     Chunk,
+    PlanSlot,
     RouterHookFactory,
     RouterSite,
     boundary_modules,
@@ -33,6 +34,7 @@ from moe_replay.replay.site import (
 from moe_replay.replay.topk import TopKHook
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import RowOrder
+from moe_replay.routes.plan import DispatchPlan
 from moe_replay.routes.router_families import ROUTER_FAMILIES, RouterFamily, RouterRule
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.utils.plugins import resolve
@@ -44,6 +46,9 @@ if TYPE_CHECKING:
 from moe_replay.replay.passes import FedTokens
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.trace import RouteTrace
+
+FinishPlan = Callable[[DispatchPlan | None], DispatchPlan | None]
+"""Takes the plan of a micro-batch, or None; returns what the experts are given. All ranks call it."""
 
 
 def attach(
@@ -88,7 +93,10 @@ class RouterReplay:
     topology      the routers of the whole model, also those of other pipeline stages
     sites         the routers that it controls, by decoder layer
     native_sites  routers that always route natively, e.g. those of multi-token prediction
+    plans_rows    whether rows are planned for experts that take plans (`give_plans`)
     """
+
+    plans_rows = True
 
     def __init__(
         self,
@@ -109,6 +117,8 @@ class RouterReplay:
         self.topology = topology
         self.sites = {site.layer: site for site in sorted(sites, key=lambda site: site.layer)}
         self.native_sites = tuple(native_sites)
+        self._slots: dict[int, PlanSlot] = {}
+        self._finish_plan: FinishPlan | None = None
         self._chunks = list(chunks)
         self._rows = rows
         self._active = ActivePass()
@@ -139,6 +149,18 @@ class RouterReplay:
         their graphs in all passes, recomputations included.
         """
         self._active.eager_routers = True
+
+    def give_plans(self, slots: Sequence[PlanSlot], finish: FinishPlan | None = None) -> None:
+        """Have routers put the plan of what they replay into the slots of the experts behind them.
+
+        finish   called in every `replay` with its plan, or None; returns the one to use: ranks may have to agree
+        """
+        self._slots = {slot.layer: slot for slot in slots}
+        self._finish_plan = finish
+        self._active.slots = tuple(slots)
+        sites = [site for chunk in self._chunks for site in chunk.sites]
+        for site, hook in zip(sites, self._router_hooks, strict=True):
+            hook.slot = self._slots.get(site.layer)
 
     def detach(self) -> None:
         """Remove all hooks from the model. Backwards of earlier forwards still recompute with their routes."""
@@ -172,6 +194,7 @@ class RouterReplay:
         observe: bool = False,
         unverified: bool = False,
         allow_unknown_tokens: bool = False,
+        plan: DispatchPlan | None = None,
     ) -> Iterator[Replaying]:
         """Make the routers take the experts of `batch` in the one forward inside this context.
 
@@ -183,8 +206,11 @@ class RouterReplay:
         unverified            do without the comparison of token ids, e.g. for routes that were recorded without any
         allow_unknown_tokens  accept tokens that no trace has, where the layout of the batch has padding: they are
                               routed natively, and `Replaying.unknown_tokens` counts them
+        plan                  of the rows of this batch, made before by `plan_rows`; None: it is made here
         """
         chunks = self._check(batch)
+        if plan is not None:
+            plan.check(batch, self._planned_experts(batch))
         if not unverified:
             batch.check_verifiable()
         needed = tuple(layer for layer in self.layers if any(layer in chunk for chunk in chunks))
@@ -192,10 +218,18 @@ class RouterReplay:
             batch = batch.select_layers(needed)
         if batch.routed_experts.device.type == "cpu":  # a batch that is on a device already stays there
             batch = batch.to(self._device())
+        plan = self._plan(batch, plan)
         layer_routes = {}
         for layer in needed:
             routed_experts, valid, all_valid = batch.layer(layer)
-            layer_routes[layer] = LayerRoutes(layer, routed_experts, valid, all_valid=all_valid, observe=observe)
+            layer_routes[layer] = LayerRoutes(
+                layer,
+                routed_experts,
+                valid,
+                all_valid=all_valid,
+                observe=observe,
+                plan=plan if layer in self._slots else None,
+            )
         forward_pass = ForwardPass(
             "replay",
             layer_routes,
@@ -207,6 +241,22 @@ class RouterReplay:
         with self._opened(forward_pass):
             yield Replaying(self.topology, self._rows, forward_pass)
         forward_pass.check_fed()
+
+    def plan_rows(self, batch: RouteBatch) -> DispatchPlan | None:
+        """Return the order of rows in all layers whose experts take plans; None where a row of the batch has no route.
+
+        For several passes over one batch, on the device of the model: `replay(batch, plan=...)`.
+        """
+        return DispatchPlan.of(batch, self._planned_experts(batch))
+
+    def _planned_experts(self, batch: RouteBatch) -> dict[int, int]:
+        return {layer: slot.num_experts for layer, slot in self._slots.items() if layer in batch.layers}
+
+    def _plan(self, batch: RouteBatch, plan: DispatchPlan | None) -> DispatchPlan | None:
+        if not self._slots or not self.plans_rows:
+            return None
+        plan = self.plan_rows(batch) if plan is None else plan.to(batch.routed_experts.device)
+        return plan if self._finish_plan is None else self._finish_plan(plan)
 
     @contextmanager
     def _opened(self, forward_pass: ForwardPass) -> Iterator[None]:

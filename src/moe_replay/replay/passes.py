@@ -14,6 +14,7 @@ import torch
 
 from moe_replay.errors import AlignmentError, ReplayStateError
 from moe_replay.routes.batch import RouteBatch
+from moe_replay.routes.plan import DispatchPlan
 
 
 class FedTokens:
@@ -65,6 +66,7 @@ class LayerRoutes:
     valid                  (R,) rows with a route to replay; the others are routed natively
     all_valid              whether every row has one, as known on the host
     observe                also record the router's native choice
+    plan                   of the rows of all layers, where each has a route
     taken_routed_experts   (R, K) the experts taken, in the same narrow dtype; None until the router has run
     native_routed_experts  (R, K) the router's native choice, where observed
     tokens                 token ids fed in the forward in which the router ran
@@ -78,12 +80,14 @@ class LayerRoutes:
         *,
         all_valid: bool = False,
         observe: bool = False,
+        plan: DispatchPlan | None = None,
     ) -> None:
         self.layer = layer
         self.routed_experts = routed_experts
         self.valid = valid
         self.all_valid = all_valid
         self.observe = observe
+        self.plan = plan
         self.taken_routed_experts: torch.Tensor | None = None
         self.native_routed_experts: torch.Tensor | None = None
         self.tokens: FedTokens | None = None
@@ -257,7 +261,7 @@ class ForwardPass:
         recompute = ForwardPass(
             f"backward of a {self.purpose}",
             {
-                layer: LayerRoutes(layer, routes.taken_routed_experts, all_valid=True)
+                layer: LayerRoutes(layer, routes.taken_routed_experts, all_valid=True, plan=routes.plan)
                 for layer, routes in self.layer_routes.items()
                 if routes.taken_routed_experts is not None
             },

@@ -6,7 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import nn
+
+from moe_replay.errors import AlignmentError
+from moe_replay.routes.plan import DispatchPlan, LayerPlan
 
 if TYPE_CHECKING:
     from moe_replay.replay.passes import ForwardPass
@@ -56,8 +60,48 @@ class Chunk:
         return tuple(site.layer for site in self.sites)
 
 
+class PlanSlot:
+    """Where the experts of one layer find the plan of the pass that their router is in.
+
+    layer         its decoder index
+    num_experts   that rows are ordered by
+    plan          of the forward or recomputation that runs; None: the experts order rows themselves
+
+    Compiled code reads the tensors of the plan as its inputs. One thread at a time.
+    """
+
+    def __init__(self, layer: int, num_experts: int) -> None:
+        self.layer = layer
+        self.num_experts = num_experts
+        self.plan: LayerPlan | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlanSlot:
+        return PlanSlot(self.layer, self.num_experts)
+
+    def put(self, plan: DispatchPlan | None) -> None:
+        """Have the experts use the plan of a micro-batch."""
+        self.plan = None if plan is None else plan.layer(self.layer)
+
+    def take(self, shape: torch.Size) -> LayerPlan | None:
+        """Return the plan for experts (T, K) of this shape."""
+        plan = self.plan
+        if plan is not None and plan.order.row.shape != shape:
+            raise AlignmentError(
+                "the experts are given other rows than their dispatch plan has",
+                layer=self.layer,
+                expected=tuple(plan.order.row.shape),
+                found=tuple(shape),
+            )
+        return plan
+
+
 class RouterHook(Protocol):
-    """A hook on one router, through which the active pass records or sets its choice of experts."""
+    """A hook on one router, through which the active pass records or sets its choice of experts.
+
+    slot   that it puts the plan of the pass in, for the experts behind the router; None: they use none
+    """
+
+    slot: PlanSlot | None
 
     def install(self) -> None:
         """Put the hook on its router; nothing where it is there already."""

@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from moe_replay.errors import AlignmentError, UnsupportedRouterError
 from moe_replay.replay.passes import LayerRoutes
-from moe_replay.replay.site import PassSource, RouterSite
+from moe_replay.replay.site import PassSource, PlanSlot, RouterSite
+from moe_replay.routes.plan import DispatchPlan
 
 
 def narrow(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -175,6 +176,7 @@ class TopKHook:
         self.site = site
         self.active = active
         self.native_forward = site.module.forward
+        self.slot: PlanSlot | None = None
         self.install()
 
     @staticmethod
@@ -204,8 +206,10 @@ class TopKHook:
     def _route(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         forward_pass = self.active.for_router()
         if forward_pass is None:
+            self._put(None)
             return self.native_forward(*args, **kwargs)
         routes = forward_pass.claim(self.site.layer)
+        self._put(routes.plan)
         call = self.call_type(self.site, routes)
         with TopKInterceptor(call):
             result = self.native_forward(*args, **kwargs)
@@ -218,9 +222,15 @@ class TopKHook:
                 remedy="See docs/routers.md for how to describe a router",
             )
         if routes.observe and self.site.num_groups:
+            self._put(None)  # a router may be a block with experts inside
             call.choice.native_routed_experts = self._native_choice(args, kwargs)
+            self._put(routes.plan)
         call.choice.store()
         return result
+
+    def _put(self, plan: DispatchPlan | None) -> None:
+        if self.slot is not None:
+            self.slot.put(plan)
 
     def _native_choice(self, args: Any, kwargs: Any) -> torch.Tensor | None:
         """Run the router again: its first run saw the scores of the replayed groups alone."""

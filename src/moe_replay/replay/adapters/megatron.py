@@ -25,7 +25,7 @@ from moe_replay.replay.adapters.megatron_settings import (
     check_settings,
     megatron_version,
 )
-from moe_replay.replay.site import Chunk, PassSource, RouterHookFactory, RouterSite, boundary_modules
+from moe_replay.replay.site import Chunk, PassSource, PlanSlot, RouterHookFactory, RouterSite, boundary_modules
 from moe_replay.replay.topk import Choice, RouterCall, TopKHook, TopKInterceptor
 from moe_replay.routes.layout import RowOrder
 from moe_replay.routes.topology import MoeLayer, MoeTopology
@@ -107,6 +107,7 @@ class MegatronHook:
         self.active = active
         self.router = cast(Any, site.module)
         self.native_replay = self.router.router_replay
+        self.slot: PlanSlot | None = None
         self.install()
 
     @staticmethod

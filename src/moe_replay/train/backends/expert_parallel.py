@@ -27,7 +27,7 @@ from moe_replay.distributed.collectives import WITHIN
 from moe_replay.errors import LayoutError
 from moe_replay.replay.adapters.transformers import router_numbers
 from moe_replay.routes.router_families import load_router_family
-from moe_replay.train.backends.experts import _ToRows, _ToTokens, dispatch
+from moe_replay.train.backends.experts import _ToRows, _ToTokens, dispatch, named_experts
 from moe_replay.weights.model_folder import ModelError
 
 NAME = "moe_replay_expert_parallel"
@@ -52,7 +52,7 @@ class ExpertShard(NamedTuple):
 def check_experts_can_be_divided(model: Any, size: int, router_family: str | None = None) -> None:
     """Raise unless every layer with a router has experts that can be divided among `size` ranks."""
     family = str(getattr(model.config, "model_type", type(model).__name__))
-    layers = list(_experts(model))
+    layers = list(named_experts(model))
     rules = load_router_family(router_family)
     routers = router_numbers(dict(model.named_modules()), () if rules is None else rules.routers)
     if not _has_interface(model) or not layers or len(layers) != len(routers):
@@ -86,13 +86,6 @@ def _has_interface(model: Any) -> bool:
     return hasattr(model, "set_experts_implementation")
 
 
-def _experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the experts of each layer whose forward is chosen by name (`use_experts_implementation`)."""
-    for name, module in model.named_modules():
-        if hasattr(module, "_is_expert_parallel") and hasattr(module, "has_gate") and hasattr(module, "num_experts"):
-            yield name, module
-
-
 def is_expert_parallel(module: Any) -> bool:
     """Return whether a module has the experts of one rank."""
     return isinstance(getattr(module, "expert_shard", None), ExpertShard)
@@ -112,7 +105,7 @@ def divide_experts(model: Any, ranks: DeviceMesh) -> list[nn.Module]:
     mesh = ranks[WITHIN]
     wrappers = list(_wrappers(model))
     found = []
-    for _, module in _experts(model):
+    for _, module in named_experts(model):
         local = module.num_experts // mesh.size()
         for name, parameter in list(module.named_parameters(recurse=False)):
             part = torch.empty((local, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)

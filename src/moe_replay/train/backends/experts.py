@@ -9,17 +9,24 @@ The sums have a fixed order: the results are deterministic.
 from __future__ import annotations
 
 import logging
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+
+from moe_replay.replay.controller import RouterReplay
+from moe_replay.replay.site import PlanSlot
+from moe_replay.routes.plan import Dispatch, LayerPlan, order_rows
 
 logger = logging.getLogger(__name__)
 
 NAME = "moe_replay"
 REPLACED = "grouped_mm"
 """The implementation of Transformers that this one stands in for."""
+SLOT = "plan_slot"
+"""Attribute of experts that are given plans."""
 
 
 def use_experts(model: Any, device: torch.device, *, log: bool) -> None:
@@ -43,39 +50,19 @@ def can_replace(model: Any) -> bool:
     return getattr(model.config, "_experts_implementation", None) == REPLACED
 
 
-class Dispatch(NamedTuple):
-    """Order in which grouped GEMMs take the (token, choice) pairs of a layer: by expert, then by token.
-
-    pair      (T * K,) pair in each row
-    token     (T * K,) token in each row
-    row       (T, K) row of each pair
-    offsets   (E,) int32: the end of each expert's rows
-    """
-
-    pair: Tensor
-    token: Tensor
-    row: Tensor
-    offsets: Tensor
-
-
 # One operator, so that a compiled kernel reads its results and does not divide for every element that it gathers.
 @torch.library.custom_op("moe_replay::dispatch", mutates_args=())
 def _dispatch(routed_experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the fields of `Dispatch` for the experts (T, K) of each token."""
-    ids = routed_experts.reshape(-1)
-    by_expert, pair = torch.sort(ids, stable=True)
-    row = torch.empty_like(pair).scatter_(0, pair, torch.arange(len(pair), device=pair.device))
-    # histc: bincount would wait for the device. On a CPU it counts no integers
-    counted = by_expert.float() if ids.device.type == "cpu" else by_expert.int()
-    counts = torch.histc(counted, bins=num_experts, min=0, max=num_experts - 1)
-    offsets = counts.cumsum(0, dtype=torch.int32)
-    return pair, pair // routed_experts.shape[1], row.view(routed_experts.shape), offsets
+    top_k = routed_experts.shape[1]
+    pair, row, offsets = (one[0] for one in order_rows(routed_experts.reshape(1, -1), num_experts))
+    return pair, pair // top_k, row.view(-1, top_k), offsets
 
 
 @_dispatch.register_fake
 def _(routed_experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    pairs = routed_experts.new_empty(routed_experts.numel(), dtype=torch.int64)
-    row = routed_experts.new_empty(routed_experts.shape, dtype=torch.int64)
+    pairs = routed_experts.new_empty(routed_experts.numel(), dtype=torch.int32)
+    row = routed_experts.new_empty(routed_experts.shape, dtype=torch.int32)
     return pairs, torch.empty_like(pairs), row, routed_experts.new_empty(num_experts, dtype=torch.int32)
 
 
@@ -147,7 +134,8 @@ def grouped_experts(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_
     module: Any = self
     if getattr(module, "_is_expert_parallel", False):
         raise RuntimeError("experts that are sharded over ranks need the experts of Transformers (grouped_mm)")
-    order = dispatch(top_k_index, module.num_experts)
+    plan = planned(module, top_k_index)
+    order = dispatch(top_k_index, module.num_experts) if plan is None else plan.order
     expert_of_row = top_k_index.reshape(-1)[order.pair] if module.has_bias else None
 
     def project(rows: Tensor, name: str) -> Tensor:
@@ -165,3 +153,70 @@ def grouped_experts(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_
     if getattr(module, "has_post_expert_norm", False):
         rows = module.post_expert_norm(rows)
     return _ToTokens.apply(rows, top_k_weights, order.pair, order.token, order.row)
+
+
+# ---- rows that are planned before the forward ------------------------------------------------------------------------
+
+
+def planned(module: Any, top_k_index: Tensor) -> LayerPlan | None:
+    """Return the plan of the pass that runs, for the experts of one layer; None: there is none."""
+    slot: PlanSlot | None = getattr(module, SLOT, None)
+    return None if slot is None else slot.take(top_k_index.shape)
+
+
+def takes_plans(model: Any) -> bool:
+    """Return whether the experts of a model are those of this module."""
+    return getattr(model.config, "_experts_implementation", None) == NAME
+
+
+def plan_slots(model: nn.Module, replay: RouterReplay, run: Callable[[], Any]) -> list[PlanSlot]:
+    """Give the experts of each layer a slot for plans where they are called with what its router has chosen.
+
+    run   one forward of some tokens, in which that is seen; some families change ids between router and experts
+    """
+    pairs = dict(_experts_of_routers(model, replay))
+    called: dict[int, list[Tensor]] = {layer: [] for layer in pairs}
+
+    def hook(layer: int) -> Any:
+        def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            called[layer].append(kwargs["top_k_index"] if "top_k_index" in kwargs else args[1])
+
+        return note
+
+    handles = [module.register_forward_pre_hook(hook(layer), with_kwargs=True) for layer, module in pairs.items()]
+    try:
+        with torch.no_grad(), replay.record() as recording:
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    chosen = recording.batch()
+    slots = []
+    for layer, module in pairs.items():
+        ids = chosen.layer(layer)[0].long()
+        if len(called[layer]) == 1 and torch.equal(called[layer][0].reshape(ids.shape).long(), ids):
+            slots.append(PlanSlot(layer, module.num_experts))
+            setattr(module, SLOT, slots[-1])
+    return slots
+
+
+def named_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the experts of each layer whose forward is chosen by name (`use_experts_implementation`)."""
+    for name, module in model.named_modules():
+        if hasattr(module, "_is_expert_parallel") and hasattr(module, "has_gate") and hasattr(module, "num_experts"):
+            yield name, module
+
+
+def _experts_of_routers(model: nn.Module, replay: RouterReplay) -> Iterator[tuple[int, Any]]:
+    """Yield (layer, experts) where a router and experts with its numbers are alone in the nearest common module."""
+    found: dict[int, list[Any]] = {}
+    for name, module in named_experts(model):
+        outer = name
+        while outer:
+            outer = outer.rpartition(".")[0]
+            near = [site for site in replay.sites.values() if site.name == outer or site.name.startswith(f"{outer}.")]
+            if near or not outer:
+                break
+        if len(near) == 1 and near[0].num_experts == module.num_experts:
+            found.setdefault(near[0].layer, []).append(module)
+    yield from ((layer, modules[0]) for layer, modules in sorted(found.items()) if len(modules) == 1)

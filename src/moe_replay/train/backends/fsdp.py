@@ -34,6 +34,7 @@ from moe_replay.train.backends.base import (
 )
 from moe_replay.train.backends.compilation import CompiledLayers
 from moe_replay.train.backends.expert_parallel import is_divided, is_expert_parallel, rows_of_rank
+from moe_replay.train.backends.experts import plan_slots, takes_plans
 from moe_replay.train.backends.fsdp_loading import EXPERT_ID, row_offset, sharded_model
 from moe_replay.train.backends.logprobs import EAGER, HeadMath, HeadScores
 from moe_replay.train.backends.lora import AdaptedWeight, plain_name
@@ -51,6 +52,10 @@ logger = logging.getLogger(__name__)
 
 COMPILED_CHUNKS = 4
 """Slices of `batch.logit_chunk` rows in one: compiled, the head holds logits once and in `model.dtype`, not float32."""
+
+
+LENGTHS = (7, 12)
+"""Of sequences that models are tried with: no dimension of a model has them."""
 
 
 class FsdpSource:
@@ -348,34 +353,45 @@ class FsdpBackend(Backend):
         chunk = config.batch.logit_chunk * (COMPILED_CHUNKS if is_compiled else 1)
         self._scores = HeadScores(self.model, chunk, math, self._context)
         self._reference_scores = HeadScores(self._reference, chunk, math, self._context) if self._reference else None
+        self._plan_rows()
         if is_compiled and config.backend.expert_parallel == 1:
             self._compile()
         elif is_compiled and dist.get_rank() == 0:
             logger.info("layers run eagerly: they wait for other ranks (backend.expert_parallel); the head is compiled")
         for model in (self.model, self._reference):
             if isinstance(model, FSDPModule):
-                model.reshard()  # the forward inside `HeadScores` leaves gathered parameters in the root module
+                model.reshard()  # these forwards, as that of `HeadScores`, leave gathered parameters in the root module
+
+    def _plan_rows(self) -> None:
+        """Have the rows of replayed routes planned for the experts that take plans."""
+        if not takes_plans(self.model):
+            return
+        arguments = self._some_tokens(self.layout(LENGTHS))
+        slots = plan_slots(self.model, self.replay, lambda: self.model.eval()(**arguments))
+        self.replay.give_plans(slots)
 
     def _compile(self) -> None:
         """Compile the layers in two passes over some tokens, outside any replay: a failure costs nothing here."""
         self.replay.keep_routers_eager()
         for model in filter(None, (self.model, self._reference)):
             self._layers.add(_sharded_layers(model))
-        lengths = (7, 12)  # which no dimension of a model has
-        layouts = [self.layout(lengths)]
+        layouts = [self.layout(LENGTHS)]
         if self.sharing_problem is None:
-            layouts.append(self.layout(lengths, (Prefix(), Prefix(0, 5))))
+            layouts.append(self.layout(LENGTHS, (Prefix(), Prefix(0, 5))))
         with self._layers.counted("the start"):
             for layout in layouts:
-                positions = torch.tensor([*range(7), *range(12), 0])[torch.from_numpy(layout.fed.copy())]
-                arguments = {"position_ids": positions.to(self.device), "use_cache": False}
-                arguments |= forward_arguments(self.model, layout, self.device, self._context)
-                ids = torch.zeros_like(positions).to(self.device)
+                arguments = self._some_tokens(layout)
                 with torch.no_grad():
-                    self.model.eval()(input_ids=ids, **arguments)
-                logits = self.model.train()(input_ids=ids, **arguments).logits
+                    self.model.eval()(**arguments)
+                logits = self.model.train()(**arguments).logits
                 (0.0 * logits.float().sum()).backward()
         self._optimizer.zero_grad()
+
+    def _some_tokens(self, layout: TokenLayout) -> dict[str, Any]:
+        """Return what the model is fed for the tokens of a layout of `LENGTHS`."""
+        positions = torch.tensor([*range(7), *range(12), 0])[torch.from_numpy(layout.fed.copy())].to(self.device)
+        arguments = forward_arguments(self.model, layout, self.device, self._context)
+        return {"input_ids": positions, "position_ids": positions, "use_cache": False, **arguments}
 
     def _reference_model(self, config: TrainConfig, folder: str) -> nn.Module | None:
         """Return the reference model; None if beta is 0, or if the policy without its adapters is the reference."""

@@ -1,0 +1,337 @@
+"""Rows that are planned before the forward: bit for bit the results of experts that order rows themselves."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("transformers.integrations.moe", reason="Transformers 4 has no experts by name")
+
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+import moe_replay as mr
+from moe_replay.errors import AlignmentError
+from moe_replay.replay.site import PlanSlot
+from moe_replay.routes.batch import RouteBatch
+from moe_replay.routes.layout import RowOrder, TokenLayout
+from moe_replay.train.backends import attention, experts
+from moe_replay.train.backends.attention import forward_arguments, use_attention
+from moe_replay.train.backends.compilation import CompiledLayers, graphs_compiled
+from moe_replay.train.loop import train
+from tests.combinations import with_thorough, with_whole_runs
+from tests.models import gradients, random_ids, tiny_qwen3_moe, uncover
+from tests.replay.adapters.families import VOCABULARY, available_families, tiny_model
+from tests.train.test_compiled_layers import traced_kernel
+
+CPU = torch.device("cpu")
+QUICK = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"]
+WITHOUT = {"dbrx", "jetmoe", "llama4_text", "longcat_flash", "openai_privacy_filter", "step3p5", "zaya"}
+"""Families without experts by name, or whose experts are given other ids than the router has chosen."""
+IDS = torch.randint(3, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(0))
+LENGTHS = [(5, 9), (7, 3, 6), (20,), (30, 2)]
+
+
+class Orders(TorchDispatchMode):
+    """Counts how often experts order rows themselves, and sorts of a plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = self.planned = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.own += function.overloadpacket is torch.ops.moe_replay.dispatch
+        self.planned += function.overloadpacket is torch.ops.aten.sort and args[0].dtype == torch.int16
+        return function(*args, **(kwargs or {}))
+
+
+def with_plans(model: Any, run: Callable[[], Any] | None = None) -> mr.RouterReplay:
+    """Attach to a model whose experts take plans."""
+    ALL_EXPERTS_FUNCTIONS.register(experts.NAME, experts.grouped_experts)
+    model.set_experts_implementation(experts.NAME)
+    replay = mr.attach(model)
+    replay.give_plans(experts.plan_slots(model, replay, run or (lambda: model(input_ids=IDS, use_cache=False))))
+    return replay
+
+
+def random_routes(replay: mr.RouterReplay, fed: Tensor, seed: int = 0) -> RouteBatch:
+    """Routes that no router would choose."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = {
+        layer: torch.rand(fed.numel(), site.num_experts, generator=generator).topk(site.top_k).indices
+        for layer, site in replay.sites.items()
+    }
+    return RouteBatch.recorded(chosen, replay.topology, fed, RowOrder("batch"))
+
+
+def outcome(
+    model: Any, replay: mr.RouterReplay, batch: RouteBatch, run: Callable[[], Any], **options: Any
+) -> tuple[dict[str, Tensor], tuple[int, int]]:
+    """Return logits and gradients under replay; how often experts ordered rows, and how many plans there were."""
+    with Orders() as orders:
+        with replay.replay(batch, **options):
+            output = run()
+        logits = output.last_hidden_state if getattr(output, "logits", None) is None else output.logits
+        (logits.float().log_softmax(-1)[..., 7].sum() / 10).backward()
+    return {"logits": logits.detach(), **gradients(model)}, (orders.own, orders.planned)
+
+
+def check_same(
+    model: Any, replay: mr.RouterReplay, batch: RouteBatch, run: Callable[[], Any], passes: int, **options: Any
+) -> None:
+    """Compare outcomes with a plan and without, bit for bit."""
+    other = passes * (
+        len([*experts.named_experts(model)]) - len(replay.layers)
+    )  # deepseek_v4 has layers without routers
+    found, orders = outcome(model, replay, batch, run, **options)
+    assert orders == (other, 1)
+    replay.plans_rows = False
+    expected, orders = outcome(model, replay, batch, run, **options)
+    replay.plans_rows = True
+    assert orders == (other + passes * len(replay.layers), 0)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """Layers that are recomputed in the backward."""
+    made: Any = tiny_qwen3_moe(num_hidden_layers=3, mlp_only_layers=[]).train()
+    made.gradient_checkpointing_enable({"use_reentrant": False})
+    return made
+
+
+# ---- the same results ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    "family", with_thorough(available_families(), [name for name in available_families() if name not in QUICK])
+)
+def test_results_are_those_of_experts_that_order_rows(family: str, recomputed: bool) -> None:
+    model = tiny_model(family)
+    if family in WITHOUT:
+        pytest.skip(f"the experts of {family} take no plans")
+    replay = with_plans(model)
+    if recomputed:
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    batch = random_routes(replay, IDS)
+    check_same(model, replay, batch, lambda: model(input_ids=IDS, use_cache=False), 1 + recomputed)
+
+
+@pytest.mark.parametrize("family", with_thorough(["zaya", "longcat_flash"], ["longcat_flash"]))
+def test_experts_that_are_given_other_ids_than_the_router_chose_take_no_plan(family: str) -> None:
+    if family not in available_families():
+        pytest.skip(f"no {family} in this release")
+    model = tiny_model(family)
+    assert experts.plan_slots(model, mr.attach(model), lambda: model(input_ids=IDS, use_cache=False)) == []
+
+
+def test_adapters_of_experts_take_plans() -> None:
+    peft = pytest.importorskip("peft")
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = peft.get_peft_model(
+        tiny_qwen3_moe(), peft.LoraConfig(r=2, lora_alpha=4, target_modules=[], target_parameters=names)
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    inner = model.base_model.model
+    ALL_EXPERTS_FUNCTIONS.register(experts.NAME, experts.grouped_experts)
+    inner.set_experts_implementation(experts.NAME)
+    replay = mr.attach(model)
+    slots = experts.plan_slots(model, replay, lambda: model(input_ids=IDS, use_cache=False))
+    replay.give_plans(slots)
+    assert [slot.layer for slot in slots] == list(replay.layers)
+    check_same(model, replay, random_routes(replay, IDS), lambda: model(input_ids=IDS, use_cache=False), 1)
+
+
+def test_a_row_without_a_route_leaves_the_order_to_the_experts(model: Any) -> None:
+    replay = with_plans(model)
+    batch = uncover(random_routes(replay, IDS), every=4)
+    _, orders = outcome(model, replay, batch, lambda: model(input_ids=IDS, use_cache=False))
+    assert orders == (2 * len(replay.layers), 0)
+
+
+def test_native_choices_are_observed_beside_a_plan() -> None:
+    """deepseek_v3 limits groups: its routers run a second time."""
+    for family in ("qwen3_moe", "deepseek_v3"):
+        model = tiny_model(family)
+        replay = with_plans(model)
+        check_same(
+            model,
+            replay,
+            random_routes(replay, IDS),
+            lambda m=model: m(input_ids=IDS, use_cache=False),
+            1,
+            observe=True,
+        )
+
+
+def test_micro_batches_in_flight_are_recomputed_with_their_own_plans(model: Any) -> None:
+    replay = with_plans(model)
+    fed = [random_ids(2, width, seed=width) for width in (7, 11, 11)]
+    batches = [random_routes(replay, ids, seed) for seed, ids in enumerate(fed)]
+    expected = [outcome(model, replay, b, lambda i=i: model(input_ids=i))[0] for b, i in zip(batches, fed, strict=True)]
+    losses = []
+    for batch, ids in zip(batches, fed, strict=True):
+        with replay.replay(batch):
+            losses.append(model(input_ids=ids).logits.float().log_softmax(-1)[..., 7].sum() / 10)
+    for index in (2, 0, 1):
+        losses[index].backward()
+        for name, gradient in gradients(model).items():
+            assert torch.equal(gradient, expected[index][name]), name
+
+
+# ---- compiled layers and shared prompts ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def packed(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(attention, "_varlen_kernel", lambda: traced_kernel)
+    monkeypatch.setattr(attention, "_varlen_shares_heads", lambda: True)
+    use_attention(model, "varlen", CPU, torch.float32, log=False)
+    torch._dynamo.reset()
+    yield model
+    torch._dynamo.reset()
+
+
+def forward(model: Any, layout: TokenLayout, seed: int = 0) -> tuple[Tensor, Callable[[], Any]]:
+    ids = random_ids(1, layout.num_rows, seed=seed)
+    positions = torch.cat([torch.arange(n) for n in layout.lengths])[torch.from_numpy(layout.fed.copy())]
+    arguments = forward_arguments(model, layout, CPU)
+    return ids, lambda: model(input_ids=ids, position_ids=positions, use_cache=False, **arguments)
+
+
+@pytest.mark.slow
+def test_compiled_layers_share_graphs_whatever_the_lengths_with_plans(packed: Any) -> None:
+    replay = with_plans(packed, forward(packed, TokenLayout.packed((3, 4)))[1])
+    replay.keep_routers_eager()
+    layers, graphs = CompiledLayers("aot_eager"), []
+    layers.add(packed.model.layers)
+    before = graphs_compiled()
+    for seed, lengths in enumerate(LENGTHS):
+        ids, run = forward(packed, TokenLayout.packed(lengths), seed)
+        batch = random_routes(replay, ids, seed)
+        results = []
+        for replay.plans_rows in (True, False):
+            with torch.no_grad(), replay.replay(batch):
+                run()
+            results.append(outcome(packed, replay, batch, run))
+        (found, (own, _)), (expected, (own_without, _)) = results
+        assert (own, own_without) == (0, 2 * len(replay.layers))
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+        graphs.append(graphs_compiled())
+    assert layers.failure is None
+    assert graphs[-1] == graphs[1], graphs  # after the second lengths nothing is compiled
+    assert graphs[-1] - before <= 12  # with and without gradients, each with and without a plan: not for each layer
+
+
+def test_shared_prompts_take_plans(packed: Any) -> None:
+    layout = TokenLayout.shared([7, 9, 12], [(0, 0), (0, 4), (1, 6)])
+    ids, run = forward(packed, layout)
+    replay = with_plans(packed, run)
+    check_same(packed, replay, random_routes(replay, ids), run, 2)
+
+
+# ---- plans that are given, and their end -----------------------------------------------------------------------------
+
+
+def test_a_plan_that_is_made_before_serves_several_passes(model: Any) -> None:
+    replay = with_plans(model)
+    batch = random_routes(replay, IDS)
+    plan = replay.plan_rows(batch)
+    expected, _ = outcome(model, replay, batch, lambda: model(input_ids=IDS))
+    for _ in range(2):
+        found, orders = outcome(model, replay, batch, lambda: model(input_ids=IDS), plan=plan)
+        assert orders == (0, 0)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_plan_of_other_routes_is_refused(model: Any) -> None:
+    replay = with_plans(model)
+    batch, other = (random_routes(replay, IDS, seed) for seed in (0, 1))
+    with pytest.raises(AlignmentError, match="another micro-batch"), replay.replay(batch, plan=replay.plan_rows(other)):
+        pass
+    plan = replay.plan_rows(batch)
+    batch.routed_experts[0] = batch.routed_experts[1]
+    with pytest.raises(AlignmentError, match="changed since"), replay.replay(batch, plan=plan):
+        pass
+
+
+def test_experts_refuse_the_plan_of_other_rows(model: Any) -> None:
+    replay = with_plans(model)
+    module: Any = next(module for _, module in experts.named_experts(model))
+    module.plan_slot.put(replay.plan_rows(random_routes(replay, IDS)))
+    with pytest.raises(AlignmentError, match="other rows than their dispatch plan has") as raised:
+        module(torch.zeros(5, 32), torch.zeros(5, 2, dtype=torch.int64), torch.zeros(5, 2))
+    assert "layer 0" in str(raised.value)
+
+
+def test_plans_are_dropped_after_the_backward(model: Any) -> None:
+    replay = with_plans(model)
+    batch = random_routes(replay, IDS)
+    plan = replay.plan_rows(batch)
+    assert plan is not None
+    kept = [weakref.ref(part) for part in (plan.pair, plan.row)]
+    with replay.replay(batch, plan=plan):
+        loss = model(input_ids=IDS).logits.sum()
+    slots = [module.plan_slot for _, module in experts.named_experts(model)]
+    assert all(slot.plan is None for slot in slots)
+    del plan
+    loss.backward()
+    assert all(slot.plan is None for slot in slots)
+    del loss
+    gc.collect()
+    assert [reference() for reference in kept] == [None, None]
+
+
+def test_a_copy_of_a_model_has_its_own_slots(model: Any) -> None:
+    replay = with_plans(model)
+    copied = copy.deepcopy(model)
+    slots = [[module.plan_slot for _, module in experts.named_experts(one)] for one in (model, copied)]
+    assert not {*map(id, slots[0])} & {*map(id, slots[1])}
+    with replay.replay(random_routes(replay, IDS)):
+        model(input_ids=IDS)
+        assert all(slot.plan is not None for slot in slots[0])
+        assert all(slot.plan is None for slot in slots[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_compiled", with_whole_runs([False, True], [True]), ids=["eager", "compiled"])
+def test_a_run_with_plans_is_the_run_without(
+    config: Callable[..., Any],
+    metrics_of: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    is_compiled: bool,
+) -> None:
+    """With the experts of a GPU on a CPU: every metric that is not a time is the same, bit for bit."""
+    monkeypatch.setattr("moe_replay.train.backends.compilation.COMPILER", "aot_eager")
+    use = experts.use_experts
+    monkeypatch.setattr(experts, "use_experts", lambda model, device, log: use(model, torch.device("cuda"), log=log))
+    given: list[int] = []
+    put = PlanSlot.put
+    monkeypatch.setattr(PlanSlot, "put", lambda slot, plan: (given.append(plan is not None), put(slot, plan))[1])
+    lines = []
+    for plans_rows in (True, False):
+        monkeypatch.setattr(mr.RouterReplay, "plans_rows", plans_rows)
+        model = {"compile": is_compiled, "gradient_checkpointing": True}
+        algorithm = {"updates_per_rollout": 2}
+        name = "planned" if plans_rows else "ordered"
+        lines.append(metrics_of(train(config(name, steps=2, replay={"mode": "r2"}, algorithm=algorithm, model=model))))
+        assert any(given) is plans_rows
+        given.clear()
+    for found, expected in zip(*lines, strict=True):
+        assert found.keys() == expected.keys()
+        values = {
+            name: value for name, value in expected.items() if name.startswith(("loss/", "mismatch/", "routing/"))
+        }
+        assert len(values) > 10
+        assert {name: found[name] for name in values} == values
