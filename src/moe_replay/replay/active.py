@@ -51,9 +51,9 @@ class ActivePass:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActivePass:
         """Return a new one without any pass: a copy of a model has nothing to do with the contexts of the original."""
-        made = ActivePass()
-        made.slots = copy.deepcopy(self.slots, memo)
-        return made
+        own = ActivePass()
+        own.slots = copy.deepcopy(self.slots, memo)
+        return own
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ReplayStateError(

@@ -162,6 +162,30 @@ class RouterReplay:
         for site, hook in zip(sites, self._router_hooks, strict=True):
             hook.slot = self._slots.get(site.layer)
 
+    @contextmanager
+    def any_plan(self, rows: int) -> Iterator[None]:
+        """Give experts a plan for so many rows, whatever routers choose: for code that is compiled before a replay.
+
+        What they compute is of no use.
+        """
+        routes = {
+            layer: torch.arange(self.sites[layer].top_k, device=self._device()).expand(rows, -1)
+            for layer in self._slots
+        }
+        plan = self.plan_rows(RouteBatch.recorded(routes, self.topology)) if routes and self.plans_rows else None
+        bound = [(hook, hook.slot) for hook in self._router_hooks]
+        for hook, slot in bound:
+            hook.slot = None
+            if slot is not None:
+                slot.put(plan)
+        try:
+            yield
+        finally:
+            for hook, slot in bound:
+                hook.slot = slot
+                if slot is not None:
+                    slot.put(None)
+
     def detach(self) -> None:
         """Remove all hooks from the model. Backwards of earlier forwards still recompute with their routes."""
         self._active.detach([*self._router_hooks, *self._active.detached_hooks])

@@ -353,25 +353,29 @@ class FsdpBackend(Backend):
         chunk = config.batch.logit_chunk * (COMPILED_CHUNKS if is_compiled else 1)
         self._scores = HeadScores(self.model, chunk, math, self._context)
         self._reference_scores = HeadScores(self._reference, chunk, math, self._context) if self._reference else None
-        self._plan_rows()
+        has_plans = self._plan_rows()
         if is_compiled and config.backend.expert_parallel == 1:
-            self._compile()
+            self._compile(with_plans=has_plans and config.replay.mode != "off")
         elif is_compiled and dist.get_rank() == 0:
             logger.info("layers run eagerly: they wait for other ranks (backend.expert_parallel); the head is compiled")
         for model in (self.model, self._reference):
             if isinstance(model, FSDPModule):
                 model.reshard()  # these forwards, as that of `HeadScores`, leave gathered parameters in the root module
 
-    def _plan_rows(self) -> None:
-        """Have the rows of replayed routes planned for the experts that take plans."""
+    def _plan_rows(self) -> bool:
+        """Have the rows of replayed routes planned for experts that take plans; return whether there are any."""
         if not takes_plans(self.model):
-            return
+            return False
         arguments = self._some_tokens(self.layout(LENGTHS))
         slots = plan_slots(self.model, self.replay, lambda: self.model.eval()(**arguments))
         self.replay.give_plans(slots)
+        return bool(slots)
 
-    def _compile(self) -> None:
-        """Compile the layers in two passes over some tokens, outside any replay: a failure costs nothing here."""
+    def _compile(self, *, with_plans: bool) -> None:
+        """Compile the layers in two passes over some tokens, outside any replay: a failure costs nothing here.
+
+        with_plans   also for experts that take plans
+        """
         self.replay.keep_routers_eager()
         for model in filter(None, (self.model, self._reference)):
             self._layers.add(_sharded_layers(model))
@@ -380,12 +384,19 @@ class FsdpBackend(Backend):
             layouts.append(self.layout(LENGTHS, (Prefix(), Prefix(0, 5))))
         with self._layers.counted("the start"):
             for layout in layouts:
-                arguments = self._some_tokens(layout)
-                with torch.no_grad():
-                    self.model.eval()(**arguments)
-                logits = self.model.train()(**arguments).logits
-                (0.0 * logits.float().sum()).backward()
+                self._run(layout)
+            if with_plans:
+                with self.replay.any_plan(layouts[0].num_rows):
+                    self._run(layouts[0])
         self._optimizer.zero_grad()
+
+    def _run(self, layout: TokenLayout) -> None:
+        """Run the passes that are compiled over the tokens of a layout."""
+        arguments = self._some_tokens(layout)
+        with torch.no_grad():
+            self.model.eval()(**arguments)
+        logits = self.model.train()(**arguments).logits
+        (0.0 * logits.float().sum()).backward()
 
     def _some_tokens(self, layout: TokenLayout) -> dict[str, Any]:
         """Return what the model is fed for the tokens of a layout of `LENGTHS`."""
