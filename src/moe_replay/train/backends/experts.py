@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 NAME = "moe_replay"
 REPLACED = "grouped_mm"
 """The implementation of Transformers that this one stands in for."""
-SLOT = "plan_slot"
-"""Attribute of experts that are given plans."""
 
 
 def use_experts(model: Any, device: torch.device, *, log: bool) -> None:
@@ -160,13 +158,17 @@ def grouped_experts(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_
 
 def planned(module: Any, top_k_index: Tensor) -> LayerPlan | None:
     """Return the plan of the pass that runs, for the experts of one layer; None: there is none."""
-    slot: PlanSlot | None = getattr(module, SLOT, None)
+    slot: PlanSlot | None = getattr(module, "plan_slot", None)
     return None if slot is None else slot.take(top_k_index.shape)
 
 
-def takes_plans(model: Any) -> bool:
-    """Return whether the experts of a model are those of this module."""
-    return getattr(model.config, "_experts_implementation", None) == NAME
+def give_plans(model: Any, replay: RouterReplay, run: Callable[[], Any]) -> bool:
+    """Have rows of replayed routes planned for the experts of this module; return whether any take plans."""
+    if getattr(model.config, "_experts_implementation", None) != NAME:
+        return False
+    slots = plan_slots(model, replay, run)
+    replay.give_plans(slots)
+    return bool(slots)
 
 
 def plan_slots(model: nn.Module, replay: RouterReplay, run: Callable[[], Any]) -> list[PlanSlot]:
@@ -196,7 +198,7 @@ def plan_slots(model: nn.Module, replay: RouterReplay, run: Callable[[], Any]) -
         ids = chosen.layer(layer)[0].long()
         if len(called[layer]) == 1 and torch.equal(called[layer][0].reshape(ids.shape).long(), ids):
             slots.append(PlanSlot(layer, module.num_experts))
-            setattr(module, SLOT, slots[-1])
+            module.plan_slot = slots[-1]
     return slots
 
 

@@ -34,7 +34,7 @@ from moe_replay.train.backends.base import (
 )
 from moe_replay.train.backends.compilation import CompiledLayers
 from moe_replay.train.backends.expert_parallel import is_divided, is_expert_parallel, rows_of_rank
-from moe_replay.train.backends.experts import plan_slots, takes_plans
+from moe_replay.train.backends.experts import give_plans
 from moe_replay.train.backends.fsdp_loading import EXPERT_ID, row_offset, sharded_model
 from moe_replay.train.backends.logprobs import EAGER, HeadMath, HeadScores
 from moe_replay.train.backends.lora import AdaptedWeight, plain_name
@@ -353,7 +353,9 @@ class FsdpBackend(Backend):
         chunk = config.batch.logit_chunk * (COMPILED_CHUNKS if is_compiled else 1)
         self._scores = HeadScores(self.model, chunk, math, self._context)
         self._reference_scores = HeadScores(self._reference, chunk, math, self._context) if self._reference else None
-        has_plans = self._plan_rows()
+        has_plans = give_plans(
+            self.model, self.replay, lambda: self.model.eval()(**self._some_tokens(self.layout(LENGTHS)))
+        )
         if is_compiled and config.backend.expert_parallel == 1:
             self._compile(with_plans=has_plans and config.replay.mode != "off")
         elif is_compiled and dist.get_rank() == 0:
@@ -361,15 +363,6 @@ class FsdpBackend(Backend):
         for model in (self.model, self._reference):
             if isinstance(model, FSDPModule):
                 model.reshard()  # these forwards, as that of `HeadScores`, leave gathered parameters in the root module
-
-    def _plan_rows(self) -> bool:
-        """Have the rows of replayed routes planned for experts that take plans; return whether there are any."""
-        if not takes_plans(self.model):
-            return False
-        arguments = self._some_tokens(self.layout(LENGTHS))
-        slots = plan_slots(self.model, self.replay, lambda: self.model.eval()(**arguments))
-        self.replay.give_plans(slots)
-        return bool(slots)
 
     def _compile(self, *, with_plans: bool) -> None:
         """Compile the layers in two passes over some tokens, outside any replay: a failure costs nothing here.
