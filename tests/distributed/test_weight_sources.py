@@ -99,6 +99,18 @@ def test_adapters_are_merged_into_what_one_rank_receives(tmp_path: Path, kind: s
     assert moved == {"q_proj", "gate_proj", "up_proj", "down_proj"}
 
 
+def test_owners_merge_the_adapters_of_their_experts(tmp_path: Path) -> None:
+    save_checkpoint(tiny("qwen3_moe"), tmp_path)
+    ranks = harness.run_ranks(2, weight_sources.read_owned, str(tmp_path), EP2)
+    first, second = (owned for _, owned in ranks)
+    assert not first.keys() & second.keys()
+    assert second
+    assert all(".experts." in name for name in second)
+    assert_same_bytes(first | second, ranks[0][0])
+    base = saved_tensors(tmp_path)
+    assert all(torch.equal(second[name], base[name]) == ("down_proj" not in name) for name in second)
+
+
 @pytest.mark.parametrize(
     ("kind", "settings"),
     with_whole_runs([("fsdp", {}), ("fsdp", EP2), ("megatron", PP_EP)], [("fsdp", {})]),

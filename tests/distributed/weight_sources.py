@@ -87,6 +87,23 @@ def read_merged(folder: str, kind: str, settings: dict[str, Any], of_receivers: 
     return [read(backend, receivers) for receivers in of_receivers]
 
 
+def read_owned(folder: str, settings: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """Read the weights of a policy with adapters: gathered on this rank, and what it hands over itself."""
+    backend: Any = open_backend(lora_config(folder, "fsdp", ["q_proj", "down_proj"], **settings))
+    torch.manual_seed(dist.get_rank())
+    with torch.no_grad():
+        for name, parameter in backend.model.named_parameters():
+            if "lora_B" in name:
+                parameter.to_local().normal_()
+    everyone, source = range(dist.get_world_size()), backend.weight_source()
+    gathered = {name: tensor.clone() for group in source.groups(everyone) for name, tensor in group}
+    owned = {}
+    for handed in source.owned_groups((0,), lambda _: (), parts=True):
+        assert handed.owner is not None or dist.get_rank() == 0 or not handed.tensors
+        owned |= {name: tensor.clone() for name, tensor in handed.tensors}
+    return [gathered, owned]
+
+
 def read(backend: Backend, receivers: list[int]) -> dict[str, Any]:
     source: Any = backend.weight_source()
     source._bucket_bytes = 1  # one parameter at a time, as for layers that are large beside a bucket
