@@ -507,7 +507,6 @@ def single_importers(modules: Mapping[str, str]) -> dict[str, str]:
 
 
 SERVE_ONE_SIBLING = {
-    "cli.main": "the command itself; completion reads its options",
     "cluster.engines": "actors of engines; the driver knows ranks as well",
     "demo.warm_start": "needs torch; the rest of the demo is imported without it",
     "engines.sglang.weights": "weight updates of SGLang; its client samples",

@@ -37,6 +37,7 @@ COMMANDS: dict[str, CommandSource] = {
     "rollout": CommandSource("rollout", "RolloutCommand", "serve a model over HTTP and return routes with samples"),
     "verify": CommandSource("verify", "VerifyCommand", "measure the mismatch between rollout engine and trainer"),
     "doctor": CommandSource("doctor", "DoctorCommand", "check whether this machine can run routing replay"),
+    "selftest": CommandSource("selftest", "SelftestCommand", "try what needs two GPUs, on this machine"),
     "cluster": CommandSource("cluster", "ClusterCommand", "show or scale a run on a Ray cluster"),
     "plan": CommandSource("plan", "PlanCommand", "check a parallel layout and its memory before a run"),
     "inspect": CommandSource("inspect", "InspectCommand", "summarize trace files"),

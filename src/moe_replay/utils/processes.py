@@ -131,7 +131,7 @@ def list_shared_files(folder: Path) -> None:
 
     A resource tracker of Python removes them, unless it is killed together with everything else.
     """
-    names = {name for pid in [os.getpid(), *_descendants(os.getpid())] for name in shared_files(pid)}
+    names = {name for pid in [os.getpid(), *descendants(os.getpid())] for name in shared_files(pid)}
     (folder / _LIST).write_text("\n".join(sorted(names)), encoding="utf-8")
 
 
@@ -154,12 +154,13 @@ def _remove_shared_files(listed: Path) -> None:
             (_SHARED / name).unlink()
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
+    """Return the processes below a process."""
     children: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # the thread has ended
             children += map(int, task.read_text().split())
-    return children + [below for child in children for below in _descendants(child)]
+    return children + [below for child in children for below in descendants(child)]
 
 
 def _is_own(path: Path) -> bool:
