@@ -12,6 +12,7 @@ import torch
 from moe_replay.train.learn.balance import LOAD, LOAD_BY_TOKENS, LOAD_LIMIT, Units, expert_rows, loads_of, spread_evenly
 from moe_replay.train.trajectories.wire import trajectories_from_bytes
 from tests.distributed import harness, megatron_training
+from tests.train.runs import train_on_rank
 
 pytest.importorskip("transformers.integrations.moe", reason="Transformers 4 has no experts by name")
 pytest.importorskip("pydantic")
@@ -81,3 +82,14 @@ def check_metrics(
         ]
         assert found[name] == pytest.approx((loads[0] + loads[1]).ratio)
     assert 1 <= found[LOAD_LIMIT] <= found[LOAD] < found[LOAD_BY_TOKENS]
+
+
+@pytest.mark.whole_runs
+def test_a_run_says_how_even_its_ranks_are(demo_files: Any, tmp_path: Path) -> None:
+    batch = {"balance": "experts", "tokens_per_micro_batch": 24}
+    overrides = {"steps": 1, "backend": EP2, "replay": {"mode": "r3"}, "batch": batch}
+    arguments = (str(demo_files.model), str(demo_files.train), str(tmp_path / "run"), overrides)
+    ((found,), other) = harness.run_ranks(2, train_on_rank, *arguments)
+    assert [found] == other
+    assert 1 < found[LOAD_LIMIT] <= found[LOAD] <= found[LOAD_BY_TOKENS]
+    assert found["batch/shared_tokens"] > 0

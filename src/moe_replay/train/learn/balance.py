@@ -33,10 +33,12 @@ LOAD, LOAD_BY_TOKENS, LOAD_LIMIT = "batch/ep_load", "batch/ep_load_by_tokens", "
 
 DOUBLINGS = 4
 """The search lowers a smooth form of the cost, a norm of the power 2^4 over ranks: several may be the busiest."""
+CONSIDERED = 32
+"""Units of a micro-batch whose exchanges are estimated: those that would cost most less elsewhere."""
 TRIED = 24
 """Exchanges of a micro-batch that are computed, the best by their estimate."""
 PASSES = 6
-"""Times that every micro-batch is visited at most."""
+"""Times that every micro-batch is visited at most; there are no more exchanges than units."""
 CLOSE = 1.001
 """Relative to the best that any division can reach: close enough to stop."""
 
@@ -119,11 +121,33 @@ def _exchange_rows(division: Division, units: Units, width: int) -> np.ndarray:
     return found
 
 
+def widest_tokens(division: Division, units: Units, width: int, *, packed: bool) -> int:
+    """Return the tokens of the fullest data rank of each exchange, padding included, summed over micro-batches."""
+    tokens = [
+        [_fed(units.tokens[bin_], packed=packed) for bin_ in share] + [0] * (max(map(len, division)) - len(share))
+        for share in division
+    ]
+    return sum(int(np.max(tokens[first : first + width], axis=0).sum()) for first in range(0, len(tokens), width))
+
+
+def _fed(tokens: np.ndarray, *, packed: bool) -> int:
+    return 0 if not len(tokens) else int(tokens.sum() if packed else tokens.max() * len(tokens))
+
+
+def rows_of_a_token(units: Units, width: int) -> float:
+    """Return how many rows of the busiest expert-parallel rank take as long as a token does outside of experts.
+
+    With equal loads, experts are taken for half of a pass: as many as a rank gets for each token of a data rank.
+    """
+    return float(units.rows.sum(dtype=np.float64) / max(units.tokens.sum(), 1) / units.rows.shape[2] * width)
+
+
 def balanced_division(division: Division, units: Units, width: int, budget: int, *, packed: bool) -> Division:
     """Return a division whose busiest expert-parallel ranks have fewer rows than those of `division`, or that division.
 
-    No micro-batch gets more tokens than the budget, nor than the fullest of its number has in `division`: what is not
-    experts takes no longer. A unit beyond the budget stays where it is. The result depends on the arguments alone.
+    No micro-batch gets more tokens than the budget, and what is saved in experts is more than what the fullest data
+    ranks may lose elsewhere (`rows_of_a_token`). A unit beyond the budget stays where it is. The result depends on the
+    arguments alone.
     """
     count = max(map(len, division), default=0)
     exchanges = -(-len(division) // width) * count
@@ -132,11 +156,14 @@ def balanced_division(division: Division, units: Units, width: int, budget: int,
     search = _Search(division, units, width, budget, packed=packed)
     search.run()
     found = search.division()
-    return found if loads_of(found, units, width).busiest < loads_of(division, units, width).busiest else division
+    token = rows_of_a_token(units, width)
+    saved = loads_of(division, units, width).busiest - loads_of(found, units, width).busiest
+    lost = widest_tokens(found, units, width, packed=packed) - widest_tokens(division, units, width, packed=packed)
+    return found if saved > max(lost * token, 0) else division
 
 
 class _Search:
-    """Exchanges of two units between micro-batches, each of which lowers the cost.
+    """Exchanges of two units between micro-batches, each of which lowers the cost of experts, and that of the pass.
 
     A bin is a micro-batch of one data rank, a slot the bins that exchange tokens. With packed rows each bin has a unit
     of no tokens too: to exchange that one is to move the other.
@@ -159,8 +186,8 @@ class _Search:
         numbers = np.arange(bins)
         self._slot_of_bin = numbers // self._count // width * self._count + numbers % self._count
         self._slots = int(self._slot_of_bin.max()) + 1
-        used = self._used()
-        self._limit = np.minimum(used.reshape(self._ranks, -1).max(0), budget)[numbers % self._count]
+        self._budget = budget
+        self._rows_of_a_token = rows_of_a_token(units, width)
         self._movable = self._tokens <= budget
         self._loads = np.zeros((self._slots, self._rows.shape[1]))
         np.add.at(self._loads, self._slot_of_bin[self._bin[:num_units]], self._rows)
@@ -171,14 +198,13 @@ class _Search:
         self._estimate(np.arange(self._slots))
 
     def run(self) -> None:
+        left = len(self._rows)
         for _ in range(PASSES):
-            num_exchanged = 0
+            before = left
             for slot in np.argsort(-self._cost, kind="stable").tolist():
-                members = len(self._members(slot))
-                while members > 0 and self._busiest.sum() > self._enough and self._exchange_one(slot):
-                    num_exchanged += 1
-                    members -= 1
-            if not num_exchanged:
+                while left > 0 and self._busiest.sum() > self._enough and self._exchange_one(slot):
+                    left -= 1
+            if left == before:
                 return
 
     def division(self) -> Division:
@@ -243,29 +269,55 @@ class _Search:
         np.maximum.at(second, self._bin[~is_longest], self._tokens[~is_longest])
         return np.where(is_longest, second[self._bin], longest[self._bin])
 
-    def _fits(self, members: np.ndarray) -> np.ndarray:
-        """(members, units) bool: whether both bins hold their tokens after an exchange, and neither is empty."""
-        used = self._used()
-        rests, limit = self._rests(used), self._limit[self._bin]
+    def _after(self, members: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(members, units) each: tokens of the bin of a member, and of the other unit, after an exchange of the two."""
+        rests = self._rests(used)
         own, other = self._tokens[members][:, None], self._tokens[None]
         if self._packed:
-            units_in = np.bincount(self._bin[: len(self._rows)], minlength=len(used))[self._bin[members]]
-            fits = (rests[members][:, None] + other <= limit[members][:, None]) & (rests[None] + own <= limit[None])
-            return fits & (self._real[None] | (units_in > 1)[:, None])
+            return rests[members][:, None] + other, rests[None] + own
         units_in = np.bincount(self._bin, minlength=len(used))[self._bin]
         here = np.maximum(rests[members][:, None], other) * units_in[members][:, None]
-        there = np.maximum(rests[None], own) * units_in[None]
-        return (here <= limit[members][:, None]) & (there <= limit[None])
+        return here, np.maximum(rests[None], own) * units_in[None]
+
+    def _lost(self, members: np.ndarray) -> np.ndarray:
+        """(members, units): tokens that the fullest bins of two slots gain by an exchange; inf where one does not fit.
+
+        A bin that would have no unit left does not fit.
+        """
+        used = self._used()
+        here, there = self._after(members, used)
+        widest, others = self._widest(used)
+        slots, bins = self._slot_of_bin[self._bin], self._bin
+        gained = np.maximum(others[bins[members]][:, None], here) - widest[slots[members]][:, None]
+        gained = gained + np.maximum(others[bins][None], there) - widest[slots][None]
+        units_in = np.bincount(bins[: len(self._rows)], minlength=len(used))[bins[members]]
+        fits = (here <= self._budget) & (there <= self._budget) & (self._real[None] | (units_in > 1)[:, None])
+        return np.where(fits, gained, np.inf)
+
+    def _widest(self, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(slots,) tokens of the fullest bin, and (bins,) those of the fullest of the other bins of its slot."""
+        order = np.lexsort((used, self._slot_of_bin))
+        last = np.flatnonzero(np.diff(self._slot_of_bin[order], append=-1))
+        widest = used[order[last]]
+        others = widest[self._slot_of_bin]
+        second = np.zeros(self._slots, np.int64)
+        rest = np.setdiff1d(order, order[last])
+        np.maximum.at(second, self._slot_of_bin[rest], used[rest])
+        others[order[last]] = second
+        return widest, others
 
     def _exchange_one(self, slot: int) -> bool:
         """Make the best exchange of a unit of a slot with one of another; return whether any lowers the cost."""
-        members = self._members(slot)
         slots = self._slot_of_bin[self._bin]
         estimates = self._estimates
+        members = self._members(slot)
+        elsewhere = estimates[members].mean(1) - estimates[members, slot]
+        members = members[np.argsort(elsewhere, kind="stable")[:CONSIDERED]]
         change = estimates[None, :, slot] - estimates[members, slot][:, None]
         change += estimates[members][:, slots] - estimates[np.arange(len(slots)), slots][None]
+        lost = self._lost(members) * self._rows_of_a_token
+        change = np.where(change < 0, change + lost, np.inf)
         change[:, (slots == slot) | ~self._movable] = np.inf
-        change[~self._fits(members)] = np.inf
         flat = change.ravel()
         order = np.sort(np.argpartition(flat, TRIED)[:TRIED]) if flat.size > TRIED else np.arange(flat.size)
         order = order[flat[order] < 0]
@@ -276,6 +328,7 @@ class _Search:
         others = slots[theirs]
         here, there = self._loads[slot] + moved, self._loads[others] - moved
         saved = self._cost[slot] + self._cost[others] - self._costs(here) - self._costs(there)
+        saved -= np.maximum(lost.ravel()[order], 0)
         best = int(saved.argmax())
         if saved[best] <= 1e-6 * self._cost[slot]:
             return False
