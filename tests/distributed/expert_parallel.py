@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_replay.errors import MoeReplayError
 from moe_replay.records import MicroBatch
+from moe_replay.routes.batch import RouteBatch
 from moe_replay.train.backends.base import Routing
 from moe_replay.train.backends.fsdp import _gathered
 from moe_replay.train.config.train_config import TrainConfig
@@ -183,6 +185,60 @@ def traffic(folder: str, data: bytes, settings: dict[str, Any]) -> dict[str, int
         "exchanged": counted.exchanged,
         "tokens": batch.input_ids.numel(),
     }
+
+
+class CountExchanges(TorchDispatchMode):
+    """Counts exchanges of counts, and orders of rows that experts make themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exchanges = self.orders = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.exchanges += "c10d.alltoall_base" in str(function) and not args[0].is_floating_point()
+        self.orders += function.overloadpacket is torch.ops.moe_replay.dispatch
+        return function(*args, **(kwargs or {}))
+
+
+def planned(
+    folder: str, data: bytes, settings: dict[str, Any], gap: bool, adapter: dict[str, Tensor] | None = None
+) -> list[dict[str, Any]]:
+    """The first update of a mini-batch with plans and without: scores, gradients, and what was counted.
+
+    gap   the last rank has a row without a route, in one layer
+    """
+    found = []
+    for plans_rows in (True, False):
+        backend = ep_backend(folder, settings, adapter)
+        backend.replay.plans_rows = plans_rows
+        (batch, *_), *_ = batches_of(backend, data, settings.get("packed", False))
+        backend.score([batch], Routing("record"))
+        if gap and dist.get_rank() == dist.get_world_size() - 1:
+            batch.recorded_routes = {0: _with_a_gap(batch.recorded_routes[0])}
+        gradients: list[dict[str, Tensor]] = []
+        backend._optimizer.register_step_pre_hook(
+            lambda *_, backend=backend, gradients=gradients: gradients.append(whole_gradients(backend))
+        )
+        routing = Routing("replay", "recorded")
+        with CountExchanges() as counted:
+            (scores,) = backend.score([batch], routing)
+            backend.update([batch], lambda _, logprobs: logprobs.sum(), routing, lr=0.0)
+        found.append(
+            {
+                "values": {"scores": scores.logprobs, **gradients[0]},
+                "exchanges": counted.exchanges,
+                "orders": counted.orders,
+                "layers": len(backend.replay.layers),
+            }
+        )
+        backend.close()
+    return found
+
+
+def _with_a_gap(routes: RouteBatch) -> RouteBatch:
+    valid = routes.valid.clone()
+    valid[1, 3] = False
+    return replace(routes, valid=valid, all_valid=(True, False, *routes.all_valid[2:]))
 
 
 def refusal(folder: str, settings: dict[str, Any]) -> str:

@@ -132,6 +132,32 @@ def test_ranks_without_a_row_take_part() -> None:
     )
 
 
+PLANNED: list[tuple[int, dict[str, Any], str, bool]] = [
+    (2, EP2 | RECOMPUTED, QWEN, False),
+    (2, EP2 | RECOMPUTED, QWEN, True),
+    (4, EP4 | PACKED, QWEN, False),
+    (2, EP2, "gpt_oss", False),
+    (4, EP2 | LORA | RECOMPUTED, QWEN, False),
+]
+
+
+@pytest.mark.parametrize(("size", "settings", "variant", "gap"), with_thorough(PLANNED, PLANNED[2:]), ids=str)
+def test_counts_of_planned_rows_are_exchanged_once_in_a_pass(
+    size: int, settings: dict[str, Any], variant: str, gap: bool
+) -> None:
+    """With the results of an exchange in each layer, bit for bit. A gap on one rank leaves all to that."""
+    given = adapter(variant) if settings.get("lora") else None
+    ranks = harness.run_ranks(size, expert_parallel.planned, *policy(variant), settings, gap, given)
+    for with_plans, without in ranks:
+        passes = 3 if settings.get("recomputed") else 2  # scoring, forward, recomputation
+        each_layer = passes * without["layers"]
+        assert (without["exchanges"], without["orders"]) == (each_layer, each_layer)
+        assert with_plans["exchanges"] == (2 + each_layer if gap else 2)
+        assert with_plans["orders"] == (each_layer if gap else 0)
+        expected = without["values"]
+        assert [name for name in expected if not torch.equal(with_plans["values"][name], expected[name])] == []
+
+
 def test_routes_of_the_next_rank_are_refused() -> None:
     for said in harness.run_ranks(2, expert_parallel.shifted, *policy(), EP2):
         assert "than the routes belong to" in said, said

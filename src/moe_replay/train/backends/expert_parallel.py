@@ -6,16 +6,19 @@ sharded by `ep`, and the part of each rank by FSDP2 over the ranks that hold the
 sharded over all ranks. Routers see global ids and know nothing of it.
 
 A layer exchanges counts, sends every (token, choice) pair to the rank of its expert, and gets the results back in the
-same order. The host waits once per layer, for the counts. Each rank's experts have the gradient of all tokens of its
+same order. The host waits once per layer, for the counts; where all ranks of the group replay routes that cover every
+row, once per micro-batch, for the counts of all layers. Each rank's experts have the gradient of all tokens of its
 group, and FSDP2 averages over the other dimension only: their gradients are divided by `ep`, so that every gradient is
 the average over all ranks, whatever the shape of the grid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,8 +29,11 @@ from torch.distributed.tensor import DTensor, Shard
 from moe_replay.distributed.collectives import WITHIN
 from moe_replay.errors import LayoutError
 from moe_replay.replay.adapters.transformers import router_numbers
+from moe_replay.replay.controller import RouterReplay
+from moe_replay.routes.plan import Dispatch, DispatchPlan
 from moe_replay.routes.router_families import load_router_family
-from moe_replay.train.backends.experts import _ToRows, _ToTokens, dispatch, named_experts
+from moe_replay.train.backends.experts import NAME as WHOLE
+from moe_replay.train.backends.experts import _ToRows, _ToTokens, dispatch, named_experts, plan_slots, planned
 from moe_replay.weights.model_folder import ModelError
 
 NAME = "moe_replay_expert_parallel"
@@ -220,36 +226,148 @@ def _local(module: Any, name: str) -> Tensor:
     return torch.baddbmm(weight, *(one.to(weight.dtype) for one in factors), alpha=wrapper.scaling[adapter])
 
 
+class Travel(NamedTuple):
+    """How the rows of one layer travel: to the ranks of their experts, and there into the order of the experts.
+
+    sent, received   rows to and from each rank of the group
+    by_expert        (R,) which of the R rows that arrive, by rank and then by expert, is the next by expert
+    inverse          (R,) where each of them goes
+    counts           (E of this rank,) rows of each expert
+    """
+
+    sent: list[int]
+    received: list[int]
+    by_expert: Tensor
+    inverse: Tensor
+    counts: Tensor
+
+
+class PlannedTravel(NamedTuple):
+    """What is known of `Travel` before the forward: a few numbers for each expert of each rank.
+
+    blocks   (4, ranks * experts) rows that arrive of each rank for each expert, how far they go, and both by expert
+    """
+
+    sent: list[int]
+    received: list[int]
+    blocks: Tensor
+    counts: Tensor
+
+    def travel(self) -> Travel:
+        """Return the order of the rows of the layer."""
+        rows = sum(self.received)
+        place = torch.arange(rows, device=self.blocks.device)
+        length, forth, length_by_expert, back = self.blocks
+        inverse = place + forth.repeat_interleave(length, output_size=rows)
+        by_expert = place + back.repeat_interleave(length_by_expert, output_size=rows)
+        return Travel(self.sent, self.received, by_expert, inverse, self.counts)
+
+
+class TravelPlanner:
+    """Exchanges the counts of all layers of a micro-batch in one collective. All ranks of the group call it."""
+
+    def __init__(self, group: dist.ProcessGroup, num_experts: Mapping[int, int], device: torch.device) -> None:
+        self._group, self._num_experts, self._device = group, num_experts, device
+
+    def __call__(self, plan: DispatchPlan | None) -> DispatchPlan | None:
+        """Return the plan with what travels; None, on all ranks, if one of them has no plan."""
+        size = self._group.size()
+        local = [count // size for count in self._num_experts.values()]
+        leaving = torch.full((size, sum(local)), -1, dtype=torch.int64, device=self._device)
+        if plan is not None:
+            of_layers = zip(plan.offsets.long(), plan.num_experts, strict=True)
+            ends = [offsets[:count] for offsets, count in of_layers]
+            parts = [torch.diff(end, prepend=end.new_zeros(1)).view(size, -1) for end in ends]
+            leaving = torch.cat(parts, 1)
+        arriving = torch.empty_like(leaving)
+        dist.all_to_all_single(arriving, leaving, group=self._group)
+        sent, received = torch.stack([leaving, arriving]).cpu().numpy()  # the host waits here
+        if plan is None or (received < 0).any():
+            return None
+        cuts = np.cumsum(local)[:-1]
+        layers = [
+            (one.sum(1).tolist(), other.sum(1).tolist(), *_blocks(other))
+            for one, other in zip(np.split(sent, cuts, 1), np.split(received, cuts, 1), strict=True)
+        ]
+        # One copy to the device for all layers.
+        flat = [part.ravel() for *_, blocks, counts in layers for part in (blocks, counts)]
+        numbers = torch.from_numpy(np.concatenate(flat))
+        pieces = iter(numbers.to(self._device).split([n for each in local for n in (4 * size * each, each)]))
+        exchanges = {
+            layer: PlannedTravel(one, other, next(pieces).view(4, -1), next(pieces))
+            for layer, (one, other, *_) in zip(self._num_experts, layers, strict=True)
+        }
+        return replace(plan, exchanges=exchanges)
+
+
+def _blocks(arriving: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return `blocks` of `PlannedTravel` and counts, for the rows (ranks, experts) that arrive."""
+    by_expert = arriving.T
+    begin = (np.cumsum(arriving) - arriving.ravel()).reshape(arriving.shape)
+    goal = (np.cumsum(by_expert) - by_expert.ravel()).reshape(by_expert.shape)
+    forth = goal.T - begin
+    return np.stack([arriving.ravel(), forth.ravel(), by_expert.ravel(), -forth.T.ravel()]), arriving.sum(0)
+
+
+def give_plans(model: Any, replay: RouterReplay, run: Callable[[], Any]) -> bool:
+    """Have rows of replayed routes planned for experts of ours; return whether any take plans. See `plan_slots`."""
+    name = getattr(model.config, "_experts_implementation", None)
+    if name not in (NAME, WHOLE):
+        return False
+    slots = plan_slots(model, replay, run)
+    planner = None
+    if name == NAME and slots:
+        module: Any = next(module for _, module in named_experts(model))
+        device = next(module.parameters()).device
+        planner = TravelPlanner(module.expert_shard.group, {slot.layer: slot.num_experts for slot in slots}, device)
+    replay.give_plans(slots, planner)
+    return bool(slots)
+
+
+def _travel(order: Dispatch, group: dist.ProcessGroup) -> Travel:
+    """Exchange the counts of one layer, and return how its rows travel."""
+    leaving = torch.diff(order.offsets, prepend=order.offsets.new_zeros(1)).view(group.size(), -1)
+    arriving = torch.empty_like(leaving)  # rows of each rank for each expert of this one
+    dist.all_to_all_single(arriving, leaving, group=group)
+    sent, received = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()  # the host waits here
+    experts = torch.arange(leaving.shape[1], device=leaving.device).repeat(len(received))
+    expert_of_row = experts.repeat_interleave(arriving.reshape(-1), output_size=sum(received))
+    by_expert = torch.sort(expert_of_row, stable=True).indices
+    inverse = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(len(by_expert), device=leaving.device))
+    return Travel(sent, received, by_expert, inverse, arriving.sum(0))
+
+
 @torch.compiler.disable
 def parallel_experts(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Return what the experts of one layer, on all ranks of the group, make of this rank's hidden states (T, H)."""
     module: Any = self
     shard: ExpertShard = module.expert_shard
-    order = dispatch(top_k_index, module.num_experts)
-    counts = torch.diff(order.offsets, prepend=order.offsets.new_zeros(1)).view(shard.group.size(), -1)
-    arriving = torch.empty_like(counts)  # rows of each rank for each expert of this one
-    dist.all_to_all_single(arriving, counts, group=shard.group)
-    sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()  # the host waits here
-
+    plan = planned(module, top_k_index)
+    if plan is None:
+        order = dispatch(top_k_index, module.num_experts)
+        travel = _travel(order, shard.group)
+    else:
+        order, travel = plan.order, plan.exchange.travel()
     rows = _ToRows.apply(hidden, order.token, order.row)
-    rows = _Exchange.apply(rows, sent, received, shard.group)
-    experts = torch.arange(counts.shape[1], device=hidden.device).repeat(len(received))
-    expert_of_row = experts.repeat_interleave(arriving.reshape(-1), output_size=sum(received))
-    expert_of_row, by_expert = torch.sort(expert_of_row, stable=True)
-    inverse = torch.empty_like(by_expert).scatter_(0, by_expert, torch.arange(len(by_expert), device=hidden.device))
-    rows = _Reorder.apply(rows, by_expert, inverse)
-    rows = _computed(module, rows, expert_of_row, arriving.sum(0).cumsum(0, dtype=torch.int32))
-    rows = _Reorder.apply(rows, inverse, by_expert)
-    rows = _Exchange.apply(rows, received, sent, shard.group)
+    rows = _Exchange.apply(rows, travel.sent, travel.received, shard.group)
+    rows = _Reorder.apply(rows, travel.by_expert, travel.inverse)
+    rows = _computed(module, rows, travel.counts)
+    rows = _Reorder.apply(rows, travel.inverse, travel.by_expert)
+    rows = _Exchange.apply(rows, travel.received, travel.sent, shard.group)
     return _ToTokens.apply(rows, top_k_weights, order.pair, order.token, order.row)
 
 
-def _computed(module: Any, rows: Tensor, expert_of_row: Tensor, offsets: Tensor) -> Tensor:
-    """Return the rows of this rank's experts, ordered by expert, after their projections."""
+def _computed(module: Any, rows: Tensor, counts: Tensor) -> Tensor:
+    """Return the rows of this rank's experts, so many of each, after their projections."""
     from transformers.integrations.moe import _grouped_linear
 
+    offsets = counts.cumsum(0, dtype=torch.int32)
+    expert_of_row = None
+    if module.has_bias:
+        expert_of_row = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
+
     def project(rows: Tensor, name: str) -> Tensor:
-        bias = _local(module, f"{name}_bias")[expert_of_row] if module.has_bias else None
+        bias = None if expert_of_row is None else _local(module, f"{name}_bias")[expert_of_row]
         return _grouped_linear(rows, _local(module, name), offsets, bias=bias, is_transposed=module.is_transposed)
 
     if module.has_gate:

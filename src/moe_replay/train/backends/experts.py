@@ -162,15 +162,6 @@ def planned(module: Any, top_k_index: Tensor) -> LayerPlan | None:
     return None if slot is None else slot.take(top_k_index.shape)
 
 
-def give_plans(model: Any, replay: RouterReplay, run: Callable[[], Any]) -> bool:
-    """Have rows of replayed routes planned for the experts of this module; return whether any take plans."""
-    if getattr(model.config, "_experts_implementation", None) != NAME:
-        return False
-    slots = plan_slots(model, replay, run)
-    replay.give_plans(slots)
-    return bool(slots)
-
-
 def plan_slots(model: nn.Module, replay: RouterReplay, run: Callable[[], Any]) -> list[PlanSlot]:
     """Give the experts of each layer a slot for plans where they are called with what its router has chosen.
 

@@ -33,8 +33,7 @@ from moe_replay.train.backends.base import (
     apply_routing,
 )
 from moe_replay.train.backends.compilation import CompiledLayers
-from moe_replay.train.backends.expert_parallel import is_divided, is_expert_parallel, rows_of_rank
-from moe_replay.train.backends.experts import give_plans
+from moe_replay.train.backends.expert_parallel import give_plans, is_divided, is_expert_parallel, rows_of_rank
 from moe_replay.train.backends.fsdp_loading import EXPERT_ID, row_offset, sharded_model
 from moe_replay.train.backends.logprobs import EAGER, HeadMath, HeadScores
 from moe_replay.train.backends.lora import AdaptedWeight, plain_name
