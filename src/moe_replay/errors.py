@@ -6,6 +6,8 @@ message are kept as attributes: a tool can group errors by layer without parsing
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -127,6 +129,18 @@ class MissingExtraError(MoeReplayError, ImportError):
     """An optional dependency is not installed; the message names the extra that installs it."""
 
     exit_status = ExitStatus.FAILED
+
+
+@contextmanager
+def needs_extra(need: str, extra: str) -> Iterator[None]:
+    """Name the extra that installs a package whose import fails inside this context.
+
+    need   what cannot be done without it: "figures need matplotlib"; {}: the name of the package
+    """
+    try:
+        yield
+    except ImportError as missing:
+        raise MissingExtraError(need.format(missing.name), remedy=f"pip install 'moe-replay[{extra}]'") from missing
 
 
 class EngineName(NamedTuple):

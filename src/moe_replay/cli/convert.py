@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_replay.errors import EXIT_CODES, ExitStatus, MissingExtraError
+from moe_replay.errors import EXIT_CODES, ExitStatus, needs_extra
 
 INTRODUCTION = """\
 usage: moe-replay convert {swift,verl,skyrl} {COMMAND | FILE}
@@ -51,12 +51,8 @@ class ConvertCommand:
         if self.source == "routes":
             self._convert_routes()
             return
-        try:
+        with needs_extra("converting needs {}", "train"):
             from moe_replay.tools.convert import convert
-        except ImportError as missing:
-            raise MissingExtraError(
-                f"converting needs {missing.name}", remedy="pip install 'moe-replay[train]'"
-            ) from missing
         recipe, problems = convert(self.source, self.words)
         print(recipe, end="")
         for problem in problems:

@@ -13,7 +13,7 @@ from typing_extensions import Doc
 from moe_replay.engines.base import TOKEN_VARIABLE, Capture, Engine, LoraSpec, StartRequest
 from moe_replay.engines.registry import ENGINES, engine_names, engine_spec, start_engine
 from moe_replay.engines.requests import RequestLimits
-from moe_replay.errors import EngineError, EngineOptionError, MissingExtraError
+from moe_replay.errors import EngineError, EngineOptionError, needs_extra
 from moe_replay.utils.misc import is_loopback
 from moe_replay.utils.secrets import check_token, find_token
 
@@ -60,16 +60,11 @@ class RolloutCommand:
 
     def __call__(self) -> None:
         """Start the engine and serve requests until a signal."""
-        try:
+        with needs_extra("the rollout server needs {}", "serve"):
             import uvicorn  # noqa: F401  fail before the engine starts
 
             from moe_replay.engines.server.app import build_app
             from moe_replay.engines.server.serve import Server, listening
-        except ImportError as missing:
-            raise MissingExtraError(
-                f"the rollout server needs {missing.name}", remedy="pip install 'moe-replay[serve]'"
-            ) from missing
-
         self._check_numbers()
         token = find_token(self.token, self.token_file, TOKEN_VARIABLE)
         if token:

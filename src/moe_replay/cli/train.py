@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_replay.errors import EXIT_CODES, ExitStatus, MissingExtraError, MoeReplayError
+from moe_replay.errors import EXIT_CODES, ExitStatus, MoeReplayError, needs_extra
 
 if TYPE_CHECKING:
     from moe_replay.train.config.train_config import TrainConfig
@@ -130,10 +130,8 @@ class TrainCommand:
             sys.exit(problems[0].exit_status)
 
     def _config(self) -> TrainConfig:
-        try:
+        with needs_extra("training needs {}", "train"):
             from moe_replay.train.config.file import load_config
-        except ImportError as missing:
-            raise _missing(missing) from missing
         config = load_config(self.recipe, self.overrides, tiny=self.tiny)
         if self.recipe is None and not config.model.path and not self.tiny:
             from moe_replay.demo import RECIPE
@@ -223,10 +221,6 @@ def _world_size() -> int | None:
             remedy="Use torchrun, or unset it",
         )
     return None if text is None else int(text)
-
-
-def _missing(missing: ImportError) -> MissingExtraError:
-    return MissingExtraError(f"training needs {missing.name}", remedy="pip install 'moe-replay[train]'")
 
 
 def help_text(width: int, schema: Mapping[str, Any] | None = None, keys: Container[str] | None = None) -> str:

@@ -42,7 +42,7 @@ class Resources(NamedTuple):
         return max(int(min((a // b for a, b in zip(self, other, strict=True) if b), default=0)), 0)
 
     def __str__(self) -> str:
-        parts = [_counted(self.gpus, "GPU")] * (self.gpus > 0) + [_counted(self.cpus, "CPU")]
+        parts = [counted(self.gpus, "GPU")] * (self.gpus > 0) + [counted(self.cpus, "CPU")]
         return ", ".join(parts + [f"{self.memory / GIB:.1f} GiB"] * (self.memory > 0))
 
 
@@ -143,7 +143,7 @@ def check_capacity(nodes: Sequence[Node], demand: Demand) -> str:
     missing = list(_missing(nodes, demand))
     required = _required(demand)
     if not missing:
-        return f"{required} on {_counted(len(nodes), 'node')}"
+        return f"{required} on {counted(len(nodes), 'node')}"
     raise CapacityError(
         f"the cluster is too small for the run: {'; '.join(missing)}",
         expected=required,
@@ -188,12 +188,12 @@ def _missing(nodes: Sequence[Node], demand: Demand) -> Iterable[str]:
     trainer_nodes, engines = _fitting(nodes, demand)
     if trainer_nodes < demand.trainer_nodes:
         yield (
-            f"{trainer_nodes} of {_counted(demand.trainer_nodes, 'trainer node')} found, "
+            f"{trainer_nodes} of {counted(demand.trainer_nodes, 'trainer node')} found, "
             f"each needs {demand.trainer} on one machine"
         )
     elif engines < demand.engines:
         yield (
-            f"{engines} of {_counted(demand.engines, 'engine')} fit next to the trainer, "
+            f"{engines} of {counted(demand.engines, 'engine')} fit next to the trainer, "
             f"each needs {demand.engine} on one machine"
         )
 
@@ -204,14 +204,14 @@ def _remedy(nodes: Sequence[Node], demand: Demand) -> str:
     trainer_nodes, engines = _fitting(nodes, demand)
     if trainer_nodes < demand.trainer_nodes:
         lower = f"set cluster.trainer_nodes = {trainer_nodes}" if trainer_nodes else "lower cluster.ranks_per_node"
-        return f"Add {_counted(demand.trainer_nodes - trainer_nodes, 'machine')} with {demand.trainer} free, or {lower}"
+        return f"Add {counted(demand.trainer_nodes - trainer_nodes, 'machine')} with {demand.trainer} free, or {lower}"
     lower = f", or set cluster.engines = {engines}" if engines else ""
-    return f"Add machines with {demand.engine} free for {_counted(demand.engines - engines, 'engine')}{lower}"
+    return f"Add machines with {demand.engine} free for {counted(demand.engines - engines, 'engine')}{lower}"
 
 
 def _required(demand: Demand) -> str:
-    trainer = f"{_counted(demand.trainer_nodes, 'trainer node')} with {demand.trainer} each"
-    engines = f", {_counted(demand.engines, 'engine')} with {demand.engine} each" if demand.engines else ""
+    trainer = f"{counted(demand.trainer_nodes, 'trainer node')} with {demand.trainer} each"
+    engines = f", {counted(demand.engines, 'engine')} with {demand.engine} each" if demand.engines else ""
     return trainer + engines
 
 
@@ -223,5 +223,6 @@ def _free(nodes: Sequence[Node]) -> str:
     return "free on " + "; ".join(shown[:_SHOWN_NODES] + more)
 
 
-def _counted(count: float, noun: str) -> str:
+def counted(count: float, noun: str) -> str:
+    """Return a number of things in words."""
     return f"{count:g} {noun}{'s' * (count != 1)}"

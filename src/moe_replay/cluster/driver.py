@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_replay.cluster.capacity import wait_for_capacity
+from moe_replay.cluster.capacity import counted, wait_for_capacity
 from moe_replay.cluster.connection import Connection, join_or_start
 from moe_replay.cluster.engines import LOST_DELAY_S, EngineGroup, EnginePlacement
 from moe_replay.cluster.layout import Layout, RankPlacement, engine_devices, is_possible, plan_resources
@@ -220,7 +220,7 @@ class RayRun:
                 if nodes < self._layout.nodes:
                     ranks = nodes * layout.ranks_per_node
                     self._log(
-                        f"{nodes} of {self._layout.nodes} trainer nodes left; continuing with {_counted(ranks, 'rank')}"
+                        f"{nodes} of {self._layout.nodes} trainer nodes left; continuing with {counted(ranks, 'rank')}"
                     )
                 self._trainer_bundles, self._layout, self._engines.layout = group, layout, layout
                 self._reserve_engines(timeout_s)
@@ -288,20 +288,16 @@ def _on_this_node() -> Any:
 
 
 def _placement(layout: Layout) -> str:
-    ranks = _counted(layout.nodes * layout.ranks_per_node, "rank")
-    trainer = f"{ranks} on {_counted(layout.nodes, 'node')} with {_resources(layout.trainer)} each"
+    ranks = counted(layout.nodes * layout.ranks_per_node, "rank")
+    trainer = f"{ranks} on {counted(layout.nodes, 'node')} with {_resources(layout.trainer)} each"
     if not layout.engines:
         return f"placing {trainer}"
     where = "on the same nodes" if layout.colocated else f"with {_resources(layout.engine)} each"
-    return f"placing {trainer}; {_counted(layout.engines, 'engine')} {where}"
+    return f"placing {trainer}; {counted(layout.engines, 'engine')} {where}"
 
 
 def _resources(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items() if name in ("CPU", "GPU", "NPU"))
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 # ---- outcomes of ranks -----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe_replay.demo.task import CHARACTERS
-from moe_replay.errors import MissingExtraError
+from moe_replay.errors import needs_extra
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -90,13 +90,9 @@ def character_tokenizer(
     tokens: Sequence[str], *, pad: str, end: str, unknown: str, special: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per character, and special tokens; a token's id is its index."""
-    try:
+    with needs_extra("the embedded default needs Transformers", "train"):
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
-    except ImportError as missing:
-        raise MissingExtraError(
-            "the embedded default needs Transformers", remedy="pip install 'moe-replay[train]'"
-        ) from missing
     characters = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=unknown))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     characters.decoder = decoders.Fuse()
@@ -112,12 +108,8 @@ def character_tokenizer(
 
 def model_config(settings: DemoSettings) -> Qwen3MoeConfig:
     """Return the config of the model; imports no modeling code."""
-    try:
+    with needs_extra("the embedded default needs Transformers", "train"):
         from transformers import Qwen3MoeConfig
-    except ImportError as missing:
-        raise MissingExtraError(
-            "the embedded default needs Transformers", remedy="pip install 'moe-replay[train]'"
-        ) from missing
     return Qwen3MoeConfig(
         vocab_size=VOCABULARY,
         hidden_size=settings.hidden_size,

@@ -175,3 +175,13 @@ def _observe(router: Any, layer: int, guard: RouterGuard) -> None:
         )
 
     router.get_replay_topk = get_replay_topk
+
+
+@contextmanager
+def without_own_replay(host: Any) -> Iterator[None]:
+    """Switch off the replay of an engine or trainer of another project."""
+    host.enable_routing_replay = False
+    try:
+        yield
+    finally:
+        host.enable_routing_replay = True

@@ -11,7 +11,6 @@ The verdict on a step comes when its backward has ended, before the optimizer st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from types import ModuleType
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_replay.integrations.hosts import MS_SWIFT, HostError, ReplaySettings
-from moe_replay.integrations.megatron_guard import RouterGuard, printed_before_raised
+from moe_replay.integrations.megatron_guard import RouterGuard, printed_before_raised, without_own_replay
 from moe_replay.interop import from_ms_swift
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import TokenLayout
@@ -280,7 +279,7 @@ def _guarded_scoring(original: Method) -> Method:
         else:
             expected = batch.expected(traces, guard.controller.layers_of(chunk), guard)
             with (
-                _without_its_replay(self),
+                without_own_replay(self),
                 guard.controller.replay(expected, fed_ids=batch.fed_ids(chunk, guard.device)),
             ):
                 result = run(_without_routes(data))
@@ -297,7 +296,7 @@ def _record(
     if guard.controller is None:
         result, chosen = guard.record(run)
         return result, chosen.to_traces(batch.ids, batch.layout, unverified=True)
-    with _without_its_replay(trainer), guard.controller.record(fed_ids=batch.fed_ids(chunk, guard.device)) as recording:
+    with without_own_replay(trainer), guard.controller.record(fed_ids=batch.fed_ids(chunk, guard.device)) as recording:
         result = run()
     return result, recording.traces(batch.layout, batch.ids)
 
@@ -323,7 +322,7 @@ def _guarded_update(original: Method) -> Method:
             expected = batch.expected(traces, guard.controller.layers_of(chunk), guard)
             fed_ids = batch.fed_ids(chunk, guard.device)
             with (
-                _without_its_replay(self),
+                without_own_replay(self),
                 guard.controller.replay(expected, fed_ids=fed_ids, observe=observes) as replaying,
             ):
                 result = original(self, iter([_without_routes(data)]), model)
@@ -377,15 +376,6 @@ def _judging(original: Method) -> Method:
         return judged
 
     return get_forward_backward_func
-
-
-@contextmanager
-def _without_its_replay(trainer: Any) -> Iterator[None]:
-    trainer.enable_routing_replay = False
-    try:
-        yield
-    finally:
-        trainer.enable_routing_replay = True
 
 
 def _without_routes(data: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib import metadata
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from torch import Tensor
 from moe_replay.distributed.ranks import raise_on_all_ranks
 from moe_replay.distributed.traces import merge_traces
 from moe_replay.integrations.hosts import VERL, HostError, ReplaySettings
-from moe_replay.integrations.megatron_guard import RouterGuard
+from moe_replay.integrations.megatron_guard import RouterGuard, without_own_replay
 from moe_replay.integrations.verl_batch import SAMPLE, compute_device, read_traces, replace_engine, sampled_tokens
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import TokenLayout
@@ -99,16 +98,8 @@ class MegatronGuardMixin(_Engine):
             traces = [self._traces[sample] for sample in batch[SAMPLE].tolist()]
         if guard.controller is None:
             return run() if traces is None else guard.check_verl(run, batch, chunk, traces)
-        with self._without_verls_replay():
+        with without_own_replay(self):
             return guard.replay(run, batch, chunk, traces, self.mini_layer_topk_idx_list)
-
-    @contextmanager
-    def _without_verls_replay(self) -> Iterator[None]:
-        self.enable_routing_replay = False
-        try:
-            yield
-        finally:
-            self.enable_routing_replay = True
 
 
 class MegatronGuard(RouterGuard):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe_replay.errors import MissingExtraError, MoeReplayError, TraceFormatError
+from moe_replay.errors import MoeReplayError, TraceFormatError, needs_extra
 from moe_replay.interop.conventions import from_verl
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
@@ -90,11 +90,9 @@ def _read_npz(file: Path) -> Mapping[str, Any]:
 
 
 def _read_parquet(file: Path) -> Mapping[str, Any]:
-    try:
+    with needs_extra("reading parquet needs pyarrow", "train"):
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
-    except ImportError as missing:
-        raise MissingExtraError("reading parquet needs pyarrow", remedy="pip install 'moe-replay[train]'") from missing
     try:
         table = ParquetFile(file)
         present = [name for name in (ROUTES, TOKENS) if name in table.schema_arrow.names]

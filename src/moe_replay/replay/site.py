@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -159,3 +159,10 @@ def recomputes(chunk: Chunk) -> bool:
 
 def _is_checkpoint_wrapper(module: nn.Module) -> bool:
     return any(cls.__name__ == "CheckpointWrapper" for cls in type(module).__mro__)
+
+
+def outwards(name: str) -> Iterator[str]:
+    """Yield the names of the enclosing modules, from the nearest to the model itself, whose name is empty."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from moe_replay.errors import ExitStatus, MissingExtraError, MoeReplayError
+from moe_replay.errors import ExitStatus, MoeReplayError, needs_extra
 from moe_replay.report.page import MISSING, format_metric
 from moe_replay.report.record import RunRecord, Series, read_run
 from moe_replay.report.run_report import MODES, k3_native_and_replayed
@@ -116,13 +116,9 @@ def push_folder(folder: Path, repository: str, *, private: bool = True) -> str:
 
     The token is huggingface_hub's: $HF_TOKEN, or the one of `hf auth login`.
     """
-    try:
+    with needs_extra("pushing to the Hub needs huggingface_hub", "train"):
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
-    except ImportError as missing:
-        raise MissingExtraError(
-            "pushing to the Hub needs huggingface_hub", remedy="pip install 'moe-replay[train]'"
-        ) from missing
     api = HfApi(library_name="moe-replay")
     try:
         created = api.create_repo(repository, private=private, exist_ok=True)

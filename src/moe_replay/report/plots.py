@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moe_replay.errors import MissingExtraError
+from moe_replay.errors import needs_extra
 from moe_replay.report.record import Series
 
 # ---- colours ---------------------------------------------------------------------------------------------------------
@@ -121,11 +121,9 @@ def render(
     name: str, title: str, caption: str, plot: Callable[[Any], None], *, height: float = 2.9, panels: int = 1
 ) -> RenderedFigure:
     """Render a figure; `plot` fills its axes, a list if there are several panels."""
-    try:
+    with needs_extra("figures need matplotlib", "report"):
         import matplotlib
         from matplotlib.figure import Figure
-    except ImportError as missing:
-        raise MissingExtraError("figures need matplotlib", remedy="pip install 'moe-replay[report]'") from missing
 
     # Without pyplot no figure stays open and no display is needed.
     with matplotlib.rc_context(_STYLE):

@@ -19,6 +19,13 @@ from moe_replay.verification.shift import SHIFTS
 CELLS = 1 << 22  # ids compared in one operation
 
 
+def spread(values: np.ndarray, count: int) -> np.ndarray:
+    """Return at most `count` of the values, evenly spread."""
+    if len(values) <= count:
+        return values
+    return values[np.linspace(0, len(values) - 1, count).astype(np.int64)]
+
+
 @dataclass(frozen=True, eq=False)
 class Evidence:
     """Routes of packed sequences: row r is token r of the concatenated sequences.
@@ -45,12 +52,6 @@ class Evidence:
     def sample_of(self, rows: np.ndarray) -> np.ndarray:
         """Return the sequence that each row belongs to."""
         return np.searchsorted(self.starts, rows, side="right") - 1
-
-    def spread(self, values: np.ndarray, count: int) -> np.ndarray:
-        """Return at most `count` of the values, evenly spread."""
-        if len(values) <= count:
-            return values
-        return values[np.linspace(0, len(values) - 1, count).astype(np.int64)]
 
     def telling_slots(self, count: int) -> np.ndarray:
         """Return at most `count` of the layers that are wrong, those that can tell most."""
@@ -244,7 +245,7 @@ def _by_sample(evidence: Evidence) -> list[tuple[int, np.ndarray]]:
 
 def _by_layers(evidence: Evidence) -> Iterator[Explanation]:
     """Explain by routes of other layers."""
-    source, scores = evidence.source_layers(evidence.spread(evidence.rows, 4 * PROBES))
+    source, scores = evidence.source_layers(spread(evidence.rows, 4 * PROBES))
     slots = evidence.slots
     moved = (scores > EXPLAINS) & (source != slots)
     if not moved.any() or moved.sum() < len(slots) // 2:
@@ -285,7 +286,7 @@ def _by_ids(evidence: Evidence) -> Iterator[Explanation]:
             Cause.PHYSICAL_IDS,
             f"routes name expert {largest} while the routers have {num_experts}: physical expert ids",
         )
-    score = evidence.relabelled(evidence.spread(evidence.rows, 64 * PROBES))
+    score = evidence.relabelled(spread(evidence.rows, 64 * PROBES))
     layers = range_of_layers([evidence.native.layers[s] for s in evidence.slots], list(evidence.native.layers))
     detail = f"expert ids are renamed {layers}: physical ids of a load balancer in place of logical ones"
     yield Explanation(score, Cause.PHYSICAL_IDS, detail)
@@ -294,12 +295,12 @@ def _by_ids(evidence: Evidence) -> Iterator[Explanation]:
 def _by_rows(evidence: Evidence) -> Iterator[Explanation]:
     """Explain by routes of other tokens."""
     slots = evidence.telling_slots(PROBED_LAYERS)
-    rows = evidence.spread(evidence.rows, PROBES)
+    rows = spread(evidence.rows, PROBES)
     for cause, detail, sources in (*transpositions(evidence, rows), *context_orders(evidence, rows)):
         yield Explanation(float(evidence.explained_by(rows, sources[None], slots)[0]), cause, detail)
     shifts, others, scores = {}, {}, []
     for sample, wrong in _by_sample(evidence)[:SAMPLES_NAMED]:
-        probes = evidence.spread(wrong, PROBES)
+        probes = spread(wrong, PROBES)
         moves, sources = moves_of_sample(evidence, sample, probes)
         if not len(moves):
             continue
@@ -337,7 +338,7 @@ def _unexplained(evidence: Evidence) -> Explanation:
     """Explain by expert loads alone: routes of this model for other tokens have its loads, other routers do not."""
     layers = range_of_layers([evidence.native.layers[s] for s in evidence.slots], list(evidence.native.layers))
     where = f"{layers}{_where(evidence)}"
-    if evidence.load_distance(evidence.spread(evidence.rows, 64 * PROBES)) > 0.1:
+    if evidence.load_distance(spread(evidence.rows, 64 * PROBES)) > 0.1:
         detail = f"routes {where} are of other routers: their experts are used otherwise than natively"
         return Explanation(0.0, Cause.OTHER_ROUTERS, detail)
     detail = f"routes {where} are of other tokens, none of these samples: of another micro-batch, or stale"

@@ -17,7 +17,7 @@ from moe_replay.routes.layout import PADDING, TokenLayout
 from moe_replay.routes.trace import RouteTrace
 from moe_replay.utils.misc import evaluating
 from moe_replay.verification.alignment_verdict import FLOOR, Cause, Verdict, judge, listed
-from moe_replay.verification.causes import Evidence, explain
+from moe_replay.verification.causes import Evidence, explain, spread
 from moe_replay.verification.shift import HERE, ShiftTable, shift_table
 from moe_replay.verification.wrong_rows import RowScores, affected_parts, misrouted_rows, row_scores
 
@@ -73,7 +73,7 @@ def compare(native: Sequence[RouteTrace], given: Sequence[RouteTrace], *, width:
     ours, theirs = RouteBatch.from_traces(native, layout), RouteBatch.from_traces(given, layout)
     theirs = replace(theirs, valid=theirs.valid & ours.valid)
     covered = theirs.valid.any(0).numpy()
-    table = shift_table(ours, theirs, layout, rows=_spread(np.flatnonzero(covered)))
+    table = shift_table(ours, theirs, layout, rows=spread(np.flatnonzero(covered), ROWS_IN_TABLE))
     verdict = judge(table)
     if not covered.any():
         detail = "no sample has a single recorded route"
@@ -136,13 +136,6 @@ def _checked_lengths(native: Sequence[RouteTrace], given: Sequence[RouteTrace]) 
                 remedy="Truncate a trace where its tokens are truncated: trace[:length]",
             )
     return [len(trace) for trace in native]
-
-
-def _spread(rows: np.ndarray) -> np.ndarray:
-    """Return at most `ROWS_IN_TABLE` of the rows, evenly spread."""
-    if len(rows) <= ROWS_IN_TABLE:
-        return rows
-    return rows[np.linspace(0, len(rows) - 1, ROWS_IN_TABLE).astype(np.int64)]
 
 
 def _gaps(given: Sequence[RouteTrace]) -> Iterator[str]:

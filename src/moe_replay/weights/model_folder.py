@@ -22,7 +22,7 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 
-from moe_replay.errors import MissingExtraError, MoeReplayError
+from moe_replay.errors import MoeReplayError, needs_extra
 from moe_replay.utils.misc import one_line
 from moe_replay.weights.checkpoint import CheckpointForm
 
@@ -325,12 +325,8 @@ def _short_name(dtype: torch.dtype) -> str:
 
 
 def _transformers() -> Any:
-    try:
+    with needs_extra("models are loaded by Transformers", "transformers"):
         import transformers
-    except ImportError as missing:
-        raise MissingExtraError(
-            "models are loaded by Transformers", remedy="pip install 'moe-replay[transformers]'"
-        ) from missing
     return transformers
 
 

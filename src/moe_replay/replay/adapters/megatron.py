@@ -25,7 +25,15 @@ from moe_replay.replay.adapters.megatron_settings import (
     check_settings,
     megatron_version,
 )
-from moe_replay.replay.site import Chunk, PassSource, PlanSlot, RouterHookFactory, RouterSite, boundary_modules
+from moe_replay.replay.site import (
+    Chunk,
+    PassSource,
+    PlanSlot,
+    RouterHookFactory,
+    RouterSite,
+    boundary_modules,
+    outwards,
+)
 from moe_replay.replay.topk import Choice, RouterCall, TopKHook, TopKInterceptor
 from moe_replay.routes.layout import RowOrder
 from moe_replay.routes.topology import MoeLayer, MoeTopology
@@ -257,7 +265,7 @@ def _declared(model: Any) -> MoeTopology:
 def _prediction_index(modules: Modules, site: RouterSite, num_layers: int) -> int:
     """Return the decoder index of a layer of multi-token prediction. They follow the decoder's layers, whatever
     number their version gives them: 0.16 continues counting, 0.19 starts again."""
-    outer = next(name for name in _outwards(site.name) if _is_a(modules[name], PREDICTION_LAYER))
+    outer = next(name for name in outwards(site.name) if _is_a(modules[name], PREDICTION_LAYER))
     depth, inside = modules[outer].layer_number - 1, site.name[len(outer) + 1 :].split(".")
     position = next((i for i, part in enumerate(inside) if part.isdigit()), None)
     if position is None:
@@ -266,14 +274,8 @@ def _prediction_index(modules: Modules, site: RouterSite, num_layers: int) -> in
     return num_layers + depth * len(layers) + int(inside[position])
 
 
-def _outwards(name: str) -> Iterator[str]:
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
-
-
 def _enclosing(modules: Modules, name: str, kind: str) -> Any:
-    return next((modules[outer] for outer in _outwards(name) if _is_a(modules[outer], kind)), None)
+    return next((modules[outer] for outer in outwards(name) if _is_a(modules[outer], kind)), None)
 
 
 def _site(modules: Modules, name: str) -> RouterSite:

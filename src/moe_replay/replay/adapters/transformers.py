@@ -10,13 +10,13 @@ that silently routes natively.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from torch import nn
 
 from moe_replay.errors import UnsupportedRouterError
-from moe_replay.replay.site import RouterSite
+from moe_replay.replay.site import RouterSite, outwards
 from moe_replay.routes.router_families import ROUTER_FAMILIES, RouterFamily, RouterRule, refusal_by_class
 from moe_replay.routes.topology import ATTENTION_ROUTER, MoeLayer, MoeTopology, text_config
 from moe_replay.utils.tested_versions import notice_if_newer
@@ -78,7 +78,7 @@ def _decoder_name(
     lengths = {name: len(module) for name, module in modules.items() if isinstance(module, nn.ModuleList)}
     deep_enough = [name for name, length in lengths.items() if length == declared.num_layers]
     outermost = [name for name in deep_enough if not any(is_inside(name, other) for other in deep_enough)]
-    owners = {name: _config_of(modules[outer] for outer in _outwards(name)) for name in outermost}
+    owners = {name: _config_of(modules[outer] for outer in outwards(name)) for name in outermost}
     of_type = [name for name, config in owners.items() if getattr(config, "model_type", "") == model_type]
     candidates = of_type or outermost
     if len(candidates) > 1:  # granitemoe_swa of one layer has a list of one rotary embedding next to it
@@ -93,13 +93,6 @@ def _decoder_name(
     return candidates[0]
 
 
-def _outwards(name: str) -> Iterator[str]:
-    """Yield the names of the enclosing modules, from the nearest to the model itself, whose name is empty."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
-
-
 def _sites(modules: Mapping[str, nn.Module], decoder: str, routers: Mapping[str, RouterNumbers]) -> list[RouterSite]:
     sites: dict[int, RouterSite] = {}
     for name, numbers in routers.items():
@@ -107,7 +100,7 @@ def _sites(modules: Mapping[str, nn.Module], decoder: str, routers: Mapping[str,
             continue
         layer = int(name[len(decoder) + 1 :].partition(".")[0])
         # jetmoe's attention is a mixture of experts with its own router
-        if any(type(modules[outer]).__name__.endswith("Attention") for outer in _outwards(name)):
+        if any(type(modules[outer]).__name__.endswith("Attention") for outer in outwards(name)):
             layer += ATTENTION_ROUTER
         site = RouterSite(layer, name, modules[name], **numbers._asdict())
         _check_alone(site, sites)

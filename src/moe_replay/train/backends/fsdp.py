@@ -37,7 +37,7 @@ from moe_replay.train.backends.expert_parallel import give_plans, is_divided, is
 from moe_replay.train.backends.fsdp_loading import EXPERT_ID, row_offset, sharded_model
 from moe_replay.train.backends.logprobs import EAGER, HeadMath, HeadScores
 from moe_replay.train.backends.lora import AdaptedWeight, plain_name
-from moe_replay.train.backends.offload import TrainerOffload
+from moe_replay.train.backends.offload import TrainerOffload, local_part
 from moe_replay.train.backends.rank_state import Optimized, RankState
 from moe_replay.train.backends.regions import RegionMap, Rows
 from moe_replay.train.backends.ulysses import ContextParallel
@@ -564,14 +564,10 @@ def _total_norm(gradients: Sequence[Tensor]) -> Tensor:
         if not is_divided(same[0]):
             norms.append(_whole(nn.utils.get_total_norm(same)))
             continue
-        square = nn.utils.get_total_norm([_local(gradient) for gradient in same]).square()
+        square = nn.utils.get_total_norm([local_part(gradient) for gradient in same]).square()
         dist.all_reduce(square)
         norms.append(square.sqrt())
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _whole(tensor: Tensor) -> Tensor:

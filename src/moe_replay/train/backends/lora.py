@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_replay.errors import MissingExtraError, MoeReplayError
+from moe_replay.errors import MoeReplayError, needs_extra
 from moe_replay.replay.adapters.transformers import router_numbers
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.train.config.sections import ModelConfig
@@ -152,10 +152,8 @@ Gather = Callable[[Tensor], Tensor]
 
 def add_adapters(model: Any, config: ModelConfig) -> None:
     """Freeze the model and add trainable adapters to linear layers, fused experts and routers, in place."""
-    try:
+    with needs_extra("LoRA needs peft", "lora"):
         from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as missing:
-        raise MissingExtraError("LoRA needs peft", remedy="pip install 'moe-replay[lora]'") from missing
 
     targets = find_targets(model, config.lora_target_modules, config.router_family)
     # Without a config around it, peft takes the targets as they are: it would leave out dense layers next to experts.

@@ -163,7 +163,7 @@ class TrainerOffload:
         """Move everything to the host."""
         if self.enabled:
             for name, tensors in self._sources.items():  # weights first: the optimizer may step them in place
-                self._memory[name].take(map(_local, tensors()))
+                self._memory[name].take(map(local_part, tensors()))
 
     def reload(self) -> None:
         """Move weights back; the rest stays on the host until it is needed."""
@@ -191,8 +191,8 @@ class TrainerOffload:
 
     def _take_optimizer_state(self) -> None:
         if self.enabled:
-            kept = {_local(tensor).untyped_storage()._cdata for tensor in self._sources["weights"]()}
-            state = map(_local, self._sources["optimizer"]())
+            kept = {local_part(tensor).untyped_storage()._cdata for tensor in self._sources["weights"]()}
+            state = map(local_part, self._sources["optimizer"]())
             self._memory["optimizer"].take(t for t in state if t.untyped_storage()._cdata not in kept)
 
     @property
@@ -202,10 +202,11 @@ class TrainerOffload:
 
     def content_of(self, tensor: Tensor) -> Tensor:
         """Return the values of this rank's part of a tensor, wherever they are."""
-        local = _local(tensor)
+        local = local_part(tensor)
         found = (memory.content_of(local) for memory in self._memory.values())
         return next((values for values in found if values is not None), local)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from moe_replay.distributed.collectives import all_gather, control_group
 from moe_replay.errors import MoeReplayError
 from moe_replay.train.backends import regions
+from moe_replay.train.backends.offload import local_part
 from moe_replay.train.backends.regions import Region, RegionMap, Shape, TensorRegion
 from moe_replay.utils.files import Write, apply_umask
 
@@ -297,7 +298,7 @@ class RankState(ABC):
     def divide(self) -> None:
         """Have each part that several ranks hold written by one of them. All ranks call it; without it, all write."""
         parts = [*self.weights(), *((one.parameter, one.mapping) for one in self.optimized())]
-        self._writers = writers([_signature(_local(tensor), mapping) for tensor, mapping in parts])
+        self._writers = writers([_signature(local_part(tensor), mapping) for tensor, mapping in parts])
 
     def writes(self, values: Tensor, mapping: RegionMap) -> bool:
         """Return whether the file of this rank has a tensor, or the optimizer's state for it; `values` on this rank."""
@@ -308,7 +309,7 @@ class RankState(ABC):
 
         content_of   returns the values of this rank's part of a tensor whose memory may be elsewhere
         """
-        read = content_of or _local
+        read = content_of or local_part
         copies: dict[str, Tensor] = {}
 
         def add(tensor: Tensor, mapping: RegionMap, suffix: str = "") -> None:
@@ -347,11 +348,11 @@ class RankState(ABC):
         saved = self._checked_layout(folder)
         reading = Reading()
         for tensor, mapping in self.weights():
-            for part in mapping.regions(_local(tensor)):
+            for part in mapping.regions(local_part(tensor)):
                 reading.want(part)
         optimized = list(self.optimized()) if saved["moments"] else []
         for parameter, _, mapping in optimized:
-            reading.want_state(mapping, _local(parameter))
+            reading.want_state(mapping, local_part(parameter))
         is_same = {name: value for name, value in saved.items() if name != "moments"} == self._layout
         with SavedFiles(folder, first=dist.get_rank(), then=sorted(set(self._writers.values()))) as files:
             reading.plan(files)
@@ -410,10 +411,6 @@ def _copied(values: Tensor) -> Tensor:
 
 def _signature(tensor: Tensor, mapping: RegionMap) -> int:
     return signature(regions.key(part.name, part.shape, part.region) for part in mapping.regions(tensor.detach()))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _is_scalar(value: Tensor, parameter: Tensor) -> bool:

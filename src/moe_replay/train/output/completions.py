@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from moe_replay.errors import MissingExtraError, MoeReplayError
+from moe_replay.errors import MissingExtraError, MoeReplayError, needs_extra
 from moe_replay.records import Completion
 from moe_replay.utils.files import flush
 from moe_replay.utils.misc import one_line
@@ -72,12 +72,8 @@ def completion_steps(folder: Path) -> dict[int, Path]:
 
 
 def read_completions(path: Path) -> list[Completion]:
-    try:
+    with needs_extra("reading completions needs pyarrow", "train"):
         from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise MissingExtraError(
-            "reading completions needs pyarrow", remedy="pip install 'moe-replay[train]'"
-        ) from error
     try:
         rows = parquet.read_table(path).to_pylist()
         return [_completion(row) for row in rows]

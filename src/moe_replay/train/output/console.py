@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from moe_replay.distributed.ranks import rank
-from moe_replay.errors import MissingExtraError
+from moe_replay.errors import needs_extra
 from moe_replay.records import Completion
 from moe_replay.train.output.completions import printable
 from moe_replay.train.output.sinks import Metrics
@@ -121,10 +121,8 @@ class _LiveLine:
 
 def _console(file: IO[str]) -> Any:
     """Return a console of rich that prints to a file: as wide as the terminal, or wide enough for a log."""
-    try:
+    with needs_extra("output to a terminal needs rich", "train"):
         from rich.console import Console
-    except ImportError as error:
-        raise MissingExtraError("output to a terminal needs rich", remedy="pip install 'moe-replay[train]'") from error
     return Console(file=file, width=None if file.isatty() else LOG_WIDTH)
 
 

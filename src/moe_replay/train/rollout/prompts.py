@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from moe_replay.errors import MissingExtraError, MoeReplayError
+from moe_replay.errors import MoeReplayError, needs_extra
 from moe_replay.utils.misc import one_line
 from moe_replay.utils.signals import time_limit
 
@@ -297,10 +297,8 @@ def _json_row(content: bytes, location: str) -> dict[str, Any]:
 
 
 def _parquet_rows(source: Path) -> list[dict[str, Any]]:
-    try:
+    with needs_extra("reading parquet needs pyarrow", "train"):
         from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise MissingExtraError("reading parquet needs pyarrow", remedy="pip install 'moe-replay[train]'") from error
     try:
         return parquet.read_table(source, page_checksum_verification=True).to_pylist()
     except (ArrowException, OSError, ValueError) as error:
@@ -308,13 +306,9 @@ def _parquet_rows(source: Path) -> list[dict[str, Any]]:
 
 
 def _dataset_rows(source: Path, split: str) -> list[dict[str, Any]]:
-    try:
+    with needs_extra("reading a datasets folder needs datasets", "train"):
         import datasets
         from pyarrow import ArrowException
-    except ImportError as error:
-        raise MissingExtraError(
-            "reading a datasets folder needs datasets", remedy="pip install 'moe-replay[train]'"
-        ) from error
     broken = (ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError)
     try:
         loaded = datasets.load_from_disk(str(source))
@@ -455,13 +449,9 @@ def is_hub_name(path: str | Path) -> bool:
 
 def hub_rows(name: str, subset: str | None, split: str) -> list[dict[str, Any]]:
     """Return the rows of one split. Files of the data set are read; code that comes with it never runs."""
-    try:
+    with needs_extra("data sets of the hub need datasets", "train"):
         import datasets
         from pyarrow import ArrowException
-    except ImportError as error:
-        raise MissingExtraError(
-            "data sets of the hub need datasets", remedy="pip install 'moe-replay[train]'"
-        ) from error
     try:
         loaded = datasets.load_dataset(name, subset, split=split)
         return [dict(row) for row in loaded]  # type: ignore[arg-type]  a split is a Dataset

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_replay.errors import ExitStatus, MissingExtraError, MoeReplayError
+from moe_replay.errors import ExitStatus, MoeReplayError, needs_extra
 from moe_replay.train.config.registries import REWARDS
 from moe_replay.utils.misc import printable, text_of
 from moe_replay.utils.plugins import (
@@ -237,12 +237,8 @@ def _cpu_limit(seconds: float) -> Iterator[None]:
 @cache
 def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return `parse` and `verify` of math-verify, without their warning about disabled timeouts."""
-    try:
+    with needs_extra("comparing mathematics needs math-verify", "train"):
         from math_verify import parse, verify
-    except ImportError as error:
-        raise MissingExtraError(
-            "comparing mathematics needs math-verify", remedy="pip install 'moe-replay[train]'"
-        ) from error
 
     for name in ("math_verify.parser", "math_verify.grader"):
         logging.getLogger(name).addFilter(lambda record: "Timeout is disabled" not in record.getMessage())

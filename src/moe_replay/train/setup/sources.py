@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_replay.distributed.ranks import raise_on_all_ranks, rank
-from moe_replay.errors import MissingExtraError, MoeReplayError
+from moe_replay.errors import MoeReplayError, needs_extra
 from moe_replay.train.checkpoint import manifest
 from moe_replay.train.checkpoint.manifest import EXPORT
 from moe_replay.train.config.train_config import TrainConfig
@@ -78,10 +78,8 @@ def model_folder(path: str) -> str:
     """Return the folder of a model that is given as a folder or by its name on the hub."""
     if Path(path).is_dir():
         return path
-    try:
+    with needs_extra("a download needs huggingface_hub", "train"):
         from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise MissingExtraError("a download needs huggingface_hub", remedy="pip install 'moe-replay[train]'") from error
     try:
         return snapshot_download(path)
     except (OSError, ValueError) as error:
