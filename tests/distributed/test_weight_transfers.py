@@ -124,11 +124,13 @@ def test_each_rank_hands_over_its_own_experts(
     assert ["each rank hands over its own experts" in one["reason"] for one in ranks[0]] == [True, True, False]
     of_experts = sum(tensor.nbytes for name, tensor in wanted.items() if is_expert(name))
     copied = [owner for owner in range(4) if owner not in opens]
-    for rank, (ipc, nccl, _) in enumerate(ranks[1:], start=1):
-        held = {rank, *copied} if rank in (1, 2) else {rank}
-        gathered = total - of_experts if rank in (1, 2) else 0
-        assert ipc["nbytes"] == gathered + of_experts // 4 * len(held)
-        assert nccl["nbytes"] == of_experts // 4
+    for rank, (ipc, nccl, _) in enumerate(ranks):
+        has_worker = rank in (1, 2)
+        assert nccl["of_others"] == 0
+        assert ipc["of_others"] == of_experts // 4 * (len({*copied} - {rank}) if has_worker else 0)
+        if rank != 0:  # which reports what all have sent
+            assert nccl["nbytes"] == of_experts // 4
+            assert ipc["nbytes"] == of_experts // 4 + ipc["of_others"] + (total - of_experts if has_worker else 0)
     dense, experts = largest_layer(wanted, experts=False), largest_layer(wanted, experts=True)
     bound = 2 * max(dense, experts // 4) + experts // 4  # a group, its chunk, and what a tensor of it is made of
     assert variant != "gpt_oss" or bound < experts

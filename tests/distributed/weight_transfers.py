@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from moe_replay.engines.server.client import RolloutClient
 from moe_replay.train.config.sections import WeightSyncConfig
 from moe_replay.train.sync.synced_engine import SyncedEngine
 from moe_replay.train.sync.weight_sync import EngineSync
+from moe_replay.weights.source import DividedSource
 from tests.distributed.megatron_training import make_config, open_backend
 from tests.distributed.weight_sources import LiveMemory
 
@@ -39,8 +41,28 @@ def send(
             if rank == 0:
                 clients = [RolloutClient(url, token=token) for url in urls]
                 engine = SyncedEngine(stack.enter_context(EnginePool(clients, any_version=True, max_backoff_s=0.1)))
-            with LiveMemory() as memory:
-                report = EngineSync(config, CPU).send(backend.weight_source(), engine, version, None)
+            source = backend.weight_source()
+            with LiveMemory() as memory, given_by_others(source) as given:
+                report = EngineSync(config, CPU).send(source, engine, version, None)
             kinds = {"kind": report.transport, "reason": report.reason}
-            found.append({**kinds, "nbytes": report.nbytes, "peak": memory.peak})
+            found.append({**kinds, "nbytes": report.nbytes, "peak": memory.peak, "of_others": sum(given)})
     return found
+
+
+@contextmanager
+def given_by_others(source: Any) -> Iterator[list[int]]:
+    """Sizes of the tensors that this rank gets though another one holds them alone."""
+    sizes: list[int] = []
+
+    def owned_groups(*args: Any, **options: Any) -> Iterator[Any]:
+        for handed in groups(*args, **options):
+            if handed.owner not in (None, dist.get_rank()):
+                sizes.extend(tensor.nbytes for _, tensor in handed.tensors)
+            yield handed
+
+    if not isinstance(source, DividedSource):
+        yield sizes
+        return
+    groups = source.owned_groups
+    with mock.patch.object(source, "owned_groups", owned_groups):
+        yield sizes

@@ -95,3 +95,19 @@ def test_other_models_have_none() -> None:
     copied.expect(["layers.0.attn.sinks"])
     copied.process({"layers.0.attn.sinks"})
     assert copied._waiting == {}
+
+
+@pytest.mark.parametrize(("rows", "missing"), [(0, []), (5, ["head"])])
+def test_a_worker_whose_part_of_the_vocabulary_is_padding_misses_nothing(rows: int, missing: list[str]) -> None:
+    """vLLM pads a small vocabulary, and the last worker of a tensor-parallel engine may have padding alone."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbeddingShardIndices
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    from moe_replay.engines.vllm.worker import _unloaded
+
+    model = nn.Module()
+    head = model.head = nn.Linear(4, 32, bias=False)
+    head.num_embeddings_padded = 64
+    head.shard_indices = VocabParallelEmbeddingShardIndices(32, 64, 64, 64, 32, 32 + rows, 64, 64)  # type: ignore[assignment]
+    get_layerwise_info(head).kernel_tensors = ({"weight": head.weight}, {})  # as in an update that brought it nothing
+    assert _unloaded(model) == (missing, [])

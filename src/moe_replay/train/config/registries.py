@@ -73,7 +73,9 @@ WEIGHT_TRANSPORTS: Mapping[str, WeightTransport] = {
     "auto": WeightTransport("ipc if trainer and engine share GPUs, nccl between different GPUs, else http."),
     "http": WeightTransport("Tensors in requests to the engine, through the host memory of rank 0."),
     "ipc": WeightTransport("CUDA IPC: engine workers map the trainer's memory on the same devices.", True),
-    "nccl": WeightTransport("One broadcast from rank 0 to all engine workers; gloo on CPUs.", True),
+    "nccl": WeightTransport(
+        "Broadcasts from rank 0 to all engine workers, of divided experts from their ranks; gloo on CPUs.", True
+    ),
 }
 
 
