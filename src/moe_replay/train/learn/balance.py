@@ -39,6 +39,8 @@ TRIED = 24
 """Exchanges of a micro-batch that are computed, the best by their estimate."""
 PASSES = 6
 """Times that every micro-batch is visited at most; there are no more exchanges than units."""
+WORK = 2**24
+"""Exchanges times units at most, so that a step of very many samples does not wait long."""
 CLOSE = 1.001
 """Relative to the best that any division can reach: close enough to stop."""
 
@@ -198,7 +200,7 @@ class _Search:
         self._estimate(np.arange(self._slots))
 
     def run(self) -> None:
-        left = len(self._rows)
+        left = min(len(self._rows), WORK // len(self._tokens))
         for _ in range(PASSES):
             before = left
             for slot in np.argsort(-self._cost, kind="stable").tolist():
