@@ -14,7 +14,7 @@ the average over all ranks, whatever the shape of the grid.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from moe_replay.replay.adapters.transformers import router_numbers
 from moe_replay.replay.controller import RouterReplay
 from moe_replay.routes.plan import Dispatch, DispatchPlan
 from moe_replay.routes.router_families import load_router_family
+from moe_replay.train.backends.expert_adapters import move_adapters, with_adapter
 from moe_replay.train.backends.experts import NAME as WHOLE
 from moe_replay.train.backends.experts import _ToRows, _ToTokens, dispatch, named_experts, plan_slots, planned
 from moe_replay.weights.model_folder import ModelError
@@ -42,14 +43,12 @@ NAME = "moe_replay_expert_parallel"
 class ExpertShard(NamedTuple):
     """What a layer's experts know of the ranks.
 
-    group      ranks that have all experts of the layer together
-    first      the first expert of this rank
-    adapters   LoRA wrappers of the parameters that have one, by name
+    group   ranks that have all experts of the layer together
+    first   the first expert of this rank
     """
 
     group: dist.ProcessGroup
     first: int
-    adapters: Mapping[str, Any]
 
 
 # ---- which modules ---------------------------------------------------------------------------------------------------
@@ -109,7 +108,7 @@ def divide_experts(model: Any, ranks: DeviceMesh) -> list[nn.Module]:
     ALL_EXPERTS_FUNCTIONS.register(NAME, parallel_experts)
     model.set_experts_implementation(NAME)
     mesh = ranks[WITHIN]
-    wrappers = list(_wrappers(model))
+    move_adapters(model)
     found = []
     for _, module in named_experts(model):
         local = module.num_experts // mesh.size()
@@ -117,30 +116,9 @@ def divide_experts(model: Any, ranks: DeviceMesh) -> list[nn.Module]:
             part = torch.empty((local, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
             whole = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
             module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
-        adapters = {one.parameter_name: one for one in wrappers if one.get_base_layer() is module}
-        for wrapper in adapters.values():
-            wrapper.forward = _Through(wrapper)
-        module.expert_shard = ExpertShard(mesh.get_group(), mesh.get_local_rank() * local, adapters)
+        module.expert_shard = ExpertShard(mesh.get_group(), mesh.get_local_rank() * local)
         found.append(module)
     return found
-
-
-def _wrappers(model: nn.Module) -> Iterator[Any]:
-    try:
-        from peft.tuners.lora import ParamWrapper
-    except ImportError:
-        return
-    yield from (module for module in model.modules() if isinstance(module, ParamWrapper))
-
-
-class _Through:
-    """The forward of a LoRA wrapper around divided experts: it adds nothing, `parallel_experts` applies the adapter."""
-
-    def __init__(self, wrapper: Any) -> None:
-        self._wrapper = wrapper
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._wrapper.base_layer(*args, **kwargs)
 
 
 # ---- rows of a parameter ---------------------------------------------------------------------------------------------
@@ -210,20 +188,8 @@ class _Averaged(Function):
 
 
 def _local(module: Any, name: str) -> Tensor:
-    """Return a parameter of this rank's experts, with its adapter."""
-    shard: ExpertShard = module.expert_shard
-    weight = _Averaged.apply(getattr(module, name).to_local(), shard.group.size())
-    wrapper = shard.adapters.get(name)
-    if wrapper is None or wrapper.disable_adapters:
-        return weight
-    (adapter,) = wrapper.active_adapters
-    own = slice(shard.first, shard.first + len(weight))
-    # Adapters are sharded over all ranks like everything else: whole here, (E r, in) and (out, r E).
-    down, up = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
-    down = down.view(module.num_experts, -1, down.shape[-1])[own]
-    up = up.view(up.shape[0], -1, module.num_experts)[..., own].permute(2, 0, 1)
-    factors = (down.transpose(1, 2), up.transpose(1, 2)) if module.is_transposed else (up, down)
-    return torch.baddbmm(weight, *(one.to(weight.dtype) for one in factors), alpha=wrapper.scaling[adapter])
+    """Return a parameter of this rank's experts."""
+    return _Averaged.apply(getattr(module, name).to_local(), module.expert_shard.group.size())
 
 
 class Travel(NamedTuple):
@@ -361,14 +327,6 @@ def _computed(module: Any, rows: Tensor, counts: Tensor) -> Tensor:
     """Return the rows of this rank's experts, so many of each, after their projections."""
     from transformers.integrations.moe import _grouped_linear
 
-    offsets = counts.cumsum(0, dtype=torch.int32)
-    expert_of_row = None
-    if module.has_bias:
-        expert_of_row = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
-
-    def project(rows: Tensor, name: str) -> Tensor:
-        bias = None if expert_of_row is None else _local(module, f"{name}_bias")[expert_of_row]
-        return _grouped_linear(rows, _local(module, name), offsets, bias=bias, is_transposed=module.is_transposed)
 
     if module.has_gate:
         rows = module._apply_gate(project(rows, "gate_up_proj"))

@@ -19,6 +19,7 @@ from torch.autograd import Function
 from moe_replay.replay.controller import RouterReplay
 from moe_replay.replay.site import PlanSlot
 from moe_replay.routes.plan import Dispatch, LayerPlan, order_rows
+from moe_replay.train.backends.expert_adapters import with_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +28,12 @@ REPLACED = "grouped_mm"
 """The implementation of Transformers that this one stands in for."""
 
 
-def use_experts(model: Any, device: torch.device, *, log: bool) -> None:
-    """Have a Transformers model on a GPU use this module's experts where it would use the grouped ones."""
-    if device.type != "cuda" or not can_replace(model):
+def use_experts(model: Any, device: torch.device, *, log: bool, has_adapters: bool = False) -> None:
+    """Have a Transformers model use this module's experts where it would use the grouped ones.
+
+    On a GPU, and wherever its experts may have adapters (`expert_adapters.move_adapters`).
+    """
+    if (device.type != "cuda" and not has_adapters) or not can_replace(model):
         return
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -138,9 +142,9 @@ def grouped_experts(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_
 
     def project(rows: Tensor, name: str) -> Tensor:
         bias = None if expert_of_row is None else getattr(module, f"{name}_bias")[expert_of_row]
-        return _grouped_linear(
-            rows, getattr(module, name), order.offsets, bias=bias, is_transposed=module.is_transposed
-        )
+        weight = getattr(module, name)
+        projected = _grouped_linear(rows, weight, order.offsets, bias=bias, is_transposed=module.is_transposed)
+        return with_adapter(projected, module, name, rows, order.offsets)
 
     rows = _ToRows.apply(hidden, order.token, order.row)
     if module.has_gate:

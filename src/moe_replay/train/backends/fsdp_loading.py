@@ -25,7 +25,7 @@ from moe_replay.distributed.collectives import ACROSS, rank_grid
 from moe_replay.distributed.ranks import from_rank_0, raise_on_all_ranks
 from moe_replay.megatron.weights.checkpoint import INDEX, QUANTIZATION, Checkpoint
 from moe_replay.megatron.weights.tensor_slices import WeightMapError
-from moe_replay.train.backends import attention, expert_parallel, experts, lora
+from moe_replay.train.backends import attention, expert_adapters, expert_parallel, experts, lora
 from moe_replay.train.config.sections import ModelConfig
 from moe_replay.weights.checkpoint import CheckpointForm, model_tensor
 from moe_replay.weights.model_folder import (
@@ -199,7 +199,7 @@ def sharded_model(
         if expert_size > 1:
             expert_parallel.check_experts_can_be_divided(model, expert_size, config.router_family)
         else:
-            experts.use_experts(model, device, log=is_logged)
+            experts.use_experts(model, device, log=is_logged, has_adapters=has_adapters)
         shards = FolderShards.of(folder, model) if can_compute_constants() else None
         if has_scales and shards is None:
             raise ModelError(
@@ -208,6 +208,8 @@ def sharded_model(
                 remedy="Complete the folder, or convert it to bfloat16 first",
             )
         model = _prepared(model, config, trained)  # adapters that cannot be added fail early, here
+        if has_adapters and model.config._experts_implementation == experts.NAME:
+            expert_adapters.move_adapters(model)
         if shards is not None and has_adapters:
             whole = lora.initialized(_prepared(_empty(settings, config), config, trained), seed)
         elif shards is None and dist.get_rank() == 0:

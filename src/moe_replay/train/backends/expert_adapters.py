@@ -1,0 +1,73 @@
+"""LoRA adapters of fused experts, computed beside the experts by grouped GEMMs over the same rows.
+
+PEFT adds the product of an adapter to the weights of all experts of a layer, in every forward, and autograd keeps the
+sum: as many operations and bytes as the layer has weights. Here rows go through both factors of their expert, which
+costs what the rank costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ALIGNMENT = 16
+"""Bytes that the rows of a grouped GEMM's operands are multiples of."""
+
+
+def move_adapters(model: nn.Module) -> None:
+    """Have the experts of a model apply their adapters, in place of PEFT's wrappers around them.
+
+    Each module of experts gets `expert_adapters`: the wrapper of each adapted parameter, by its name.
+    """
+    for wrapper in _wrappers(model):
+        if wrapper.num_experts > 1 and not isinstance(wrapper.forward, _Through):
+            experts = wrapper.get_base_layer()
+            wrapper.forward = _Through(wrapper)
+            experts.expert_adapters = {**getattr(experts, "expert_adapters", {}), wrapper.parameter_name: wrapper}
+
+
+def _wrappers(model: nn.Module) -> Iterator[Any]:
+    try:
+        from peft.tuners.lora import ParamWrapper
+    except ImportError:
+        return
+    yield from (module for module in model.modules() if isinstance(module, ParamWrapper))
+
+
+class _Through:
+    """The forward of a wrapper whose adapter is applied elsewhere."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrapper.base_layer(*args, **kwargs)
+
+
+def with_adapter(
+    projected: Tensor, experts: Any, name: str, rows: Tensor, offsets: Tensor, own: slice = slice(None)
+) -> Tensor:
+    """Add to rows, projected by a parameter of experts, what its adapter makes of them; unchanged if it has none.
+
+    projected   (R, out)
+    rows        (R, in), ordered by expert
+    offsets     (E,) int32: the end of each expert's rows
+    own         experts that `offsets` are of
+    """
+    from transformers.integrations.moe import _grouped_linear
+
+    wrapper = getattr(experts, "expert_adapters", {}).get(name)
+    if wrapper is None or wrapper.disable_adapters:
+        return projected
+    (adapter,) = wrapper.active_adapters
+    down, up = wrapper.lora_A[adapter].weight.to(rows.dtype), wrapper.lora_B[adapter].weight.to(rows.dtype)
+    down = down.view(wrapper.num_experts, -1, down.shape[-1])[own]  # (E, r, in)
+    up = up.view(up.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)[own]  # (E, out, r)
+    padding = -down.shape[1] % (ALIGNMENT // rows.element_size())
+    down, up = F.pad(down, (0, 0, 0, padding)), F.pad(up, (0, padding)).contiguous()
+    inner = _grouped_linear(rows, down, offsets)
+    return torch.add(projected, _grouped_linear(inner, up, offsets), alpha=wrapper.scaling[adapter])
