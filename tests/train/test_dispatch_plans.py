@@ -336,7 +336,7 @@ def test_a_run_with_plans_is_the_run_without(
     """With the experts of a GPU on a CPU: every metric that is not a time is the same, bit for bit."""
     monkeypatch.setattr("moe_replay.train.backends.compilation.COMPILER", "aot_eager")
     use = experts.use_experts
-    monkeypatch.setattr(experts, "use_experts", lambda model, device, log: use(model, torch.device("cuda"), log=log))
+    monkeypatch.setattr(experts, "use_experts", lambda model, device, **rest: use(model, torch.device("cuda"), **rest))
     given: list[int] = []
     put = PlanSlot.put
     monkeypatch.setattr(PlanSlot, "put", lambda slot, plan: (given.append(plan is not None), put(slot, plan))[1])

@@ -12,7 +12,7 @@ from torch import nn
 
 import moe_replay as mr
 from moe_replay.megatron.weights.checkpoint import write_folder
-from moe_replay.train.backends import lora
+from moe_replay.train.backends import fsdp_loading, lora
 from moe_replay.train.backends.fsdp import FsdpBackend
 from moe_replay.train.backends.lora import LoraError, targets_of
 from moe_replay.train.config.sections import ModelConfig
@@ -170,3 +170,26 @@ def test_targets_that_are_not_there_are_refused_before_weights_are_read(folders:
     with pytest.raises(LoraError, match="gate_proj and up_proj of an expert are one tensor"):
         targets_of(settings, ModelConfig(lora_rank=4, lora_target_modules=("gate_proj", "down_proj")))
     targets_of(settings, ModelConfig(lora_rank=4, lora_target_modules=("down_proj",)))
+
+
+@pytest.mark.skipif(not fsdp_loading.can_mix_dtypes(), reason="FSDP2 of this torch has one type in a layer")
+def test_frozen_weights_are_kept_in_the_type_they_are_computed_in(
+    folders: dict[str, Path], group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit what float32 copies of them give, which are rounded in every pass."""
+    folder = folders["qwen3_moe"]
+    model = {"path": str(folder), "dtype": "bfloat16", "lora_rank": 4, "lora_target_modules": ("all-linear",)}
+    config = TrainConfig(model=model, data={"path": "x.jsonl"})
+    results = []
+    for is_narrow in (False, True):
+        monkeypatch.setattr(fsdp_loading, "can_mix_dtypes", lambda narrow=is_narrow: narrow)
+        torch.manual_seed(1)
+        policy = FsdpBackend(config, str(folder), CPU)
+        types = {(one.requires_grad, one.dtype) for one in policy.model.parameters()}
+        assert types == {(True, torch.float32), (False, torch.bfloat16 if is_narrow else torch.float32)}
+        logits = policy.model(input_ids=random_ids(2, 12)).logits
+        logits.float().log_softmax(-1)[..., 7].sum().backward()
+        gradients = {name: one.grad.full_tensor() for name, one in policy.model.named_parameters() if one.requires_grad}
+        results.append({"logits": logits.detach()} | gradients)
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, rtol=0, atol=0, msg=lambda text, n=name: f"{n}: {text}")

@@ -27,6 +27,7 @@ from moe_replay.megatron.weights.checkpoint import INDEX, QUANTIZATION, Checkpoi
 from moe_replay.megatron.weights.tensor_slices import WeightMapError
 from moe_replay.train.backends import attention, expert_adapters, expert_parallel, experts, lora
 from moe_replay.train.config.sections import ModelConfig
+from moe_replay.utils.tested_versions import release_numbers
 from moe_replay.weights.checkpoint import CheckpointForm, model_tensor
 from moe_replay.weights.model_folder import (
     ModelError,
@@ -179,7 +180,9 @@ def sharded_model(
     expert_size: int = 1,
     context_size: int = 1,
 ) -> Any:
-    """Return the model of a folder with float32 weights sharded over all ranks; trainable, or frozen for scoring.
+    """Return the model of a folder, sharded over all ranks; trainable, or frozen for scoring.
+
+    Weights that are trained are float32, others of the type that they are computed in.
 
     expert_size    ranks that the experts of each layer are divided among (expert_parallel.py)
     context_size   ranks that share a micro-batch (ulysses.py)
@@ -216,6 +219,8 @@ def sharded_model(
             whole = _prepared(_loaded(folder, settings, config), config, trained)
     if trained and config.gradient_checkpointing is True:  # "auto" is decided before the start
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if can_mix_dtypes():
+        _narrow_frozen(model, dtype)
     grid = rank_grid(expert_size, device, "backend.expert_parallel") if expert_size > 1 else None
     _shard(model, dtype, device, grid)
     model.to_empty(device=device)
@@ -227,6 +232,18 @@ def sharded_model(
     with raise_on_all_ranks("checking the weights"):
         check_finite(((name, parameter.to_local()) for name, parameter in model.named_parameters()), folder)
     return model
+
+
+def can_mix_dtypes() -> bool:
+    """Whether FSDP2 shards frozen weights of another type beside trained ones; the oldest torch seen to."""
+    return release_numbers(torch.__version__) >= (2, 13)
+
+
+def _narrow_frozen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep weights that are not trained in the type of the computation: FSDP2 would cast float32 ones in each pass."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
 
 
 @torch.no_grad()

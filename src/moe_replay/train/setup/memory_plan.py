@@ -256,11 +256,11 @@ def _fsdp(config: TrainConfig, sizes: ModelSizes, ranks: int) -> _Trainer:
     inputs = sizes.layers * tokens * sizes.hidden * compute
     recomputes = config.model.gradient_checkpointing
     return _Trainer(
-        weights=4 * total / ranks,
+        weights=(4 if trained else compute) * total / ranks,
         gradients=4 * trained / ranks,
         kept_gradients=0,
         optimizer=8 * trained / ranks,
-        reference=4 * total / ranks if has_reference else 0,
+        reference=compute * total / ranks if has_reference else 0,
         gathered=compute * (2 * layer + root),
         reduced=((compute + 8) * layer + (compute + 4) * root) if trained else 0,
         activations=(inputs + 2 * working if recomputes else (sizes.layers + 1) * working) + travelling,
