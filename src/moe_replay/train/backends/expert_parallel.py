@@ -14,7 +14,7 @@ the average over all ranks, whatever the shape of the grid.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -327,6 +327,17 @@ def _computed(module: Any, rows: Tensor, counts: Tensor) -> Tensor:
     """Return the rows of this rank's experts, so many of each, after their projections."""
     from transformers.integrations.moe import _grouped_linear
 
+    offsets = counts.cumsum(0, dtype=torch.int32)
+    expert_of_row = None
+    if module.has_bias:
+        expert_of_row = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
+    own = slice(module.expert_shard.first, module.expert_shard.first + len(counts))
+
+    def project(rows: Tensor, name: str) -> Tensor:
+        bias = None if expert_of_row is None else _local(module, f"{name}_bias")[expert_of_row]
+        weight = _local(module, name)
+        projected = _grouped_linear(rows, weight, offsets, bias=bias, is_transposed=module.is_transposed)
+        return with_adapter(projected, module, name, rows, offsets, own)
 
     if module.has_gate:
         rows = module._apply_gate(project(rows, "gate_up_proj"))
