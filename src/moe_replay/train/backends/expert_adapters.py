@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.functional import pad
 
 ALIGNMENT = 16
 """Bytes that the rows of a grouped GEMM's operands are multiples of."""
@@ -68,6 +68,6 @@ def with_adapter(
     down = down.view(wrapper.num_experts, -1, down.shape[-1])[own]  # (E, r, in)
     up = up.view(up.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)[own]  # (E, out, r)
     padding = -down.shape[1] % (ALIGNMENT // rows.element_size())
-    down, up = F.pad(down, (0, 0, 0, padding)), F.pad(up, (0, padding)).contiguous()
+    down, up = pad(down, (0, 0, 0, padding)), pad(up, (0, padding)).contiguous()
     inner = _grouped_linear(rows, down, offsets)
     return torch.add(projected, _grouped_linear(inner, up, offsets), alpha=wrapper.scaling[adapter])
