@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_replay as mr
 from moe_replay.distributed.collectives import broadcast_bytes
@@ -183,6 +184,45 @@ def two_updates(folder: str, data: bytes, kind: str = "megatron", settings: dict
         "micro_batches": [len(mini) for mini in minis],
         "weights": exported if dist.get_rank() == 0 else {},
     }
+
+
+class CountGathers(TorchDispatchMode):
+    """Counts collectives that gather whole numbers."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "c10d._allgather_base" in str(function) and args[0].dtype == torch.int64
+        return function(*args, **(kwargs or {}))
+
+
+def known_counts(folder: str, data: bytes, settings: dict[str, Any], gap: bool) -> list[dict[str, Any]]:
+    """Score and update with recorded routes, with plans and without: values, gathers, micro-batches and MoE layers.
+
+    gap   the last rank has a row without a route, in one layer of one micro-batch
+    """
+    found = []
+    for plans_rows in (True, False):
+        backend: Any = open_backend(make_config(folder, **settings))
+        backend.replay.plans_rows = plans_rows
+        mini = batches_of(backend, data, settings.get("packed", False))[0]
+        backend.score(mini, Routing("record"))
+        if gap and dist.get_rank() == dist.get_world_size() - 1:
+            routes = mini[0].recorded_routes[0]
+            valid = routes.valid.clone()
+            valid[0, 1] = False
+            all_valid = (False, *routes.all_valid[1:])
+            mini[0].recorded_routes[0] = replace(routes, valid=valid, all_valid=all_valid)
+        routing, losses = Routing("replay", "recorded"), []
+        with CountGathers() as gathers:
+            scores = backend.score(mini, routing)
+            norm = _counted_update(backend, mini, losses, routing).grad_norm
+        values = {name: tensor.clone() for name, tensor in backend.weights()}
+        values |= {f"scores {i}": one.logprobs for i, one in enumerate(scores) if one is not None}
+        found.append({"values": values, "numbers": (norm, losses), "gathers": gathers.count})
+        found[-1] |= {"batches": len(mini), "layers": len(backend.replay.layers)}
+        backend.close()
+    return found
 
 
 def _counted_update(

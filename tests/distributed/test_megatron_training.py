@@ -86,6 +86,32 @@ def close(found: Any, wanted: Any, tolerance: float = TOLERANCE) -> bool:
     return torch.allclose(torch.as_tensor(found), torch.as_tensor(wanted), rtol=tolerance, atol=tolerance)
 
 
+KNOWN: list[tuple[int, dict[str, Any], bool]] = [
+    (2, EP | PACKED | FULL, False),
+    (2, EP | PACKED, True),
+    (2, EP, False),
+    (2, EP | GROUPED, False),
+    (2, TP | FULL, False),
+    (4, TP | PP | EP | {"expert_tensor_parallel": 1} | PACKED, False),
+]
+
+
+@pytest.mark.parametrize(("size", "settings", "gap"), with_thorough(KNOWN, KNOWN[1:]), ids=str)
+def test_counts_of_replayed_rows_are_gathered_once_for_all_layers(
+    size: int, settings: dict[str, Any], gap: bool
+) -> None:
+    """With the results of a gather in each layer, bit for bit. A gap on one rank leaves that micro-batch to it."""
+    passes = 3 if "megatron" in settings and settings["megatron"] == FULL["megatron"] else 2
+    for known, without in on_ranks(size, megatron_training.known_counts, settings, gap):
+        in_layers = passes * known["layers"] * known["batches"]
+        in_gap = passes * known["layers"] if gap else 0
+        of_plans = 2 * known["batches"] if known["layers"] else 0  # in scoring and in the update
+        assert without["gathers"] - in_layers == known["gathers"] - in_gap - of_plans
+        assert known["numbers"] == without["numbers"]
+        expected_values = without["values"]
+        assert [name for name in expected_values if not torch.equal(known["values"][name], expected_values[name])] == []
+
+
 @pytest.mark.parametrize(
     "name",
     with_whole_runs(

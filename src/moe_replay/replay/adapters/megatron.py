@@ -36,6 +36,7 @@ from moe_replay.replay.site import (
 )
 from moe_replay.replay.topk import Choice, RouterCall, TopKHook, TopKInterceptor
 from moe_replay.routes.layout import RowOrder
+from moe_replay.routes.plan import DispatchPlan
 from moe_replay.routes.topology import MoeLayer, MoeTopology
 
 AuxLoss = Literal["native", "replayed"]
@@ -144,6 +145,7 @@ class MegatronHook:
         """Choose the router's experts under the active pass: scores (R, E) -> (values (R, K), experts (R, K))."""
         forward_pass = self.active.for_router()
         if forward_pass is None:
+            self._put(None)
             return default_compute_topk(scores, topk, num_groups, group_topk)
         with_gradient = torch.is_grad_enabled()
 
@@ -151,11 +153,17 @@ class MegatronHook:
             with torch.set_grad_enabled(with_gradient):  # 0.19 sorts the experts only where there are gradients
                 return default_compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
 
-        choice = Choice(self.site, forward_pass.claim(self.site.layer))
+        routes = forward_pass.claim(self.site.layer)
+        self._put(routes.plan)
+        choice = Choice(self.site, routes)
         routed_experts = choice.select(scores, native_choice)
         choice.store()
         self.on_choice(routed_experts)
         return scores.gather(-1, routed_experts), routed_experts
+
+    def _put(self, plan: DispatchPlan | None) -> None:
+        if self.slot is not None:
+            self.slot.put(plan)
 
     def on_choice(self, routed_experts: torch.Tensor) -> None:
         """Receive the experts (R, K) that the router takes."""

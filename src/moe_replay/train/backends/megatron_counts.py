@@ -1,0 +1,109 @@
+"""Counts of rows for Megatron-Core's dispatchers, of replayed routes: without a collective and a wait in each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe_replay.replay.controller import RouterReplay
+from moe_replay.replay.site import PlanSlot
+from moe_replay.routes.plan import DispatchPlan
+
+
+class KnownCounts(NamedTuple):
+    """The rows of one layer for the experts of this rank: (tensor ranks, expert ranks, experts), on device and host.
+
+    sent   rows to each expert rank
+    """
+
+    on_device: Tensor
+    on_host: Tensor
+    sent: Tensor
+
+
+class PlannedPreprocess:
+    """`preprocess` of one dispatcher: by the counts of the plan, without a collective and a wait, or its own.
+
+    The method is the same in Megatron-Core 0.16 to 0.19.
+    """
+
+    def __init__(self, dispatcher: Any, slot: PlanSlot) -> None:
+        self._dispatcher, self._slot = dispatcher, slot
+        self._native = dispatcher.preprocess
+
+    def __call__(self, routing_map: Tensor) -> Tensor:
+        """Set the sizes of all exchanges for a map (rows, experts); return the rows of each expert of this rank."""
+        one, config = self._dispatcher, self._dispatcher.config
+        plan = self._slot.take(torch.Size((len(routing_map), config.moe_router_topk)))
+        if plan is None:
+            return self._native(routing_map)
+        counts: KnownCounts = plan.exchange
+        one.cuda_sync_point = "no_sync"  # its own method sets it again
+        one.num_out_tokens = len(routing_map) * config.moe_router_topk
+        if one.ep_size > 1 or one.tp_size > 1:
+            of_ranks = counts.on_host.sum(2)
+            one.input_splits = counts.sent.numpy()
+            one.output_splits, one.output_splits_tp = of_ranks[one.tp_rank].numpy(), of_ranks.sum(1).numpy()
+        if one.num_local_experts > 1:
+            known = counts.on_device if config.moe_permute_fusion else counts.on_host
+            one.num_global_tokens_per_local_expert = known.reshape(-1, one.num_local_experts)
+        return counts.on_host.sum((0, 1))
+
+
+class CountsPlanner:
+    """Gathers the counts of all layers of a micro-batch in one collective. All ranks of the group call it."""
+
+    def __init__(self, dispatcher: Any, layers: Sequence[int], device: torch.device) -> None:
+        self._one, self._layers, self._device = dispatcher, layers, device
+
+    def __call__(self, plan: DispatchPlan | None) -> DispatchPlan | None:
+        """Return the plan with counts in place of the order of rows; None, on all ranks, if one of them has no plan."""
+        one = self._one
+        own = torch.full((len(self._layers), one.num_experts), -1, dtype=torch.int64, device=self._device)
+        if plan is not None:
+            own = plan.offsets.long().diff(dim=1, prepend=plan.offsets.new_zeros(len(self._layers), 1).long())
+        every = own.new_empty(one.ep_size * one.tp_size * own.shape[0], own.shape[1])
+        torch.distributed.all_gather_into_tensor(every, own.contiguous(), group=one.tp_ep_group)
+        local = slice(one.local_expert_indices[0], one.local_expert_indices[-1] + 1)
+        here = every.view(one.ep_size, one.tp_size, *own.shape).permute(2, 1, 0, 3)[..., local].contiguous()
+        sent = own.view(len(self._layers), one.ep_size, -1).sum(2)
+        on_host, sent = torch.cat([here.flatten(), sent.flatten()]).cpu().split([here.numel(), sent.numel()])
+        on_host, sent = on_host.view(here.shape), sent.view(len(self._layers), -1)
+        if plan is None or bool((on_host < 0).any()):
+            return None
+        no_order = {"pair": plan.pair[:, :0].clone(), "row": plan.row.new_zeros(1, 1).expand_as(plan.row)}
+        known = {layer: KnownCounts(here[i], on_host[i], sent[i]) for i, layer in enumerate(self._layers)}
+        return replace(plan, exchanges=known, **no_order)
+
+
+def give_plans(models: Sequence[nn.Module], replay: RouterReplay, device: torch.device) -> list[PlanSlot]:
+    """Have dispatchers use the counts of replayed routes; return the slots of those that do.
+
+    All-to-all dispatchers that drop and pad nothing, of a rank with one pipeline chunk.
+    """
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    slots: list[PlanSlot] = []
+    dispatchers = []
+    for site in replay.sites.values():
+        block: Any = next((one for one in models[0].modules() if getattr(one, "router", None) is site.module), None)
+        dispatcher: Any = getattr(block, "token_dispatcher", None)
+        config: Any = getattr(dispatcher, "config", None)
+        if (
+            len(models) == 1
+            and type(dispatcher) is MoEAlltoAllTokenDispatcher
+            and config.moe_expert_capacity_factor is None
+            and not config.moe_pad_expert_input_to_capacity
+            and not config.moe_router_padding_for_quantization
+            and config.cuda_graph_impl == "none"
+        ):
+            slots.append(PlanSlot(site.layer, site.num_experts))
+            dispatcher.preprocess = PlannedPreprocess(dispatcher, slots[-1])
+            dispatchers.append(dispatcher)
+    if slots:
+        replay.give_plans(slots, CountsPlanner(dispatchers[0], [slot.layer for slot in slots], device))
+    return slots
