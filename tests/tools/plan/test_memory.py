@@ -20,7 +20,7 @@ from moe_replay.tools.plan.costs import plan_speed, plan_traffic
 from moe_replay.tools.plan.proposal import propose
 from moe_replay.train.config.file import load_config
 from moe_replay.train.setup import launch
-from moe_replay.train.setup.memory_plan import GIB, MemoryPlan, plan_memory, smallest_remedy, with_recomputation
+from moe_replay.train.setup.memory_plan import GIB, MemoryPlan, plan_memory, smallest_remedy, with_memory_used
 from moe_replay.weights.model_folder import read_config
 from moe_replay.weights.model_sizes import ModelSizes
 
@@ -257,34 +257,63 @@ def test_the_time_of_passes(sizes: ModelSizes, setting: str, score: float) -> No
     assert "at 50% of 1000 TFLOP/s on 8 GPUs" in str(found)
 
 
-@pytest.mark.parametrize(("gib", "recomputes"), [(60.0, True), (79.6, True), (400.0, False)])
-def test_layers_are_recomputed_unless_memory_is_left(sizes: ModelSizes, gib: float, recomputes: bool) -> None:
-    config = load_config(RECIPES / "qwen3-30b-a3b-fsdp.toml", ["--model.gradient-checkpointing", "auto"])
-    decided = with_recomputation(config, sizes, gpus=8, gpu_gib=gib)
-    assert decided.model.gradient_checkpointing is recomputes
-    assert plan_memory(config, sizes, gpus=8, gpu_gib=gib) == plan_memory(decided, sizes, gpus=8, gpu_gib=gib)
-    chosen = load_config(RECIPES / "qwen3-30b-a3b-fsdp.toml", ["--model.gradient-checkpointing", str(not recomputes)])
-    assert with_recomputation(chosen, sizes, gpus=8, gpu_gib=gib) is chosen
+AUTO = ["--model.gradient-checkpointing", "auto", "--backend.reshard-after-forward", "auto"]
 
 
 @pytest.mark.parametrize(
-    ("device", "gib", "told"),
+    ("gib", "recomputes", "reshards"),
+    [(60.0, True, True), (79.6, True, True), (140.0, True, False), (240.0, False, True), (400.0, False, False)],
+)
+def test_memory_that_is_left_is_used(sizes: ModelSizes, gib: float, recomputes: bool, reshards: bool) -> None:
+    config = load_config(RECIPES / "qwen3-30b-a3b-fsdp.toml", AUTO)
+    decided = with_memory_used(config, sizes, gpus=8, gpu_gib=gib)
+    assert decided.model.gradient_checkpointing is recomputes
+    assert decided.backend.reshard_after_forward is reshards
+    assert plan_memory(config, sizes, gpus=8, gpu_gib=gib) == plan_memory(decided, sizes, gpus=8, gpu_gib=gib)
+    choices = [
+        "--model.gradient-checkpointing",
+        str(not recomputes),
+        "--backend.reshard-after-forward",
+        str(not reshards),
+    ]
+    chosen = load_config(RECIPES / "qwen3-30b-a3b-fsdp.toml", choices)
+    assert with_memory_used(chosen, sizes, gpus=8, gpu_gib=gib) is chosen
+
+
+def test_weights_that_stay_gathered_are_those_of_all_layers(sizes: ModelSizes) -> None:
+    freed, kept = (
+        plan(sizes, "fsdp", "--backend.reshard-after-forward", choice).phases["forward, backward"]
+        for choice in ("True", "False")
+    )
+    layer = sizes.experts / sizes.layers
+    assert kept["gathered"] - freed["gathered"] > 2 * (sizes.layers - 2) * layer
+    assert kept["gathered"] == pytest.approx(2 * sizes.total, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("device", "gib", "decided", "told"),
     [
-        ("cpu", 0, (False, "")),
-        ("cuda", 400, (False, "off: at least 15% of 400 GiB free without, by estimate")),
-        ("cuda", 60, (True, "on: less than 15% of 60 GiB free without, by estimate")),
+        ("cpu", 0, (False, True), ""),
+        ("cuda", 400, (False, False), "layers are not recomputed, gathered weights are kept (so that 15% of 400 GiB"),
+        ("cuda", 60, (True, True), "layers are recomputed, gathered weights are freed (so that 15% of 60 GiB"),
     ],
 )
-def test_a_run_decides_about_recomputation_by_its_device(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, device: str, gib: int, told: tuple[bool, str]
+def test_a_run_decides_by_its_device_what_memory_is_used_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, device: str, gib: int, decided: tuple[bool, bool], told: str
 ) -> None:
+    def choices(folder: Path) -> tuple[bool, bool]:
+        found = launch.with_memory_decided(config, str(folder), torch.device(device), lines.append)
+        return found.model.gradient_checkpointing, found.backend.reshard_after_forward
+
+    lines: list[str] = []
     module = SimpleNamespace(mem_get_info=lambda device: (0, gib * GIB))
     monkeypatch.setattr(launch, "device_module", lambda device: module)
     monkeypatch.setattr(launch, "world_size", lambda: 8)
-    config = load_config(RECIPES / "qwen3-30b-a3b-fsdp.toml", ["--model.gradient-checkpointing", "auto"])
-    assert launch.recomputes(config, str(folder), torch.device(device)) == told
-    unreadable = launch.recomputes(config, str(folder / "nowhere"), torch.device(device))
-    assert unreadable[0] == (device == "cuda")
+    config = load_config(RECIPES / "qwen3-30b-a3b-fsdp.toml", AUTO)
+    assert choices(folder) == decided
+    assert told in "".join(lines)
+    assert bool(lines) == bool(told)
+    assert choices(folder / "nowhere") == ((True, True) if device == "cuda" else (False, True))
 
 
 # ---- expert parallel on FSDP2 ----------------------------------------------------------------------------------------

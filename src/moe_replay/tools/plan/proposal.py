@@ -18,7 +18,7 @@ from moe_replay.routes.topology import text_config
 from moe_replay.tools.plan.costs import Traffic, plan_traffic
 from moe_replay.tools.plan.layout import aligned, size
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.setup.memory_plan import MemoryPlan, plan_memory, with_recomputation
+from moe_replay.train.setup.memory_plan import MemoryPlan, plan_memory, with_memory_used
 from moe_replay.utils.misc import GIB
 from moe_replay.weights.model_sizes import ModelSizes
 
@@ -147,6 +147,6 @@ def _layouts(
                 )
                 chosen = config.model_copy(update={"backend": backend, "batch": batch})
                 with suppress(LayoutError):  # experts that the size does not divide
-                    chosen = with_recomputation(chosen, sizes, gpus=gpus, gpu_gib=gpu_gib)
+                    chosen = with_memory_used(chosen, sizes, gpus=gpus, gpu_gib=gpu_gib)
                     memory = plan_memory(chosen, sizes, gpus=gpus, gpu_gib=gpu_gib)
                     yield Layout(chosen, memory, plan_traffic(chosen, sizes, gpus=gpus))

@@ -326,7 +326,9 @@ class FsdpBackend(Backend):
         self._max_grad_norm = config.optim.max_grad_norm
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._lora = config.model if config.model.lora_rank else None
-        self.model = sharded_model(folder, config.model, device, trained=True, **self._sharing)
+        self._keeps_gathered = config.backend.reshard_after_forward is False
+        resharded = not self._keeps_gathered
+        self.model = sharded_model(folder, config.model, device, trained=True, resharded=resharded, **self._sharing)
         self._adapted = () if self._lora is None else lora.adapted_weights(self.model)
         self._reference = self._reference_model(config, folder)
         self.sharing_problem = self._sharing_problem(config)
@@ -359,9 +361,8 @@ class FsdpBackend(Backend):
             self._compile(with_plans=has_plans and config.replay.mode != "off")
         elif is_compiled and dist.get_rank() == 0:
             logger.info("layers run eagerly: they wait for other ranks (backend.expert_parallel); the head is compiled")
-        for model in (self.model, self._reference):
-            if isinstance(model, FSDPModule):
-                model.reshard()  # these forwards, as that of `HeadScores`, leave gathered parameters in the root module
+        for model in filter(None, (self.model, self._reference)):
+            _free_gathered(model)  # of these forwards, as that of `HeadScores`
 
     def _compile(self, *, with_plans: bool) -> None:
         """Compile the layers in two passes over some tokens, outside any replay: a failure costs nothing here.
@@ -476,7 +477,9 @@ class FsdpBackend(Backend):
         """Run forward and backward of each micro-batch, then one AdamW step."""
         self.model.train()
         self._optimizer.zero_grad()
-        for batch in batches:
+        for number, batch in enumerate(batches):
+            if self._keeps_gathered:
+                self.model.set_reshard_after_backward(number == len(batches) - 1)
             with apply_routing(self.replay, batch, 0, routing):
                 scores = self._scores(batch, self._temperature, entropy=old_pass is not None)
             if old_pass is not None:
@@ -485,7 +488,7 @@ class FsdpBackend(Backend):
             (loss(batch, scores.logprobs) * dist.get_world_size()).backward()
         if old_pass is not None:
             old_pass.finish()
-            self.model.reshard()  # a forward in it leaves gathered parameters in the root, out of reach of the step
+            _free_gathered(self.model)  # of forwards in it: they are out of reach of the step
         norm = _total_norm([p.grad for p in self._parameters if p.grad is not None])
         applied = bool(norm.isfinite())
         if applied:
@@ -503,9 +506,7 @@ class FsdpBackend(Backend):
     def _sharded_parameters(self) -> Iterator[Tensor]:
         """Yield the shards of policy and reference, after freeing what is gathered of them."""
         for model in filter(None, (self.model, self._reference)):
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            _free_gathered(model)
             yield from model.parameters()
 
     def _optimizer_state(self) -> Iterator[Tensor]:
@@ -529,6 +530,7 @@ class FsdpBackend(Backend):
 
     def load(self, folder: Path) -> None:
         """Restore the shards and moments of this rank, from files of any number of ranks."""
+        _free_gathered(self.model)
         with self._offload.optimizer_on_device():
             self._state.load(folder)
             if self.device.type == "cuda":  # the fused step has its counters there
@@ -538,6 +540,12 @@ class FsdpBackend(Backend):
     def state_bytes(self) -> int:
         """Return the size of trained weights and, unless they are left out, their two moments, in float32."""
         return sum((12 if self._state.saves_moments else 4) * p.numel() for p in self._parameters)
+
+
+def _free_gathered(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _sharded_layers(model: nn.Module) -> list[Any]:

@@ -177,6 +177,7 @@ def sharded_model(
     device: torch.device,
     *,
     trained: bool,
+    resharded: bool = True,
     expert_size: int = 1,
     context_size: int = 1,
 ) -> Any:
@@ -184,6 +185,7 @@ def sharded_model(
 
     Weights that are trained are float32, others of the type that they are computed in.
 
+    resharded      free the gathered weights of a layer after its forward
     expert_size    ranks that the experts of each layer are divided among (expert_parallel.py)
     context_size   ranks that share a micro-batch (ulysses.py)
     """
@@ -222,7 +224,7 @@ def sharded_model(
     if can_mix_dtypes():
         _narrow_frozen(model, dtype)
     grid = rank_grid(expert_size, device, "backend.expert_parallel") if expert_size > 1 else None
-    _shard(model, dtype, device, grid)
+    _shard(model, dtype, device, grid, resharded)
     model.to_empty(device=device)
     if shards is None:
         _fill(model, whole)
@@ -321,7 +323,7 @@ def _fill(model: nn.Module, whole: nn.Module | None) -> None:
         dist.broadcast(buffer, 0)
 
 
-def _shard(model: Any, dtype: torch.dtype, device: torch.device, ranks: DeviceMesh | None) -> None:
+def _shard(model: Any, dtype: torch.dtype, device: torch.device, ranks: DeviceMesh | None, resharded: bool) -> None:
     """Shard a model over all ranks; its experts over the grid of ranks, if there is one."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy() if dtype == torch.float32 else MixedPrecisionPolicy(dtype, torch.float32)
@@ -337,7 +339,7 @@ def _shard(model: Any, dtype: torch.dtype, device: torch.device, ranks: DeviceMe
         # Gate weights stay as the router computes them: the experts' inputs are not cast.
         own = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
         for module in expert_parallel.divide_experts(model, ranks):
-            fully_shard(module, mesh=ranks[ACROSS], mp_policy=own)
+            fully_shard(module, mesh=ranks[ACROSS], mp_policy=own, reshard_after_forward=resharded)
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=resharded)
     fully_shard(model, mesh=mesh, mp_policy=policy)

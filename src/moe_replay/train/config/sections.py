@@ -150,11 +150,11 @@ class BackendConfig(Section):
     distributed_optimizer: bool = False
     """Shard optimizer states across data-parallel ranks (megatron)."""
     offload: bool = False
-    """Offload the trainer's weights, gradients and optimizer states to host memory during rollouts. Gradients and
-    optimizer states are on the device only during updates."""
+    """Offload weights to host memory during rollouts, gradients and optimizer states whenever there is no update."""
+    reshard_after_forward: bool | Literal["auto"] = "auto"
+    """Free gathered weights after each layer (fsdp). auto: keep them up to the optimizer step if GPU memory allows."""
     heartbeat_timeout_s: float = Field(600.0, ge=1)
-    """Heartbeat timeout in seconds; a silent rank is treated as dead. Sampling, loading and saving may take longer;
-    tensor collectives have the timeout of their process group."""
+    """Seconds after which a silent rank is dead; sampling, loading, saving and tensor collectives may take longer."""
 
     @property
     def model_parallel(self) -> int:

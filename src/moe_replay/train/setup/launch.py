@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.train.backends.base import Backend
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.setup.memory_plan import ROOM, with_recomputation
+from moe_replay.train.setup.memory_plan import ROOM, with_memory_used
 from moe_replay.utils.device import accelerator, collective_backends, device_module, device_type
 from moe_replay.utils.misc import GIB, one_line
 from moe_replay.utils.processes import on_end_of_parent
@@ -163,11 +164,14 @@ def _of_this_start(store: dist.Store) -> dist.Store:
     return dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def recomputes(config: TrainConfig, folder: str, device: torch.device) -> tuple[bool, str]:
-    """Return whether layers are recomputed in the backward, and why. All ranks call it and get what rank 0 decides."""
-    model = config.model
-    if model.gradient_checkpointing != "auto" or device.type == "cpu":
-        return model.gradient_checkpointing is True, ""
+def with_memory_decided(
+    config: TrainConfig, folder: str, device: torch.device, tell: Callable[[str], None]
+) -> TrainConfig:
+    """Return the settings without "auto" where memory is traded for time. All ranks call it; rank 0 decides."""
+    model, backend = config.model, config.backend
+    recomputed, resharded = model.gradient_checkpointing, backend.reshard_after_forward
+    if device.type == "cpu":
+        recomputed, resharded = recomputed is True, resharded is not False
 
     def decide() -> str:
         total = device_module(device).mem_get_info(device)[1] / GIB
@@ -175,25 +179,29 @@ def recomputes(config: TrainConfig, folder: str, device: torch.device) -> tuple[
             settings = read_config(folder, trust_remote_code=model.trust_remote_code)
             topology = MoeTopology.from_config(settings, load_router_family(model.router_family))
             sizes = ModelSizes.of(settings, topology, trust_remote_code=model.trust_remote_code)
-            decided = with_recomputation(config, sizes, gpus=world_size(), gpu_gib=total)
+            chosen = with_memory_used(config, sizes, gpus=world_size(), gpu_gib=total)
         except (MoeReplayError, AttributeError, TypeError) as error:
-            return f"on: the memory of the run cannot be estimated ({one_line(error)})"
-        room = f"{ROOM:.0%} of {total:.0f} GiB free without, by estimate"
-        return f"on: less than {room}" if decided.model.gradient_checkpointing else f"off: at least {room}"
+            return json.dumps([True, True, f"the memory of the run cannot be estimated: {one_line(error)}"])
+        reason = f"so that {ROOM:.0%} of {total:.0f} GiB stay free, by estimate"
+        return json.dumps([chosen.model.gradient_checkpointing, chosen.backend.reshard_after_forward, reason])
 
-    reason = from_rank_0(decide, "deciding about recomputation")
-    return reason.startswith("on"), reason
+    if "auto" in (recomputed, resharded):
+        recomputed, resharded, reason = json.loads(from_rank_0(decide, "deciding what memory is used for"))
+        gathered = "" if backend.kind == "megatron" else f", gathered weights are {'freed' if resharded else 'kept'}"
+        tell(f"layers are {'' if recomputed else 'not '}recomputed{gathered} ({reason})")
+    return config.model_copy(
+        update={
+            "model": model.model_copy(update={"gradient_checkpointing": recomputed}),
+            "backend": backend.model_copy(update={"reshard_after_forward": resharded}),
+        }
+    )
 
 
 def open_backend(
     config: TrainConfig, folder: str, device: torch.device, tell: Callable[[str], None] = lambda text: None
 ) -> Backend:
     """Return the backend with this rank's part of the policy, loaded from a folder."""
-    recomputed, reason = recomputes(config, folder, device)
-    if reason:
-        tell(f"recomputation of layers {reason}")
-    chosen = config.model.model_copy(update={"gradient_checkpointing": recomputed})
-    config = config.model_copy(update={"model": chosen})
+    config = with_memory_decided(config, folder, device, tell)
     if config.backend.kind == "megatron":
         from moe_replay.train.backends.megatron import MegatronBackend
 

@@ -82,25 +82,36 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
-def with_recomputation(config: TrainConfig, sizes: ModelSizes, *, gpus: int, gpu_gib: float) -> TrainConfig:
-    """Return the settings with `model.gradient_checkpointing` decided: "auto" recomputes unless memory is left without.
+def with_memory_used(config: TrainConfig, sizes: ModelSizes, *, gpus: int, gpu_gib: float) -> TrainConfig:
+    """Return the settings with what is "auto" and trades memory for time decided, the greater saving of time first.
 
-    Activations are an estimate, so a run without recomputation must leave `ROOM` of a GPU free in every phase.
+    `model.gradient_checkpointing`: layers are recomputed unless memory is left without. Then
+    `backend.reshard_after_forward`: gathered weights are freed unless memory is left with all of them. Activations are
+    an estimate, so `ROOM` of a GPU must stay free in every phase.
     """
-    if config.model.gradient_checkpointing != "auto":
-        return config
-    kept, recomputed = (
-        config.model_copy(update={"model": config.model.model_copy(update={"gradient_checkpointing": choice})})
-        for choice in (False, True)
-    )
-    totals = plan_memory(kept, sizes, gpus=gpus, gpu_gib=gpu_gib).totals
-    return kept if max(totals.values()) <= (1 - ROOM) * gpu_gib * GIB else recomputed
+    for section, name in (("model", "gradient_checkpointing"), ("backend", "reshard_after_forward")):
+        if getattr(getattr(config, section), name) != "auto":
+            continue
+        fast, lean = (
+            config.model_copy(update={section: getattr(config, section).model_copy(update={name: choice})})
+            for choice in (False, True)
+        )
+        config = fast if _leaves_room(fast, sizes, gpus, gpu_gib) else lean
+    return config
+
+
+def _leaves_room(config: TrainConfig, sizes: ModelSizes, gpus: int, gpu_gib: float) -> bool:
+    backend = config.backend
+    if backend.reshard_after_forward == "auto":
+        backend = backend.model_copy(update={"reshard_after_forward": True})
+    plan = plan_memory(config.model_copy(update={"backend": backend}), sizes, gpus=gpus, gpu_gib=gpu_gib)
+    return max(plan.totals.values()) <= (1 - ROOM) * gpu_gib * GIB
 
 
 def plan_memory(config: TrainConfig, sizes: ModelSizes, *, gpus: int, gpu_gib: float) -> MemoryPlan:
     if gpus < 1 or not 0 < gpu_gib < math.inf:
         raise LayoutError("no GPUs to plan for", expected="at least 1, with memory", found=f"{gpus} of {gpu_gib:g} GiB")
-    config = with_recomputation(config, sizes, gpus=gpus, gpu_gib=gpu_gib)
+    config = with_memory_used(config, sizes, gpus=gpus, gpu_gib=gpu_gib)
     engine = _Engine.of(config, sizes, gpu_gib * GIB)
     trainers = [_fsdp(config, sizes, gpus)] if config.backend.kind == "fsdp" else _megatron(config, sizes, gpus)
     by_stage = [_phases(config, trainer, engine) for trainer in trainers]
@@ -248,6 +259,7 @@ def _fsdp(config: TrainConfig, sizes: ModelSizes, ranks: int) -> _Trainer:
     tokens = config.batch.tokens_per_micro_batch / contexts
     total, root = sizes.total, sizes.embedding * (1 if sizes.tied else 2)
     layer = max(of_experts / experts + dense for of_experts, dense in sizes.by_layer)
+    whole = sum(of_experts / experts + dense for of_experts, dense in sizes.by_layer)
     trained = 0 if config.model.lora_rank else total
     has_reference = config.algorithm.beta > 0 and not (config.model.lora_rank and config.model.reference is None)
     working = sizes.layer_activations(tokens, compute)
@@ -261,7 +273,7 @@ def _fsdp(config: TrainConfig, sizes: ModelSizes, ranks: int) -> _Trainer:
         kept_gradients=0,
         optimizer=8 * trained / ranks,
         reference=compute * total / ranks if has_reference else 0,
-        gathered=compute * (2 * layer + root),
+        gathered=compute * ((2 * layer if config.backend.reshard_after_forward else whole) + root),
         reduced=((compute + 8) * layer + (compute + 4) * root) if trained else 0,
         activations=(inputs + 2 * working if recomputes else (sizes.layers + 1) * working) + travelling,
         scoring=working + travelling,
