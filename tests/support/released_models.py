@@ -111,7 +111,7 @@ def _config(training: str, settings: Mapping[str, Any], gpus: int) -> TrainConfi
         "data": {"path": "prompts.jsonl", "max_prompt_length": 1024},
         "batch": {"tokens_per_micro_batch": 8192},
         "rollout": rollout,
-        "backend": settings.get("backend", {}),
+        "backend": {"reshard_after_forward": True, **settings.get("backend", {})},
     }
     return TrainConfig.model_validate(tables)
 
