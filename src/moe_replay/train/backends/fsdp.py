@@ -326,6 +326,7 @@ class FsdpBackend(Backend):
         self._max_grad_norm = config.optim.max_grad_norm
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._lora = config.model if config.model.lora_rank else None
+        self._is_alone = dist.get_world_size() == 1
         self._keeps_gathered = config.backend.reshard_after_forward is False
         resharded = not self._keeps_gathered
         self.model = sharded_model(folder, config.model, device, trained=True, resharded=resharded, **self._sharing)
@@ -478,8 +479,11 @@ class FsdpBackend(Backend):
         self.model.train()
         self._optimizer.zero_grad()
         for number, batch in enumerate(batches):
+            is_last = number == len(batches) - 1
             if self._keeps_gathered:
-                self.model.set_reshard_after_backward(number == len(batches) - 1)
+                self.model.set_reshard_after_backward(is_last)
+            if self._is_alone:  # whole gradients take no more memory than shards: copied once for all micro-batches
+                self.model.set_requires_gradient_sync(is_last)
             with apply_routing(self.replay, batch, 0, routing):
                 scores = self._scores(batch, self._temperature, entropy=old_pass is not None)
             if old_pass is not None:
