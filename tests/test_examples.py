@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import runpy
@@ -107,6 +108,29 @@ def test_fsdp2_loop(port: int) -> None:
 def test_megatron_forward_step(port: int) -> None:
     pytest.importorskip("megatron.core")
     check_agreement(run_forked("megatron_forward_step.py", 1, port), 3)
+
+
+@pytest.mark.slow
+def test_anticipatory_routing(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two steps are native in both runs; the others replay what older weights have chosen."""
+    arguments = ["--steps", "6", "--ahead", "2"]
+    if importlib.util.find_spec("matplotlib"):
+        arguments += ["--figure", str(tmp_path / "losses.svg")]
+    output = run_here("anticipatory_routing.py", capsys, monkeypatch, *arguments)
+    losses = dict(re.findall(r"^(\d steps ahead  step +\d+)  loss ([\d.]+)", output, re.M))
+    assert losses["0 steps ahead  step   0"] == losses["2 steps ahead  step   0"]
+    (share,) = re.findall(r"step   5 .* native routes agree ([\d.]+)%", output)
+    assert 0 < float(share) < 100
+    assert (tmp_path / "losses.svg").exists() == (len(arguments) == 6)
+
+
+@pytest.mark.slow
+def test_sft_recompute(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = run_here("sft_recompute.py", capsys, monkeypatch, "--steps", "2")
+    native, replayed = map(float, re.findall(r"error of the gradient before training ([\d.e-]+)", output))
+    assert replayed < native / 10
+    assert all(float(share) > 0 for share in re.findall(r"other experts ([\d.]+)%", output))
+    assert output.count("loss") == 4
 
 
 @pytest.mark.slow

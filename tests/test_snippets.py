@@ -36,6 +36,8 @@ EXCERPTS = {  # snippets of use-in-your-trainer.md, from the second on
     2: "accelerate_loop.py",
     3: "fsdp2_loop.py",
     4: "megatron_forward_step.py",
+    5: "sft_recompute.py",
+    6: "anticipatory_routing.py",
 }
 NAMED = {  # what the text around snippets that are not run introduces
     "checkpoints.md": "config backend base_model_folder one_step version stream",
@@ -144,7 +146,7 @@ def test_context_parallel_layout(names: dict[str, Any]) -> None:
     lengths = [len(one) for one in ids]
     fed = mr.TokenLayout.packed(lengths, pad_each_to_multiple_of=2).context_parallel(0, 1).fed_token_ids(ids, pad=0)
     names |= {"cp_size": 1, "cp_rank": 0, "lengths": lengths, "input_ids": torch.tensor(fed).long()}
-    assert run("use-in-your-trainer.md", names, 5)["logits"].isfinite().all()
+    assert run("use-in-your-trainer.md", names, 7)["logits"].isfinite().all()
 
 
 def test_attribution(names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from moe_replay.errors import ReplayStateError
-from moe_replay.replay.passes import ForwardPass
+from moe_replay.replay.passes import ForwardPass, LayerRoutes
 from moe_replay.replay.site import Chunk, PlanSlot, RouterHook
 
 MAX_BACKWARDS = 16  # at a time; those of an aborted backward are dropped as newer ones come
@@ -35,23 +35,26 @@ class ActivePass:
     eager_routers    whether routers run outside compiled code
     detached_hooks   router hooks of a controller that was detached, for backwards that are still to come
     slots            plans that experts are given, dropped when a context closes and when a backward ends
+    recompute_only   whether a training forward outside any context gets a pass for its recomputation
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, recompute_only: bool = False) -> None:
+        self.recompute_only = recompute_only
         self.opened: ForwardPass | None = None
         self.run_eagerly: Callable[..., Any] = torch.compiler.disable(_outside_the_graph)
         self.eager_routers = False
         self.detached_hooks: tuple[RouterHook, ...] = ()
         self.slots: tuple[PlanSlot, ...] = ()
         self._recomputes = False
-        self._has_opened = False
+        self._has_opened = recompute_only  # refuse the backward of a checkpoint that no pass could be opened in
+        self._opener: EntryHooks | None = None  # of a pass that no context has opened
         self._thread = _Thread()
         self._backwards: dict[int, _Backward] = {}  # by graph task
         self.outputs = TensorPasses()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActivePass:
         """Return a new one without any pass: a copy of a model has nothing to do with the contexts of the original."""
-        own = ActivePass()
+        own = ActivePass(recompute_only=self.recompute_only)
         own.slots = copy.deepcopy(self.slots, memo)
         return own
 
@@ -80,6 +83,21 @@ class ActivePass:
         self._thread.slot.use(None)
         self._thread.slot.has_opened = False
         self._drop_plans()
+
+    def open_training(self, opener: EntryHooks, module: nn.Module) -> None:
+        """Open a pass for a training forward that begins outside any context, for its recomputation."""
+        if self._opener is opener:  # its forward before was interrupted
+            self.close_training(opener)
+        if self.recompute_only and self.opened is None and module.training and torch.is_grad_enabled():
+            layer_routes = {layer: LayerRoutes(layer) for layer in opener.layers}
+            self.open(ForwardPass("training forward", layer_routes, [opener.layers]), recomputes=True)
+            self._opener = opener
+
+    def close_training(self, opener: EntryHooks) -> None:
+        """Close the pass that the same hooks have opened."""
+        if self._opener is opener:
+            self._opener = None
+            self.close()
 
     def needs_eager_hooks(self) -> bool:
         """Return whether the hooks of a forward that is being compiled must run eagerly, at the cost of graph breaks.
@@ -126,7 +144,11 @@ class ActivePass:
             return backward.current
         if not self._has_opened:
             return None
-        raise ReplayStateError(
+        raise self.untraced()
+
+    def untraced(self) -> ReplayStateError:
+        """Return the error of a recomputation whose forward had no pass."""
+        return ReplayStateError(
             "a router is recomputed in a backward that cannot be traced to a forward of the model",
             expected="a backward that goes through outputs or layers of the attached model",
             found="a checkpoint whose outputs this controller has never seen",
@@ -249,7 +271,9 @@ def register_hooks(chunk: Chunk, active: ActivePass) -> list[RemovableHandle]:
     for depth, module in enumerate(chunk.entry_modules):
         hooks = EntryHooks(chunk.layers, depth, active)
         handles.append(module.register_forward_pre_hook(hooks.begin_forward, with_kwargs=True))
-        handles.append(module.register_forward_hook(hooks.end_forward, with_kwargs=True))
+        # A pass that no context closes must be closed after an error too.
+        always = active.recompute_only
+        handles.append(module.register_forward_hook(hooks.end_forward, with_kwargs=True, always_call=always))
     for module in chunk.boundary_modules:
         boundary = BoundaryHook(active)
         handles.append(module.register_forward_pre_hook(boundary.begin_module, with_kwargs=True))
@@ -272,16 +296,19 @@ class EntryHooks:
     def begin_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Start a forward of the open pass and compare what it is fed."""
         if not torch.compiler.is_compiling():
-            self._begin_eager(args, kwargs)
+            self._begin_eager(module, args, kwargs)
         elif self.active.needs_eager_hooks():
-            self.active.run_eagerly(self._begin_eager, args, kwargs)
+            self.active.run_eagerly(self._begin_eager, module, args, kwargs)
         else:
             self._begin_compiled(args, kwargs)
 
-    def _begin_eager(self, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _begin_eager(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not self.active.begin_forward():
             self.active.follow_backward(self.inputs.of(_tensors((args, kwargs))))
+            if self.active.recompute_only and module.training and self.active.for_router() is None:
+                raise self.active.untraced()
             return
+        self.active.open_training(self, module)
         forward_pass = self.active.opened
         self.inputs.add(_tensors((args, kwargs)), forward_pass)
         if forward_pass is not None:
@@ -314,6 +341,8 @@ class EntryHooks:
             self.active.outputs.add(_tensors(output), self.active.opened)
         if torch.is_grad_enabled():
             _tie(_tensors(output), self.active, self.active.for_router())
+        if in_forward:
+            self.active.close_training(self)
 
 
 class BoundaryHook:

@@ -57,6 +57,7 @@ def attach(
     topology: MoeTopology | None = None,
     *,
     aux_loss: AuxLoss = "native",
+    recompute_only: bool = False,
 ) -> RouterReplay:
     """Find the routers of a model and return their controller. Outside its contexts the model computes as before.
 
@@ -66,13 +67,18 @@ def attach(
     topology  the layers that route, where the rules alone do not say
     aux_loss  Megatron-Core: which tokens per expert the load-balancing losses count under replay: those of the
               router's own choice, or the replayed ones (docs/megatron.md)
+    recompute_only  for activation checkpointing without contexts: every forward in training mode with gradients keeps
+              its experts until its backward, whose recomputation takes them again. Other forwards are native and keep
+              nothing. Load-balancing losses count as with aux_loss="replayed"
     """
     from moe_replay.replay.adapters import megatron, transformers
 
     models = [model] if isinstance(model, nn.Module) else list(model)
     if megatron.is_megatron(models):
-        part = megatron.find_chunks(models, topology, aux_loss)
-        return RouterReplay(part.chunks, part.topology, part.hook, part.rows, part.native_sites)
+        part = megatron.find_chunks(models, topology, "replayed" if recompute_only else aux_loss)
+        return RouterReplay(
+            part.chunks, part.topology, part.hook, part.rows, part.native_sites, recompute_only=recompute_only
+        )
     if len(models) != 1:
         raise UnsupportedRouterError(
             "a list of modules that are not Megatron-Core chunks",
@@ -84,7 +90,7 @@ def attach(
     rules = family.routers if isinstance(family, RouterFamily) else family
     sites = transformers.find_routers(models[0], rules, declared)
     chunk = Chunk(entry_modules(models[0], sites), tuple(sites), boundary_modules(models[0], sites))
-    return RouterReplay([chunk], declared, TopKHook, RowOrder("batch"))
+    return RouterReplay([chunk], declared, TopKHook, RowOrder("batch"), recompute_only=recompute_only)
 
 
 class RouterReplay:
@@ -105,7 +111,17 @@ class RouterReplay:
         hook: RouterHookFactory,
         rows: RowOrder,
         native_sites: Sequence[RouterSite] = (),
+        *,
+        recompute_only: bool = False,
     ) -> None:
+        if recompute_only and native_sites:
+            raise UnsupportedRouterError(
+                "recompute_only does not cover routers of multi-token prediction",
+                layer=native_sites[0].layer,
+                expected="a model whose routers are all replayed",
+                found=", ".join(map(str, native_sites)),
+                remedy="Leave the layers of multi-token prediction out of recomputation and use record() contexts",
+            )
         sites = [site for chunk in chunks for site in chunk.sites]
         for site in sites:
             if hook.is_installed(site.module):
@@ -121,7 +137,7 @@ class RouterReplay:
         self._finish_plan: FinishPlan | None = None
         self._chunks = list(chunks)
         self._rows = rows
-        self._active = ActivePass()
+        self._active = ActivePass(recompute_only=recompute_only)
         self._router_hooks = [hook(site, self._active) for site in sites]
         self._module_hooks = [handle for chunk in chunks for handle in register_hooks(chunk, self._active)]
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import moe_replay as mr
-from moe_replay.errors import ReplayStateError
+from moe_replay.errors import ReplayStateError, UnsupportedRouterError
 from tests.distributed.megatron_models import FULL, move_routers
 from tests.models import assert_same_gradients, gradients
-from tests.replay.adapters.megatron_routers import build, call, routed
+from tests.replay.adapters.megatron_routers import build, call, random_ids, routed
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -145,3 +145,33 @@ def test_other_tokens_after_a_thread_that_was_refused_are_noticed() -> None:
         thread.join()
         call(model, inputs[1])
     assert refused
+
+
+@pytest.mark.parametrize("kind", ["two layers", "block"])
+def test_recompute_only_needs_no_context(kind: str) -> None:
+    """The bias that is part of the choice alone moves between a forward and its backward."""
+
+    def found(model: Any) -> dict[str, torch.Tensor]:
+        biases = [bias for name, bias in model.named_buffers() if name.endswith("expert_bias")]
+        for bias in biases:
+            bias.zero_()
+        loss = call(model, random_ids()).mean()
+        for bias in biases:
+            bias.add_(torch.linspace(-1, 1, len(bias)))
+        loss.backward()
+        return gradients(model)
+
+    aux = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1}
+    expected = found(build("deepseek", **aux))
+    model = build("deepseek", **KINDS[kind] | {"recompute_num_layers": 2}, **aux)  # the first layer is dense
+    native = found(model)
+    assert any(not torch.allclose(native[name], expected[name], rtol=0.1) for name in expected)
+    replay = mr.attach(model, recompute_only=True)
+    assert_same_gradients(found(model), expected)
+    replay.detach()
+    assert_same_gradients(found(model), native)
+
+
+def test_recompute_only_refuses_routers_that_are_never_replayed() -> None:
+    with pytest.raises(UnsupportedRouterError, match="multi-token prediction"):
+        mr.attach(build("mtp"), recompute_only=True)
