@@ -69,13 +69,13 @@ def attach(
               router's own choice, or the replayed ones (docs/megatron.md)
     recompute_only  for activation checkpointing without contexts: every forward in training mode with gradients keeps
               its experts until its backward, whose recomputation takes them again. Other forwards are native and keep
-              nothing. Load-balancing losses count as with aux_loss="replayed"
+              nothing
     """
     from moe_replay.replay.adapters import megatron, transformers
 
     models = [model] if isinstance(model, nn.Module) else list(model)
     if megatron.is_megatron(models):
-        part = megatron.find_chunks(models, topology, "replayed" if recompute_only else aux_loss)
+        part = megatron.find_chunks(models, topology, aux_loss)
         return RouterReplay(
             part.chunks, part.topology, part.hook, part.rows, part.native_sites, recompute_only=recompute_only
         )
