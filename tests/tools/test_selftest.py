@@ -76,7 +76,7 @@ def test_processes_that_hang_say_where_they_stand(tmp_path: Path) -> None:
         selftest._dump_stacks(process)
     assert len(below) == 1
     stacks = (tmp_path / "log").read_text()
-    assert stacks.count("Fatal Python error: Aborted") == 2
+    assert stacks.count("Fatal Python error: ") == 2  # the lines of two processes may be mixed
     assert "subprocess.py" in stacks
 
 

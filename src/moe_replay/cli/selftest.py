@@ -74,7 +74,7 @@ def visible_gpus() -> tuple[str, ...]:
 
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [name for name in named.split(",") if name] if named is not None else map(str, range(8))
-    return tuple(name for name, _ in zip(names, range(torch.cuda.device_count()), strict=False))
+    return tuple(name for name, _ in zip(names, range(torch.accelerator.device_count()), strict=False))
 
 
 def line(result: Result) -> str:
