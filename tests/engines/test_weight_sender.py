@@ -52,6 +52,17 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     return own
 
 
+def assisted(sender: WeightSender) -> int:
+    """Do the part of a rank other than 0; return the bytes it has sent."""
+    try:
+        sender.assist()
+    except MoeReplayError as failure:
+        sender.fail(str(failure))
+        raise
+    sender.close()
+    return sender.bytes_sent
+
+
 class Scene:
     """Two ranks with a worker of two engines on the device of each."""
 
@@ -87,13 +98,7 @@ class Scene:
     def second_rank(self, fails: bool) -> int:
         self.devices.name = "gpu 1"
         sender = WeightSender(self.rendezvous, 1, CPU, groups(1, fails))
-        try:
-            sender.assist()
-        except MoeReplayError as failure:
-            sender.fail(str(failure))
-            raise
-        sender.close()
-        return sender.bytes_sent
+        return assisted(sender)
 
     def worker(self, number: int) -> dict[str, Tensor]:
         self.devices.name = f"gpu {number}"
@@ -237,13 +242,7 @@ class DividedScene(Scene):
 
     def second_rank(self, fails: bool = False) -> int:
         sender = self.sender(1)
-        try:
-            sender.assist()
-        except MoeReplayError as failure:
-            sender.fail(str(failure))
-            raise
-        sender.close()
-        return sender.bytes_sent
+        return assisted(sender)
 
     def run(self) -> tuple[Future[int], Future[int], Future[dict[str, Tensor]]]:
         self.started = threading.Event()

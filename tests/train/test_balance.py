@@ -39,7 +39,7 @@ EP = 4
 
 
 def random_units(seed: int, lengths: Sequence[int], ranks: int = EP, layers: int = 3) -> Units:
-    """Sequences with experts of their own."""
+    """Sequences whose tokens go to different experts."""
     random = np.random.default_rng(seed)
     preferred = random.dirichlet(np.full(ranks, 0.5), (len(lengths), layers))
     tokens = np.array(lengths, np.int64)
