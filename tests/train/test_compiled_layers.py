@@ -200,3 +200,12 @@ def test_a_run_with_compiled_layers(
     assert "run eagerly" not in caplog.text
     for line, expected in zip(compiled, eager, strict=True):
         assert line["loss/total"] == pytest.approx(expected["loss/total"], abs=1e-4)
+
+
+def test_code_of_more_kinds_than_torchs_own_limit_stays_compiled() -> None:
+    """With and without gradients, shared prompts, several kinds of layers: torch stops at 8 without a word."""
+    function = CompiledLayers("eager").function(lambda tensor, kind: tensor + len(kind))
+    before = graphs_compiled()
+    for number in range(12):
+        assert function(torch.ones(3), "x" * number).tolist() == [1.0 + number] * 3
+    assert graphs_compiled() - before == 12
