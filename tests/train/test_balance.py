@@ -17,6 +17,7 @@ from moe_replay.records import MicroBatch, Trajectory
 from moe_replay.routes.layout import Prefix
 from moe_replay.routes.topology import MoeLayer, MoeTopology
 from moe_replay.train.backends.base import ExpertExchange
+from moe_replay.train.learn import balance
 from moe_replay.train.learn.balance import (
     LOAD,
     LOAD_BY_TOKENS,
@@ -200,3 +201,16 @@ def test_samples_without_routes_are_divided_by_tokens() -> None:
     batches, metrics = made_of(half, budget=32)
     assert sorted(t.row for batch in batches for t in batch.trajectories) == list(range(12))
     assert 1 <= metrics[LOAD_LIMIT] <= metrics[LOAD] <= metrics[LOAD_BY_TOKENS]
+
+
+def test_a_search_that_finds_something_worse_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = np.zeros((4, 1, 2), np.float32)
+    rows[[0, 2], 0, 0] = rows[[1, 3], 0, 1] = 8  # two samples for each of two ranks
+    units = Units(np.full(4, 4, np.int64), rows)
+    mixed, worse = [[[0, 1], [2, 3]]], [[[0, 2], [1, 3]]]
+    assert loads_of(worse, units, 1).busiest == 2 * loads_of(mixed, units, 1).busiest
+    monkeypatch.setattr(balance._Search, "division", lambda search: worse)
+    assert balanced_division(mixed, units, 1, 8, packed=True) is mixed
+    assert balanced_division(worse, units, 1, 8, packed=True) == worse
+    monkeypatch.setattr(balance._Search, "division", lambda search: mixed)
+    assert balanced_division(worse, units, 1, 8, packed=True) is mixed
