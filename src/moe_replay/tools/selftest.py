@@ -280,9 +280,12 @@ def _started(command: list[str], environment: dict[str, str], output: IO[bytes])
 
 def _dump_stacks(process: subprocess.Popen[bytes]) -> None:
     """Have a process and all below it write their stacks; they end by it."""
-    for pid in [*reversed(descendants(process.pid)), process.pid]:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGABRT)
+    everyone = [process.pid, *descendants(process.pid)]
+    # All are held first: a parent that sees its child die would otherwise end before its own signal comes.
+    for number in (signal.SIGSTOP, signal.SIGABRT, signal.SIGCONT):
+        for pid in everyone:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
     with suppress(subprocess.TimeoutExpired):
         process.wait(_DYING_S)
 
