@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments import collapse, cost, edge, layers, mismatch, precision, remedies, results
+from experiments import collapse, cost, edge, faults, growth, layers, mismatch, precision, remedies, results
 from experiments.study import draw, table_text
 
 STUDIES = (
@@ -25,6 +25,12 @@ def main() -> None:
             print(table_text(study.table(runs)), draw(study, runs), sep="\n\n")
         else:
             print("nothing has been run")
+    print("\n## faults: What does each planted fault look like, and which number catches it?\n")
+    measured = faults.read_result()
+    print(table_text(faults.rows_of_catches(measured)), table_text(faults.rows_of_numbers(measured)), sep="\n\n")
+    print("\n## growth: How does the mismatch grow with depth, position, experts and precision?\n")
+    grown = growth.read_results()
+    print(*growth.tables(grown), growth.draw(grown), sep="\n\n")
 
 
 if __name__ == "__main__":

