@@ -90,6 +90,19 @@ def test_verl(jagged: bool, dtype: torch.dtype) -> None:
     assert torch.equal(interop.to_verl(traces, HYBRID, mask), routes.to(torch.int16))
 
 
+def test_rows_that_are_turns_of_one_episode() -> None:
+    """verl and ms-swift with turns as samples: prompts that begin alike, each row with the routes of its own pass."""
+    first, second = truth(7, 1, seed=1), truth(9, 1, seed=2)
+    ids = np.concatenate([first.token_ids[:4], second.token_ids[4:]])  # the same question
+    second = RouteTrace(ids, second.routed_experts, second.layers, second.valid, 3, num_experts=16)
+    assert not np.array_equal(first.routed_experts[:4], second.routed_experts[:4])
+    rows = [torch.from_numpy(captured(trace, rows=len(trace))) for trace in (first, second)]
+    tokens = [first.token_ids, second.token_ids]
+    assert interop.from_verl(rows, tokens, topology=HYBRID, weight_version=3) == [first, second]
+    read = [interop.from_ms_swift(row, one, HYBRID, weight_version=3) for row, one in zip(rows, tokens, strict=True)]
+    assert read == [first, second]
+
+
 def test_verl_of_layers_that_route_only() -> None:
     trace = truth(6, 1)
     assert interop.from_verl([trace.routed_experts[:-1]], [trace.token_ids], topology=HYBRID, weight_version=3) == [

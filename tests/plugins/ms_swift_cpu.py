@@ -108,7 +108,7 @@ def load_plugin() -> None:
     import_external_file(str(file))
 
 
-def template(*, padded: bool) -> Any:
+def template(*, padded: bool, context: int = 1) -> Any:
     """A template of ms-swift, as far as collating needs it."""
     from swift.template import Template
 
@@ -121,7 +121,7 @@ def template(*, padded: bool) -> Any:
         padding_side="right",
         padding_free=not padded,
         use_megatron=True,
-        sequence_parallel_size=1,
+        sequence_parallel_size=context,
         remove_unused_columns=True,
         model=None,
     )
@@ -150,8 +150,11 @@ def make_trainer(model: Any, *, padded: bool = False, mode: str = "R3") -> Any:
     made.args = SimpleNamespace(
         task_type="causal_lm",
         pipeline_model_parallel_size=model.config.pipeline_model_parallel_size,
+        tensor_model_parallel_size=model.config.tensor_model_parallel_size,
+        sequence_parallel=model.config.sequence_parallel,
+        fp8_recipe=None,
         padding_free=not padded,
-        context_parallel_size=1,
+        context_parallel_size=model.config.context_parallel_size,
         cp_partition_mode="zigzag",
         is_multimodal=False,
         model_type="qwen3_moe",
@@ -163,7 +166,7 @@ def make_trainer(model: Any, *, padded: bool = False, mode: str = "R3") -> Any:
         micro_batch_size=MICRO_BATCH,
         global_batch_size=2 * MICRO_BATCH,
     )
-    made.template = template(padded=padded)
+    made.template = template(padded=padded, context=model.config.context_parallel_size)
     made.enable_routing_replay = True
     made.temperature, made.micro_batch_size, made.compute_entropy, made.beta = 1.0, MICRO_BATCH, False, 0.0
     made._has_teacher_explicit = made._is_dynamic_self_distillation = made.use_teacher_api = False
@@ -204,6 +207,7 @@ def loss(output: torch.Tensor, data: dict[str, Any]) -> tuple[torch.Tensor, dict
 
 def collated(trainer: Any, samples: list[Any]) -> list[dict[str, Any]]:
     """Micro-batches as ms-swift's trainer and its driver on Ray make them."""
+    from swift.megatron.utils import get_padding_to
     from swift.rlhf_trainers.utils import collate_to_grpo_micro_batch
 
     made = []
@@ -212,6 +216,7 @@ def collated(trainer: Any, samples: list[Any]) -> list[dict[str, Any]]:
             samples[first : first + MICRO_BATCH],
             trainer.template,
             device=torch.device("cpu"),
+            padding_to=get_padding_to(trainer.args),
             router_replay_mode=trainer.args.router_replay_mode,
         )
         batch.rollout_per_token_logps = torch.full(batch.completion_mask.shape, -5.0)
@@ -240,9 +245,9 @@ def update(trainer: Any, micro_batches: list[dict[str, Any]]) -> dict[str, float
     return found
 
 
-def model_of_six_layers(**parallel: Any) -> Any:
+def model_of_six_layers(**settings: Any) -> Any:
     """A Megatron model, the first layer dense; Megatron's list of replay objects has its routers only."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
     RouterReplay.global_router_replay_instances.clear()
-    return verl_megatron_cpu.model_and_config(**parallel)[0]
+    return verl_megatron_cpu.model_and_config(**settings)[0]

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ import moe_replay as mr
 pytest.importorskip("swift", reason="runs in the environment of `make test-plugins`")
 pytest.importorskip("megatron.core")
 
+from moe_replay.integrations.hosts import HostError
+from moe_replay.train.rollout.advantages import std_normalized, turn_factors
 from tests.distributed.harness import run_ranks
 from tests.plugins import ms_swift_cpu, verl_cpu, verl_megatron_cpu
 from tests.plugins.ms_swift_cpu import collated, make_trainer, on_ray, samples_of, scored, update
@@ -67,6 +70,7 @@ def test_healthy_routes_pass_and_are_reported(guard, model, rollout) -> None:
     assert 0.1 < metrics["moe_replay/agreement"] < 0.9
     assert metrics["moe_replay/covered"] > 0.9
     assert metrics["moe_replay/k3"] > 0
+    assert metrics["moe_replay/k3_native"] not in (0, metrics["moe_replay/k3"])
     assert trainer.updates == [1]
 
 
@@ -155,6 +159,22 @@ def test_layers_of_updates_on_ray_are_confused_by_ms_swift_and_fixed_by_us(model
     assert metrics["moe_replay/agreement"] > 0.99
 
 
+def test_r2_of_more_than_256_experts_passes(guard, model, monkeypatch) -> None:
+    """Releases before 4.5.3 keep their ids in 8 bits."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    monkeypatch.setattr(RouterReplay, "global_router_replay_instances", [])
+    trainer = make_trainer(ms_swift_cpu.model_of_six_layers(experts=288), mode="R2")
+    assert update(trainer, scored(trainer, samples_of(Rollout(), None)))["moe_replay/agreement"] == 1
+
+
+def test_virtual_stages_are_refused(model, rollout) -> None:
+    trainer = make_trainer(model)
+    trainer.unwrapped_models = [model, model]
+    with pytest.raises(HostError, match="first virtual stage of a rank only"):
+        scored(trainer, samples_of(rollout, rollout.routed_experts))
+
+
 def test_a_fault_may_warn_instead(model, rollout, monkeypatch, caplog) -> None:
     monkeypatch.setenv("MOE_REPLAY_ON_MISALIGNMENT", "warn")
     trainer = make_trainer(model)
@@ -172,8 +192,7 @@ def on_stage(setting: str, shifted: bool) -> list[Any]:
     ms_swift_cpu.on_cpu()
     from moe_replay.integrations.ms_swift_megatron import guards
 
-    parallel = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32, "variable_seq_lengths": True}
-    trainer = make_trainer(ms_swift_cpu.model_of_six_layers(**parallel), mode="R2")
+    trainer = make_trainer(ms_swift_cpu.model_of_six_layers(stages=2), mode="R2")
     batches = scored(trainer, samples_of(Rollout(), None))
     if shifted and dist.get_rank() == 1:
         for batch in batches:
@@ -213,6 +232,25 @@ print([name for name in names if name in sys.modules], torch.cuda.is_initialized
 """
 
 
+def test_advantages_of_turns_that_are_samples_are_ours() -> None:
+    """`algorithm.advantage_turns = "episode"` is what ms-swift does with several outputs of one request."""
+    from swift.rl_core.advantage import compute_advantages_dynamic
+
+    rewards, samples = [1.0, 0.0, 0.25], [2, 1, 3]
+    requests = [f"request {number}" for number, count in enumerate(samples) for _ in range(count)]
+    theirs, _ = compute_advantages_dynamic(
+        torch.tensor([[reward] for reward, count in zip(rewards, samples, strict=True) for _ in range(count)]),
+        *(torch.ones(1), ["prompt"] * len(requests), requests),
+    )
+    (of_episodes,) = std_normalized(np.array([rewards]))
+    ours = [
+        advantage * factor
+        for advantage, count in zip(of_episodes, samples, strict=True)
+        for factor in turn_factors(count, "episode", 1.0)
+    ]
+    assert theirs.tolist() == pytest.approx(ours, abs=1e-6)
+
+
 def test_nothing_is_imported_before_ms_swift_does_it() -> None:
     done = in_a_process(ALONE)
     assert done.stdout.splitlines()[-1] == "[] False", done.stderr
@@ -234,7 +272,6 @@ def test_another_signature_is_refused(model, monkeypatch) -> None:
     from swift.megatron.trainers import grpo_trainer
 
     from moe_replay.integrations import ms_swift_megatron
-    from moe_replay.integrations.hosts import HostError
 
     name = "MegatronGRPOTrainer.forward_step"
     monkeypatch.setitem(ms_swift_megatron.PARAMETERS, name, ("self", "batch"))

@@ -7,11 +7,8 @@ on the path. Its rollout engine is not needed and stands in by name; what would 
 from __future__ import annotations
 
 import functools
-import importlib
-import sys
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,41 +21,15 @@ pytest.importorskip("megatron.core")
 from moe_replay.errors import AlignmentError, MoeReplayError
 from moe_replay.integrations import slime as hooks
 from moe_replay.integrations.hosts import HostError
+from moe_replay.integrations.queue_guard import GUARD
+from tests.plugins.absent import import_without
 
 LAYERS, EXPERTS, TOP_K = 4, 8, 2
 FREQUENCY = [0, 1, 1, 1]
 LENGTHS = ((5, 7), (9,))
 
 
-class Absent(ModuleType):
-    """A package that slime imports for its rollouts."""
-
-    __path__: list[str] = []  # noqa: RUF012
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-
 ABSENT = ("sglang", "torch_memory_saver", "sglang_router", "ray", "megatron.training", "megatron.bridge")
-
-
-def import_actor() -> ModuleType:
-    name = ""
-    for _ in range(60):
-        try:
-            return importlib.import_module(hooks.ACTOR)
-        except ModuleNotFoundError as missing:
-            name = str(missing.name)
-            if not name.startswith(ABSENT):
-                raise
-        module = Absent(name)
-        module.__spec__ = ModuleSpec(name, None, is_package=True)
-        sys.modules[name] = module
-        for loaded in [loaded for loaded in sys.modules if loaded.partition(".")[0] == "slime"]:
-            del sys.modules[loaded]
-    raise AssertionError(f"{name} is still missing")
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +89,7 @@ class Run:
 
         from moe_replay.megatron import cpu
 
-        self.actor = import_actor()
+        self.actor = import_without(hooks.ACTOR, ABSENT)
         from slime.backends.megatron_utils import data
         from slime.utils import routing_replay
 
@@ -172,7 +143,7 @@ def test_a_healthy_rollout_passes_and_so_does_the_next(run: Run) -> None:
     hooks.init(run.args)
     for _ in range(2):
         run.fill(batches())
-        assert len(vars(run.args)[hooks.GUARD].expected) == len(LENGTHS)
+        assert len(vars(run.args)[GUARD].expected) == len(LENGTHS)
         run.step()
         RoutingReplay.clear_all()
     hooks.before_log_prob(run.args, [run.model], "ref_")  # routes natively
@@ -197,7 +168,7 @@ def test_rows_that_are_packed_late_stop_the_run(
 def test_a_router_with_the_routes_of_another_layer_stops_the_run(run: Run) -> None:
     hooks.init(run.args)
     run.fill(batches())
-    (_, first), (_, second), *_ = hooks._routers([run.model])
+    (_, first), (_, second), *_ = vars(run.args)[GUARD].routers([run.model])
     first.top_indices_list, second.top_indices_list = second.top_indices_list, first.top_indices_list
     with pytest.raises(AlignmentError, match=r"routes of other tokens or layers.*layer 1"):
         run.step()
@@ -206,7 +177,7 @@ def test_a_router_with_the_routes_of_another_layer_stops_the_run(run: Run) -> No
 def test_a_lost_micro_batch_and_zero_routes_stop_the_run(run: Run) -> None:
     hooks.init(run.args)
     run.fill(batches())
-    next(hooks._routers([run.model]))[1].top_indices_list.pop()
+    next(vars(run.args)[GUARD].routers([run.model]))[1].top_indices_list.pop()
     with pytest.raises(AlignmentError, match="another number of micro-batches"):
         run.step()
     zero = batches()
@@ -223,4 +194,4 @@ def test_another_packing_is_refused_and_runs_without_replay_are_left_alone(
         hooks.init(run.args)
     run.args.use_rollout_routing_replay = False
     hooks.init(run.args)
-    assert hooks.GUARD not in vars(run.args)
+    assert GUARD not in vars(run.args)

@@ -152,8 +152,7 @@ def on_stage(guard: str) -> list[Any]:
 
     os.environ["MOE_REPLAY_GUARD"] = guard
     verl_megatron_cpu.open_megatron()
-    parallel = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32, "variable_seq_lengths": True}
-    model, config = verl_megatron_cpu.model_and_config(**parallel)
+    model, config = verl_megatron_cpu.model_and_config(stages=2)
     engine = make_engine(model, config, "R2")
     rollout = Rollout()
     output = forward(engine, batch(rollout, None))

@@ -21,30 +21,50 @@ from tests.plugins.verl_cpu import EXPERTS, PROMPT, RESPONSE, TOP_K, Rollout
 LAYERS = 6
 
 
-def model_and_config(**parallel: Any) -> tuple[Any, Any]:
+def model_and_config(**settings: Any) -> tuple[Any, Any]:
     """Six layers, the first of them dense; whole, or the part of this rank."""
+    chunks, config = chunks_and_config(**settings)
+    return chunks[0], config
+
+
+def chunks_and_config(
+    layers: int = LAYERS,
+    *,
+    tensor: int = 1,
+    context: int = 1,
+    expert: int = 1,
+    stages: int = 1,
+    virtual: int | None = None,
+    experts: int = EXPERTS,
+) -> tuple[list[Any], Any]:
+    """A model whose first layer is dense: the chunks of this rank, and their config."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from moe_replay.megatron import cpu
 
-    stages = parallel.get("pipeline_model_parallel_size", 1)
+    parallel = {
+        "tensor_model_parallel_size": tensor,
+        "context_parallel_size": context,
+        "expert_model_parallel_size": expert,
+        "expert_tensor_parallel_size": 1,
+        "pipeline_model_parallel_size": stages,
+        "virtual_pipeline_model_parallel_size": virtual,
+    }
     if not parallel_state.is_initialized():
-        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
+        parallel_state.initialize_model_parallel(**parallel)
     model_parallel_cuda_manual_seed(0)
     config = TransformerConfig(
         **cpu.SETTINGS,
-        num_layers=LAYERS,
+        num_layers=layers,
         hidden_size=64,
         num_attention_heads=4,
         ffn_hidden_size=64,
-        num_moe_experts=EXPERTS,
+        num_moe_experts=experts,
         moe_router_topk=TOP_K,
         moe_ffn_hidden_size=32,
-        moe_layer_freq=[0] + [1] * (LAYERS - 1),
+        moe_layer_freq=[0] + [1] * (layers - 1),
         moe_enable_routing_replay=True,
         moe_token_dispatcher_type="alltoall",
         moe_router_load_balancing_type="none",
@@ -56,27 +76,41 @@ def model_and_config(**parallel: Any) -> tuple[Any, Any]:
         recompute_granularity="full",
         recompute_method="uniform",
         recompute_num_layers=1,
+        pipeline_dtype=torch.float32,
+        variable_seq_lengths=stages > 1,
+        sequence_parallel=tensor > 1,
         **parallel,
     )
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    return [_chunk(config, stage if virtual else None) for stage in range(virtual or 1)], config
+
+
+def _chunk(config: Any, virtual_stage: int | None) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    from moe_replay.megatron import cpu
+
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=virtual_stage)
     cpu.use_plain_attention(spec)
-    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    where = {"ignore_virtual": virtual_stage is None, "vp_stage": virtual_stage}
     model = GPTModel(
         config,
         spec,
         vocab_size=256,
         max_sequence_length=128,
         position_embedding_type="rope",
-        pre_process=first,
-        post_process=last,
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
         share_embeddings_and_output_weights=False,
+        vp_stage=virtual_stage,
     )
     for name, parameter in model.named_parameters():
         if "router.weight" in name:
             parameter.data.mul_(40)
         if "word_embeddings" in name:
             parameter.data.mul_(20)
-    return model, config
+    return model
 
 
 def open_megatron() -> None:
@@ -90,13 +124,18 @@ def open_megatron() -> None:
 
     router_replay_utils.device_name = "cpu"
     router_replay_patch.apply_router_replay_patch()
-    transformer_impl.vocab_parallel_log_probs_from_logits = lambda logits, label: torch.log_softmax(
-        logits.float(), -1
-    ).gather(-1, label[..., None])[..., 0]
+    transformer_impl.vocab_parallel_log_probs_from_logits = _log_probs
+
+
+def _log_probs(logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    whole = gather_from_tensor_model_parallel_region(logits)
+    return torch.log_softmax(whole.float(), -1).gather(-1, label[..., None])[..., 0]
 
 
 def make_engine(model: Any, config: Any, mode: str = "R3", *, padded: bool = False, plugin: bool = True) -> Any:
-    """An engine of the class that verl's registry has."""
+    """An engine of the class that verl's registry has, for a model or for the chunks of this rank."""
     from verl.workers.config.engine import EngineRouterReplayConfig
     from verl.workers.engine import EngineRegistry
 
@@ -106,7 +145,7 @@ def make_engine(model: Any, config: Any, mode: str = "R3", *, padded: bool = Fal
     kind = EngineRegistry._engines["language_model"]["megatron"]["cuda"]
     engine = kind.__new__(kind)
     engine.engine_config = SimpleNamespace(
-        context_parallel_size=1,
+        context_parallel_size=config.context_parallel_size,
         dynamic_context_parallel=False,
         use_remove_padding=not padded,
         pad_bshd_to_minibatch_max=False,
@@ -122,7 +161,7 @@ def make_engine(model: Any, config: Any, mode: str = "R3", *, padded: bool = Fal
         mtp=SimpleNamespace(enable=False, enable_train=False),
         tokenizer=SimpleNamespace(pad_token_id=0),
     )
-    engine.tf_config, engine.module = config, [model]
+    engine.tf_config, engine.module = config, model if isinstance(model, list) else [model]
     engine.enable_routing_replay, engine.mini_layer_topk_idx_list = True, []
     return engine
 
@@ -165,10 +204,10 @@ def _with_own_routes(model: Any, rollout: Rollout) -> Rollout:
     return rollout
 
 
-def batch(rollout: Rollout, routed_experts: torch.Tensor | None) -> Any:
+def batch(rollout: Rollout, routed_experts: torch.Tensor | None, **further: Any) -> Any:
     from verl.utils import tensordict_utils
 
-    data = rollout.batch(routed_experts)
+    data = rollout.batch(routed_experts, **further)
     tensordict_utils.assign_non_tensor(data, enable_routing_replay=True)
     data["temperature"] = torch.ones(len(rollout.ids))
     return data

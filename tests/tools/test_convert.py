@@ -229,7 +229,7 @@ def test_what_does_not_change_the_run_is_listed_as_lost(flags: str, told: str, t
         ("--reward_funcs accuracy mine", "reward: --reward_funcs mine: not built in"),
         ("--reward_model m", "reward: --reward_model m: call it from a reward function"),
         ("--min_p 0.1", "sampling: --min_p 0.1: not supported: the engine would sample from another distribution"),
-        ("--multi_turn_scheduler gym", "environment: --multi_turn_scheduler gym: environments are functions"),
+        ("--multi_turn_scheduler a-b", "environment: --multi_turn_scheduler a-b: write it as a function"),
         ("--use_gym_env true", "environment: --use_gym_env true: environments are functions"),
         ("--dataset a.jsonl b.jsonl", "data: --dataset b.jsonl: data.path takes one dataset"),
         ("--dataset a.jsonl#500", "data: --dataset a.jsonl#500: all rows are used, not 500"),
@@ -430,6 +430,39 @@ def test_options_of_verl(options: str, key: str, value: Any, tmp_path: Path) -> 
 def test_what_makes_another_run_than_that_of_verl(options: str, told: str) -> None:
     _, reasons = convert("verl", [f"python -m verl.trainer.main_ppo {VERL_MINIMAL} {options}"])
     assert [reason for reason in reasons if reason.startswith(told)], reasons
+
+
+STEP_WISE = "docs/coming-from.md#turns-as-samples"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "command", "name", "splits"),
+    [
+        ("swift", f"swift rlhf {MINIMAL} --multi_turn_scheduler {{}}", "thinking_tips_scheduler", True),
+        ("swift", f"swift rlhf {MINIMAL} --multi_turn_scheduler {{}}", "my_scheduler", True),
+        ("swift", f"swift rlhf {MINIMAL} --multi_turn_scheduler {{}}", "math_tip_trick", False),
+        ("verl", f"{VERL_MINIMAL} actor_rollout_ref.rollout.agent.default_agent_loop={{}}", "my_agent", True),
+    ],
+)
+def test_an_agent_of_verl_or_ms_swift_becomes_a_function_to_write(
+    trainer: str, command: str, name: str, splits: bool
+) -> None:
+    text, reasons = convert(trainer, [command.format(name)])
+    (reason,) = [reason for reason in reasons if reason.startswith("environment: ")]
+    assert name in reason
+    assert (STEP_WISE in reason) == splits
+    recipe = tomllib.loads(text)
+    assert recipe["rollout"]["environment"] == f"environments:{name}"
+    assert recipe.get("algorithm", {}).get("advantage_turns") == ("episode" if splits else None)
+
+
+def test_the_agent_loops_that_verl_has_are_no_functions_to_write() -> None:
+    option = "actor_rollout_ref.rollout.agent.default_agent_loop"
+    text, reasons = convert("verl", [f"{VERL_MINIMAL} {option}=single_turn_agent"])
+    assert "environment" not in text
+    text, reasons = convert("verl", [f"{VERL_MINIMAL} {option}=tool_agent"])
+    assert [reason for reason in reasons if reason.startswith(f"environment: {option}=tool_agent: tools are functions")]
+    assert "environments:" not in text
 
 
 def test_what_our_configuration_does_not_accept_is_said(capsys: pytest.CaptureFixture[str]) -> None:

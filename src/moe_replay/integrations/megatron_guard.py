@@ -180,8 +180,8 @@ def _observe(router: Any, layer: int, guard: RouterGuard) -> None:
 @contextmanager
 def without_own_replay(host: Any) -> Iterator[None]:
     """Switch off the replay of an engine or trainer of another project."""
-    host.enable_routing_replay = False
+    before, host.enable_routing_replay = host.enable_routing_replay, False
     try:
         yield
     finally:
-        host.enable_routing_replay = True
+        host.enable_routing_replay = before

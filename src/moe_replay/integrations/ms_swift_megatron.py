@@ -11,6 +11,8 @@ The verdict on a step comes when its backward has ended, before the optimizer st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import wraps
 from types import ModuleType
@@ -87,6 +89,13 @@ class SwiftGuard(RouterGuard):
     def __init__(self, trainer: Any) -> None:
         args = trainer.args
         chunks = [language_model(model) for model in trainer.unwrapped_models]
+        if len(chunks) > 1:
+            raise HostError(
+                "ms-swift replays routes in the first virtual stage of a rank only",
+                expected="one chunk of the model on each pipeline rank",
+                found=len(chunks),
+                remedy="Leave virtual pipeline stages out, or set router_replay_mode to disabled",
+            )
         device = next(chunks[0].parameters()).device
         settings = ReplaySettings.read({"mode": args.router_replay_mode})
         super().__init__("ms-swift", chunks, settings, _routers, device, compares_ids=not args.is_multimodal)
@@ -94,6 +103,13 @@ class SwiftGuard(RouterGuard):
         self._config = chunks[0].config
         self.latest: dict[str, float] = {}
         self.is_updating = False
+        self._compared = False  # whether a micro-batch of this update has run without replay too
+
+    def compares_next(self) -> bool:
+        """Return whether the next micro-batch of the old-log-prob pass runs without replay too: one of an update."""
+        compares = self.metrics.compares and not self._compared
+        self._compared = True
+        return compares
 
     def micro_batch(self, data: dict[str, Any]) -> MicroBatch:
         """Return where ms-swift puts the tokens of a collated micro-batch."""
@@ -106,6 +122,7 @@ class SwiftGuard(RouterGuard):
         ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
         reports = ranks == (0, 0) and parallel_state.is_pipeline_last_stage()
         self.latest = self.metrics.finish(is_update=True, report_tokens=reports)
+        self._compared = False
 
 
 class _Guards:
@@ -202,7 +219,7 @@ class MicroBatch:
         mask = completion_mask.cpu()
         parts = [
             torch.cat([torch.zeros(1, dtype=torch.bool), row[: len(ids) - 1].bool()])
-            for ids, row in zip(self.ids, mask, strict=True)
+            for ids, row in zip(self.ids, mask[: len(self.ids)], strict=True)  # padding is one more row, where packed
         ]
         return torch.cat(parts).numpy()
 
@@ -241,8 +258,10 @@ def _keeping_traces(original: Method) -> Method:
     def _maybe_compute_logps(self: Any, batch: dict[str, Any], teacher_inputs: Any = None) -> dict[str, Any]:
         if not self.enable_routing_replay:
             return original(self, batch, teacher_inputs)
-        self.moe_replay_traces = None
+        self.moe_replay_traces = self.moe_replay_native = None
         result = original(self, batch, teacher_inputs)
+        if self.moe_replay_native is not None:
+            _add_native_logprobs(self, result["grpo_batch"], self.moe_replay_native)
         result["grpo_batch"].moe_replay_traces = self.moe_replay_traces
         return result
 
@@ -271,6 +290,10 @@ def _guarded_scoring(original: Method) -> Method:
         with printed_before_raised():
             batch = guard.micro_batch(data)
             traces = None if records else batch.traces(data.get("routed_experts"), guard)
+        if guard.compares_next():
+            with without_own_replay(self), _routers_choose():
+                given = _without_routes(deepcopy(data))
+                self.moe_replay_native, _ = original(self, model, iter([given]), True, temperature)
         if traces is None:
             result, traces = _record(guard, self, batch, chunk, lambda: run(data))
         elif guard.controller is None:
@@ -287,6 +310,21 @@ def _guarded_scoring(original: Method) -> Method:
         return result
 
     return compute_per_token_logps
+
+
+@contextmanager
+def _routers_choose() -> Iterator[None]:
+    """Let the routers neither replay nor record: ms-swift has told all of them what to do in this pass."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    routers = RouterReplay.global_router_replay_instances
+    actions = [router.router_replay_action for router in routers]
+    RouterReplay.clear_global_router_replay_action()
+    try:
+        yield
+    finally:
+        for router, action in zip(routers, actions, strict=True):
+            router.router_replay_action = action
 
 
 def _record(
@@ -333,6 +371,22 @@ def _guarded_update(original: Method) -> Method:
         return result
 
     return forward_step
+
+
+def _add_native_logprobs(trainer: Any, grpo_batch: Any, scored: Tensor) -> None:
+    """Add log-probs of the old-log-prob pass without replay beside those of the rollout."""
+    from swift.rlhf_trainers.utils import pad_logps_back_to_batch
+
+    mask, guard = grpo_batch.completion_mask, guards.current
+    if trainer.template.padding_free:
+        scored, _ = pad_logps_back_to_batch(
+            logps_rmpad=scored,
+            logits_to_keep=mask.shape[1],
+            batch_size=mask.shape[0],
+            seq_lengths=grpo_batch.seq_lengths,
+        )
+    if grpo_batch.rollout_per_token_logps is not None and guard is not None:
+        guard.metrics.add_logprobs(grpo_batch.rollout_per_token_logps, scored, mask.bool(), replayed=False)
 
 
 def _add_logprobs(guard: SwiftGuard, grpo_batch: Any, scored: Any) -> None:

@@ -21,7 +21,7 @@ from moe_replay.replay.controller import Recording, RouterReplay
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.trace import RouteTrace
 from moe_replay.weights.checkpoint import checkpoint_tensors
-from moe_replay.weights.probe import Probe
+from moe_replay.weights.identity import Probe
 
 PROBE_TOKENS = 64
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_replay.integrations.hosts import HostError, ReplaySettings
+from moe_replay.integrations.step_metrics import StepMetrics
 from moe_replay.interop import from_verl
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.topology import MoeTopology
@@ -89,3 +90,15 @@ def sampled_tokens(data: Any, layout: TokenLayout) -> np.ndarray:
         for mask, length in zip(response_masks(data), layout.lengths, strict=True)
     ]
     return torch.cat(parts).cpu().numpy()
+
+
+def add_logprobs(metrics: StepMetrics, micro_batch: Any, model_output: dict[str, Any], *, replayed: bool) -> None:
+    """Add the log-probs of a micro-batch beside those of the rollout, where there are both."""
+    from verl.workers.utils.padding import no_padding_2_padding
+
+    scored = model_output.get("log_probs")
+    if scored is None or "rollout_log_probs" not in micro_batch:
+        return
+    fields = micro_batch.select("response_mask", "rollout_log_probs").to_padded_tensor().to(scored.device)
+    responses = no_padding_2_padding(scored.detach(), micro_batch)
+    metrics.add_logprobs(fields["rollout_log_probs"], responses, fields["response_mask"].bool(), replayed=replayed)

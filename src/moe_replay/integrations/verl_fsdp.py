@@ -19,7 +19,14 @@ from moe_replay.distributed.ranks import raise_on_all_ranks
 from moe_replay.distributed.traces import merge_traces
 from moe_replay.integrations.hosts import VERL, HostError, ReplaySettings
 from moe_replay.integrations.step_metrics import StepMetrics
-from moe_replay.integrations.verl_batch import SAMPLE, compute_device, read_traces, replace_engine, sampled_tokens
+from moe_replay.integrations.verl_batch import (
+    SAMPLE,
+    add_logprobs,
+    compute_device,
+    read_traces,
+    replace_engine,
+    sampled_tokens,
+)
 from moe_replay.interop import to_verl
 from moe_replay.replay.controller import RouterReplay, attach
 from moe_replay.routes.batch import RouteBatch
@@ -118,7 +125,7 @@ class FsdpReplayMixin(_Engine):
             self._compares = False
             with torch.no_grad():
                 _, native_output = super().forward_step(micro_batch, None, True)
-            self._add_logprobs(micro_batch, native_output, replayed=False)
+            add_logprobs(self._step_metrics, micro_batch, native_output["model_output"], replayed=False)
         traces = [self._traces[sample] for sample in micro_batch[SAMPLE].tolist()]
         batch = RouteBatch.from_traces(traces, layout).to(compute_device())
         observes = self._step_metrics.checks
@@ -128,7 +135,7 @@ class FsdpReplayMixin(_Engine):
         self._step_metrics.add_routes(batch, native, layout, sampled_tokens(micro_batch, layout))
         if not forward_only:
             self._step_metrics.add_samples([not trace.covered_fraction for trace in traces])
-            self._add_logprobs(micro_batch, output, replayed=True)
+            add_logprobs(self._step_metrics, micro_batch, output["model_output"], replayed=True)
         return loss, output
 
     def _recording_step(
@@ -141,17 +148,6 @@ class FsdpReplayMixin(_Engine):
             traces = merge_traces(traces, self.ulysses_parallel_group)
         output["model_output"]["routed_experts"] = to_verl(traces, self._controller.topology)
         return loss, output
-
-    def _add_logprobs(self, micro_batch: Any, output: dict[str, Any], *, replayed: bool) -> None:
-        from verl.workers.utils.padding import no_padding_2_padding
-
-        scored = output["model_output"].get("log_probs")
-        if scored is None or "rollout_log_probs" not in micro_batch:
-            return
-        fields = micro_batch.select("response_mask", "rollout_log_probs").to_padded_tensor().to(scored.device)
-        responses = no_padding_2_padding(scored, micro_batch)
-        mask = fields["response_mask"].bool()
-        self._step_metrics.add_logprobs(fields["rollout_log_probs"], responses, mask, replayed=replayed)
 
     # ---- where tokens are -----------------------------------------------------------------------------------------
 

@@ -22,7 +22,14 @@ from moe_replay.distributed.ranks import raise_on_all_ranks
 from moe_replay.distributed.traces import merge_traces
 from moe_replay.integrations.hosts import VERL, HostError, ReplaySettings
 from moe_replay.integrations.megatron_guard import RouterGuard, without_own_replay
-from moe_replay.integrations.verl_batch import SAMPLE, compute_device, read_traces, replace_engine, sampled_tokens
+from moe_replay.integrations.verl_batch import (
+    SAMPLE,
+    add_logprobs,
+    compute_device,
+    read_traces,
+    replace_engine,
+    sampled_tokens,
+)
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.trace import RouteTrace
@@ -56,6 +63,7 @@ class MegatronGuardMixin(_Engine):
 
     _guard: MegatronGuard | None = None
     _traces: list[RouteTrace] | None = None
+    _compares = False  # while a micro-batch of an update runs without replay too
 
     def forward_backward_batch(self, data: Any, loss_function: Callable | None, forward_only: bool = False) -> Any:
         if not self._is_guarded(data):
@@ -65,6 +73,8 @@ class MegatronGuardMixin(_Engine):
             return super().forward_backward_batch(data, loss_function, forward_only)
         with raise_on_all_ranks("reading the routes in verl's batch"):
             self._traces = read_traces(data, guard.topology)
+        if not forward_only and guard.metrics.compares and "rollout_log_probs" in data:
+            self._forward_natively(data)
         data[SAMPLE] = torch.arange(len(data))
         try:
             output = super().forward_backward_batch(data, loss_function, forward_only)
@@ -74,6 +84,22 @@ class MegatronGuardMixin(_Engine):
         if output and not forward_only:  # on the last stage
             output["metrics"] |= {name: [value] for name, value in metrics.items()}
         return output
+
+    def _forward_natively(self, data: Any) -> None:
+        """Run a micro-batch of an update without replay, or as many as the pipeline needs."""
+        from verl.utils import tensordict_utils
+
+        count = self.tf_config.microbatch_group_size_per_vp_stage if len(self.module) > 1 else 1
+        if not tensordict_utils.get_non_tensor_data(data, key="use_dynamic_bsz", default=True):
+            count *= data["micro_batch_size_per_gpu"]
+        first = tensordict_utils.index_select_tensor_dict(data, torch.arange(min(count, len(data))))
+        tensordict_utils.assign_non_tensor(first, enable_routing_replay=False)
+        self._compares = True
+        try:
+            with without_own_replay(self), torch.no_grad():
+                super().forward_backward_batch(first, None, True)
+        finally:
+            self._compares = False
 
     def _is_guarded(self, data: Any) -> bool:
         from verl.utils import tensordict_utils
@@ -92,6 +118,10 @@ class MegatronGuardMixin(_Engine):
 
         if guard is None:
             return run()
+        if self._compares:
+            result = run()
+            guard.add_logprobs(batch, result[0], replayed=False)
+            return result
         traces = None
         if SAMPLE in batch:
             assert self._traces is not None
@@ -124,6 +154,7 @@ class MegatronGuard(RouterGuard):
         expected = RouteBatch.from_traces(traces, layout, layers).to(self.device)
         result, native = self.check(run, chunk, expected, observes=self.metrics.checks)
         self._measure(expected, native, batch, layout, traces)
+        self.add_logprobs(batch, result[0], replayed=True)
         return result
 
     def replay(
@@ -153,7 +184,13 @@ class MegatronGuard(RouterGuard):
         with self.controller.replay(expected, fed_ids=fed, observe=observes) as replaying:
             result = run()
         self._measure(expected, replaying.native() if observes else None, batch, layout, traces)
+        self.add_logprobs(batch, result[0], replayed=True)
         return result
+
+    def add_logprobs(self, batch: Any, output: Any, *, replayed: bool) -> None:
+        """Add the log-probs of a micro-batch, which the last stage has."""
+        if isinstance(output, dict):
+            add_logprobs(self.metrics, batch, output, replayed=replayed)
 
     def _measure(
         self,

@@ -36,6 +36,11 @@ SUBJECTS = {
 """What our keys decide, by prefix: a command whose option for it is lost becomes another run."""
 NEEDED = {"model.path": "model", "data.path": "data", "reward.functions": "reward"}
 """Keys whose defaults here are of no use to a converted run."""
+_WHOLE = "write it as a function in environments.py: docs/environments.md"
+_SPLIT = (
+    "write it as a function in environments.py, with episode.rewrite where turns are samples of their own: "
+    "docs/coming-from.md#turns-as-samples"
+)
 
 
 class ConversionError(MoeReplayError):
@@ -95,6 +100,17 @@ class Draft:
         lines = self.differences if subject else self.lost
         if line not in lines:
             lines.append(line)
+
+    def environment(self, name: str, option: str, source: str, *, may_split: bool) -> None:
+        """Name the function that a class of the user becomes.
+
+        name        of the class there, and of the function
+        may_split   turns can be samples of their own there, with the advantage of their episode
+        """
+        if name.isidentifier():
+            self.put("rollout.environment", f"environments:{name}", source)
+            self.put("algorithm.advantage_turns", "episode" if may_split else None, source)
+        self.remark(option, _SPLIT if may_split else _WHOLE, "environment")
 
     def change(self, option: str, reason: str) -> None:
         """Note an option that has another meaning or form here."""

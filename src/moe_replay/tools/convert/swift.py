@@ -25,6 +25,8 @@ DEFAULT_PORT = "8000"
 FRACTIONS = ("lr_warmup_fraction", "warmup_ratio")
 REWARDS = ("accuracy", "format")
 """Rewards of ms-swift that are built in here under the same names."""
+SCHEDULERS_OF_WHOLE_EPISODES = ("math_tip_trick", "gym_scheduler", "openenv_scheduler")
+"""Schedulers of ms-swift whose episodes are one sequence; thinking_tips_scheduler and the user's may return several."""
 COUNTS = {
     "train_iters": "steps",
     "max_steps": "steps",
@@ -127,6 +129,7 @@ class _Swift:
         self._data()
         self._lora()
         self._engine()
+        self._environment()
         self._rewards()
         self._log()
 
@@ -335,6 +338,11 @@ class _Swift:
     def _engine_options(self) -> None:
         for name, value in _engine_items(self.draft, " ".join(self.options.get("vllm_engine_kwargs", []))):
             self.draft.put(f"rollout.options.{name}", value, "--vllm_engine_kwargs")
+
+    def _environment(self) -> None:
+        for name in self.options.get("multi_turn_scheduler", []):
+            option = "--multi_turn_scheduler"
+            self.draft.environment(name, f"{option} {name}", option, may_split=name not in SCHEDULERS_OF_WHOLE_EPISODES)
 
     def _rewards(self) -> None:
         names, weights = self.values("reward_funcs"), self.values("reward_weights")

@@ -58,6 +58,7 @@ class _Verl(HydraCommand):
         self._loss()
         self._data()
         self._engine()
+        self._environment()
         self._reward()
         self.log("trainer.logger")
 
@@ -186,6 +187,15 @@ class _Verl(HydraCommand):
             self.draft.change(self.shown(f"{ROLLOUT}.name"), reason)
         if sleep is not None and not sleep.is_default:
             self.draft.remark(self.shown(sleep.source), f"{engine.value} does not sleep")
+
+    def _environment(self) -> None:
+        option = f"{ROLLOUT}.agent.default_agent_loop"
+        name = self.text(option, "single_turn_agent")
+        if name == "tool_agent":
+            tools = OPTIONS[f"{ROLLOUT}.multi_turn.tool_config_path"]
+            self.draft.remark(self.shown(option), tools.note, tools.subject)
+        elif name != "single_turn_agent":
+            self.draft.environment(name, self.shown(option), option, may_split=True)
 
     def _reward(self) -> None:
         for prefix in ("reward.custom_reward_function", "custom_reward_function"):

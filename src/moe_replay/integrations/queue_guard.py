@@ -1,0 +1,168 @@
+"""`QueueGuard`: queues of routes that a Megatron trainer fills before its passes, compared with those of the tokens.
+
+slime and miles pack the routes of a rollout by one function and its tokens by another, and queue what each router will
+be given. Here an index of the tokens is sent through the trainer's own packing of tokens; the packed routes must be
+those of these tokens, and before each pass the queue of each router must be that of its layer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_replay.errors import AlignmentError
+from moe_replay.integrations.hosts import ReplaySettings
+from moe_replay.interop.conventions import from_slime
+from moe_replay.routes.topology import MoeLayer, MoeTopology
+
+GUARD = "moe_replay_guard"
+"""Attribute of the trainer's arguments, which every hook gets."""
+
+
+@dataclass(slots=True)
+class QueueGuard:
+    """What the routers of this rank are to be given, one entry a micro-batch: (R, layers, K), and which rows count.
+
+    trainer    its name, in errors
+    args       its arguments
+    queue      type of the object on a router that has its queue
+    """
+
+    trainer: str
+    args: Any
+    queue: type
+    settings: ReplaySettings
+    expected: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def check_packed(self, routes: Sequence[Tensor], ids: Sequence[Tensor], packed: Tensor, index: Tensor) -> None:
+        """Raise unless the packed routes (R, layers, K) of a micro-batch are those of its tokens.
+
+        routes   of each sample (T-1, layers, K)
+        index    (R,) index of the token that a router sees in each row, -1 in padding
+        """
+        topology = self._topology()
+        for sample, (rows, tokens) in enumerate(zip(routes, ids, strict=True)):
+            from_slime(rows, tokens, topology, sample=sample)  # all zero, routes in dense layers, ids out of range
+        ends = torch.tensor([len(tokens) for tokens in ids]).cumsum(0) - 1  # the last token of a sample has no route
+        covered = (index >= 0) & ~torch.isin(index, ends)
+        known = torch.cat([torch.cat([rows, rows[:1] * 0]) for rows in routes]).cpu()
+        wanted = known[index.clamp_min(0)]
+        with self._stopping():
+            self._compare(packed.cpu(), wanted, covered, f"micro-batch {len(self.expected)}", topology.layers)
+        self.expected.append((wanted, covered))
+
+    def check_queues(self, model: Sequence[Any]) -> None:
+        """Raise unless the queue of each router has the routes of its layer, for every micro-batch."""
+        with self._stopping():
+            for layer, replay in self.routers(model):
+                queue = replay.top_indices_list
+                if len(queue) != len(self.expected):
+                    raise AlignmentError(
+                        f"a router of {self.trainer} has routes of another number of micro-batches",
+                        layer=layer,
+                        expected=len(self.expected),
+                        found=len(queue),
+                    )
+                for number, (given, (wanted, covered)) in enumerate(zip(queue, self.expected, strict=True)):
+                    one = slice(layer, layer + 1)
+                    self._compare(given.cpu()[:, None], wanted[:, one], covered, f"micro-batch {number}", (layer,))
+
+    def routers(self, model: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """Yield (decoder layer, the object with its queue) of every router of this rank."""
+        for chunk in model:
+            for module in chunk.modules():
+                for value in vars(module).values():
+                    if isinstance(value, self.queue):
+                        yield module.layer_number - 1, value
+
+    def _compare(self, given: Tensor, wanted: Tensor, covered: Tensor, where: str, layers: Sequence[int]) -> None:
+        """Compare routes (R, layers, K); a single layer is given under its own number."""
+        if given.shape != wanted.shape:
+            raise AlignmentError(
+                f"{self.trainer} packs routes and tokens into different rows, {where}",
+                expected=tuple(wanted.shape),
+                found=tuple(given.shape),
+            )
+        wrong = (given != wanted).any(-1) & covered[:, None]
+        slices = [0] if given.shape[1] == 1 else list(layers)
+        if not bool(wrong[:, slices].any()):
+            return
+        row, place = wrong[:, slices].nonzero()[0].tolist()
+        raise AlignmentError(
+            f"{self.trainer} replays routes of other tokens or layers, {where}, row {row}",
+            layer=layers[place],
+            expected=sorted(wanted[row, slices[place]].tolist()),
+            found=f"{sorted(given[row, slices[place]].tolist())}; {int(wrong[:, slices].any(1).sum())} of "
+            f"{int(covered.sum())} rows are wrong",
+        )
+
+    def _topology(self) -> MoeTopology:
+        args = self.args
+        pattern = args.moe_layer_freq
+        routes = [bool(pattern[i]) if isinstance(pattern, list) else i % pattern == 0 for i in range(args.num_layers)]
+        layers = [MoeLayer(i, args.num_experts, args.moe_router_topk) for i in range(args.num_layers) if routes[i]]
+        return MoeTopology(args.num_layers, tuple(layers))
+
+    @contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """Print why a run stops, since other ranks may wait in a collective; or warn instead of stopping."""
+        warns = self.settings.on_misalignment == "warn"
+        try:
+            yield
+        except AlignmentError as error:
+            print(f"moe-replay {'warns' if warns else 'stops this run'}: {error}", file=sys.stderr, flush=True)
+            if not warns:
+                raise
+
+
+def before_log_prob(args: Any, model: Sequence[Any], store_prefix: str) -> None:
+    """Check what the routers will be given; for --custom-megatron-before-log-prob-hook-path."""
+    guard = vars(args).get(GUARD)
+    if guard is not None and not store_prefix:  # reference and teacher route natively
+        guard.check_queues(model)
+
+
+def before_train_step(
+    args: Any, rollout_id: int, step_id: int, model: Sequence[Any], optimizer: Any, opt_param_scheduler: Any
+) -> None:
+    """Check what the routers will be given; for --custom-megatron-before-train-step-hook-path."""
+    guard = vars(args).get(GUARD)
+    if guard is not None and step_id == 0:  # the queues hold all steps of a rollout
+        guard.check_queues(model)
+
+
+def indexed(ids: Sequence[Tensor]) -> dict[str, Any]:
+    """Return a micro-batch of the trainer in which the index of each token stands for its id; 0 is left for padding."""
+    lengths = [len(tokens) for tokens in ids]
+    numbers = torch.arange(1, sum(lengths) + 1, device=ids[0].device)
+    return {
+        "tokens": list(numbers.split(lengths)),
+        "total_lengths": lengths,
+        "response_lengths": [1] * len(lengths),
+        "loss_masks": [numbers.new_ones(1) for _ in lengths],
+    }
+
+
+class OneMicroBatch:
+    """The trainer's iterator, over one micro-batch."""
+
+    def __init__(self, batch: dict[str, Any]) -> None:
+        self.rollout_data = self._batch = batch
+
+    def get_next(self, keys: Sequence[str]) -> dict[str, Any]:
+        """Return the fields of the micro-batch; None for those it does not have."""
+        return {key: self._batch.get(key) for key in keys}
+
+
+def of_this_rank(index: Tensor) -> Tensor:
+    """Return the part of (R,) that a rank has under sequence parallelism."""
+    from megatron.core import mpu
+
+    size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+    return index.chunk(size)[rank]
