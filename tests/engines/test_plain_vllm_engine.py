@@ -23,7 +23,7 @@ from moe_replay.errors import EngineError, EngineUnavailableError
 from moe_replay.records import FinishReason, SamplingParams
 from moe_replay.routes.topology import MoeLayer, MoeTopology
 from moe_replay.weights.checkpoint import read_tensors
-from moe_replay.weights.probe import Probe
+from moe_replay.weights.identity import Probe
 from tests.engines.serving import serving
 from tests.engines.tiny import tiny_model
 

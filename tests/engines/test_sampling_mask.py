@@ -18,7 +18,7 @@ from moe_replay.engines.server.sample_wire import decode_samples, encode_samples
 from moe_replay.engines.session import Session
 from moe_replay.engines.sglang.wire import generate_request
 from moe_replay.engines.transformers import TransformersEngine
-from moe_replay.engines.vllm.outputs import MASK_OPTION, MaskReturn, check_mask_option
+from moe_replay.engines.vllm.masks import MASK_OPTION, MaskReturn, check_mask_option
 from moe_replay.errors import EngineError, EngineName, EngineOptionError, TraceFormatError
 from moe_replay.records import FinishReason, Sample, SamplingParams
 from moe_replay.routes.topology import MoeLayer

@@ -29,8 +29,8 @@ from moe_replay.train.config.sections import ModelConfig, RolloutConfig
 from moe_replay.train.setup.engines import start_request
 from moe_replay.train.sync.synced_engine import SyncedEngine
 from moe_replay.weights.checkpoint import checkpoint_tensors
+from moe_replay.weights.identity import Probe
 from moe_replay.weights.lora_adapter import Adapter, module_names
-from moe_replay.weights.probe import Probe
 from tests.engines.serving import serving
 from tests.engines.tiny import assert_sampled_from, reference, tiny_model
 

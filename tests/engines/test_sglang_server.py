@@ -28,7 +28,7 @@ from moe_replay.engines.transformers import sampled_logprobs
 from moe_replay.errors import EngineError, EngineUnavailableError
 from moe_replay.records import FinishReason, SamplingParams
 from moe_replay.routes.topology import MoeLayer, MoeTopology
-from moe_replay.weights.probe import Probe
+from moe_replay.weights.identity import Probe
 from tests.engines.serving import responds, serving
 from tests.engines.tiny import assert_sampled_from, reference
 from tests.real_sglang.models import FAMILIES, sglang_model

@@ -27,7 +27,7 @@ from moe_replay.engines.sglang.weights import WeightCalls
 from moe_replay.errors import EngineError, MissingExtraError
 from moe_replay.records import SamplingParams
 from moe_replay.routes.topology import MoeLayer, MoeTopology
-from moe_replay.weights.probe import Probe
+from moe_replay.weights.identity import Probe
 from tests.engines.serving import serving
 
 pytest.importorskip("starlette", reason="the stand-in for the server needs starlette, which comes with vLLM")

@@ -20,7 +20,7 @@ from moe_replay.engines.transformers import TransformersEngine
 from moe_replay.errors import EngineError, EngineUnavailableError
 from moe_replay.records import FinishReason, Sample, SamplingParams
 from moe_replay.weights.checkpoint import checkpoint_tensors, packed, read_tensors
-from moe_replay.weights.probe import Probe
+from moe_replay.weights.identity import Probe
 from tests.engines.tiny import VOCABULARY, Pause, assert_sampled_from, reference, tiny_model
 
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe")

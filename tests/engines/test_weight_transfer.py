@@ -34,7 +34,7 @@ from moe_replay.train.config.sections import WeightSyncConfig
 from moe_replay.train.sync.synced_engine import SyncedEngine
 from moe_replay.train.sync.weight_sync import EngineSync
 from moe_replay.weights.checkpoint import checkpoint_tensors
-from moe_replay.weights.probe import Probe
+from moe_replay.weights.identity import Probe
 from moe_replay.weights.source import Group, TensorInfo
 from tests.combinations import with_whole_runs
 from tests.engines import dying_trainer

@@ -49,6 +49,12 @@ def tiny_model(family: str, seed: int = 0) -> nn.Module:
         from transformers import OlmoeConfig, OlmoeForCausalLM
 
         model = OlmoeForCausalLM(OlmoeConfig(**sizes | {"num_key_value_heads": 2}, num_experts=8))
+    elif family == "gpt_oss":
+        from transformers import GptOssConfig, GptOssForCausalLM
+
+        sizes |= {"max_position_embeddings": 131072, "head_dim": 32}  # vLLM takes the released YaRN alone
+        layers = ["sliding_attention", "full_attention", "sliding_attention"]
+        model = GptOssForCausalLM(GptOssConfig(**sizes, num_local_experts=4, layer_types=layers, sliding_window=8))
     else:
         raise AssertionError(family)
     _spread(model)

@@ -19,7 +19,7 @@ import torch
 import moe_replay as mr
 from moe_replay.records import Sample, SamplingParams
 from moe_replay.routes.trace import RouteTrace
-from moe_replay.weights.probe import Probe
+from moe_replay.weights.identity import Probe
 from tests.gpu.models import VOCABULARY, random_model
 
 ON_CPU = bool(os.environ.get("MOE_REPLAY_TRY_ON_CPU"))

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from moe_replay.engines.vllm.outputs import MASK_OPTION
+from moe_replay.engines.vllm.masks import MASK_OPTION
 from moe_replay.engines.vllm_serve.client import VllmServeClient
 from moe_replay.records import Sample, SamplingParams
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.weights.checkpoint import checkpoint_tensors
-from moe_replay.weights.probe import Probe
+from moe_replay.weights.identity import Probe
 from tests.gpu.models import VOCABULARY, random_model
 from tests.real_vllm.serve import vllm_serve
 

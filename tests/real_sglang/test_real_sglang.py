@@ -14,7 +14,7 @@ from moe_replay.engines.sglang.client import SglangClient
 from moe_replay.errors import EngineError
 from moe_replay.records import FinishReason, SamplingParams
 from moe_replay.weights.checkpoint import checkpoint_tensors
-from moe_replay.weights.probe import Probe
+from moe_replay.weights.identity import Probe
 from tests.engines.serving import responds
 from tests.engines.tiny import assert_sampled_from, reference
 from tests.real_sglang.models import sglang_model

@@ -31,6 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "capture": "cross_check",  # routes of vLLM's own capture and of ours must be the same in every sample
     },
     "mixtral": {"enable_prefix_caching": False, "capture": "kv_slot"},
+    "gpt_oss": {"dtype": "bfloat16", "capture": "kv_slot"},  # the only dtype of sinks in its attention on CPU
     "olmoe": {"enable_prefix_caching": False, "capture": "vllm"},
 }
 SHARED = {
@@ -62,6 +63,6 @@ def vllm_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[
         def start(family: str) -> VllmEngine:
             folder: Path = tmp_path_factory.mktemp(family)
             tiny_model(family).save_pretrained(folder)
-            return started.enter_context(VllmEngine(folder, **SHARED, **OPTIONS[family]))
+            return started.enter_context(VllmEngine(folder, **SHARED | OPTIONS[family]))
 
         yield start

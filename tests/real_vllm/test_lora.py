@@ -23,8 +23,8 @@ from moe_replay.records import SamplingParams
 from moe_replay.train.backends import lora
 from moe_replay.train.config.sections import ModelConfig
 from moe_replay.train.loop import train
+from moe_replay.weights.identity import Probe
 from moe_replay.weights.lora_adapter import PREFIX, Adapter, module_names, write_adapter
-from moe_replay.weights.probe import Probe
 from tests.combinations import with_thorough
 from tests.engines.serving import serving
 from tests.engines.tiny import assert_sampled_from, reference

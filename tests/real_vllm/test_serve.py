@@ -16,7 +16,7 @@ from moe_replay.errors import EngineError
 from moe_replay.records import FinishReason, Sample, SamplingParams
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.weights.checkpoint import checkpoint_tensors
-from moe_replay.weights.probe import Probe
+from moe_replay.weights.identity import Probe
 from tests.engines.tiny import VOCABULARY, assert_sampled_from, reference, tiny_model
 from tests.real_vllm.conftest import NEEDS_VLLM
 from tests.real_vllm.serve import vllm_serve

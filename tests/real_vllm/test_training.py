@@ -72,7 +72,9 @@ def test_three_steps(server: str, demo_files: Any, tmp_path: Path, backend: str,
     )
     if mode == "r3":  # on the same batches
         assert with_replay < native
-        assert all(line["routing/replayed_fraction"] > 0.5 for line in lines)
+        assert all(0.5 < line["routing/replayed_fraction"] < 1 for line in lines)  # vLLM has no route of the last token
+        if backend == "megatron":  # whose dispatchers take counts of rows on a CPU too
+            assert [line["batch/planned"] for line in lines] == [1.0, 1.0, 1.0]
     else:
         assert with_replay == native
     if mode == "r3":

@@ -25,7 +25,7 @@ from moe_replay.tools.attribution import attribute
 from moe_replay.verification.attribution import NATIVE, R3
 from moe_replay.verification.thresholds import failures
 from moe_replay.weights.checkpoint import checkpoint_tensors
-from moe_replay.weights.probe import Probe
+from moe_replay.weights.identity import Probe
 from tests.engines.serving import serving
 from tests.engines.tiny import VOCABULARY, assert_sampled_from, reference, tiny_model
 from tests.models import perturb_routers

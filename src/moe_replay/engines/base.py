@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
     from moe_replay.records import Sample, SamplingParams
     from moe_replay.routes.topology import MoeTopology
-    from moe_replay.weights.identity import CurrentWeights
+    from moe_replay.weights.identity import CurrentWeights, Probe
     from moe_replay.weights.lora_adapter import Adapter
-    from moe_replay.weights.probe import Probe
     from moe_replay.weights.source import Weights
     from moe_replay.weights.transfer import Receivers, Transfer
 
@@ -141,6 +140,11 @@ class Engine(Sampler):
             ...
 
         @property
+        def shares_weights(self) -> bool:
+            """Whether a trainer on the same device may compute with the memory of the base weights."""
+            ...
+
+        @property
         def bytes_sent(self) -> int | None:
             """Bytes that the last update sent to a server, the most to any; None: not known."""
             ...
@@ -157,6 +161,7 @@ class Engine(Sampler):
 
     else:
         lora = receivers = bytes_sent = None
+        shares_weights = False
         server_states, refusals = {}, {}
 
     @abstractmethod
@@ -186,6 +191,17 @@ class Engine(Sampler):
     def receivers_by_url(self, weights_id: str = "") -> Mapping[str, Receivers | None]:
         """Return the receivers of all servers that can be reached and lack these weights; "": of this process."""
         return {"": self.receivers}
+
+    def share_weights(self) -> str:
+        """Return what a trainer on the same device opens the base weights with; no update changes them from then on.
+
+        Only where `shares_weights`. Their memory stays as it is until the engine is closed, asleep or not.
+        """
+        raise EngineError(f"{self.name} does not share its weights", remedy="Set rollout.share_weights = false")
+
+    def shared_digests(self) -> Mapping[str, str]:
+        """Return digests of the weights that `share_weights` has named, by their place in the model, as of now."""
+        return {}
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
@@ -310,6 +326,7 @@ class StartRequest:
     min_servers      of `urls` that must be reachable; None: all
     sample_only      weights will not be updated
     lora             of the adapter that updates will consist of; None: updates have all weights
+    share_weights    whether a trainer on the same device will compute with the memory of the base weights
     options          the engine's own, passed on as they are
     """
 
@@ -328,6 +345,7 @@ class StartRequest:
     min_servers: int | None = None
     sample_only: bool = False
     lora: LoraSpec | None = None
+    share_weights: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod

@@ -37,9 +37,8 @@ from moe_replay.records import FinishReason, Sample, SamplingParams
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.utils.misc import one_line
 from moe_replay.weights.checkpoint import ChunkStream, send_chunks
-from moe_replay.weights.identity import ForeignWeightsError
+from moe_replay.weights.identity import ForeignWeightsError, Probe
 from moe_replay.weights.lora_adapter import Adapter
-from moe_replay.weights.probe import Probe
 from moe_replay.weights.source import Weights
 from moe_replay.weights.transfer import Receivers, Transfer, forward_messages
 

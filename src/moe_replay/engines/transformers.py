@@ -36,8 +36,8 @@ from moe_replay.sampling_mask import SamplingMask
 from moe_replay.utils.device import device_type
 from moe_replay.utils.misc import evaluating
 from moe_replay.weights.checkpoint import load_into, read_tensors
+from moe_replay.weights.identity import Probe
 from moe_replay.weights.model_folder import ModelError, check_finite, load_model
-from moe_replay.weights.probe import Probe
 from moe_replay.weights.source import Weights
 from moe_replay.weights.staging import device_id, openable_devices, received_tensors
 from moe_replay.weights.transfer import Receivers, Transfer

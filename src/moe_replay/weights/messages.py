@@ -81,6 +81,35 @@ class ChunkMessage(BaseModel):
         return [TensorInfo(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in self.tensors]
 
 
+class SharedTensor(BaseModel):
+    """A tensor in memory that two processes compute with.
+
+    memory   number of its memory in `SharedWeights`
+    offset   of its first element there, in elements; the others follow without gaps
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    dtype: str
+    shape: list[int]
+    memory: int = Field(ge=0)
+    offset: int = Field(ge=0)
+
+
+class SharedWeights(BaseModel):
+    """Weights of an engine's worker, for the trainer on the same device to open.
+
+    device   its `device_id`
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    device: str
+    memories: list[BufferHandle]
+    tensors: list[SharedTensor]
+
+
 def read_message(text: str) -> ChunkMessage:
     try:
         return ChunkMessage.model_validate_json(text)

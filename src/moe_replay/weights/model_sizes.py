@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +14,9 @@ from moe_replay.routes.topology import MoeTopology, text_config
 from moe_replay.weights.model_folder import build_model
 
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+_ROUTERS = {"gate", "router"}
+_FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj", "w3": "gate_up_proj"}
+_FUSED |= {"w2": "down_proj"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,7 @@ class ModelSizes:
     embedding        parameters of the embedding; the head has as many, or is the same tensor (`tied`)
     largest          parameters of the largest tensor
     attention_width  mean width of the two products of attention, scores and values, over all heads
+    matrices         of weights in decoder layers, by the last name of their layer: rows and columns of all together
     windows          of each layer: tokens that a token attends to at most; None: all before it; 0: no attention matrix
     """
 
@@ -43,6 +47,7 @@ class ModelSizes:
     query_width: int
     key_value_width: int
     attention_width: float
+    matrices: Mapping[str, tuple[int, int]]
     windows: tuple[int | None, ...]
 
     @classmethod
@@ -79,6 +84,7 @@ class ModelSizes:
             query_width=heads * head_width,
             key_value_width=(setting(text, "num_key_value_heads") or heads) * head_width,
             attention_width=heads * _head_width(text, head_width),
+            matrices=_matrices(model),
             windows=_windows(text, topology.num_layers),
         )
 
@@ -90,6 +96,20 @@ class ModelSizes:
     def layer(self) -> int:
         """Parameters of the largest decoder layer."""
         return max(map(sum, self.by_layer))
+
+    def adapter_parameters(self, rank: int, targets: Collection[str], *, split: bool = False) -> int:
+        """Return the parameters of LoRA adapters on layers of these names (`model.lora_target_modules`).
+
+        split   of experts whose two input projections are one tensor, each has its own, as in an engine
+        """
+        names = {_FUSED.get(name, name) for name in targets} | {*targets}
+        if "all-linear" in targets:
+            names |= self.matrices.keys() - _ROUTERS
+        if "router" in targets:
+            names |= _ROUTERS
+        repeats = {"gate_up_proj": 2 if split else 1}
+        chosen = {name: self.matrices[name] for name in names & self.matrices.keys()}
+        return rank * sum(rows + repeats.get(name, 1) * columns for name, (rows, columns) in chosen.items())
 
     def layer_activations(self, tokens: float, compute: int) -> float:
         """Return the bytes that one MoE layer saves for its backward; `compute`: bytes per element."""
@@ -129,6 +149,18 @@ class Flops(NamedTuple):
         frozen   whether parameters have no gradients (LoRA, whose adapters are left out)
         """
         return (2 if frozen else 3) * self.parameters + 3 * self.attention
+
+
+def _matrices(model: Any) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    for name, parameter in model.named_parameters():
+        if _LAYER.search(name) and parameter.ndim > 1:
+            *_, owner, leaf = name.split(".")
+            leaf = owner if leaf == "weight" else leaf
+            count = parameter.shape[:-2].numel()
+            rows, columns = found.get(leaf, (0, 0))
+            found[leaf] = rows + count * parameter.shape[-2], columns + count * parameter.shape[-1]
+    return found
 
 
 def _pairs(length: int, window: int | None) -> float:

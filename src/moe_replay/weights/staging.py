@@ -75,18 +75,7 @@ class StagingBuffer:
 
         if self._file is not None:
             return BufferHandle(nbytes=self.nbytes, file=f"/proc/{os.getpid()}/fd/{self._file}")
-        shared: Any = self.bytes.untyped_storage()._share_cuda_()
-        _, memory, size, offset, counter, counter_offset, event, event_sync = shared
-        return BufferHandle(
-            nbytes=self.nbytes,
-            memory=_text(memory),
-            storage_bytes=size,
-            storage_offset=offset,
-            counter=_text(counter),
-            counter_offset=counter_offset,
-            event=_text(event),
-            event_sync=event_sync,
-        )
+        return storage_handle(self.bytes.untyped_storage())
 
     def close(self) -> None:
         """Free the memory; a process that has it open keeps it until it closes it."""
@@ -94,6 +83,23 @@ class StagingBuffer:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+def storage_handle(storage: Any) -> BufferHandle:
+    """Return what another process opens memory of a GPU with; this one must keep it."""
+    from moe_replay.weights.messages import BufferHandle
+
+    _, memory, size, offset, counter, counter_offset, event, event_sync = storage._share_cuda_()
+    return BufferHandle(
+        nbytes=storage.nbytes(),
+        memory=_text(memory),
+        storage_bytes=size,
+        storage_offset=offset,
+        counter=_text(counter),
+        counter_offset=counter_offset,
+        event=_text(event),
+        event_sync=event_sync,
+    )
 
 
 def open_buffer(handle: BufferHandle, device: torch.device) -> Tensor:

@@ -32,10 +32,9 @@ from moe_replay.distributed.network import LOOPBACK, address_towards
 from moe_replay.distributed.ranks import all_gather_text, from_rank_0, raise_on_all_ranks, rank
 from moe_replay.errors import EngineError, EngineUnavailableError
 from moe_replay.utils.misc import one_line
-from moe_replay.weights.divided import DividedSender, HandOver
+from moe_replay.weights.identity import Probe
 from moe_replay.weights.messages import TransferKind
-from moe_replay.weights.probe import Probe
-from moe_replay.weights.sender import Rendezvous, WeightSender
+from moe_replay.weights.sender import DividedSender, HandOver, Rendezvous, WeightSender
 from moe_replay.weights.source import DividedSource, Group, HandedGroup, Weights, WeightSource, owners_of
 from moe_replay.weights.transfer import Receivers, Transfer, TransferError, TransferStore
 
@@ -197,7 +196,7 @@ class _TransferTransport(ABC):
     ) -> int:
         """Send all weights; if some servers fail, once more to the others.
 
-        targets   on rank 0, those of `engine`; None: it is asked for them
+        targets   on rank 0, those of `engine`; None: read from it
         """
         attempt = _Attempt(self, engine, version, targets)
         nbytes = attempt.run(source, probe)

@@ -18,9 +18,8 @@ from moe_replay.engines.server.update_body import write_update
 from moe_replay.errors import EngineAnswerError, EngineError, EngineName
 from moe_replay.records import Sample, SamplingParams
 from moe_replay.routes.topology import MoeLayer, MoeTopology
-from moe_replay.weights.identity import CurrentWeights, WeightsLedger
+from moe_replay.weights.identity import CurrentWeights, Probe, WeightsLedger
 from moe_replay.weights.lora_adapter import Adapter
-from moe_replay.weights.probe import Probe
 from moe_replay.weights.source import Weights
 from moe_replay.weights.transfer import Receivers, Transfer
 

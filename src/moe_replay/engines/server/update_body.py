@@ -18,9 +18,9 @@ from torch import Tensor
 
 from moe_replay.errors import EngineError
 from moe_replay.weights.checkpoint import packed
+from moe_replay.weights.identity import Probe
 from moe_replay.weights.lora_adapter import Adapter
 from moe_replay.weights.messages import TransferSettings
-from moe_replay.weights.probe import Probe
 from moe_replay.weights.source import Tensors, Weights
 from moe_replay.weights.transfer import Transfer
 

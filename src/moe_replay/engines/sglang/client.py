@@ -37,12 +37,12 @@ from moe_replay.weights.checkpoint import packed, safetensors_files
 from moe_replay.weights.identity import (
     INCOMPLETE,
     CurrentWeights,
+    Probe,
     WeightsLedger,
     parse_version_text,
     version_text,
 )
 from moe_replay.weights.model_folder import read_config
-from moe_replay.weights.probe import Probe
 from moe_replay.weights.source import Weights
 
 CHUNK_BYTES = 2**30

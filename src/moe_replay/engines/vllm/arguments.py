@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from moe_replay.engines.base import StartRequest
-from moe_replay.engines.vllm.outputs import check_mask_option
+from moe_replay.engines.vllm.masks import check_mask_option
 from moe_replay.engines.vllm.release import check_options, on_cpu
+from moe_replay.engines.vllm.shared import SHARED
 from moe_replay.errors import (
     EngineError,
     EngineName,
@@ -52,7 +53,9 @@ _LAUNCHER_VARIABLES = (
 )
 
 
-def engine_arguments(engine: EngineName, model: str, capture: str, options: dict[str, Any]) -> Any:
+def engine_arguments(
+    engine: EngineName, model: str, capture: str, options: dict[str, Any], *, share_weights: bool = False
+) -> Any:
     """Return vLLM's engine arguments for a model, a capture, and the caller's options."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -64,6 +67,8 @@ def engine_arguments(engine: EngineName, model: str, capture: str, options: dict
         "generation_config": "vllm",  # the model's own defaults would silently change the sampling
         **capture_arguments(capture, on_cpu=on_cpu()),
     }
+    if share_weights:
+        fixed["additional_config"] = {**fixed.get("additional_config", {}), SHARED: True}
     options = {name: _parsed(name, value) for name, value in options.items()}
     overridden = sorted(fixed.keys() & options.keys())
     if overridden:

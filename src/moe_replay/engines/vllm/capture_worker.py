@@ -22,6 +22,7 @@ from moe_replay.engines.vllm.capture import EndedRequest, RouteSender, needs_rou
 from moe_replay.engines.vllm.console import StartupProgress, mute_known_warnings
 from moe_replay.engines.vllm.cpu import CpuLoraWithoutExperts, ParallelExperts
 from moe_replay.engines.vllm.lora import AdaptedRouters
+from moe_replay.engines.vllm.shared import LastingWeights
 
 
 class RouteCapture:
@@ -250,8 +251,8 @@ def _call_both(first: Callable[[Tensor], None], second: Callable[[Tensor], None]
 # ---- worker classes --------------------------------------------------------------------------------------------------
 
 MIXINS: dict[str, tuple[type, ...]] = {
-    "GpuWorker": (RouteCapture, StartupProgress, AdaptedRouters),
-    "GpuWorkerWithoutCapture": (StartupProgress, AdaptedRouters),
+    "GpuWorker": (RouteCapture, StartupProgress, AdaptedRouters, LastingWeights),
+    "GpuWorkerWithoutCapture": (StartupProgress, AdaptedRouters, LastingWeights),
     "CpuWorker": (RouteCapture, StartupProgress, CpuLoraWithoutExperts, ParallelExperts),
 }
 

@@ -8,7 +8,7 @@ import multiprocessing
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
@@ -19,7 +19,7 @@ import numpy as np
 
 from moe_replay.engines.base import Capture, Engine, LoraSpec, StartRequest, end_tokens
 from moe_replay.engines.event_loop import AsyncSampler, while_alive
-from moe_replay.engines.requests import EngineState, RequestBarrier, check_token_ids, request_seed
+from moe_replay.engines.requests import EngineState, RequestBarrier, check_token_ids, parse_finish_reason, request_seed
 from moe_replay.engines.vllm.arguments import (
     batch_options,
     engine_arguments,
@@ -31,11 +31,12 @@ from moe_replay.engines.vllm.arguments import (
 from moe_replay.engines.vllm.capture import UNROUTED, RouteSource
 from moe_replay.engines.vllm.console import engine_console, failure_file, noted_failure
 from moe_replay.engines.vllm.lora import AdapterSlot, adapter_options, supported_adapters
-from moe_replay.engines.vllm.outputs import MASK_OPTION, MaskReturn, OutputReader, token_logprobs
+from moe_replay.engines.vllm.masks import MASK_OPTION, MaskReturn
 from moe_replay.engines.vllm.release import INSTALL, NEWEST, WORKING_VERSIONS, VllmRelease, on_cpu, returns_routes
 from moe_replay.engines.vllm.selftest import check_routes, prompt_ids, prompt_tokens, router_settings
 from moe_replay.errors import EngineError, EngineName, EngineUnavailableError
-from moe_replay.records import Sample, SamplingParams
+from moe_replay.interop.capture import trace_from_capture, unrouted_trace
+from moe_replay.records import FinishReason, Sample, SamplingParams
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.utils.device import accelerator
@@ -43,10 +44,9 @@ from moe_replay.utils.misc import one_line
 from moe_replay.utils.processes import list_shared_files, owned_folder
 from moe_replay.utils.tested_versions import dotted
 from moe_replay.weights.checkpoint import as_files, packed, safetensors_files
-from moe_replay.weights.identity import CurrentWeights
+from moe_replay.weights.identity import CurrentWeights, Probe
 from moe_replay.weights.lora_adapter import Adapter
 from moe_replay.weights.model_folder import check_files
-from moe_replay.weights.probe import Probe
 from moe_replay.weights.source import Weights
 from moe_replay.weights.transfer import Receivers, Transfer, drive
 
@@ -76,6 +76,7 @@ def start(request: StartRequest) -> Engine:
             router_family=request.router_family,
             dtype=request.dtype,
             capture=request.capture,
+            share_weights=request.share_weights,
             **options,
         )
 
@@ -92,6 +93,7 @@ class VllmEngine(AsyncSampler, Engine):
     topology: MoeTopology
     vocab_size: int
     lora: LoraSpec | None
+    shares_weights: bool
 
     def __init__(
         self,
@@ -100,13 +102,15 @@ class VllmEngine(AsyncSampler, Engine):
         weight_version: int = 0,
         router_family: str | None = None,
         capture: Capture = "auto",
+        share_weights: bool = False,
         **options: Any,
     ) -> None:
         release = VllmRelease.installed()
         release.check()
         self.name = release.name
         self._routes = RouteSource(capture, options, str(self.name), release.missing_for_capture)
-        arguments = engine_arguments(self.name, str(model), self._routes.capture, options)
+        self.shares_weights = share_weights
+        arguments = engine_arguments(self.name, str(model), self._routes.capture, options, share_weights=share_weights)
         super().__init__("vllm")
         self._is_interrupted = threading.Event()
         with ExitStack() as undo:
@@ -125,7 +129,6 @@ class VllmEngine(AsyncSampler, Engine):
         self.vocab_size = config.get_vocab_size()
         self._masks = MaskReturn(self.name, options, self.vocab_size)
         self.topology = MoeTopology.from_config(config.hf_config, load_router_family(router_family))
-        self._outputs = OutputReader(self.name, self.topology, self._masks)
         self._end_tokens = end_tokens(config.try_get_generation_config(), config.hf_text_config)
         self._sleep_mode_enabled: bool = config.enable_sleep_mode
         self.lora = supported_adapters(self._llm.vllm_config)
@@ -258,9 +261,56 @@ class VllmEngine(AsyncSampler, Engine):
                     for completion in completions
                 ]
         # In a thread: the loop must stay free for the outputs of other requests.
-        build = partial(self._outputs.samples, prompt, completions, routed_experts, weights, params)
+        build = partial(self._samples, prompt, completions, routed_experts, weights, params)
         samples = await asyncio.get_running_loop().run_in_executor(self._trace_thread, build)
         return samples * (params.n // params.draws)
+
+    def _samples(
+        self,
+        prompt: Sequence[int],
+        outputs: Sequence[Any],
+        routed_experts: Sequence[np.ndarray | None],
+        weights: CurrentWeights,
+        params: SamplingParams,
+    ) -> list[Sample]:
+        """Return one sample for each of vLLM's completions, with the routes (rows, decoder layers, K) of each."""
+        ids = np.asarray(prompt, np.int32)
+        return [
+            self._sample(ids, output, of_output, weights, params, index)
+            for index, (output, of_output) in enumerate(zip(outputs, routed_experts, strict=True))
+        ]
+
+    def _sample(
+        self,
+        prompt: np.ndarray,
+        output: Any,
+        routed_experts: np.ndarray | None,
+        weights: CurrentWeights,
+        params: SamplingParams,
+        index: int,
+    ) -> Sample:
+        completion = np.asarray(output.token_ids, np.int32)
+        reason = parse_finish_reason(output.finish_reason, self.name, index)
+        aborted_before_prefill = reason is FinishReason.ABORT and not len(completion)
+        if routed_experts is None and params.routes and not aborted_before_prefill:
+            raise EngineError(f"{self.name} returned no routes", sample=index, expected=f"vLLM {WORKING_VERSIONS}")
+        tokens = np.concatenate([prompt, completion])
+        if params.routes:
+            trace = trace_from_capture(
+                routed_experts, tokens, self.topology, self.name, weight_version=weights.version, sample=index
+            )
+        else:
+            trace = unrouted_trace(tokens, self.topology, weights.version)
+        return Sample(
+            prompt_ids=prompt,
+            completion_ids=completion,
+            logprobs=_token_logprobs(output.logprobs),
+            finish_reason=reason,
+            trace=trace,
+            weight_version=weights.version,
+            weights_id=weights.weights_id or "",
+            sampling_mask=self._masks.mask(output, completion, params, index) if params.sampling_mask else None,
+        )
 
     def _check_seed(self, params: SamplingParams) -> None:
         """Raise if a seed would crash vLLM: on CPU with chunked prefill it cannot rewind a request's generator."""
@@ -284,7 +334,7 @@ class VllmEngine(AsyncSampler, Engine):
     ) -> np.ndarray:
         scoring = {"max_tokens": 1, "prompt_logprobs": 0, **self._masks.scoring}
         output = await self._output(token_ids, scoring, request_id, replica)
-        return token_logprobs(output.prompt_logprobs)[1:]
+        return _token_logprobs(output.prompt_logprobs)[1:]
 
     async def _output(
         self, prompt: Sequence[int], sampling: dict[str, Any], request_id: str, replica: int | None = None
@@ -427,17 +477,29 @@ class VllmEngine(AsyncSampler, Engine):
                     remedy="Send every weight under its checkpoint name, or an adapter of the configured modules",
                 )
 
+    def share_weights(self) -> str:
+        """Return what a trainer on the same device opens the weights with; they are not updated from then on."""
+        (message,) = self._loop.run(self._answered(self._replicas.call_workers("replay_share_weights")))
+        return message
+
+    def shared_digests(self) -> Mapping[str, str]:
+        (answer,) = self._loop.run(self._answered(self._replicas.call_workers("replay_shared_digests")))
+        return json.loads(answer)
+
     # ---- sleep and shutdown ----------------------------------------------------------------------------------
 
     def sleep(self, level: int = 1) -> None:
         """Free the KV cache and the weights' memory, if the engine was started with `enable_sleep_mode=True` (GPU).
 
         level   1: the weights are kept in host memory; 2: they are dropped, and must all be sent again
+
+        Weights that may be shared with a trainer (`share_weights`) stay where they are.
         """
         self._loop.run(self._sleep(level))
 
     async def _sleep(self, level: int) -> None:
-        level = level if self.lora is None else 1  # updates bring the adapter, never the base weights
+        if self.lora is not None or self.shares_weights:
+            level = 1  # updates bring the adapter, never the base weights
         if not self._state.asleep:
             await self._barrier.close(self._abort)
             with self._barrier.open_on_error():
@@ -514,3 +576,14 @@ class Replicas:
     async def _call_all(self, method: str, *arguments: Any) -> list[Any]:
         calls = [self._client._call_utility_async(method, *arguments, engine=core) for core in self._cores]
         return await asyncio.gather(*calls)
+
+
+def _token_logprobs(logprobs: Any) -> np.ndarray:
+    """(T,) float32 from vLLM's flat log-probs: the first at each position is the token's; 0 if there is none."""
+    if logprobs is None:
+        return np.zeros(0, np.float32)
+    if logprobs.start_indices == list(range(len(logprobs.logprobs))):  # one at each position, as for samples
+        return np.asarray(logprobs.logprobs, np.float32)
+    values = np.asarray([*logprobs.logprobs, 0.0], np.float32)
+    starts, ends = np.asarray(logprobs.start_indices, int), np.asarray(logprobs.end_indices, int)
+    return values[np.where(starts < ends, starts, -1)]

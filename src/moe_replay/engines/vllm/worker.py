@@ -9,21 +9,26 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from moe_replay.engines.vllm.cpu import forget_packed_experts
 from moe_replay.engines.vllm.lora import ADAPTER_ID, ADAPTER_NAME, adapted_layers, unadapted_routers
 from moe_replay.engines.vllm.selftest import RouterWatch, unhooked_layers
+from moe_replay.engines.vllm.shared import checkpoint_rows
 from moe_replay.engines.vllm.weights import CopiedWeights, TransferLoader
 from moe_replay.utils.processes import end_with_parent
+
+if TYPE_CHECKING:
+    from moe_replay.weights.shared import ExportedWeights
 
 OK = ""
 _NOT_ADAPTED = (
     "vLLM computes {} routers without their adapters because experts have adapters too, among them {}; "
     "set rollout.lora = false, or leave routers or experts out of model.lora_target_modules"
 )
+_SHARED = "the trainer computes with the memory of these weights; an update of them would change its own"
 
 
 class WeightUpdates:
@@ -36,6 +41,7 @@ class WeightUpdates:
     replay_by_plan: bool = False
     replay_transfer: TransferLoader | None = None
     replay_watch: RouterWatch | None = None
+    replay_shared: ExportedWeights | None = None
 
     def __new__(cls, *arguments: Any, **options: Any) -> WeightUpdates:
         """Have the worker end with the process that started it, before it allocates anything."""
@@ -97,12 +103,28 @@ class WeightUpdates:
             self._replay_loader().fail(error)
         return error
 
+    def replay_share_weights(self) -> str:
+        """Return what the trainer opens this worker's weights with, as JSON; they stay where they are from now on."""
+        from moe_replay.weights.shared import ExportedWeights
+
+        if self.replay_shared is None:
+            runner = self.model_runner
+            self.replay_shared = ExportedWeights(checkpoint_rows(runner.get_model()), runner.device)
+        return self.replay_shared.message()
+
+    def replay_shared_digests(self) -> str:
+        """Return the digests of the exported weights as JSON."""
+        assert self.replay_shared is not None, "replay_share_weights comes first"
+        return json.dumps(self.replay_shared.digests())
+
     def _replay_loader(self) -> TransferLoader:
         if self.replay_transfer is None:
             self.replay_transfer = TransferLoader(self)
         return self.replay_transfer
 
     def _replay_join(self, settings: str) -> str:
+        if self.replay_shared is not None:
+            return _SHARED
         loader = self._replay_loader()
         loader.join(settings)
         if loader.by_plan:
@@ -144,6 +166,8 @@ class WeightUpdates:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        if self.replay_shared is not None:
+            return _SHARED
         if self.replay_updating and not self.replay_by_plan:
             self._replay_finish_layers()  # of an interrupted update: its weights are overwritten now
         self.replay_by_plan = False

@@ -22,7 +22,7 @@ from moe_replay.engines.base import Engine, StartRequest
 from moe_replay.engines.http import HttpClient, reading_answer
 from moe_replay.engines.pool import connect
 from moe_replay.engines.requests import EngineState, RequestBarrier
-from moe_replay.engines.vllm.outputs import MASK_OPTION, MaskReturn
+from moe_replay.engines.vllm.masks import MASK_OPTION, MaskReturn
 from moe_replay.engines.vllm.release import check_version
 from moe_replay.engines.vllm_serve.weights import WeightKind, WeightRoute, weight_route
 from moe_replay.engines.vllm_serve.wire import (
@@ -43,12 +43,12 @@ from moe_replay.routes.topology import MoeTopology
 from moe_replay.weights.identity import (
     INCOMPLETE,
     CurrentWeights,
+    Probe,
     WeightsLedger,
     parse_version_text,
     version_text,
 )
 from moe_replay.weights.model_folder import read_config
-from moe_replay.weights.probe import Probe
 from moe_replay.weights.source import Weights
 
 GENERATE = "/inference/v1/generate"

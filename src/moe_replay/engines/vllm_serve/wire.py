@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from moe_replay.engines.requests import parse_finish_reason, request_seed
-from moe_replay.engines.vllm.outputs import MASK_OPTION, MaskReturn
+from moe_replay.engines.vllm.masks import MASK_OPTION, MaskReturn
 from moe_replay.errors import EngineAnswerError, EngineError, EngineName
 from moe_replay.interop.arrays import RouteFormatError, from_base64, from_npy, max_bytes
 from moe_replay.interop.capture import trace_from_capture, unrouted_trace

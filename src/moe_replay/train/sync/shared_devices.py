@@ -14,7 +14,7 @@ from moe_replay.train.backends.base import Backend
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.sync.synced_engine import SyncedEngine
 from moe_replay.train.sync.weight_sync import EngineSync, SyncReport
-from moe_replay.weights.probe import Probe
+from moe_replay.weights.identity import Probe
 from moe_replay.weights.source import DividedSource, Group, HandedGroup, TensorInfo, owners_of
 from moe_replay.weights.transports import UPDATING, ByteCounter
 
@@ -43,6 +43,7 @@ class SharedDevices:
     def start_with(self, engine: SyncedEngine) -> None:
         """Take the engine of the run, which has its memory, and have it free that for the trainer."""
         self.engine = engine
+        self._check_shared_weights()
         if self._offload:
             self.put_engine_to_sleep()
 
@@ -75,6 +76,7 @@ class SharedDevices:
                     self.engine.wake_for_update()
                 tensors = (item for group in groups for item in group)
                 self.engine.update_adapter(replace(adapter, tensors=tensors), version, probe)
+                self._check_shared_weights()
         return SyncReport("adapter", "the base of the engine does not change", time.monotonic() - began, groups.nbytes)
 
     def _adapter_groups(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Group]:
@@ -98,6 +100,12 @@ class SharedDevices:
         with raise_on_all_ranks("waking the engine"):
             if self._sleep and self.engine is not None:
                 self.engine.wake()
+                self._check_shared_weights()
+
+    def _check_shared_weights(self) -> None:
+        """Raise unless memory of frozen weights that trainer and engine share is what it was; on the only rank."""
+        if self._backend.shared_base is not None and self.engine is not None:
+            self._backend.shared_base.check(self.engine.shared_digests())
 
     def _free_trainer_memory(self) -> None:
         if self._offload:

@@ -13,9 +13,8 @@ from moe_replay.engines.requests import LOWEST_LOGPROB, first_impossible
 from moe_replay.errors import EngineAnswerError, EngineName
 from moe_replay.records import Sample, SamplingParams
 from moe_replay.routes.topology import MoeTopology
-from moe_replay.weights.identity import WeightsLedger, new_weights_id
+from moe_replay.weights.identity import Probe, WeightsLedger, new_weights_id
 from moe_replay.weights.lora_adapter import Adapter
-from moe_replay.weights.probe import Probe
 from moe_replay.weights.source import Weights
 from moe_replay.weights.transfer import Receivers, Transfer
 
@@ -144,6 +143,9 @@ class SyncedEngine(Sampler):
     def bytes_sent(self) -> int | None:
         """Return the bytes that the last update sent to a server in requests; None: not known."""
         return self.engine.bytes_sent
+
+    def shared_digests(self) -> Mapping[str, str]:
+        return self.engine.shared_digests()
 
     # ---- servers and memory -------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from moe_replay.train.config.registries import WEIGHT_TRANSPORTS
 from moe_replay.train.config.sections import WeightSyncConfig
 from moe_replay.train.sync.synced_engine import SyncedEngine
 from moe_replay.utils.plugins import resolve, user_code
-from moe_replay.weights.probe import Probe
+from moe_replay.weights.identity import Probe
 from moe_replay.weights.source import WeightSource, owners_of
 from moe_replay.weights.staging import device_id
 from moe_replay.weights.transports import (
