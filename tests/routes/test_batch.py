@@ -251,6 +251,68 @@ def test_an_expert_twice_in_a_row_names_the_sample() -> None:
 # ---- parts and places ------------------------------------------------------------------------------------------------
 
 
+# ---- rows on which nothing depends -----------------------------------------------------------------------------------
+
+
+def without(traces: Sequence[RouteTrace], *gaps: tuple[int, int, slice]) -> list[RouteTrace]:
+    """The traces without the routes of some (sample, token, layers)."""
+    masks = [trace.valid.copy() for trace in traces]
+    for sample, token, layers in gaps:
+        masks[sample][token, layers] = False
+    return [
+        RouteTrace(trace.token_ids, trace.routed_experts, trace.layers, valid, num_experts=8)
+        for trace, valid in zip(traces, masks, strict=True)
+    ]
+
+
+EVERY = slice(None)
+
+
+def test_rows_on_which_nothing_depends_hold_the_experts_of_others_and_stay_invalid() -> None:
+    traces = without(some_traces([4, 2]), (0, 3, EVERY), (1, 1, EVERY))
+    layout = TokenLayout.padded([4, 2])
+    batch, plain = RouteBatch.from_traces(traces, layout, stand_ins=True), RouteBatch.from_traces(traces, layout)
+    assert batch.stand_ins
+    assert not plain.stand_ins
+    assert torch.equal(batch.valid, plain.valid)
+    assert (batch.all_valid, batch.coverage) == (plain.all_valid, plain.coverage)
+    with_route = plain.valid[0].nonzero()[:, 0].tolist()  # 0 to 2, and 4
+    assert torch.equal(batch.routed_experts[:, with_route], plain.routed_experts[:, with_route])
+    assert torch.equal(batch.routed_experts[:, [3, 5, 6, 7]], plain.routed_experts[:, with_route])
+    assert batch.to_traces(token_ids(traces), layout) == plain.to_traces(token_ids(traces), layout)
+    complete = batch.with_stand_ins()
+    assert complete.valid.all()
+    assert all(complete.all_valid)
+    assert complete.routed_experts is batch.routed_experts
+    assert plain.with_stand_ins() is plain
+
+
+def test_a_route_that_a_row_has_in_some_layers_stays_its_own() -> None:
+    traces = without(some_traces([4]), (0, 3, slice(1, 3)))
+    batch = RouteBatch.from_traces(traces, TokenLayout.packed([4]), stand_ins=True)
+    assert batch.stand_ins
+    expected = np.swapaxes(traces[0].routed_experts, 0, 1).copy()
+    expected[1:3, 3] = expected[1:3, 0]
+    assert np.array_equal(batch.routed_experts.numpy(), expected)
+
+
+@pytest.mark.parametrize(
+    "gaps",
+    [
+        [(0, 3, EVERY), (1, 0, EVERY)],  # another token than the last
+        [(0, 2, slice(1, 2))],  # in one layer
+        [],  # nothing lacks a route
+        [(sample, token, EVERY) for sample, tokens in enumerate([4, 2]) for token in range(tokens)],
+    ],
+)
+def test_no_row_has_a_stand_in_where_that_would_not_complete_the_batch(gaps: list[tuple[int, int, slice]]) -> None:
+    traces = without(some_traces([4, 2]), *gaps)
+    layout = TokenLayout.packed([4, 2])
+    batch, plain = RouteBatch.from_traces(traces, layout, stand_ins=True), RouteBatch.from_traces(traces, layout)
+    assert not batch.stand_ins
+    assert torch.equal(batch.routed_experts, plain.routed_experts)
+
+
 @pytest.mark.parametrize("covered", ["tokens", "pairs"])
 @pytest.mark.parametrize("layers", [(2, 5), (1, 6), (9,)])
 def test_selected_layers_are_those_of_the_whole(covered: Literal["tokens", "pairs"], layers: tuple[int, ...]) -> None:

@@ -461,3 +461,21 @@ def test_a_token_that_is_shared_must_not_be_fed_again() -> None:
 def test_shared_prefixes_and_context_parallel_are_refused_together() -> None:
     with pytest.raises(LayoutError, match="cannot be divided among context parallel ranks"):
         TokenLayout.shared([4, 4], [(0, 0), (0, 2)]).context_parallel(0, 2)
+
+
+# ---- rows on which nothing depends -----------------------------------------------------------------------------------
+
+
+@given(cases())
+def test_unused_rows_are_padding_and_the_last_tokens(case: Case) -> None:
+    last = {sum(case.lengths[: number + 1]) - 1 for number, length in enumerate(case.lengths) if length}
+    for ranks in case.ranks:
+        layout = case.layout(*ranks)
+        assert layout.unused.tolist() == [token == -1 or token in last for token in layout.rows.tolist()]
+
+
+def test_a_last_token_is_used_by_a_sequence_that_goes_on_behind_it() -> None:
+    shared = TokenLayout.shared([3, 5, 6, 4], [(0, 0), (0, 3), (1, 4), (2, 3)])
+    assert shared.rows[shared.unused].tolist() == [7, 13, 17]  # not 2, the last of the first
+    twice = TokenLayout.shared([2, 3, 4], [(0, 0), (0, 2), (1, 3)])
+    assert twice.rows[twice.unused].tolist() == [8]

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from moe_replay.errors import TraceError
 from moe_replay.routes.layout import TokenLayout
-from moe_replay.routes.trace import RouteTrace
-from moe_replay.routes.trace_parts import VersionSpan, first_duplicate, narrowest_dtype
+from moe_replay.routes.trace import RouteTrace, first_duplicate
+from moe_replay.routes.trace_parts import VersionSpan, narrowest_dtype
 from tests.routes.parts import trace_from_parts
 
 LAYERS = (1, 2, 4)

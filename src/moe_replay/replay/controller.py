@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 from moe_replay.errors import AlignmentError, ReplayStateError, UnsupportedRouterError
 from moe_replay.replay.active import ActivePass, register_hooks
 from moe_replay.replay.passes import ForwardPass, LayerRoutes
+from moe_replay.replay.policy import IDS, ReplayPolicy, RoutingWeights
 from moe_replay.replay.site import (
     Chunk,
     PlanSlot,
@@ -100,9 +102,13 @@ class RouterReplay:
     sites         the routers that it controls, by decoder layer
     native_sites  routers that always route natively, e.g. those of multi-token prediction
     plans_rows    whether rows are planned for experts that take plans (`give_plans`)
+    takes_plans   whether any experts do
+    replayed_passes, planned_passes   passes under `replay` so far, and those of them whose rows were planned
     """
 
     plans_rows = True
+    replayed_passes = 0
+    planned_passes = 0
 
     def __init__(
         self,
@@ -135,6 +141,7 @@ class RouterReplay:
         self.native_sites = tuple(native_sites)
         self._slots: dict[int, PlanSlot] = {}
         self._finish_plan: FinishPlan | None = None
+        self._takes_stand_ins = True
         self._chunks = list(chunks)
         self._rows = rows
         self._active = ActivePass(recompute_only=recompute_only)
@@ -145,6 +152,10 @@ class RouterReplay:
     def layers(self) -> tuple[int, ...]:
         """Decoder layers whose routers this controller controls."""
         return tuple(self.sites)
+
+    @property
+    def takes_plans(self) -> bool:
+        return bool(self._slots)
 
     def layers_of(self, chunk: nn.Module) -> tuple[int, ...]:
         """Return the decoder layers of the routers in this pipeline chunk, wrapped or not."""
@@ -166,13 +177,18 @@ class RouterReplay:
         """
         self._active.eager_routers = True
 
-    def give_plans(self, slots: Sequence[PlanSlot], finish: FinishPlan | None = None) -> None:
+    def give_plans(
+        self, slots: Sequence[PlanSlot], finish: FinishPlan | None = None, *, stand_ins: bool = True
+    ) -> None:
         """Have routers put the plan of what they replay into the slots of the experts behind them.
 
-        finish   called in every `replay` with its plan, or None; returns the one to use: ranks may have to agree
+        finish      called in every `replay` with its plan, or None; returns the one to use: ranks may have to agree
+        stand_ins   whether rows on which no token depends may take the experts of others: nothing is computed of all
+                    rows together, such as a load-balancing loss
         """
         self._slots = {slot.layer: slot for slot in slots}
         self._finish_plan = finish
+        self._takes_stand_ins = stand_ins
         self._active.slots = tuple(slots)
         sites = [site for chunk in self._chunks for site in chunk.sites]
         for site, hook in zip(sites, self._router_hooks, strict=True):
@@ -212,14 +228,31 @@ class RouterReplay:
     # ---- record and replay ------------------------------------------------------------------------------------
 
     @contextmanager
-    def record(self, *, every_pass: bool = False, fed_ids: torch.Tensor | None = None) -> Iterator[Recording]:
+    def record(
+        self,
+        *,
+        every_pass: bool = False,
+        fed_ids: torch.Tensor | None = None,
+        gates: bool = False,
+        weights: bool = False,
+        since: RoutingWeights | None = None,
+    ) -> Iterator[Recording]:
         """Record which experts the routers take in the forward inside this context.
 
         One forward, so that its backward may recompute layers with the same routes. `every_pass` allows many, for
         token-by-token generation: `recording.passes()` then returns one batch for each forward. `fed_ids` are the
-        token ids of a pipeline stage that is fed none.
+        token ids of a pipeline stage that is fed none. `gates` also records what gate weights are made of, for
+        `replay(batch, policy=ReplayPolicy(gates=True))`: 4 bytes for each choice of experts in float32.
+
+        weights   also record routing weights of the experts taken: `recording.routing_weights()`
+        since     routing weights of an earlier forward over the same rows, for `recording.router_shift()`
         """
-        layer_routes = {layer: LayerRoutes(layer) for layer in self.layers}
+        if gates:
+            self._check_gates()
+        layer_routes = {
+            layer: LayerRoutes(layer, keep_gates=gates, keep_weights=weights, since=_of_layer(since, layer))
+            for layer in self.layers
+        }
         chunks = [chunk.layers for chunk in self._chunks]
         forward_pass = ForwardPass("record", layer_routes, chunks, repeats=every_pass, given_ids=fed_ids)
         with self._opened(forward_pass):
@@ -235,6 +268,9 @@ class RouterReplay:
         unverified: bool = False,
         allow_unknown_tokens: bool = False,
         plan: DispatchPlan | None = None,
+        policy: ReplayPolicy = IDS,
+        weights: bool = False,
+        since: RoutingWeights | None = None,
     ) -> Iterator[Replaying]:
         """Make the routers take the experts of `batch` in the one forward inside this context.
 
@@ -247,10 +283,18 @@ class RouterReplay:
         allow_unknown_tokens  accept tokens that no trace has, where the layout of the batch has padding: they are
                               routed natively, and `Replaying.unknown_tokens` counts them
         plan                  of the rows of this batch, made before by `plan_rows`; None: it is made here
+        policy                how much of the batch is taken; the default takes the experts
+        weights, since        as for `record`
         """
-        chunks = self._check(batch)
+        chunks = self._check(batch, policy)
         if plan is not None:
             plan.check(batch, self._planned_experts(batch))
+            if policy.has_margin:
+                raise ReplayStateError(
+                    "a dispatch plan was given for a replay within a margin",
+                    found=f"margin {policy.margin:g}",
+                    remedy="Leave the plan out: which experts are taken is known only when routers have run",
+                )
         if not unverified:
             batch.check_verifiable()
         needed = tuple(layer for layer in self.layers if any(layer in chunk for chunk in chunks))
@@ -258,10 +302,13 @@ class RouterReplay:
             batch = batch.select_layers(needed)
         if batch.routed_experts.device.type == "cpu":  # a batch that is on a device already stays there
             batch = batch.to(self._device())
-        plan = self._plan(batch, plan)
+        plan = self._plan(batch, plan, policy)
+        self.replayed_passes += 1
+        self.planned_passes += plan is not None
+        replayed = batch if plan is None else batch.with_stand_ins()
         layer_routes = {}
         for layer in needed:
-            routed_experts, valid, all_valid = batch.layer(layer)
+            routed_experts, valid, all_valid = replayed.layer(layer)
             layer_routes[layer] = LayerRoutes(
                 layer,
                 routed_experts,
@@ -269,6 +316,11 @@ class RouterReplay:
                 all_valid=all_valid,
                 observe=observe,
                 plan=plan if layer in self._slots else None,
+                gates=batch.layer_gates(layer) if policy.gates else None,
+                gated_rows=valid if policy.gates else None,
+                margin=policy.margin,
+                keep_weights=weights,
+                since=_of_layer(since, layer),
             )
         forward_pass = ForwardPass(
             "replay",
@@ -279,23 +331,29 @@ class RouterReplay:
             allow_unknown=allow_unknown_tokens,
         )
         with self._opened(forward_pass):
-            yield Replaying(self.topology, self._rows, forward_pass)
+            yield Replaying(self.topology, self._rows, forward_pass, None if replayed is batch else batch)
         forward_pass.check_fed()
 
     def plan_rows(self, batch: RouteBatch) -> DispatchPlan | None:
         """Return the order of rows in all layers whose experts take plans; None where a row of the batch has no route.
 
-        For several passes over one batch, on the device of the model: `replay(batch, plan=...)`.
+        For several passes over one batch, on the device of the model: `replay(batch, plan=...)`. A row with a stand-in
+        (`RouteBatch.from_traces`) takes it for its route in a pass that is planned.
         """
+        if batch.stand_ins and not self._takes_stand_ins:
+            return None
         return DispatchPlan.of(batch, self._planned_experts(batch))
 
     def _planned_experts(self, batch: RouteBatch) -> dict[int, int]:
         return {layer: slot.num_experts for layer, slot in self._slots.items() if layer in batch.layers}
 
-    def _plan(self, batch: RouteBatch, plan: DispatchPlan | None) -> DispatchPlan | None:
+    def _plan(self, batch: RouteBatch, plan: DispatchPlan | None, policy: ReplayPolicy) -> DispatchPlan | None:
         if not self._slots or not self.plans_rows:
             return None
-        plan = self.plan_rows(batch) if plan is None else plan.to(batch.routed_experts.device)
+        if plan is not None:
+            plan = plan.to(batch.routed_experts.device)
+        elif not policy.has_margin:
+            plan = self.plan_rows(batch)
         return plan if self._finish_plan is None else self._finish_plan(plan)
 
     @contextmanager
@@ -308,7 +366,27 @@ class RouterReplay:
         forward_pass.copy_compiled()
         forward_pass.check_used()
 
-    def _check(self, batch: RouteBatch) -> list[tuple[int, ...]]:
+    def _check_gates(self) -> None:
+        """Raise if a router makes gate weights of scores that its hook does not see."""
+        for hook in self._router_hooks:
+            if hook.gates_problem is not None:
+                raise UnsupportedRouterError(
+                    f"the gate weights of a router cannot be replayed: {hook.gates_problem}",
+                    remedy="Replay the experts alone, or train this model with FSDP2",
+                )
+
+    def _check_margin(self) -> None:
+        """Raise if the router's own choice is not that of the best scores."""
+        limited = next((site for site in self.sites.values() if site.num_groups), None)
+        if limited is not None:
+            raise UnsupportedRouterError(
+                f"the router {limited} cannot be replayed within a margin: it keeps {limited.groups_kept} of "
+                f"{limited.num_groups} groups of experts first, so that its choice is not the best of all scores",
+                layer=limited.layer,
+                remedy="Replay all recorded experts",
+            )
+
+    def _check(self, batch: RouteBatch, policy: ReplayPolicy) -> list[tuple[int, ...]]:
         """Raise unless the batch fits this model; return the layers of each chunk that it has routes for."""
         if batch.source_layers != self.topology.layers:
             raise AlignmentError(
@@ -318,6 +396,17 @@ class RouterReplay:
                 remedy="Layers are named by decoder index, dense ones counted; a layer the engine cannot capture is "
                 "declared with trace.with_uncaptured_layers([...])",
             )
+        if policy.gates:
+            self._check_gates()
+            if batch.gates is None and batch.layers:
+                raise AlignmentError(
+                    "the routes have no gate weights to replay",
+                    expected="routes of record(gates=True)",
+                    found="experts alone, as engines and traces have them",
+                    remedy="Record them in the trainer, or replay the experts alone",
+                )
+        if policy.has_margin:
+            self._check_margin()
         if batch.layout is not None:
             self._rows.check(batch.layout)
         served = [chunk for chunk in self._chunks if not chunk.layers or set(chunk.layers) & set(batch.layers)]
@@ -350,13 +439,49 @@ def _family(routers: Sequence[RouterRule] | RouterFamily | str) -> Sequence[Rout
 # ---- results of record() and replay() --------------------------------------------------------------------------------
 
 
-class Recording:
-    """The routes recorded inside `record()`."""
+def _of_layer(since: RoutingWeights | None, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    if since is None:
+        return None
+    if layer not in since.log_weights:
+        raise AlignmentError(
+            "the routing weights to compare with lack a layer",
+            layer=layer,
+            found=f"layers {list(since.log_weights)}",
+            remedy="Pass what routing_weights() returned for a forward of the same model",
+        )
+    return since.routed_experts[layer], since.log_weights[layer]
+
+
+class _Forward:
+    """What the routers did in the forward of a context."""
 
     def __init__(self, topology: MoeTopology, rows: RowOrder, forward_pass: ForwardPass) -> None:
         self._topology = topology
         self._rows = rows
         self._pass = forward_pass
+
+    def routing_weights(self) -> RoutingWeights:
+        """Return the routing weights of the experts taken; needs a context with `weights=True`."""
+        run = {layer: self._pass.layer_routes[layer] for layer in self._pass.layers_run()}
+        return RoutingWeights(
+            {layer: taken for layer, routes in run.items() if (taken := routes.taken_routed_experts) is not None},
+            {layer: kept for layer, routes in run.items() if (kept := routes.taken_weights) is not None},
+        )
+
+    def router_shift(self) -> torch.Tensor:
+        """Return (R,) how far routers have moved since `since`, for each row.
+
+        The mean over layers and the experts taken then of the distance between logarithms of routing weights.
+        """
+        shifts = [self._pass.layer_routes[layer].shift for layer in self._pass.layers_run()]
+        found = [shift for shift in shifts if shift is not None]
+        if not found or len(found) < len(shifts):
+            raise ReplayStateError("nothing was compared", remedy="Open the context with since=routing_weights()")
+        return torch.stack(found).mean(0)
+
+
+class Recording(_Forward):
+    """The routes recorded inside `record()`."""
 
     def batch(self) -> RouteBatch:
         """Return the routes as they were taken, on the device, ready to be replayed on this rank. Nothing is moved."""
@@ -365,8 +490,10 @@ class Recording:
             raise ReplayStateError(
                 "the recording spans several forwards", expected="one", remedy="Use recording.passes()"
             )
+        gates = {layer: routes.taken_gates for layer, routes in layer_routes.items()}
         return self._batch(
-            {layer: (routes.taken_routed_experts, routes.tokens) for layer, routes in layer_routes.items()}
+            {layer: (routes.taken_routed_experts, routes.tokens) for layer, routes in layer_routes.items()},
+            {layer: scores for layer, scores in gates.items() if scores is not None},
         )
 
     def passes(self) -> list[RouteBatch]:
@@ -405,26 +532,38 @@ class Recording:
     def _routes_run(self) -> dict[int, LayerRoutes]:
         return {layer: self._pass.layer_routes[layer] for layer in self._pass.layers_run()}
 
-    def _batch(self, by_layer: dict[int, tuple[torch.Tensor | None, FedTokens | None]]) -> RouteBatch:
+    def _batch(
+        self,
+        by_layer: dict[int, tuple[torch.Tensor | None, FedTokens | None]],
+        gates: dict[int, torch.Tensor] | None = None,
+    ) -> RouteBatch:
         routed_experts = {layer: experts for layer, (experts, _) in by_layer.items() if experts is not None}
         if len(routed_experts) < len(by_layer):
             missing = [str(layer) for layer in by_layer if layer not in routed_experts]
             raise ReplayStateError("nothing was recorded", layer=", ".join(missing))
         fed = [tokens for _, tokens in by_layer.values()] if by_layer else [self._pass.tokens]
         tokens = self._pass.given or next((tokens for tokens in fed if tokens is not None), None)
-        return RouteBatch.recorded(routed_experts, self._topology, None if tokens is None else tokens.ids, self._rows)
+        ids = None if tokens is None else tokens.ids
+        return RouteBatch.recorded(routed_experts, self._topology, ids, self._rows, gates)
 
 
-class Replaying:
-    """The value of a `replay()` context."""
+class Replaying(_Forward):
+    """The value of a `replay()` context.
 
-    def __init__(self, topology: MoeTopology, rows: RowOrder, forward_pass: ForwardPass) -> None:
-        self._topology = topology
-        self._rows = rows
-        self._pass = forward_pass
+    lacking   the batch, if rows of it have taken stand-ins
+    """
+
+    def __init__(
+        self, topology: MoeTopology, rows: RowOrder, forward_pass: ForwardPass, lacking: RouteBatch | None = None
+    ) -> None:
+        super().__init__(topology, rows, forward_pass)
+        self._lacking = lacking
 
     def native(self) -> RouteBatch:
-        """Return what the routers would have chosen; needs `replay(batch, observe=True)` and the forward done."""
+        """Return what the routers would have chosen; needs `replay(batch, observe=True)` and the forward done.
+
+        Rows that took a stand-in have no choice of a router's own: they are not valid.
+        """
         layers, layer_routes = self._pass.layers_run(), self._pass.layer_routes
         observed = {layer: layer_routes[layer].native_routed_experts for layer in layers}
         routed_experts = {layer: experts for layer, experts in observed.items() if experts is not None}
@@ -433,7 +572,25 @@ class Replaying:
                 "native choices were not observed", remedy="Open replay(batch, observe=True) and run the forward first"
             )
         tokens = self._pass.given or self._pass.tokens
-        return RouteBatch.recorded(routed_experts, self._topology, None if tokens is None else tokens.ids, self._rows)
+        ids = None if tokens is None else tokens.ids
+        native = RouteBatch.recorded(routed_experts, self._topology, ids, self._rows)
+        if self._lacking is None:
+            return native
+        lacking = self._lacking.select_layers(native.layers)
+        return replace(native, valid=lacking.valid, all_valid=lacking.all_valid)
+
+    def choices(self) -> dict[int, torch.Tensor]:
+        """Return what a margin has decided, by decoder layer: (2, R) uint8, for the choices of each row.
+
+        Recorded experts that the router would not have taken, and those of them that were taken. Zero in rows without
+        a route.
+        """
+        found = {layer: self._pass.layer_routes[layer] for layer in self._pass.layers_run()}
+        return {
+            layer: routes.choices * routes.valid if routes.valid is not None else routes.choices
+            for layer, routes in found.items()
+            if routes.choices is not None
+        }
 
     @property
     def unknown_tokens(self) -> int:

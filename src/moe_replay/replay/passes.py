@@ -7,6 +7,7 @@ Router hooks only ask `ActivePass.for_router()`.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -67,8 +68,19 @@ class LayerRoutes:
     all_valid              whether every row has one, as known on the host
     observe                also record the router's native choice
     plan                   of the rows of all layers, where each has a route
+    keep_gates             also record the scores that gate weights are made of
+    margin                 by which the router may prefer another expert to one that is replayed
+    gates                  (R, K) such scores to replay in `gated_rows` (R,); None: current ones
     taken_routed_experts   (R, K) the experts taken, in the same narrow dtype; None until the router has run
     native_routed_experts  (R, K) the router's native choice, where observed
+    taken_gates            (R, K) the scores that gate weights were made of, where kept
+    choices                (2, R) uint8: recorded experts of each row that the router would not have taken, and those of
+                           them that were taken; with a margin alone
+    keep_weights           also record the logarithms of routing weights at the experts taken
+    since                  (R, K) experts and logarithms of their routing weights in an earlier forward, to compare with
+    taken_weights          (R, K) such logarithms in this forward, where kept
+    shift                  (R,) mean distance from those of `since`
+    reads_weights          whether routing weights of all experts are needed
     tokens                 token ids fed in the forward in which the router ran
     """
 
@@ -81,6 +93,12 @@ class LayerRoutes:
         all_valid: bool = False,
         observe: bool = False,
         plan: DispatchPlan | None = None,
+        keep_gates: bool = False,
+        margin: float = math.inf,
+        gates: torch.Tensor | None = None,
+        gated_rows: torch.Tensor | None = None,
+        keep_weights: bool = False,
+        since: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         self.layer = layer
         self.routed_experts = routed_experts
@@ -88,9 +106,20 @@ class LayerRoutes:
         self.all_valid = all_valid
         self.observe = observe
         self.plan = plan
+        self.keep_gates = keep_gates
+        self.margin = margin
+        self.gates = gates
+        self.gated_rows = gated_rows
+        self.taken_gates: torch.Tensor | None = None
+        self.choices: torch.Tensor | None = None
         self.taken_routed_experts: torch.Tensor | None = None
         self.native_routed_experts: torch.Tensor | None = None
         self.tokens: FedTokens | None = None
+        self.keep_weights = keep_weights
+        self.since = since
+        self.taken_weights: torch.Tensor | None = None
+        self.shift: torch.Tensor | None = None
+        self.reads_weights = margin < math.inf or keep_weights or since is not None
         self.earlier: list[tuple[torch.Tensor, FedTokens | None]] = []  # of earlier forwards of one recording
 
 
@@ -261,7 +290,14 @@ class ForwardPass:
         recompute = ForwardPass(
             f"backward of a {self.purpose}",
             {
-                layer: LayerRoutes(layer, routes.taken_routed_experts, all_valid=True, plan=routes.plan)
+                layer: LayerRoutes(
+                    layer,
+                    routes.taken_routed_experts,
+                    all_valid=True,
+                    plan=routes.plan,
+                    gates=routes.gates,
+                    gated_rows=routes.gated_rows,
+                )
                 for layer, routes in self.layer_routes.items()
                 if routes.taken_routed_experts is not None
             },

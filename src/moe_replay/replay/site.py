@@ -98,10 +98,12 @@ class PlanSlot:
 class RouterHook(Protocol):
     """A hook on one router, through which the active pass records or sets its choice of experts.
 
-    slot   that it puts the plan of the pass in, for the experts behind the router; None: they use none
+    slot            that it puts the plan of the pass in, for the experts behind the router; None: they use none
+    gates_problem   why gate weights cannot be replayed; None: they can
     """
 
     slot: PlanSlot | None
+    gates_problem: str | None
 
     def install(self) -> None:
         """Put the hook on its router; nothing where it is there already."""

@@ -52,8 +52,9 @@ class RouteBatch:
     """Routes of R rows for L layers of this rank.
 
     layers          decoder index of each of the L slices, increasing
-    routed_experts  (L, R, K) uint8, or int16 above 256 experts; zero where not valid
-    valid           (L, R) bool: False for padding and where no route was recorded; the router chooses there
+    routed_experts  (L, R, K) uint8, or int16 above 256 experts; where not valid, zero or that of a stand-in
+    valid           (L, R) bool: False for padding and where no route was recorded; the router chooses there, unless a
+                    pass that is planned takes stand-ins
     all_valid       for each layer, whether every row is valid: known on the host, so that no device sync is needed
     source_layers   all layers of the model that the routes come from, also those of other pipeline stages
     num_experts     experts that the routes were chosen from, where known
@@ -62,6 +63,8 @@ class RouteBatch:
     coverage        counts, where known on the host
     layout          where each row comes from, where known: to name a token in an error
     row_order       how the model that made these routes flattens its tokens, where known
+    gates           (L, R, K) current scores at these experts that the router made its gate weights of, where recorded
+    stand_ins       whether all rows that are not valid hold the experts of other rows, because nothing depends on them
     """
 
     layers: tuple[int, ...]
@@ -75,6 +78,8 @@ class RouteBatch:
     coverage: Coverage | None = None
     layout: TokenLayout | None = None
     row_order: RowOrder | None = None
+    gates: Tensor | None = None
+    stand_ins: bool = False
 
     def __post_init__(self) -> None:
         shape, slices = self.routed_experts.shape, len(self.layers)
@@ -90,6 +95,12 @@ class RouteBatch:
                 expected="routed_experts uint8 or int16, valid bool",
                 found=f"{self.routed_experts.dtype}, {self.valid.dtype}",
             )
+        if self.gates is not None and (self.gates.shape != shape or not self.gates.is_floating_point()):
+            raise AlignmentError(
+                "the gates of a batch are not those of its experts",
+                expected=f"floating point of shape {tuple(shape)}",
+                found=f"{self.gates.dtype} of shape {tuple(self.gates.shape)}",
+            )
         if any(b <= a for a, b in pairwise(self.layers)):
             raise AlignmentError("layers must be increasing decoder indices", found=list(self.layers))
 
@@ -101,11 +112,13 @@ class RouteBatch:
         layers: Iterable[int] | None = None,
         *,
         source_layers: tuple[int, ...] | None = None,
+        stand_ins: bool = False,
     ) -> RouteBatch:
         """Return the routes of a micro-batch for this rank's `layers` (None: all of the traces'), in host memory.
 
         `source_layers` are those of the whole traces, if other layers have been left out of these already. A prefix
-        that sequences share has one route: traces that differ in it are refused.
+        that sequences share has one route: traces that differ in it are refused. With `stand_ins`, rows that are
+        `layout.unused` and have no route hold the experts of other rows, if all the others have routes.
         """
         fed_token_ids = layout.fed_token_ids([trace.token_ids for trace in traces])  # checks number and lengths too
         num_experts = _check_one_model(traces)
@@ -127,6 +140,7 @@ class RouteBatch:
         shared = all(mask.strides[1] == 0 for mask in masks)
         valid = to_layer_major(masks, layout, runs, slice(0, 1) if shared else indices)
         replayed = np.broadcast_to(np.count_nonzero(valid, axis=1), len(layer_ids)).tolist()
+        has_stand_ins = stand_ins and _put_stand_ins(routed_experts, valid, layout)
 
         return cls(
             layers=layer_ids,
@@ -139,6 +153,7 @@ class RouteBatch:
             fed_token_ids=torch.from_numpy(fed_token_ids),
             coverage=Coverage(layout.num_rows, layout.num_rows - layout.num_padding, tuple(replayed)),
             layout=layout,
+            stand_ins=has_stand_ins,
         )
 
     @classmethod
@@ -148,10 +163,13 @@ class RouteBatch:
         topology: MoeTopology,
         fed_token_ids: Tensor | None = None,
         row_order: RowOrder | None = None,
+        gates: Mapping[int, Tensor] | None = None,
     ) -> RouteBatch:
         """Return what the routers of this rank chose: decoder layer -> (R, K), on the device. No device sync.
 
         Also for routers that another framework controls: ids of any integer dtype.
+
+        gates   decoder layer -> (R, K) floating point, where they were recorded
         """
         layers = tuple(sorted(routed_experts))
         nothing = torch.zeros((0, 0, topology.top_k), dtype=torch.uint8)  # of a pipeline stage without routers
@@ -168,6 +186,7 @@ class RouteBatch:
             num_experts=topology.num_experts,
             fed_token_ids=None if fed_token_ids is None else fed_token_ids.to(torch.int32, copy=True),
             row_order=row_order,
+            gates=torch.stack([gates[layer] for layer in layers]) if gates and layers else None,
         )
 
     # ---- layers and devices -------------------------------------------------------------------------------------
@@ -187,6 +206,10 @@ class RouteBatch:
         index = self._index(layer)
         return self.routed_experts[index], self.valid[index], self.all_valid[index]
 
+    def layer_gates(self, layer: int) -> Tensor | None:
+        """Return the recorded gates (R, K) of one decoder layer; None where none were recorded."""
+        return None if self.gates is None else self.gates[self._index(layer)]
+
     def select_layers(self, layers: Iterable[int]) -> RouteBatch:
         """Return only these decoder layers, e.g. of one pipeline chunk; a view where they are adjacent."""
         wanted = tuple(layers)
@@ -204,7 +227,15 @@ class RouteBatch:
             valid=self.valid[:1].expand(len(wanted), -1) if self._shares_valid else self.valid[selected],
             all_valid=tuple(self.all_valid[index] for index in indices),
             coverage=coverage,
+            gates=None if self.gates is None else self.gates[selected],
         )
+
+    def with_stand_ins(self) -> RouteBatch:
+        """Return a batch in which rows with a stand-in replay it, as if it were their route."""
+        if not self.stand_ins:
+            return self
+        valid = torch.ones_like(self.valid[:1]).expand(len(self.layers), -1)
+        return replace(self, valid=valid, all_valid=(True,) * len(self.layers))
 
     def unshared(self, layout: TokenLayout) -> RouteBatch:
         """Return the routes of every token of every sequence, in the rows of `layout.unshared`; no device sync.
@@ -222,6 +253,7 @@ class RouteBatch:
             fed_token_ids=None,
             coverage=None,
             layout=None,
+            gates=None if self.gates is None else self.gates[:, rows],
         )
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> RouteBatch:
@@ -237,12 +269,13 @@ class RouteBatch:
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> RouteBatch:
         valid = move(self.valid[:1]).expand(len(self.layers), -1) if self._shares_valid else move(self.valid)
-        fed = self.fed_token_ids
+        fed, gates = self.fed_token_ids, self.gates
         return replace(
             self,
             routed_experts=move(self.routed_experts),
             valid=valid,
             fed_token_ids=None if fed is None else move(fed),
+            gates=None if gates is None else move(gates),
         )
 
     def _index(self, layer: int) -> int:
@@ -431,6 +464,20 @@ def _check_one_route(traces: Sequence[RouteTrace], layout: TokenLayout) -> None:
                 found=f"the same for {common} of {length} shared tokens",
                 remedy="Share no more than the tokens whose routes are the same",
             )
+
+
+def _put_stand_ins(routed_experts: np.ndarray, valid: np.ndarray, layout: TokenLayout) -> bool:
+    """Give rows without a route the experts of others, in place, if nothing depends on them; return whether it has.
+
+    Those of all rows with a route in turn, so that much padding loads experts as the tokens do.
+    """
+    has_route = valid.all(0)
+    lacking, whole = np.flatnonzero(~has_route), np.flatnonzero(has_route)
+    if not lacking.size or not whole.size or not layout.unused[lacking].all():
+        return False
+    others = routed_experts[:, np.resize(whole, lacking.size)]
+    routed_experts[:, lacking] = np.where(valid[:, lacking, None], routed_experts[:, lacking], others)
+    return True
 
 
 # ---- between token-major traces and layer-major batches --------------------------------------------------------------

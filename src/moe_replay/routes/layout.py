@@ -239,6 +239,18 @@ class TokenLayout:
         places[flat[here]] = here
         return places[self.fed_as]
 
+    @cached_property
+    def unused(self) -> np.ndarray:
+        """(R,) bool: rows on which nothing depends where tokens see earlier ones only and each predicts the next.
+
+        Padding, which no token sees, and the last token of a sequence, unless another sequence goes on behind it.
+        """
+        is_last = np.zeros(self.num_tokens, bool)
+        is_last[self.starts[1:][np.array(self.lengths) > 0] - 1] = True
+        is_followed = np.zeros(self.num_tokens + 1, bool)
+        is_followed[self.fed_as[~is_last]] = True
+        return ~is_followed[self.rows]  # padding is -1: the last entry
+
     def prefix_rows(self, sequence: int) -> np.ndarray:
         """Return where the shared tokens of a sequence are in the flattened `fed`, in their order."""
         start = int(self.starts[sequence])

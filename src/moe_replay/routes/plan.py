@@ -88,9 +88,10 @@ class DispatchPlan:
     def of(cls, routes: RouteBatch, num_experts: Mapping[int, int]) -> DispatchPlan | None:
         """Return the plan of layers with so many experts each, on the device of the routes; no device sync.
 
-        None where a row of any layer has no route: where it goes is known only when its router has run.
+        None where a row of any layer has neither a route nor a stand-in: where it goes is known only when its router
+        has run.
         """
-        if not num_experts or not routes.num_rows or not all(routes.all_valid):
+        if not num_experts or not routes.num_rows or not (all(routes.all_valid) or routes.stand_ins):
             return None
         layers = tuple(sorted(num_experts))
         most = max(num_experts.values())

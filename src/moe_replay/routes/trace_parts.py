@@ -1,4 +1,4 @@
-"""The checked parts of a `RouteTrace`: token ids, layers, coverage, expert ids, and spans of weight versions."""
+"""The parts of a `RouteTrace` other than its expert ids: token ids, layers, coverage, and spans of weight versions."""
 
 from __future__ import annotations
 
@@ -45,33 +45,6 @@ def narrowest_dtype(num_experts: int) -> np.dtype:
     return np.dtype(np.uint8) if num_experts <= 256 else np.dtype(np.uint16)
 
 
-def first_duplicate(routed_experts: np.ndarray, valid: np.ndarray) -> tuple[int, int] | None:
-    """Return (token, layer index) of the first valid row that names an expert twice, or None.
-
-    Compares the columns with those 1, 2, ... further on, over blocks that stay in cache: over ten times faster than
-    sorting the rows.
-    """
-    tokens, layers, top_k = routed_experts.shape
-    if top_k == 1 or not routed_experts.size:
-        return None
-    block = max(1, 8192 // layers)
-    for start in range(0, tokens, block):
-        rows = routed_experts[start : start + block].reshape(-1, top_k)
-        columns = np.ascontiguousarray(rows.T)
-        twice = np.zeros(len(rows), bool)
-        equal = np.empty(columns.shape, bool)
-        for further in range(1, top_k):
-            found = np.equal(columns[further:], columns[:-further], out=equal[further:])
-            if found.any():
-                twice |= found.any(axis=0)
-        if twice.any():
-            twice &= valid[start : start + block].reshape(-1)
-            if twice.any():
-                row = int(np.argmax(twice))
-                return start + row // layers, row % layers
-    return None
-
-
 def checked_token_ids(token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
     """Return token ids (T,) int32, a copy."""
     ids = np.asarray(token_ids)
@@ -113,49 +86,6 @@ def checked_coverage(valid: Sequence | np.ndarray | None, tokens: int, layers: i
     if mask.shape == (tokens, layers):
         return mask.astype(bool)
     raise TraceError("valid has the wrong shape", expected=f"({tokens},) or ({tokens}, {layers})", found=mask.shape)
-
-
-def narrowed_ids(
-    routed_experts: np.ndarray, coverage: np.ndarray, layers: tuple[int, ...], num_experts: int | None
-) -> np.ndarray:
-    """Return ids checked for range, zero where uncovered, in the narrowest dtype."""
-    if routed_experts.size and routed_experts.dtype.kind not in "iu":
-        raise TraceError("expert ids must be integers", found=routed_experts.dtype)
-    if num_experts is not None and not routed_experts.shape[2] <= num_experts <= MAX_EXPERTS:
-        raise TraceError(
-            "impossible number of experts",
-            expected=f"{routed_experts.shape[2]} (top_k) to {MAX_EXPERTS}",
-            found=num_experts,
-        )
-    if not coverage.all():
-        routed_experts = _zero_where_uncovered(routed_experts, coverage)
-    limit = num_experts or MAX_EXPERTS
-    if routed_experts.size and (
-        int(routed_experts.max()) >= limit or (routed_experts.dtype.kind == "i" and int(routed_experts.min()) < 0)
-    ):
-        token, index, _ = np.argwhere((routed_experts < 0) | (routed_experts >= limit))[0].tolist()
-        raise TraceError(
-            "expert id out of range",
-            layer=layers[index],
-            token=token,
-            expected=f"0 to {limit - 1}",
-            found=routed_experts[token, index].tolist(),
-            remedy="Negative ids are markers: mark what is missing with valid=False. Ids beyond the experts are "
-            "often physical (load-balanced) ids; capture logical ones",
-        )
-    largest = num_experts if num_experts is not None else int(routed_experts.max(initial=0)) + 1
-    return np.array(routed_experts, dtype=narrowest_dtype(largest), order="C")
-
-
-def _zero_where_uncovered(routed_experts: np.ndarray, coverage: np.ndarray) -> np.ndarray:
-    """Return the ids, zero where uncovered; a copy only if they are not."""
-    if coverage.shape[1] > 1:
-        return np.where(coverage[..., None], routed_experts, 0)
-    uncovered = np.flatnonzero(~coverage[:, 0])  # a few rows: the last token's, most of the time
-    if routed_experts[uncovered].any():
-        routed_experts = routed_experts.copy()
-        routed_experts[uncovered] = 0
-    return routed_experts
 
 
 def checked_spans(weight_version: int | Sequence[tuple[int, int]], tokens: int) -> tuple[VersionSpan, ...]:

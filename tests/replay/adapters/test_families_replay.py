@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import moe_replay as mr
+from moe_replay.errors import UnsupportedRouterError
 from moe_replay.replay.site import RouterSite
 from tests.combinations import with_whole_runs
 from tests.models import assert_same_gradients, gradients
@@ -115,6 +116,26 @@ def test_the_recorded_experts_are_visited(model_type):
 
 
 @pytest.mark.parametrize("model_type", EVERY_FAMILY)
+def test_with_recorded_gates_the_router_has_no_influence(model_type):
+    """Other router weights: the output is that of the recording, and their gradient is zero."""
+    model, arguments = fresh(model_type), forward_arguments(model_type)
+    replay = mr.attach(model)
+    if model_type == "inkling_text":
+        with pytest.raises(UnsupportedRouterError, match="shared experts"), replay.record(gates=True):
+            pass
+        return
+    with replay.record(gates=True) as recording:
+        expected, _ = output_and_gradients(model, arguments)
+    move_projections(model_type, model, replay)
+    with replay.replay(recording.batch(), policy=mr.replay.ReplayPolicy(gates=True)):
+        replayed, found = output_and_gradients(model, arguments)
+    assert torch.equal(replayed, expected)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for site in replay.sites.values():
+        assert not found[names[id(projection_of(model_type, model, site))]].any()
+
+
+@pytest.mark.parametrize("model_type", EVERY_FAMILY)
 def test_foreign_routes_are_visited(model_type):
     """Random routes, as of another engine, with zero- and skip-experts among them."""
     model, arguments = fresh(model_type), forward_arguments(model_type)
@@ -158,9 +179,15 @@ def move_projections(model_type: str, model: nn.Module, replay: mr.RouterReplay)
     """Give every router another projection to logits, so that it would choose other experts."""
     generator = torch.Generator().manual_seed(6)
     for site in replay.sites.values():
-        columns = site.num_experts + GATES[model_type].shared(model.config)
-        (projection,) = [p for p in site.module.parameters() if p.ndim == 2 and len(p) == columns]
+        projection = projection_of(model_type, model, site)
         projection.data = torch.randn(projection.shape, generator=generator)
+
+
+def projection_of(model_type: str, model: nn.Module, site: RouterSite) -> nn.Parameter:
+    """The weights that a router computes its logits with."""
+    columns = site.num_experts + GATES[model_type].shared(model.config)
+    (projection,) = [p for p in site.module.parameters() if p.ndim == 2 and len(p) == columns]
+    return projection
 
 
 # ---- rows without a route -------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from moe_replay.replay.site import (
     boundary_modules,
     outwards,
 )
-from moe_replay.replay.topk import Choice, RouterCall, TopKHook, TopKInterceptor
+from moe_replay.replay.topk import Choice, RouterCall, TopKHandler, TopKHook, TopKInterceptor, log_of
 from moe_replay.routes.layout import RowOrder
 from moe_replay.routes.plan import DispatchPlan
 from moe_replay.routes.topology import MoeLayer, MoeTopology
@@ -117,6 +117,9 @@ class MegatronHook:
         self.router = cast(Any, site.module)
         self.native_replay = self.router.router_replay
         self.slot: PlanSlot | None = None
+        self.gates_problem: str | None = None
+        if self.router.enable_expert_bias:
+            self.gates_problem = f"{site}: with an expert bias Megatron-Core reads them after the choice of experts"
         self.install()
 
     @staticmethod
@@ -156,10 +159,17 @@ class MegatronHook:
         routes = forward_pass.claim(self.site.layer)
         self._put(routes.plan)
         choice = Choice(self.site, routes)
-        routed_experts = choice.select(scores, native_choice)
+        routed_experts = choice.select(scores, native_choice, lambda: self._log_weights(scores))
+        values = choice.gate_scores(scores.gather(-1, routed_experts))
         choice.store()
         self.on_choice(routed_experts)
-        return scores.gather(-1, routed_experts), routed_experts
+        return values, routed_experts
+
+    def _log_weights(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return (R, E) the logarithm of routing weights, of the scores that the router chooses by."""
+        if self.router.score_function == "sigmoid":
+            return log_of(scores if self.router.expert_bias is None else scores - self.router.expert_bias)
+        return log_of(scores if self.router.config.moe_router_pre_softmax else scores.softmax(-1))
 
     def _put(self, plan: DispatchPlan | None) -> None:
         if self.slot is not None:
@@ -169,7 +179,7 @@ class MegatronHook:
         """Receive the experts (R, K) that the router takes."""
 
 
-class ReplayedAuxLossHook(MegatronHook):
+class ReplayedAuxLossHook(TopKHandler, MegatronHook):
     """Makes the load-balancing losses count the experts that were taken.
 
     The router chooses a second time for them, by a plain `topk`, whose result is replaced here.

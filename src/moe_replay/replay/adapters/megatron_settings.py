@@ -78,9 +78,14 @@ def _is_on(setting: str) -> Callable[[Any], bool]:
     return lambda config: bool(getattr(config, setting, False))
 
 
-def _not_by_top_k(config: Any) -> bool:
+def balancing_kinds(config: Any) -> set[str]:
+    """Return how the routers of a model balance their experts."""
     kinds = config.moe_router_load_balancing_type
-    return not set([kinds] if isinstance(kinds, str) else kinds) <= TOP_K_BALANCING
+    return {kinds} if isinstance(kinds, str) else set(kinds)
+
+
+def _not_by_top_k(config: Any) -> bool:
+    return not balancing_kinds(config) <= TOP_K_BALANCING
 
 
 def _captures_routers(config: Any) -> bool:
