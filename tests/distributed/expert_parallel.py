@@ -20,7 +20,16 @@ from moe_replay.train.backends.base import Routing
 from moe_replay.train.backends.fsdp import _gathered
 from moe_replay.train.config.train_config import TrainConfig
 from tests.distributed.megatron_lora import ALPHA, RANK, adapter_of, give
-from tests.distributed.megatron_training import REPLAY, _counted_update, batches_of, by_row, make_config, open_backend
+from tests.distributed.megatron_training import (
+    REPLAY,
+    Routes,
+    _counted_update,
+    batches_of,
+    by_row,
+    make_config,
+    open_backend,
+    without_last_routes,
+)
 
 MODES = ("off", "r2", "r3")
 LORA = ["q_proj", "gate_proj", "up_proj", "down_proj", "router"]
@@ -195,31 +204,30 @@ class CountExchanges(TorchDispatchMode):
         self.exchanges = self.orders = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.exchanges += "c10d.alltoall_base" in str(function) and not args[0].is_floating_point()
+        # Rows are floating-point numbers, and bytes between context-parallel ranks.
+        self.exchanges += "c10d.alltoall_base" in str(function) and args[0].dtype in (torch.int32, torch.int64)
         self.orders += function.overloadpacket is torch.ops.moe_replay.dispatch
         return function(*args, **(kwargs or {}))
 
 
 def planned(
-    folder: str, data: bytes, settings: dict[str, Any], gap: bool, adapter: dict[str, Tensor] | None = None
+    folder: str, data: bytes, settings: dict[str, Any], routes: Routes, adapter: dict[str, Tensor] | None = None
 ) -> list[dict[str, Any]]:
-    """The first update of a mini-batch with plans and without: scores, gradients, and what was counted.
-
-    gap   the last rank has a row without a route, in one layer
-    """
+    """The first update of a mini-batch with plans and without: scores, gradients, and what was counted."""
+    data = without_last_routes(data) if routes == "engine" else data
     found = []
     for plans_rows in (True, False):
         backend = ep_backend(folder, settings, adapter)
         backend.replay.plans_rows = plans_rows
         (batch, *_), *_ = batches_of(backend, data, settings.get("packed", False))
         backend.score([batch], Routing("record"))
-        if gap and dist.get_rank() == dist.get_world_size() - 1:
+        if routes == "gap" and dist.get_rank() == dist.get_world_size() - 1:
             batch.recorded_routes = {0: _with_a_gap(batch.recorded_routes[0])}
         gradients: list[dict[str, Tensor]] = []
         backend._optimizer.register_step_pre_hook(
             lambda *_, backend=backend, gradients=gradients: gradients.append(whole_gradients(backend))
         )
-        routing = Routing("replay", "recorded")
+        routing = Routing("replay", "rollout" if routes == "engine" else "recorded")
         with CountExchanges() as counted:
             (scores,) = backend.score([batch], routing)
             backend.update([batch], lambda _, logprobs: logprobs.sum(), routing, lr=0.0)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,6 +42,9 @@ LOGIT_CHUNK = 5  # so that log-probs come in several slices
 
 REPLAY = Routing("replay", "rollout", observe=True)
 
+Routes = Literal["recorded", "gap", "engine"]
+"""Replayed ones: recorded; on the last rank without one row in one layer; the rollout's without last tokens."""
+
 
 # ---- the whole model ------------------------------------------------------------------------------------------------
 
@@ -74,6 +77,17 @@ def save_policy(folder: Path, variant: str = "qwen3_moe", lengths: Sequence[int]
                 advantage=float(random.normal()),
             )
         )
+    return trajectories_to_bytes(made)
+
+
+def without_last_routes(data: bytes) -> bytes:
+    """The trajectories with the routes that an engine returns: none for the last token."""
+    made = []
+    for one in trajectories_from_bytes(data):
+        trace, valid = one.trace, one.trace.valid.copy()
+        valid[-1] = False
+        ids = (trace.token_ids, trace.routed_experts, trace.layers)
+        made.append(replace(one, trace=mr.RouteTrace(*ids, valid, num_experts=trace.num_experts)))
     return trajectories_to_bytes(made)
 
 
@@ -196,24 +210,22 @@ class CountGathers(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def known_counts(folder: str, data: bytes, settings: dict[str, Any], gap: bool) -> list[dict[str, Any]]:
-    """Score and update with recorded routes, with plans and without: values, gathers, micro-batches and MoE layers.
-
-    gap   the last rank has a row without a route, in one layer of one micro-batch
-    """
+def known_counts(folder: str, data: bytes, settings: dict[str, Any], routes: Routes) -> list[dict[str, Any]]:
+    """Score and update with replayed routes, with plans and without: values, gathers, micro-batches and MoE layers."""
+    data = without_last_routes(data) if routes == "engine" else data
     found = []
     for plans_rows in (True, False):
         backend: Any = open_backend(make_config(folder, **settings))
         backend.replay.plans_rows = plans_rows
         mini = batches_of(backend, data, settings.get("packed", False))[0]
         backend.score(mini, Routing("record"))
-        if gap and dist.get_rank() == dist.get_world_size() - 1:
-            routes = mini[0].recorded_routes[0]
-            valid = routes.valid.clone()
+        if routes == "gap" and dist.get_rank() == dist.get_world_size() - 1:
+            whole = mini[0].recorded_routes[0]
+            valid = whole.valid.clone()
             valid[0, 1] = False
-            all_valid = (False, *routes.all_valid[1:])
-            mini[0].recorded_routes[0] = replace(routes, valid=valid, all_valid=all_valid)
-        routing, losses = Routing("replay", "recorded"), []
+            all_valid = (False, *whole.all_valid[1:])
+            mini[0].recorded_routes[0] = replace(whole, valid=valid, all_valid=all_valid)
+        routing, losses = Routing("replay", "rollout" if routes == "engine" else "recorded"), []
         with CountGathers() as gathers:
             scores = backend.score(mini, routing)
             norm = _counted_update(backend, mini, losses, routing).grad_norm

@@ -27,6 +27,7 @@ TP, EP, PP = {"tensor_parallel": 2}, {"expert_parallel": 2}, {"pipeline_parallel
 CP = {"context_parallel": 2}
 PACKED, SHARDED = {"packed": True}, {"distributed_optimizer": True}
 FULL = {"megatron": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
+GROUPED = {"moe_grouped_gemm": True}
 ALL = ["all-linear", "router"]
 LAYOUTS: dict[str, tuple[str, int, list[str], dict[str, Any]]] = {
     "1": ("qwen3_moe", 1, ALL, {}),
@@ -36,6 +37,9 @@ LAYOUTS: dict[str, tuple[str, int, list[str], dict[str, Any]]] = {
     "pp2-router-alone": (DENSE_LAST, 2, ["router"], PP | {"virtual_pipeline": 2}),
     "cp2-packed": ("qwen3_moe", 2, ALL, CP | PACKED),
     "latent-attention-tp2": ("deepseek_v3", 2, ALL, TP),
+    "grouped-tp2-recomputed": ("qwen3_moe", 2, ALL, TP | {"megatron": GROUPED | FULL["megatron"]}),
+    "grouped-ep2-sharded": ("qwen3_moe", 2, ALL, EP | SHARDED | PACKED | {"megatron": GROUPED}),
+    "attention-of-gpt-oss": ("gpt_oss", 1, ["q_proj", "o_proj", "router"], {}),
 }
 TOLERANCE = 2e-5
 
@@ -72,7 +76,7 @@ def close(found: Any, wanted: Any) -> bool:
     "name",
     with_whole_runs(
         with_thorough(LAYOUTS, {"1", "pp2-vpp2-recomputed"}),
-        {"tp2-packed-recomputed", "pp2-router-alone", "cp2-packed", "latent-attention-tp2"},
+        {"tp2-packed-recomputed", "pp2-router-alone", "cp2-packed", "latent-attention-tp2", "grouped-ep2-sharded"},
     ),
 )
 def test_updates_as_fsdp_and_peft_make_them(name: str) -> None:
@@ -108,18 +112,25 @@ def test_a_saved_adapter_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.whole_runs
-def test_a_saved_adapter_goes_on_in_another_layout(tmp_path: Path) -> None:
-    given = (*policy("qwen3_moe"), ALL, adapter("qwen3_moe", *ALL), TP | SHARDED, str(tmp_path), PP)
+@pytest.mark.parametrize("resumed", [PP, TP | {"megatron": GROUPED}], ids=["pp2", "grouped"])
+def test_a_saved_adapter_goes_on_in_another_layout(resumed: dict[str, Any], tmp_path: Path) -> None:
+    given = (*policy("qwen3_moe"), ALL, adapter("qwen3_moe", *ALL), TP | SHARDED, str(tmp_path), resumed)
+    assert harness.run_ranks(2, megatron_lora.stop_and_go_on, *given) == [[], []]
+
+
+def test_a_saved_adapter_of_grouped_experts_goes_on_in_another_layout(tmp_path: Path) -> None:
+    grouped = EP | SHARDED | {"megatron": GROUPED}
+    given = (*policy("qwen3_moe"), ALL, adapter("qwen3_moe", *ALL), grouped, str(tmp_path), TP)
     assert harness.run_ranks(2, megatron_lora.stop_and_go_on, *given) == [[], []]
 
 
 def test_adapters_start_alike_in_every_layout() -> None:
-    whole, *_ = harness.run_ranks(1, megatron_lora.initial, policy("qwen3_moe")[0], ALL, {})
-    sharded, *_ = harness.run_ranks(
-        2, megatron_lora.initial, policy("qwen3_moe")[0], ALL, TP | EP | {"expert_tensor_parallel": 1}
-    )
-    assert whole.keys() == sharded.keys()
-    assert all(torch.equal(whole[name], sharded[name]) for name in whole)
+    folder = policy("qwen3_moe")[0]
+    whole, *_ = harness.run_ranks(1, megatron_lora.initial, folder, ALL, {})
+    for layout in (TP | EP | {"expert_tensor_parallel": 1}, TP | {"megatron": GROUPED}):
+        sharded, *_ = harness.run_ranks(2, megatron_lora.initial, folder, ALL, layout)
+        assert whole.keys() == sharded.keys()
+        assert all(torch.equal(whole[name], sharded[name]) for name in whole)
     assert all(tensor.any() == (".lora_A." in name) for name, tensor in whole.items())
 
 

@@ -16,7 +16,7 @@ harness.PRELOADED.extend(megatron_models.PRELOADED)
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.toml"))
-LIBRARY = {"lora": "peft", "megatron": "megatron.core", "gspo": "megatron.core"}
+LIBRARY = {"lora": "peft", "1gpu": "peft", "megatron": "megatron.core", "gspo": "megatron.core"}
 
 
 def one_step(recipe: str, overrides: list[str]) -> list[dict[str, Any]]:

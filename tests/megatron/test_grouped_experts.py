@@ -98,6 +98,86 @@ def test_as_one_expert_after_another(name: str, counts: list[int]) -> None:
     assert max(found.values()) < tolerance, max(found.items(), key=lambda item: item[1])
 
 
+# ---- adapters -------------------------------------------------------------------------------------------------------
+
+
+def in_float64(rows: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+    """torch's kernel has no float64: one expert after another."""
+    counts = offs.diff(prepend=offs.new_zeros(1)).tolist()
+    return torch.cat([part @ one for part, one in zip(rows.split(counts), weight, strict=True)])
+
+
+def both_kinds_of_adapters(rank: int, counts: list[int]) -> dict[str, tuple[Tensor, Tensor]]:
+    """What adapters of single and of grouped experts compute in float64: outputs and gradients of both."""
+    enable()
+    start()
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    from moe_replay.megatron import lora
+
+    torch.nn.functional.grouped_mm = in_float64
+    config = make_config(params_dtype=torch.float64)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    single: Any = SequentialMLP(8, config, parts, groups)
+    grouped: Any = grouped_experts.GroupedExperts(8, config, groups)
+    torch.manual_seed(0)
+    names = dict(single.named_parameters())
+    for name, view in views(grouped, config):
+        view.copy_(names[name].data.normal_(0, 0.5))
+    of_single, of_grouped = [], []
+    for name, kind, layer in (("weight1", "column", "linear_fc1"), ("weight2", "row", "linear_fc2")):
+        sharding = lora.Sharding(kind, groups.expt_tp, sequence=False, expert=True)
+        together: Any = lora.GroupedAdapter(getattr(grouped, name), sharding, rank, 1.5)
+        grouped.lora[name] = together
+        torch.nn.init.normal_(together.up, 0, 0.3)
+        torch.nn.init.normal_(together.down, 0, 0.3)
+        of_grouped += [together.down, together.up]
+        rows = torch.arange(together.up.shape[1])
+        for expert, owner in enumerate(getattr(one, layer) for one in single.local_experts):
+            owner.lora = lora.LoraAdapter(owner.weight, [lora.Part(name, rows, 0, ())], sharding, rank, 1.5)
+            owner.lora.down.data.copy_(together.down[expert])
+            owner.lora.up.data.copy_(together.up[expert])
+            owner.register_forward_hook(lora._add_to_output)
+        adapters = [getattr(one, layer).lora for one in single.local_experts]
+        of_single += [[one.down for one in adapters], [one.up for one in adapters]]
+    for parameter in (*names.values(), grouped.weight1, grouped.weight2):
+        parameter.requires_grad_(False)
+    rows, probs = torch.randn(sum(counts), 32, dtype=torch.float64), torch.rand(sum(counts), dtype=torch.float64)
+    weight = torch.randn_like(rows)
+    outputs, inputs = [], []
+    for experts in (single, grouped):
+        entered = rows.clone().requires_grad_(), probs.clone().requires_grad_()
+        output, _ = experts(entered[0], torch.tensor(counts), entered[1])
+        (output * weight).sum().backward()
+        outputs.append(output.detach())
+        inputs.append(entered[0].grad)
+    assert grouped.weight1.grad is None
+    gradients = [
+        (torch.stack([torch.zeros_like(one) if one.grad is None else one.grad for one in each]), together.grad)
+        for each, together in zip(of_single, of_grouped, strict=True)
+    ]
+    for adapter in grouped.lora.values():
+        adapter.enabled = False
+    plain, _ = grouped(rows, torch.tensor(counts), probs)
+    named = zip(("down1", "up1", "down2", "up2"), gradients, strict=True)
+    return {"output": tuple(outputs), "rows": tuple(inputs), "changed": (plain, outputs[1]), **dict(named)}
+
+
+@pytest.mark.parametrize("rank", [3, 8])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_adapters_as_of_one_expert_after_another(rank: int, counts: list[int]) -> None:
+    (found,) = harness.run_ranks(1, both_kinds_of_adapters, rank, counts)
+    plain, adapted = found.pop("changed")
+    assert not any(counts) or (plain - adapted).abs().max() > 0.1
+    for name, (single, grouped) in found.items():
+        torch.testing.assert_close(grouped, single, rtol=1e-10, atol=1e-10, msg=lambda text, n=name: f"{n}: {text}")
+        assert not any(counts) or grouped.any(), name
+
+
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moe_replay.errors import MissingExtraError, UnsupportedRouterError
 from moe_replay.utils.device import accelerator
 
-_ROW_BYTES = 16  # alignment required by the kernels
+ROW_BYTES = 16  # alignment required by the kernels
 
 
 class GroupedExperts(nn.Module):
@@ -23,6 +23,7 @@ class GroupedExperts(nn.Module):
     weight1   (experts, 2F, H), gate and up; F is the shard of this expert-tensor-parallel rank
     weight2   (experts, H, F)
     bias1     (experts, 2F), bias2 (experts, H), if the config has biases
+    lora      adapters of `weight1` and `weight2`, by their names
     """
 
     def __init__(self, num_local_experts: int, config: Any, pg_collection: Any = None) -> None:
@@ -37,6 +38,7 @@ class GroupedExperts(nn.Module):
         has_bias = config.add_bias_linear
         self.bias1 = self._parameter((num_local_experts, inner), 1, torch.zero_) if has_bias else None
         self.bias2 = self._parameter((num_local_experts, hidden), None, torch.zero_) if has_bias else None
+        self.lora = nn.ModuleDict()
 
     def _parameter(self, shape: tuple[int, ...], partition_dim: int | None, initialize: Any) -> nn.Parameter:
         from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -54,31 +56,21 @@ class GroupedExperts(nn.Module):
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Return the output (rows, H) of rows (rows, H), sorted by expert and weighted by `probs` (rows,)."""
-        if len(hidden) == 0:  # the kernels reject empty input; every parameter still gets a gradient
-            inner = hidden @ self.weight1[0].T
-            return self._activated(inner, probs) @ self.weight2[0].T + self._unused_biases(), None
         counts = tokens_per_expert.to(hidden.device)
         ends = counts.cumsum(0).to(torch.int32)
-        inner = self._grouped(hidden, self.weight1, counts, ends)
+        inner = self._projected(hidden, "weight1", counts, ends)
         if self.bias1 is not None:
             inner = inner + _of_rows(self.bias1, counts, hidden)
-        output = self._grouped(self._activated(inner, probs), self.weight2, counts, ends)
+        output = self._projected(self._activated(inner, probs), "weight2", counts, ends)
         if self.bias2 is not None:
             output = output + (_of_rows(self.bias2, counts, hidden) * probs[:, None]).to(output.dtype)
         return output, None
 
-    def _unused_biases(self) -> Tensor | float:
-        return sum((bias.sum() * 0 for bias in (self.bias1, self.bias2) if bias is not None), start=0.0)
-
-    @staticmethod
-    def _grouped(rows: Tensor, weight: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
-        """Multiply the rows of each expert by its weight (out, in)."""
-        transposed = weight.transpose(-2, -1)
-        if transposed.requires_grad:
-            # On some GPUs the kernel does not write the gradient of an expert without rows (pytorch #172439).
-            empty = (counts == 0)[:, None, None]
-            transposed.register_hook(lambda gradient: gradient.masked_fill(empty, 0))
-        return nn.functional.grouped_mm(rows, transposed, offs=ends)
+    def _projected(self, rows: Tensor, name: str, counts: Tensor, ends: Tensor) -> Tensor:
+        projected = grouped_linear(rows, getattr(self, name), counts, ends)
+        if name not in self.lora or not self.lora[name].enabled:
+            return projected
+        return projected + self.lora[name](rows, counts, ends)
 
     def _activated(self, inner: Tensor, probs: Tensor) -> Tensor:
         config = self.config
@@ -91,6 +83,22 @@ class GroupedExperts(nn.Module):
         else:
             activated = config.activation_func(inner)
         return (activated * probs[:, None]).to(inner.dtype)
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
+    """Multiply the rows (rows, in) of each expert by its weight: (experts, out, in).
+
+    counts   (experts,) rows of each expert
+    ends     (experts,) int32, their sums
+    """
+    if len(rows) == 0:  # the kernels reject empty input; the weight still gets a gradient
+        return rows @ weight[0].T
+    transposed = weight.transpose(-2, -1)
+    if transposed.requires_grad:
+        # On some GPUs the kernel does not write the gradient of an expert without rows (pytorch #172439).
+        empty = (counts == 0)[:, None, None]
+        transposed.register_hook(lambda gradient: gradient.masked_fill(empty, 0))
+    return nn.functional.grouped_mm(rows, transposed, offs=ends)
 
 
 def _of_rows(bias: Tensor, counts: Tensor, rows: Tensor) -> Tensor:
@@ -123,7 +131,7 @@ def check(config: Any) -> None:
     if not is_aligned(config.hidden_size, config.moe_ffn_hidden_size, config.params_dtype, _shards(config)):
         raise UnsupportedRouterError(
             "the rows of the expert weights are not aligned for torch's grouped GEMMs",
-            expected=f"multiples of {_ROW_BYTES} bytes",
+            expected=f"multiples of {ROW_BYTES} bytes",
             found=f"hidden_size {config.hidden_size}, moe_ffn_hidden_size {config.moe_ffn_hidden_size} in "
             f"{_shards(config)} shards, {config.params_dtype}",
             remedy="Set moe_grouped_gemm = false",
@@ -131,7 +139,7 @@ def check(config: Any) -> None:
 
 
 def is_aligned(hidden_size: int, expert_size: int, dtype: torch.dtype, shards: int = 1) -> bool:
-    return all(width * dtype.itemsize % _ROW_BYTES == 0 for width in (hidden_size, expert_size // shards))
+    return all(width * dtype.itemsize % ROW_BYTES == 0 for width in (hidden_size, expert_size // shards))
 
 
 def _shards(config: Any) -> int:

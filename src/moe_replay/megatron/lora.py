@@ -5,7 +5,8 @@ layer shards its output, `up` is sharded and `down` replicated; where it shards 
 exchanged between ranks have the width of the LoRA rank, not of the layer.
 
 A parameter may hold several weights of the checkpoint (`linear_qkv`: q_proj, k_proj, v_proj). Each has its own `down`,
-as in PEFT; gate and up of an expert share one, as in PEFT's adapter of a fused expert tensor.
+as in PEFT; gate and up of an expert share one, as in PEFT's adapter of a fused expert tensor. Where the experts of a
+rank are one parameter (`GroupedExperts`), their adapters are grouped GEMMs beside it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from moe_replay.errors import MoeReplayError
+from moe_replay.megatron.grouped_experts import ROW_BYTES, GroupedExperts, grouped_linear
 from moe_replay.megatron.weights.checkpoint import Checkpoint
 from moe_replay.megatron.weights.family import Family
 from moe_replay.megatron.weights.loading import Chunks, WeightMap
@@ -155,7 +157,7 @@ class Sharding(NamedTuple):
 
 
 class LoraAdapter(nn.Module):
-    """The adapter of one parameter on this rank.
+    """The adapter of one layer's weight on this rank.
 
     down   (groups * rank, in), `rank` rows per group of parts
     up     (out, rank)
@@ -165,7 +167,6 @@ class LoraAdapter(nn.Module):
         self, weight: nn.Parameter, parts: Sequence[Part], sharding: Sharding, rank: int, scale: float
     ) -> None:
         super().__init__()
-        self.parts = tuple(parts)
         self.sharding = sharding
         self.rank = rank
         self.scale = scale
@@ -183,12 +184,7 @@ class LoraAdapter(nn.Module):
         from megatron.core.tensor_parallel import mappings
 
         sharding = self.sharding
-        down, up = self.down.to(hidden.dtype), self.up.to(hidden.dtype)
-        if sharding.expert and sharding.size > 1:  # every rank has all tokens, and the gradient of its shard
-            if sharding.kind == "column":
-                down = mappings.copy_to_tensor_model_parallel_region(down, group=sharding.group)
-            else:
-                up = mappings.copy_to_tensor_model_parallel_region(up, group=sharding.group)
+        down, up = _of_expert_ranks(self.down.to(hidden.dtype), self.up.to(hidden.dtype), sharding)
         inner = linear(hidden, down)
         if not sharding.expert and sharding.size > 1:
             if sharding.kind == "column" and sharding.sequence:
@@ -209,12 +205,80 @@ class LoraAdapter(nn.Module):
             output = output.index_copy(-1, rows, linear(inner[..., first : first + self.rank], up[rows]))
         return output
 
+
+def _of_expert_ranks(down: Tensor, up: Tensor, sharding: Sharding) -> tuple[Tensor, Tensor]:
+    """Return both matrices, for experts that are sharded over ranks with the gradients of all of them."""
+    if sharding.expert and sharding.size > 1:  # every rank has all tokens, and the gradient of its shard
+        if sharding.kind == "column":
+            return _summed_over_ranks(down, sharding), up
+        return down, _summed_over_ranks(up, sharding)
+    return down, up
+
+
+def _summed_over_ranks(matrix: Tensor, sharding: Sharding) -> Tensor:
+    from megatron.core.tensor_parallel import mappings
+
+    copied = mappings.copy_to_tensor_model_parallel_region(matrix, group=sharding.group)
+    if copied.requires_grad:  # Megatron-Core 0.16.1 sums a copy of a gradient that is not contiguous
+        copied.register_hook(Tensor.contiguous)
+    return copied
+
+
+class GroupedAdapter(nn.Module):
+    """The adapters of one projection of all experts on this rank.
+
+    down   (experts, rank, in)
+    up     (experts, out, rank)
+    """
+
+    def __init__(self, weight: nn.Parameter, sharding: Sharding, rank: int, scale: float) -> None:
+        super().__init__()
+        self.sharding = sharding
+        self.rank = rank
+        self.scale = scale
+        self.enabled = True
+        experts, out, width = weight.shape
+        options: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
+        self.down = nn.Parameter(torch.empty(experts, rank, width, **options))
+        self.up = nn.Parameter(torch.zeros(experts, out, rank, **options))
+
+    def forward(self, rows: Tensor, counts: Tensor, ends: Tensor) -> Tensor:
+        """Return the adapters' addition to the projection of rows (rows, in), sorted by expert."""
+        down, up = _of_expert_ranks(self.down.to(rows.dtype), self.up.to(rows.dtype), self.sharding)
+        padding = -self.rank % (ROW_BYTES // rows.element_size())
+        down, up = pad(down, (0, 0, 0, padding)), pad(up, (0, padding))
+        return grouped_linear(grouped_linear(rows, down, counts, ends), up, counts, ends) * self.scale
+
+
+@dataclass(frozen=True)
+class WeightAdapter:
+    """The adapter of one weight on this rank: that of its layer, or of one expert in it."""
+
+    layer: LoraAdapter | GroupedAdapter
+    parts: tuple[Part, ...]
+    expert: int | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.layer.rank
+
+    @property
+    def down(self) -> Tensor:
+        """(groups * rank, in), `rank` rows per group of parts."""
+        return self.layer.down if self.expert is None else self.layer.down[self.expert]
+
+    @property
+    def up(self) -> Tensor:
+        """(out, rank)."""
+        return self.layer.up if self.expert is None else self.layer.up[self.expert]
+
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
         """Return this rank's weight with the adapter added in float32."""
-        total = weight.detach().float().clone()
-        for rows, first in self._blocks:
-            total[rows] += self.scale * (self.up[rows].float() @ self.down[first : first + self.rank].float())
+        total, up, down = weight.detach().float().clone(), self.up.float(), self.down.float()
+        for part in self.parts:
+            rows, first = part.rows.to(weight.device), part.group * self.rank
+            total[rows] += self.layer.scale * (up[rows] @ down[first : first + self.rank])
         return total.to(weight.dtype)
 
     @torch.no_grad()
@@ -229,43 +293,57 @@ class LoraAdapter(nn.Module):
             self.down[first : first + self.rank].copy_(values[:, columns])
 
 
-def add_adapters(chunks: Chunks, plan: LoraPlan, seed: int = 0) -> dict[ParameterSpec, LoraAdapter]:
+def add_adapters(chunks: Chunks, plan: LoraPlan, seed: int = 0) -> dict[ParameterSpec, WeightAdapter]:
     """Freeze a loaded model and add the plan's adapters in place; returns those of this rank."""
     local = LocalModel.of(chunks)
     plan.check(local)
     models = [language_model(chunk) for chunk in ([chunks] if isinstance(chunks, nn.Module) else chunks)]
-    owners = {id(module.weight): module for model in models for module in model.modules() if hasattr(module, "weight")}
+    modules = [module for model in models for module in model.modules()]
+    owners = {id(module.weight): module for module in modules if hasattr(module, "weight")}
+    grouped = {
+        parameter.untyped_storage().data_ptr(): (module, name)
+        for module in modules
+        if isinstance(module, GroupedExperts)
+        for name, parameter in module.named_parameters(recurse=False)
+    }
     adapters = {}
     for spec, weight in local.parameters:
         parts = plan.parts(local.local_shard(spec))
-        if parts:
-            owner = owners.get(id(weight))
-            adapters[spec] = _adapter(owner, spec, weight, parts, plan, local, seed)
+        if not parts:
+            continue
+        experts = grouped.get(weight.untyped_storage().data_ptr())
+        if experts is None:
+            layer: Any = _add_to_layer(owners.get(id(weight)), spec, weight, parts, plan, local)
+            adapters[spec] = WeightAdapter(layer, parts)
+        else:
+            layer = _add_to_experts(*experts, spec, parts, plan, local)
+            adapters[spec] = WeightAdapter(layer, parts, spec.expert)
+        shard = local.local_shard(spec)
+        width, length = shard.full_shape[1], shard.shape[1]
+        first = shard.rank * length if spec.partition_dim == 1 else 0
+        adapters[spec].initialize(slice(first, first + length), width, seed)
+    trained = {id(one) for adapter in adapters.values() for one in (adapter.layer.down, adapter.layer.up)}
     for model in models:
-        _freeze(model, {id(adapter.down) for adapter in adapters.values()} | {id(a.up) for a in adapters.values()})
+        _freeze(model, trained)
     return adapters
 
 
 @contextmanager
-def adapters_off(adapters: dict[ParameterSpec, LoraAdapter]) -> Iterator[None]:
+def adapters_off(adapters: dict[ParameterSpec, WeightAdapter]) -> Iterator[None]:
     """Disable the adapters inside this context, which gives the base model."""
     for adapter in adapters.values():
-        adapter.enabled = False
+        adapter.layer.enabled = False
     try:
         yield
     finally:
         for adapter in adapters.values():
-            adapter.enabled = True
+            adapter.layer.enabled = True
 
 
-def _adapter(
-    owner: Any, spec: ParameterSpec, weight: Any, parts: Sequence[Part], plan: LoraPlan, local: LocalModel, seed: int
+def _add_to_layer(
+    owner: Any, spec: ParameterSpec, weight: Any, parts: Sequence[Part], plan: LoraPlan, local: LocalModel
 ) -> LoraAdapter:
     adapter = LoraAdapter(weight, parts, _sharding(owner, spec, local), plan.rank, plan.alpha / plan.rank)
-    shard = local.local_shard(spec)
-    width, length = shard.full_shape[1], shard.shape[1]
-    first = shard.rank * length if spec.partition_dim == 1 else 0
-    adapter.initialize(slice(first, first + length), width, seed)
     _mark(adapter, weight)
     owner.lora = adapter
     if adapter.sharding.kind == "whole":
@@ -274,6 +352,31 @@ def _adapter(
         # before hooks that change the layout of the output
         owner.register_forward_hook(_add_to_output, prepend=True)
     return adapter
+
+
+def _add_to_experts(
+    experts: GroupedExperts, name: str, spec: ParameterSpec, parts: Sequence[Part], plan: LoraPlan, local: LocalModel
+) -> GroupedAdapter:
+    """Return the adapters of a parameter of experts, which the first of its experts adds."""
+    if sum(len(part.rows) for part in parts) < spec.shape[0]:
+        raise MegatronLoraError(
+            "model.lora_target_modules: gate and up of grouped experts have one adapter",
+            layer=spec.layer,
+            expected="both of them, or none",
+            found=", ".join(part.name for part in parts),
+            remedy="Name both, or set backend.megatron = { moe_grouped_gemm = false }",
+        )
+    if name in experts.lora:
+        return cast(GroupedAdapter, experts.lora[name])
+    weight = getattr(experts, name)
+    sharding = Sharding(_EXPERT_KINDS[name], local.groups.expert_tensor, sequence=False, expert=True)
+    adapter = GroupedAdapter(weight, sharding, plan.rank, plan.alpha / plan.rank)
+    _mark(adapter, weight)
+    experts.lora[name] = adapter
+    return adapter
+
+
+_EXPERT_KINDS = {"weight1": "column", "weight2": "row"}
 
 
 def _sharding(owner: Any, spec: ParameterSpec, local: LocalModel) -> Sharding:
@@ -291,21 +394,23 @@ def _sharding(owner: Any, spec: ParameterSpec, local: LocalModel) -> Sharding:
         layer=spec.layer,
         expected="a ColumnParallelLinear, RowParallelLinear or router",
         found=f"{spec.key} in {type(owner).__name__}",
-        remedy="Leave it out of model.lora_target_modules, or set moe_grouped_gemm = false where it is an expert",
+        remedy="Leave it out of model.lora_target_modules",
     )
 
 
-def _mark(adapter: LoraAdapter, weight: Any) -> None:
+def _mark(adapter: LoraAdapter | GroupedAdapter, weight: Any) -> None:
     """Set the attributes by which Megatron-Core reduces gradients and counts each parameter once in their norm."""
     from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
     sharding = adapter.sharding
-    sharded = {"column": (adapter.up, 0), "row": (adapter.down, 1)}.get(sharding.kind)
+    sharded = {"column": (adapter.up, -2), "row": (adapter.down, -1)}.get(sharding.kind)
     parameters: tuple[Any, ...] = (adapter.down, adapter.up)
     for parameter in parameters:
         parameter.allreduce = getattr(weight, "allreduce", True)
         if sharded is not None and parameter is sharded[0]:
-            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=sharded[1], stride=1)
+            set_tensor_model_parallel_attributes(
+                parameter, is_parallel=True, dim=parameter.dim() + sharded[1], stride=1
+            )
             continue
         if sharding.expert:  # replicated over the group: only the first rank counts
             set_tensor_model_parallel_attributes(parameter, is_parallel=sharding.group.rank() == 0, dim=0, stride=1)
@@ -344,22 +449,8 @@ def _with_gradient(embedding: Any, inputs: tuple[Any, ...], output: Tensor) -> T
 # ---- export ----------------------------------------------------------------------------------------------------------
 
 
-class Factors(Protocol):
-    """An adapter's two matrices on this rank."""
-
-    @property
-    def down(self) -> Tensor:
-        """(groups * rank, in)."""
-        ...
-
-    @property
-    def up(self) -> Tensor:
-        """(out, rank)."""
-        ...
-
-
 def adapter_tensors(
-    chunks: Chunks, plan: LoraPlan, adapters: Mapping[ParameterSpec, Factors]
+    chunks: Chunks, plan: LoraPlan, adapters: Mapping[ParameterSpec, WeightAdapter]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all adapters under PEFT's names, unsharded in float32, on every rank.
 

@@ -95,18 +95,25 @@ def family_of(model_type: str, family: Family | str | None = None) -> Family:
 
 
 def megatron_config(
-    hf_config: Any, *, family: Family | str | None = None, trust_remote_code: bool = False, **settings: Any
+    hf_config: Any,
+    *,
+    family: Family | str | None = None,
+    trust_remote_code: bool = False,
+    transformer_engine: bool = True,
+    **settings: Any,
 ) -> MegatronRecipe:
     """Return the recipe for a Megatron-Core model of a Transformers config, or of a folder's config.
 
     family              None: by the config's `model_type`
     trust_remote_code   run a config class that comes with the model
+    transformer_engine  use its layers where it is installed
     settings            of a `TransformerConfig`: parallel sizes, dtypes, recomputation
 
     Routing replay is on. Without CUDA the model is built for the CPU (`moe_replay.megatron.cpu`).
     """
     hf = config_of(hf_config, trust_remote_code=trust_remote_code)
-    return recipe(text_config(hf), family_of(hf.model_type, family), settings)
+    chosen = family_of(hf.model_type, family)
+    return recipe(text_config(hf), chosen, settings, transformer_engine=transformer_engine)
 
 
 def load_hf(folder: str | Path, chunks: Chunks, *, family: Family | str | None = None) -> None:

@@ -64,7 +64,7 @@ def check_experts(spec: Any, config: Any) -> Any:
         raise WeightMapError(
             "ungrouped experts with biases get no gradient in Megatron-Core 0.16.1",
             expected="moe_grouped_gemm True",
-            found="False, which LoRA also sets",
+            found="False",
         )
     return spec
 

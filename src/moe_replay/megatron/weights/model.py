@@ -78,14 +78,16 @@ class MegatronRecipe:
         return chunk
 
 
-def recipe(hf_config: Any, family: Family, settings: dict[str, Any]) -> MegatronRecipe:
+def recipe(
+    hf_config: Any, family: Family, settings: dict[str, Any], *, transformer_engine: bool = True
+) -> MegatronRecipe:
     """Return the recipe for a Transformers config. `settings` of a `TransformerConfig` override those of the family."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     if accelerator() == "cuda":  # elsewhere MindSpeed or megatron.cpu patch it
         without_transformer_engine.enable()
     chosen = {**family.settings(hf_config), **_runtime_settings(settings), **settings}
-    engine = _has_transformer_engine() and not family.local_layers
+    engine = transformer_engine and _has_transformer_engine() and not family.local_layers
     chosen.setdefault("moe_grouped_gemm", _can_group_experts(chosen, engine))
     kind = MLATransformerConfig if chosen.get("multi_latent_attention") else TransformerConfig
     chosen |= _enum_settings(kind, chosen)
