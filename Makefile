@@ -120,7 +120,7 @@ test-plugins: .venv-plugins/.pinned ## The integrations in every known release o
 	  test -d .plugins/ms-swift-$$version/swift || .venv-plugins/bin/python -m pip -qq install --no-deps \
 	    --target .plugins/ms-swift-$$version ms-swift==$$version; \
 	  PYTHONPATH=$(CURDIR)/src:$(CURDIR)/.plugins/ms-swift-$$version OMP_NUM_THREADS=1 .venv-plugins/bin/python -m pytest \
-	    -q tests/plugins/test_ms_swift.py tests/plugins/test_known_bugs.py; \
+	    -q tests/plugins/test_ms_swift*.py tests/plugins/test_known_bugs.py; \
 	done
 
 test-megatron-versions: .venv/.ready ## Routers on every Megatron-Core from 0.12 on; not part of `make test-all`

@@ -44,7 +44,7 @@ IDLE_S, END_S = 20.0, 120.0
 TICKS = os.sysconf("SC_CLK_TCK")
 PARTS = {
     "torch.distributed.run": "command, torchrun", "ray::RankActor": "ranks", "ray::EngineActor": "actors of engines",
-    "ray::RunState": "state actor", "ray::ObjectRefs": "references to trajectories", "gcs_server": "Ray: GCS",
+    "ray::RunState": "state actor", "gcs_server": "Ray: GCS",
     "raylet/raylet": "Ray: raylet", "dashboard/agent.py": "Ray: agents", "ray::DashboardAgent": "Ray: agents",
     "runtime_env/agent": "Ray: agents", "ray::RuntimeEnvAgent": "Ray: agents", "log_monitor.py": "Ray: log monitor",
     "autoscaler": "Ray: autoscaler", "ray::": "Ray: idle workers",

@@ -30,7 +30,7 @@ from moe_replay.engines.vllm.engine import VllmEngine
 from moe_replay.train.config.sections import WeightSyncConfig
 from moe_replay.train.sync.synced_engine import SyncedEngine
 from moe_replay.train.sync.weight_sync import EngineSync, SyncReport
-from moe_replay.weights.probe import Probe
+from moe_replay.weights.identity import Probe
 from moe_replay.weights.source import Group, TensorInfo, layer_prefix
 
 MODELS = {"tiny": TINY, "small": SMALL, "slice": SLICE}

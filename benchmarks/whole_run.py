@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--write", type=Path, help="write the steps of every run to this file, after each run")
+    parser.add_argument("--write", type=Path, help="keep the steps of runs in this file, also those that it has")
     parser.add_argument("--folder", type=Path, help="where models, logs and results of the runs stay; a temporary one")
     parser.add_argument("--trl", type=Path, help=argparse.SUPPRESS)  # folder, in a child process
     arguments = parser.parse_args()
@@ -53,6 +53,8 @@ def main() -> None:
         run_trl(arguments.trl, arguments.device, arguments.steps)
         return
     results: dict[str, Steps] = {}
+    if arguments.write and arguments.write.exists():
+        results = json.loads(arguments.write.read_text())
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         size = SIZES[arguments.device]

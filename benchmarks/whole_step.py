@@ -40,6 +40,7 @@ from parts.qwen3_moe import SLICE
 from parts.qwen3_moe import TINY as TINY_MODEL
 from parts.training import config_of, now, routed, unrouted, write_model
 
+from moe_replay.train.backends import fsdp
 from moe_replay.train.backends.fsdp import FsdpBackend
 from moe_replay.train.learn.learner import Learner
 from moe_replay.train.setup import launch
@@ -231,6 +232,7 @@ def take_turns(arguments: argparse.Namespace) -> list[dict[str, Result]]:
         folder = Path(name)
         model = TINY_MODEL if arguments.size == "tiny" else SLICE
         write_model(folder, {key: model[key] for key in MODEL_KEYS} | {"mlp_only_layers": []}, device)
+        fsdp.PLANS_ALONE = True
         backend = FsdpBackend(_settings(folder, device, budget, "off"), str(folder), device)
         trajectories = routed(backend, sequences, tokens)
         learners = {mode: Learner(_settings(folder, device, budget, mode, "always"), backend) for mode in ("r3", "off")}

@@ -100,9 +100,6 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "src/moe_replay/engines/vllm_serve/weights.py": "vLLM's message to a server started to accept it",
         "src/moe_replay/engines/sglang/weights.py": "SGLang's message to a server beside the trainer",
     },
-    "ray_import": {
-        "src/moe_replay/train/trajectories/ray_store.py": "arrays of bytes in our own format, in the object store",
-    },
     "eager_import": {
         "src/moe_replay/engines/vllm/processes.py": "classes that vLLM imports by name, in processes of its own",
     },
@@ -521,7 +518,6 @@ SERVE_ONE_SIBLING = {
     "integrations.verl_fsdp": "needs torch and verl's engine; the module that verl loads imports neither",
     "integrations.trl_generation": "engines behind TRL, which rest on other methods of TRL than the trainer does",
     "replay.active": "which pass is active: the one place that asks autograd",
-    "weights.divided": "transfers from many ranks in turn; the usual one has one sender and no plan",
     "train.backends.compilation": "compiled layers, and what happens where the compiler fails",
     "train.backends.fsdp_loading": "reading a model folder into shards",
     "train.backends.megatron_counts": "what dispatchers know before the forward; the backend trains without it too",
@@ -529,6 +525,7 @@ SERVE_ONE_SIBLING = {
     "train.backends.megatron_state": "what a rank of Megatron saves",
     "train.learn.step_checks": "the checks of a step, of which the learner asks for the verdict",
     "train.run": "what is open during a run; the loop stays on one page",
+    "weights.sender": "one rank of a transfer; the transports decide which ranks send",
     "train.sync.weight_sync": "how an update is sent and retried; the caller decides who holds the device",
     "train.workers.worker": "the program of a worker process",
 }

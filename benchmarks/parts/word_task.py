@@ -31,8 +31,11 @@ def write_task(folder: Path, model: dict[str, Any], device: str, *, prompts: int
     dtype = getattr(torch, settings.pop("torch_dtype"))
     config = Qwen3MoeConfig(**settings | {"bos_token_id": None, "pad_token_id": 0, "dtype": dtype})
     torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # in float32 first, a large model would not fit
     with torch.device(device):
-        made = Qwen3MoeForCausalLM(config).to(dtype)
+        made = Qwen3MoeForCausalLM(config)
+    torch.set_default_dtype(before)
     made.save_pretrained(folder / "model", max_shard_size="4GB")
     vocabulary = Tokenizer(models.WordLevel({f"w{i}": i for i in range(config.vocab_size)}, unk_token="w2"))
     vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

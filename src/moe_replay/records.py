@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -76,8 +76,7 @@ class SamplingParams:
 class Sample:
     """One completion of one prompt, as an engine returns it.
 
-    >>> trace = RouteTrace(np.array([5, 6, 7], np.int32), np.array([[[0, 3]], [[1, 2]], [[0, 1]]], np.uint8), (4,),
-    ...                    np.array([True, True, False]), weight_version=2, num_experts=8)
+    >>> trace = RouteTrace([5, 6, 7], [[[0, 3]], [[1, 2]], [[0, 1]]], (4,), [True, True, False], 2, num_experts=8)
     >>> sample = Sample(prompt_ids=np.array([5, 6]), completion_ids=np.array([7]), logprobs=np.array([-0.5]),
     ...                 finish_reason=FinishReason.STOP, trace=trace, weight_version=2)
     >>> sample.trace.routed_experts[1].tolist()  # token 6 led to token 7: experts 1 and 2 of layer 4
@@ -247,4 +246,5 @@ class MicroBatch:
     rollout_routes: dict[int, RouteBatch] = field(default_factory=dict)  # chunk -> the engine's, kept on the device
     recorded_routes: dict[int, RouteBatch] = field(default_factory=dict)  # chunk -> of the pass with Routing("record")
     native_routes: dict[int, RouteBatch] = field(default_factory=dict)  # chunk -> the routers' choice under `observe`
+    old_weights: dict[int, Any] = field(default_factory=dict)  # chunk -> `RoutingWeights` of the old-log-prob pass
     is_dummy: bool = False  # only keeps this rank in step with busier ones: zero weights, left out of all metrics

@@ -79,6 +79,13 @@ def test_random_prompts_on_the_same_weights_pass(folder: str, capsys: pytest.Cap
     assert found["labels"]["engine"].startswith("Transformers ")
 
 
+def test_a_trainer_in_8_bits_is_measured(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, "--model", folder, *SMALL, "--base-dtype", "fp8", "--max-k3", "1")
+    assert found["labels"]["trainer"].endswith("weights rounded to fp8")
+    assert 1e-8 < found["passes"]["R3"]["mismatch"]["k3_kl"] < found["passes"]["native"]["mismatch"]["k3_kl"]
+    assert min(found["routing"]["agreement"]) < 1
+
+
 @pytest.mark.parametrize(("words", "eager"), [((), True), (("--engine-options", "enforce_eager", "False"), False)])
 def test_vllm_starts_quickly_unless_told_otherwise(
     words: tuple[str, ...], eager: bool, folder: str, monkeypatch: pytest.MonkeyPatch
@@ -92,6 +99,14 @@ def test_vllm_starts_quickly_unless_told_otherwise(
     monkeypatch.setattr("moe_replay.cli.verify.start_sampler", start)
     assert status("--model", folder, *SMALL, "--engine", "vllm", *words) != 0
     assert started[0].options["enforce_eager"] is eager
+
+
+def test_the_gate_passes_and_names_a_fault(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert told(capsys, "--model", folder, *SMALL, "--gate")["passed"]
+    assert status("--model", folder, *SMALL, "--gate", "--engine", "tests.tools.late_engine:start") == 1
+    assert "FAILED: likely fault: routes that are not those of these tokens and layers, layer shift" in (
+        capsys.readouterr().out
+    )
 
 
 def test_the_table_and_what_fails(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,6 +168,24 @@ def test_traces_pass(folder: str, samples: list[Sample], tmp_path: Path, capsys:
     found = told(capsys, "--model", folder, "--traces", file)
     assert (found["passed"], found["passes"], found["scored"]) == (True, {}, 0)
     assert found["routing"]["agreement"] == [1.0, 1.0, 1.0]
+
+
+def test_exact_traces_pass_and_one_route_fails_with_its_place(
+    folder: str, samples: list[Sample], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    traces = [sample.trace for sample in samples]
+    main(["verify", "--model", folder, "--traces", file_of(tmp_path / "good.mrt", traces), "--exact"])
+    one = traces[2]
+    experts = one.routed_experts.copy()
+    experts[4, 1] = [expert for expert in range(one.num_experts or 0) if expert not in experts[4, 1]][: one.top_k]
+    traces[2] = mr.RouteTrace(one.token_ids, experts, one.layers, one.valid, num_experts=one.num_experts)
+    file = file_of(tmp_path / "bad.mrt", traces)
+    main(["verify", "--model", folder, "--traces", file])
+    capsys.readouterr()
+    assert status("--model", folder, "--traces", file, "--exact") == 1
+    assert "FAILED: routes differ at 1 of 384 tokens and layers, first in layer 2: sample 2, token 4" in (
+        capsys.readouterr().out
+    )
 
 
 def test_misaligned_traces_fail_by_name(

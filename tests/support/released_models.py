@@ -7,7 +7,7 @@ The folder `released` has the shapes of the models as config.json files, without
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,15 @@ MOST_GPUS = 4096
 SETTINGS: dict[str, dict[str, Any]] = {
     "": {"rollout": {"sleep": True}},
     "o": {"rollout": {"sleep": True}, "backend": {"offload": True}},
+    "c": {"rollout": {"sleep": True, "lora": True, "share_weights": True}},
+    "co": {"rollout": {"sleep": True, "lora": True, "share_weights": True}, "backend": {"offload": True}},
     "s": {"rollout": {"engine": "rollout_server", "urls": ["http://engine:8000"]}},
     "so": {"rollout": {"engine": "rollout_server", "urls": ["http://engine:8000"]}, "backend": {"offload": True}},
 }
 """Mark in the table -> settings, in the order in which they are tried."""
+ONE_COPY = ("mixtral", "olmoe", "qwen3_moe")
+"""Model types whose tensors are laid out in vLLM as in Transformers (tests/real_vllm/test_one_copy.py)."""
+TWO_COPIES = tuple(mark for mark in SETTINGS if "c" not in mark)
 TRAINING: dict[str, dict[str, Any]] = {"LoRA": {"lora_rank": 16}, "full": {}}
 
 
@@ -78,24 +83,29 @@ class ReleasedModel:
 def plan_released() -> Iterator[ReleasedModel]:
     """Yield each released model, with LoRA and with full training."""
     for file, name in NAMES.items():
-        sizes = ModelSizes.of(read_config(str(FOLDER / f"{file}.json")))
+        config = read_config(str(FOLDER / f"{file}.json"))
+        sizes = ModelSizes.of(config)
         inactive = sizes.experts * (1 - sizes.top_k / sizes.num_experts)
         for training in TRAINING:
+            has_one_copy = training == "LoRA" and config.model_type in ONE_COPY
+            tried = tuple(SETTINGS) if has_one_copy else TWO_COPIES
             counts = (2**power for power in range(MOST_GPUS.bit_length()))
             yield ReleasedModel(
                 name=name,
                 parameters=sizes.total,
                 active=round(sizes.total - inactive),
                 training=training,
-                fits={words: find_fit(sizes, training, *machine) for words, machine in MACHINES.items()},
-                fewest=next((count for count in counts if find_fit(sizes, training, count, 79.6)), None),
+                fits={words: find_fit(sizes, training, *machine, tried) for words, machine in MACHINES.items()},
+                fewest=next((count for count in counts if find_fit(sizes, training, count, 79.6, tried)), None),
             )
 
 
-def find_fit(sizes: ModelSizes, training: str, gpus: int, gpu_gib: float) -> Fit | None:
-    """Return the first of `SETTINGS` with which a run fits."""
-    for mark, settings in SETTINGS.items():
-        plan = plan_memory(_config(training, settings, gpus), sizes, gpus=gpus, gpu_gib=gpu_gib)
+def find_fit(
+    sizes: ModelSizes, training: str, gpus: int, gpu_gib: float, tried: Sequence[str] = TWO_COPIES
+) -> Fit | None:
+    """Return the first of the tried `SETTINGS` with which a run fits."""
+    for mark in tried:
+        plan = plan_memory(_config(training, SETTINGS[mark], gpus), sizes, gpus=gpus, gpu_gib=gpu_gib)
         if plan.fits:
             return Fit(mark, max(plan.totals.values()) / GIB)
     return None

@@ -23,7 +23,7 @@ from moe_replay.verification.attribution import (
     Attribution,
     AttributionError,
 )
-from moe_replay.verification.thresholds import Thresholds, failures
+from moe_replay.verification.thresholds import Thresholds, failures, inexact
 from tests.engines.tiny import VOCABULARY, tiny_model
 from tests.models import perturb_routers
 
@@ -240,6 +240,68 @@ def test_nothing_to_compare_is_refused(model: nn.Module, samples: list[Sample]) 
         attribute_traces(model, [])
     with pytest.raises(AttributionError, match="greedy"):
         attribute(model, samples, temperature=0.0)
+
+
+# ---- bit for bit -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exact(model: nn.Module, samples: list[Sample]) -> list[Sample]:
+    """The samples as an engine with the trainer's kernels returns them: each alone in its micro-batch."""
+    equal = []
+    for sample in samples:
+        ids = torch.from_numpy(sample.trace.token_ids[None].astype(np.int64))
+        with torch.no_grad():
+            logprobs = (model.eval()(input_ids=ids).logits[0].float() / TEMPERATURE).log_softmax(-1)
+        own = logprobs[len(sample.prompt_ids) - 1 : -1].gather(-1, ids[0, len(sample.prompt_ids) :, None])[:, 0]
+        equal.append(replace(sample, logprobs=own.numpy()))
+    return equal
+
+
+def exactly(model: nn.Module, samples: list[Sample]) -> Attribution:
+    return attribute(model, samples, temperature=TEMPERATURE, tokens_per_micro_batch=1)
+
+
+def test_the_same_kernels_are_equal_bit_for_bit(model: nn.Module, exact: list[Sample]) -> None:
+    found = exactly(model, exact)
+    assert found.differences is not None
+    assert (found.differences.routes, found.differences.logprobs) == (0, 0)
+    assert inexact(found) == []
+
+
+def test_the_first_log_prob_that_differs_is_named(model: nn.Module, exact: list[Sample]) -> None:
+    off = [sample.logprobs.copy() for sample in exact]
+    off[2][[5, 9]] = np.nextafter(off[2][[5, 9]], np.float32(0))
+    off[4][0] = np.nextafter(off[4][0], np.float32(-9))
+    found = exactly(model, [replace(sample, logprobs=part) for sample, part in zip(exact, off, strict=True)])
+    where = f"first in sample 2, token {LENGTHS[2] + 5}"
+    assert inexact(found) == [f"log-probs differ at 3 of {6 * 32} sampled tokens, {where}"]
+    assert failures(found) == []  # one unit in the last place is no mismatch
+    assert inexact(Attribution.from_json(found.to_json())) == inexact(found)
+
+
+def test_the_first_route_that_differs_is_named(model: nn.Module, exact: list[Sample]) -> None:
+    """Layer by layer: a later layer of an earlier sample comes after."""
+    spoilt = list(exact)
+    for number, slot, token in ((1, 2, 7), (3, 1, 20), (3, 1, 12)):
+        trace = spoilt[number].trace
+        experts, top_k = trace.routed_experts.copy(), trace.top_k
+        others = [expert for expert in range(trace.num_experts or 0) if expert not in experts[token, slot]]
+        experts[token, slot] = others[:top_k]
+        changed = mr.RouteTrace(trace.token_ids, experts, trace.layers, trace.valid, num_experts=trace.num_experts)
+        spoilt[number] = replace(spoilt[number], trace=changed)
+    (line,) = inexact(exactly(model, spoilt))
+    pairs = 3 * (sum(LENGTHS) + 6 * 31)
+    assert line == f"routes differ at 3 of {pairs} tokens and layers, first in layer 2: sample 3, token 12"
+    alone = attribute_traces(model, [sample.trace for sample in spoilt], tokens_per_micro_batch=1)
+    assert inexact(alone) == [line]
+
+
+def test_nothing_recorded_and_files_of_older_releases_are_not_equal(model: nn.Module, exact: list[Sample]) -> None:
+    trace = exact[0].trace
+    bare = mr.RouteTrace.uncovered(trace.token_ids, trace.layers, trace.top_k, num_experts=trace.num_experts)
+    assert inexact(exactly(model, [replace(exact[0], trace=bare)])) == ["no routes to compare bit for bit"]
+    assert "not compared" in inexact(replace(exactly(model, exact[:1]), differences=None))[0]
 
 
 # ---- traces alone, and what is written -------------------------------------------------------------------------------

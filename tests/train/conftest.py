@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,3 +31,14 @@ def metrics_of() -> Callable[[Path], list[dict[str, Any]]]:
         return [{name: value for name, value in line.items() if not name.startswith("time")} for line in lines]
 
     return read
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    """The process group of one rank on a CPU, for all tests of a file."""
+    import torch
+
+    from moe_replay.train.setup import launch
+
+    with launch.process_group(torch.device("cpu")):
+        yield

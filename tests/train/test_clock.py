@@ -57,6 +57,7 @@ QWEN3_SLICE = {
     **{"layers": 8, "hidden": 2048, "vocabulary": 151936, "expert_width": 768, "largest": 0, "tied": False},
     **{"top_k": 8, "num_experts": 128, "query_width": 4096, "key_value_width": 512, "attention_width": 4096.0},
     "experts": 8 * 128 * 3 * 2048 * 768,
+    "matrices": {},
     "dense": 8 * (2048 * 4096 * 2 + 2 * 2048 * 512 + 2048 * 128),
     "embedding": 151936 * 2048,
     "windows": (None,) * 8,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -16,7 +17,7 @@ pytest.importorskip("transformers")
 import moe_replay as mr
 from moe_replay.errors import ReplayStateError
 from moe_replay.routes.layout import TokenLayout
-from moe_replay.train.backends import attention, compilation
+from moe_replay.train.backends import attention, compilation, fsdp
 from moe_replay.train.backends.attention import forward_arguments, use_attention
 from moe_replay.train.backends.compilation import CompiledLayers, graphs_compiled
 from moe_replay.train.loop import train
@@ -25,6 +26,7 @@ from tests.models import gradients, perturb_routers, random_ids, tiny_qwen3_moe
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
+HEAD_GRAPHS = 4
 LENGTHS = [(5, 9), (7, 3, 6), (20,), (4, 4, 4, 4, 4), (30, 2)]
 
 
@@ -188,15 +190,21 @@ def test_a_run_with_compiled_layers(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a CPU the default is eager; where layers are compiled, the run says how many graphs there are."""
+    """On a CPU the default is eager; where layers are compiled, the run says how many graphs there are.
+
+    They are compiled with the lengths of a GPU, and the micro-batches of the run need no other graphs.
+    """
     monkeypatch.setattr("moe_replay.train.backends.compilation.COMPILER", "aot_eager")
+    monkeypatch.setattr(fsdp, "LENGTHS", fsdp.COMPILED_LENGTHS[:2])
     algorithm = {"updates_per_rollout": 2}
     eager = metrics_of(train(config("eager", steps=2, replay={"mode": "r2"}, algorithm=algorithm)))
     assert "graphs" not in caplog.text
     with caplog.at_level(logging.INFO):
         made = config("compiled", steps=2, replay={"mode": "r2"}, algorithm=algorithm, model={"compile": True})
         compiled = metrics_of(train(made))
-    assert "the start compiled" in caplog.text
+    started, *later = re.findall(r"(\w+) compiled (\d+) graphs", caplog.text)
+    assert started[0] == "start"
+    assert sum(int(graphs) for _, graphs in later) <= HEAD_GRAPHS
     assert "run eagerly" not in caplog.text
     for line, expected in zip(compiled, eager, strict=True):
         assert line["loss/total"] == pytest.approx(expected["loss/total"], abs=1e-4)

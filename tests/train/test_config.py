@@ -257,9 +257,10 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
             "rollout.capture: capture 'cross_check' cannot be used with pipeline parallelism",
         ),
         ({"model": {"dtype": "fp8"}}, "dtype"),
+        ({"model": {"base_dtype": "fp8"}}, "model.base_dtype: only of frozen weights on FSDP2"),
         (
-            {"model": {"lora_rank": 8}, "backend": MEGATRON | {"megatron": {"moe_grouped_gemm": True}}},
-            "LoRA needs separate experts",
+            {"model": {"base_dtype": "fp8", "lora_rank": 8}, "backend": MEGATRON},
+            r"set model.lora_rank and backend.kind = fsdp",
         ),
         ({"model": {"lora_rank": 8, "lora_target_modules": []}}, "model.lora_target_modules"),
         ({"model": {"lora_rank": 8, "lora_target_modules": ["self_attn.q_proj"]}}, "write e.g. q_proj"),

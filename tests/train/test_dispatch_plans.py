@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -75,13 +76,23 @@ def random_routes(replay: mr.RouterReplay, fed: Tensor, seed: int = 0) -> RouteB
 
 
 def outcome(
-    model: Any, replay: mr.RouterReplay, batch: RouteBatch, run: Callable[[], Any], **options: Any
+    model: Any,
+    replay: mr.RouterReplay,
+    batch: RouteBatch,
+    run: Callable[[], Any],
+    *,
+    rows: Tensor | slice = slice(None),
+    **options: Any,
 ) -> tuple[dict[str, Tensor], tuple[int, int]]:
-    """Return logits and gradients under replay; how often experts ordered rows, and how many plans there were."""
+    """Return logits and gradients under replay; how often experts ordered rows, and how many plans there were.
+
+    rows   whose logits are in the loss
+    """
     with Orders() as orders:
         with replay.replay(batch, **options):
             output = run()
         logits = output.last_hidden_state if getattr(output, "logits", None) is None else output.logits
+        logits = logits.flatten(0, 1)[rows]
         (logits.float().log_softmax(-1)[..., 7].sum() / 10).backward()
     return {"logits": logits.detach(), **gradients(model)}, (orders.own, orders.planned)
 
@@ -206,9 +217,11 @@ def packed(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     torch._dynamo.reset()
 
 
-def forward(model: Any, layout: TokenLayout, seed: int = 0) -> tuple[Tensor, Callable[[], Any]]:
-    ids = random_ids(1, layout.num_rows, seed=seed)
-    positions = torch.cat([torch.arange(n) for n in layout.lengths])[torch.from_numpy(layout.fed.copy())]
+def forward(
+    model: Any, layout: TokenLayout, seed: int = 0, ids: Tensor | None = None
+) -> tuple[Tensor, Callable[[], Any]]:
+    ids = random_ids(1, layout.num_rows, seed=seed) if ids is None else ids
+    positions = torch.tensor([*(p for n in layout.lengths for p in range(n)), 0])[torch.from_numpy(layout.fed.copy())]
     arguments = forward_arguments(model, layout, CPU)
     return ids, lambda: model(input_ids=ids, position_ids=positions, use_cache=False, **arguments)
 
@@ -260,6 +273,108 @@ def test_shared_prompts_take_plans(packed: Any) -> None:
     ids, run = forward(packed, layout)
     replay = with_plans(packed, run)
     check_same(packed, replay, random_routes(replay, ids), run, 2)
+
+
+# ---- rows on which nothing depends -----------------------------------------------------------------------------------
+
+
+def engine_routes(replay: mr.RouterReplay, layout: TokenLayout, seed: int = 0) -> tuple[RouteBatch, Tensor]:
+    """Routes that no router would choose, of all tokens but the last of each sequence, and ids to feed."""
+    random, topology = np.random.default_rng(seed), replay.topology
+    parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    for number, length in enumerate(layout.lengths):
+        scores = random.random((length, len(topology.layers), topology.num_experts))
+        chosen = scores.argsort(-1)[..., : topology.top_k]
+        parts.append((random.integers(3, VOCABULARY, length), chosen, np.arange(length) < length - 1))
+        if layout.prefixes:
+            other, shared = layout.prefixes[number]
+            for own, same in zip(parts[number], parts[other], strict=True):
+                own[:shared] = same[:shared]
+    traces = [mr.RouteTrace(ids, chosen, topology.layers, valid) for ids, chosen, valid in parts]
+    batch = RouteBatch.from_traces(traces, layout, stand_ins=True)
+    return batch, torch.from_numpy(layout.fed_token_ids([ids for ids, *_ in parts], pad=0)).long()
+
+
+def check_same_without_last_routes(
+    model: Any, replay: mr.RouterReplay, batch: RouteBatch, run: Callable[[], Any], passes: int
+) -> None:
+    """Compare what is used of a plan with last tokens that are routed natively, and bit for bit with stand-ins."""
+    assert batch.layout is not None
+    rows = torch.from_numpy(np.flatnonzero(~batch.layout.unused))
+    found, orders = outcome(model, replay, batch, run, rows=rows)
+    assert orders == (0, 1)
+    replay.plans_rows = False
+    unplanned, _ = outcome(model, replay, batch.with_stand_ins(), run, rows=rows)
+    native, orders = outcome(model, replay, batch, run, rows=rows)
+    replay.plans_rows = True
+    assert orders == (passes * len(replay.layers), 0)
+    assert [name for name in unplanned if not torch.equal(found[name], unplanned[name])] == []
+    assert found.keys() == native.keys()
+    for name, expected in native.items():  # GEMMs of other sizes round differently
+        torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-6, msg=lambda said, n=name: f"{n}: {said}")
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(
+    "family", with_thorough(available_families(), [name for name in available_families() if name not in QUICK])
+)
+def test_sequences_without_their_last_route_are_planned(family: str, recomputed: bool) -> None:
+    """Padded: the rows behind shorter sequences have no route either."""
+    model = tiny_model(family)
+    replay = with_plans(model) if family not in WITHOUT else None
+    if replay is None or len(replay.layers) < len([*experts.named_experts(model)]):
+        pytest.skip(f"not all experts of {family} take plans")
+    if recomputed:
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    batch, ids = engine_routes(replay, TokenLayout.padded([11, 6, 9]))
+    check_same_without_last_routes(model, replay, batch, lambda: model(input_ids=ids, use_cache=False), 1 + recomputed)
+
+
+SHARED = [
+    TokenLayout.shared([7, 9, 12], [(0, 0), (0, 4), (1, 6)]),
+    TokenLayout.packed([7, 3, 12]),
+    TokenLayout.packed([7, 3, 12]).pad_to(multiple_of=8),
+]
+
+
+@pytest.mark.parametrize("layout", SHARED, ids=["shared", "packed", "padded to a multiple"])
+def test_packed_sequences_without_their_last_route_are_planned(packed: Any, layout: TokenLayout) -> None:
+    replay = with_plans(packed, forward(packed, TokenLayout.packed((3, 4)))[1])
+    batch, ids = engine_routes(replay, layout)
+    check_same_without_last_routes(packed, replay, batch, forward(packed, layout, ids=ids)[1], 2)
+
+
+def test_a_last_token_that_another_sequence_goes_on_behind_is_not_planned_without_a_route(packed: Any) -> None:
+    layout = TokenLayout.shared([7, 12], [(0, 0), (0, 7)])
+    replay = with_plans(packed, forward(packed, TokenLayout.packed((3, 4)))[1])
+    batch, ids = engine_routes(replay, layout)
+    _, orders = outcome(packed, replay, batch, forward(packed, layout, ids=ids)[1])
+    assert orders == (2 * len(replay.layers), 0)
+
+
+def test_a_choice_behind_a_stand_in_is_nobodys_own(model: Any) -> None:
+    """Of deepseek_v3 too, whose routers run a second time to be observed."""
+    for observed in (model, tiny_model("deepseek_v3")):
+        replay = with_plans(observed)
+        batch, ids = engine_routes(replay, TokenLayout.padded([11, 6]))
+        with replay.replay(batch, observe=True) as replaying:
+            observed(input_ids=ids, use_cache=False)
+        assert torch.equal(replaying.native().valid, batch.valid)
+        assert replaying.native().all_valid == batch.all_valid
+        replay.plans_rows = False
+        with replay.replay(batch, observe=True) as replaying:
+            observed(input_ids=ids, use_cache=False)
+        assert all(replaying.native().all_valid)
+
+
+def test_losses_over_all_rows_take_no_stand_ins(model: Any) -> None:
+    replay = with_plans(model)
+    batch, ids = engine_routes(replay, TokenLayout.padded([11, 6]))
+    replay.give_plans([module.plan_slot for _, module in experts.named_experts(model)], stand_ins=False)
+    _, orders = outcome(model, replay, batch, lambda: model(input_ids=ids, use_cache=False))
+    assert orders == (2 * len(replay.layers), 0)
+    _, orders = outcome(model, replay, random_routes(replay, ids), lambda: model(input_ids=ids, use_cache=False))
+    assert orders == (0, 1)
 
 
 # ---- plans that are given, and their end -----------------------------------------------------------------------------
@@ -326,14 +441,22 @@ def test_a_copy_of_a_model_has_its_own_slots(model: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_compiled", with_thorough([False, True], [True]), ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("mode", "is_compiled"),
+    with_thorough([("r2", False), ("r3", False), ("r2", True), ("r3", True)], [("r2", True), ("r3", True)]),
+)
 def test_a_run_with_plans_is_the_run_without(
     config: Callable[..., Any],
     metrics_of: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
+    mode: str,
     is_compiled: bool,
 ) -> None:
-    """With the experts of a GPU on a CPU: every metric that is not a time is the same, bit for bit."""
+    """With the experts of a GPU on a CPU: every metric that is not a time is the same, with r2 bit for bit.
+
+    The rollout's routes lack the last token of every sequence, as those of any engine do: with plans they share the
+    GEMMs of other rows, which round differently.
+    """
     monkeypatch.setattr("moe_replay.train.backends.compilation.COMPILER", "aot_eager")
     use = experts.use_experts
     monkeypatch.setattr(experts, "use_experts", lambda model, device, **rest: use(model, torch.device("cuda"), **rest))
@@ -342,18 +465,21 @@ def test_a_run_with_plans_is_the_run_without(
     monkeypatch.setattr(PlanSlot, "put", lambda slot, plan: (given.append(plan is not None), put(slot, plan))[1])
     lines = []
     for plans_rows in (True, False):
-        monkeypatch.setattr(mr.RouterReplay, "plans_rows", plans_rows)
+        monkeypatch.setattr("moe_replay.train.backends.fsdp.PLANS_ALONE", plans_rows)
         model = {"compile": is_compiled, "gradient_checkpointing": True}
         model |= {"dtype": "bfloat16"} if is_compiled else {}  # torch compiles grouped GEMMs in no other precision
         algorithm = {"updates_per_rollout": 2}
         name = "planned" if plans_rows else "ordered"
-        lines.append(metrics_of(train(config(name, steps=2, replay={"mode": "r2"}, algorithm=algorithm, model=model))))
+        lines.append(metrics_of(train(config(name, steps=2, replay={"mode": mode}, algorithm=algorithm, model=model))))
         assert any(given) is plans_rows
         given.clear()
     for found, expected in zip(*lines, strict=True):
-        assert found.keys() == expected.keys()
+        assert found.keys() - {"batch/planned"} == expected.keys()
         values = {
             name: value for name, value in expected.items() if name.startswith(("loss/", "mismatch/", "routing/"))
         }
         assert len(values) > 10
-        assert {name: found[name] for name in values} == values
+        assert found["batch/planned"] == 1.0
+        close = {name: pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in values.items()}
+        close |= {name: value for name, value in values.items() if name.startswith("routing/") or mode == "r2"}
+        assert {name: found[name] for name in values} == close

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import math
 import os
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -110,6 +111,7 @@ def test_auto_says_what_it_picks(config: Config, metrics_of: Metrics, capsys: py
     told = capsys.readouterr().out
     assert "routing replay: r3 (4 updates from sample to use" in told
     assert "weights reach the engine by http (the engine takes no other transport)" in told
+    assert re.search(r"loading the policy: \S+\npolicy: ready after [0-9]+ s\n", told)
 
 
 def test_packed_and_padded_batches_give_the_same_loss(config: Config, metrics_of: Metrics) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from moe_replay.train.backends.fsdp import FsdpBackend
 from moe_replay.train.backends.lora import LoraError, targets_of
 from moe_replay.train.config.sections import ModelConfig
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.setup import launch
 from moe_replay.weights.lora_adapter import write_adapter
 from moe_replay.weights.model_folder import read_config
 from tests.models import random_ids, tiny_qwen3_moe
@@ -28,12 +26,6 @@ pytest.importorskip("transformers", "5")
 CPU = torch.device("cpu")
 PROJECTIONS = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w2", "w3")}
 PROJECTIONS["deepseek_v3"] = PROJECTIONS["qwen3_moe"]
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[None]:
-    with launch.process_group(CPU):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,11 @@ pytest.importorskip("pydantic")
 from moe_replay.errors import LayoutError
 from moe_replay.megatron import cpu as megatron_cpu
 from moe_replay.train.backends import megatron_build
+from moe_replay.train.backends.megatron_counts import counts_every_row
 from moe_replay.train.config.train_config import TrainConfig
 from tests.megatron.weights.models import save_checkpoint, tiny
+
+BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 
 # ---- what a config becomes ------------------------------------------------------------------------------------------
 
@@ -72,6 +75,24 @@ def test_settings_of_megatron_have_the_last_word(folder: Path) -> None:
     given = recipe(folder, megatron={"moe_aux_loss_coeff": 0.5, "moe_router_load_balancing_type": "aux_loss"})
     assert given.moe_aux_loss_coeff == 0.5
     assert recipe(folder, megatron={"recompute_granularity": "selective"}).recompute_method is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1},
+        {"moe_z_loss_coeff": 0.1},
+        BIAS | {"moe_router_bias_update_rate": 0.1},
+    ],
+    ids=str,
+)
+def test_what_counts_every_row_is_known(folder: Path, settings: dict[str, Any]) -> None:
+    assert counts_every_row(recipe(folder, megatron=settings))
+
+
+@pytest.mark.parametrize("settings", [{}, BIAS | {"moe_router_bias_update_rate": 0.0}], ids=str)
+def test_nothing_counts_every_row_by_default(folder: Path, settings: dict[str, Any]) -> None:
+    assert not counts_every_row(recipe(folder, megatron=settings))
 
 
 def test_a_dispatcher_that_needs_equal_micro_batches_is_refused(folder: Path) -> None:

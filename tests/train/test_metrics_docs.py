@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 from moe_replay.train.learn.balance import LOAD, LOAD_BY_TOKENS, LOAD_LIMIT
+from moe_replay.train.learn.learner import DROPPED, PLANNED, SHIFT_FLOORED, SHIFT_WEIGHT
 from moe_replay.train.loop import train
 from moe_replay.train.output.sinks import read_lines
 
@@ -52,7 +53,9 @@ def logged(config: Callable[..., Any], demo_files: Any) -> set[str]:
     )
     _, line = read_lines(train(made) / "metrics.jsonl")
     of_several_ranks = {LOAD, LOAD_BY_TOKENS, LOAD_LIMIT}  # what `ExpertBalance` logs: test_balance.py
-    return line.keys() - {"step", "time"} | of_several_ranks
+    of_a_gpu = {PLANNED}  # where experts take plans: test_dispatch_plans.py
+    of_policies = {"routing/differing_choices", "routing/replaced_choices", DROPPED, SHIFT_WEIGHT, SHIFT_FLOORED}
+    return line.keys() - {"step", "time"} | of_several_ranks | of_a_gpu | of_policies  # these: test_policies.py
 
 
 def test_the_page_has_every_metric_of_a_run_and_no_other(logged: set[str]) -> None:

@@ -15,7 +15,7 @@ from moe_replay.engines.transformers import TransformersEngine
 from moe_replay.records import Sample, SamplingParams
 from moe_replay.train.loop import train
 from moe_replay.train.setup import launch
-from moe_replay.weights.probe import Probe
+from moe_replay.weights.identity import Probe
 from moe_replay.weights.source import Weights
 
 Config = Callable[..., Any]

@@ -55,6 +55,10 @@ def moved(trace: mr.RouteTrace, source: np.ndarray) -> mr.RouteTrace:
     return with_routes(trace, np.where(valid[..., None], trace.routed_experts[source], 0), valid)
 
 
+def lengths_of(traces: Traces) -> list[int]:
+    return [len(trace) for trace in traces]
+
+
 def laid_out_otherwise(traces: Traces, recorded: mr.TokenLayout, read: mr.TokenLayout) -> Traces:
     """Routes written row by row in one layout and read in another: shapes are the same."""
     batch = mr.RouteBatch.from_traces(traces, recorded)
@@ -112,7 +116,7 @@ def prediction_head_shares_the_number_of_a_layer(traces):
 
 @fault([32, 22], Cause.OTHER_ROUTERS, "routes in layer 1 are of other routers", layers=(1,))
 def draft_router_overwrites_the_first_layer(traces):
-    draft = Routers(99, layers=1).route(Routers(98).tokens(LENGTHS))
+    draft = Routers(99, layers=1).route(Routers(98).tokens(lengths_of(traces)))
     return [
         with_routes(t, np.concatenate([d.routed_experts, t.routed_experts[:, 1:]], 1))
         for t, d in zip(traces, draft, strict=True)
@@ -165,7 +169,7 @@ def last_token_made_up(traces):
 
 @fault([19], Cause.TRANSPOSED, "routes are batch-first where rows are sequence-first, in micro-batches of 4")
 def batch_first_routes_for_sequence_first_rows(traces):
-    layout = mr.TokenLayout.padded(LENGTHS)
+    layout = mr.TokenLayout.padded(lengths_of(traces))
     return laid_out_otherwise(traces, layout, layout.sequence_major())
 
 
@@ -180,14 +184,16 @@ def sequence_first_routes_for_batch_first_rows(traces):
 
 @fault([6, 9, 18], Cause.TOKEN_SHIFT, "15 tokens early in sample 2, 36 tokens early in sample 3", samples=(2, 3))
 def padding_of_packed_sequences_left_out_of_the_routes(traces):
-    padded = mr.TokenLayout.packed(LENGTHS, pad_each_to_multiple_of=32)
-    tight = mr.TokenLayout.packed(LENGTHS).pad_to(padded.num_rows)
+    padded = mr.TokenLayout.packed(lengths_of(traces), pad_each_to_multiple_of=32)
+    tight = mr.TokenLayout.packed(lengths_of(traces)).pad_to(padded.num_rows)
     return laid_out_otherwise(traces, tight, padded)
 
 
 @fault([6, 20], Cause.TOKEN_SHIFT, "routes are displaced otherwise in each sample: 15 tokens early in sample 1")
 def padded_on_the_other_side(traces):
-    return laid_out_otherwise(traces, mr.TokenLayout.padded(LENGTHS), mr.TokenLayout.padded(LENGTHS, side="left"))
+    return laid_out_otherwise(
+        traces, mr.TokenLayout.padded(lengths_of(traces)), mr.TokenLayout.padded(lengths_of(traces), side="left")
+    )
 
 
 @fault([8, 25], Cause.CONTEXT_PARALLEL, "routes are cut contiguous over 2 context parallel ranks")
@@ -217,13 +223,13 @@ def two_samples_exchanged(traces):
 
 @fault([18, 31], Cause.OTHER_TOKENS, "of other tokens, none of these samples: of another micro-batch")
 def another_micro_batch(traces):
-    other = Routers(0).route(Routers(5).tokens(LENGTHS))
+    other = Routers(0).route(Routers(5).tokens(lengths_of(traces)))
     return [with_routes(t, o.routed_experts) for t, o in zip(traces, other, strict=True)]
 
 
 @fault([33], Cause.OTHER_TOKENS, "in samples 0, 1, 2, 3 are of other tokens")
 def stale_rows_of_a_cached_prefix(traces):
-    other = Routers(0).route(Routers(5).tokens(LENGTHS))
+    other = Routers(0).route(Routers(5).tokens(lengths_of(traces)))
     return [
         with_routes(t, np.concatenate([o.routed_experts[:40], t.routed_experts[40:]]))
         for t, o in zip(traces, other, strict=True)
@@ -277,7 +283,7 @@ def prompt_never_captured(traces):
 
 
 @fault([7, 28, 29], Cause.TRUNCATED, "routes end early: at token 48 of 96 in sample 0, at token 40 of 81 in sample 1")
-def share_of_one_rank_taken_for_the_whole(traces):
+def shard_of_one_rank_taken_for_the_whole(traces):
     return [
         with_routes(t, np.where(np.arange(len(t))[:, None, None] < len(t) // 2, t.routed_experts, filler(t)))
         for t in traces

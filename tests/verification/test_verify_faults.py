@@ -31,7 +31,7 @@ from tests.verification.faults import (
     routes_dropped_on_the_way,
     rows_of_the_next_token,
     second_virtual_chunk_offset_by_a_dense_layer,
-    share_of_one_rank_taken_for_the_whole,
+    shard_of_one_rank_taken_for_the_whole,
     three_dense_layers_counted_as_routers,
     two_samples_exchanged,
 )
@@ -217,7 +217,7 @@ REAL = [
     two_samples_exchanged,
     physical_ids_of_a_load_balancer,
     capture_never_bound_rows_filled,
-    share_of_one_rank_taken_for_the_whole,
+    shard_of_one_rank_taken_for_the_whole,
     routes_dropped_on_the_way,
 ]
 

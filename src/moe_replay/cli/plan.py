@@ -214,7 +214,7 @@ class PlanCommand:
             print(speed)
             if traffic is not None:
                 print(traffic)
-            print(sync_text(costs, rates))
+            print(sync_text(costs, rates) if not config.rollout.lora else "weight update: the adapter alone")
         if not plan.fits:
             raise SystemExit(ExitStatus.CHECK_FAILED)
 

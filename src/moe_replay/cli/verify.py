@@ -19,7 +19,8 @@ from moe_replay.engines.registry import ENGINES, engine_spec, start_sampler
 from moe_replay.errors import ExitStatus, MissingExtraError, MoeReplayError
 from moe_replay.utils.secrets import READABLE_BY_ALL, find_token, has_password
 from moe_replay.verification.attribution import Attribution
-from moe_replay.verification.thresholds import Thresholds, failures
+from moe_replay.verification.signatures import gate
+from moe_replay.verification.thresholds import Thresholds, failures, inexact
 
 if TYPE_CHECKING:
     from moe_replay.records import Sample
@@ -71,6 +72,8 @@ class VerifyCommand:
     """Seed for sampling and random prompts."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Trainer dtype; auto: bfloat16 on a GPU, as in training by default, float32 on a CPU."""
+    base_dtype: Literal["fp8"] | None = None
+    """fp8: round the trainer's weights as model.base_dtype does, to measure the mismatch that it causes."""
     attention: str = "sdpa"
     """Attention implementation of the trainer: sdpa, eager, flash_attention_2, ..."""
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
@@ -85,6 +88,10 @@ class VerifyCommand:
     """Fail above this fraction of tokens whose probabilities differ by more than a factor of two (R3)."""
     min_agreement: float = DEFAULTS.min_agreement
     """Fail below this fraction of native routes that match the rollout."""
+    gate: bool = False
+    """Fail by limits measured on planted faults too, and name the likely fault."""
+    exact: bool = False
+    """Fail unless native routes and log-probs equal the rollout's bit for bit: for exact kernels on both sides."""
     output: Path | None = None
     """Folder for attribution.json and attribution.html."""
     json: bool = False
@@ -108,6 +115,8 @@ class VerifyCommand:
             max_k3=self.max_k3, max_frac_ratio_gt2=self.max_frac_ratio_gt2, min_agreement=self.min_agreement
         )
         problems = failures(attribution, limits)
+        problems += gate(attribution) if self.gate else []
+        problems += inexact(attribution) if self.exact else []
         if self.output is not None:
             _write(attribution, self.output)
         if self.json:
@@ -259,6 +268,10 @@ class VerifyCommand:
             dtype=getattr(torch, self._trainer_dtype),
             attn_implementation=self.attention,
         )
+        if self.base_dtype is not None:
+            from moe_replay.train.backends.fp8_base import round_weights
+
+            round_weights(model)
         return model.to(device)
 
     @property
@@ -272,7 +285,8 @@ class VerifyCommand:
     def _trainer_labels(self) -> dict[str, str]:
         from transformers import __version__
 
-        return {"trainer": f"Transformers {__version__} {self._trainer_dtype}"}
+        rounded = "" if self.base_dtype is None else f", weights rounded to {self.base_dtype}"
+        return {"trainer": f"Transformers {__version__} {self._trainer_dtype}{rounded}"}
 
 
 def _warn_about_memory(folder: str, dtype: str, device: str, *, trust_remote_code: bool) -> None:

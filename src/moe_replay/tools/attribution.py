@@ -33,6 +33,7 @@ from moe_replay.verification.attribution import (
     AlignmentSummary,
     Attribution,
     AttributionError,
+    Differences,
     PassScores,
     RoutingScores,
 )
@@ -106,9 +107,11 @@ def attribute_traces(
 class _Part(NamedTuple):
     """One micro-batch: log-probs (N,) of the rollout and of each pass, and native routes of a pass.
 
+    places   (N, 2): number of the sequence and position in it of each log-prob
     routes   for each pass, the trace of each sequence by its number; for R3, the routers' own choice
     """
 
+    places: np.ndarray
     rollout: Tensor
     logprobs: dict[str, Tensor]
     routes: dict[str, dict[int, RouteTrace]]
@@ -149,6 +152,7 @@ def _four_passes(model: nn.Module, replay: RouterReplay, batch: MicroBatch, temp
     keep_rollout_routes(batch, [replay.layers])
     with_r3 = run(Routing("replay", "rollout", observe=True))
     return _Part(
+        _places(batch),
         batch.rollout_logprobs.cpu(),
         {NATIVE: native, AGAIN: again, R2: with_r2, R3: with_r3},
         {
@@ -161,7 +165,15 @@ def _four_passes(model: nn.Module, replay: RouterReplay, batch: MicroBatch, temp
 
 def _native_pass(model: nn.Module, replay: RouterReplay, batch: MicroBatch) -> _Part:
     _pass(model, replay, batch, Routing("record"), 1.0)
-    return _Part(batch.rollout_logprobs.cpu(), {}, {NATIVE: _by_number(batch.recorded_routes[0], batch)})
+    recorded = _by_number(batch.recorded_routes[0], batch)
+    return _Part(_places(batch), batch.rollout_logprobs.cpu(), {}, {NATIVE: recorded})
+
+
+def _places(batch: MicroBatch) -> np.ndarray:
+    """Return (N, 2): number of the sequence and position of each sampled token, in the order of its log-probs."""
+    positions = [1 + np.flatnonzero(trajectory.sampled[1:]) for trajectory in batch.trajectories]
+    numbers = np.repeat([trajectory.row for trajectory in batch.trajectories], [len(part) for part in positions])
+    return np.stack([numbers, np.concatenate(positions)], 1)
 
 
 def _pass(model: nn.Module, replay: RouterReplay, batch: MicroBatch, routing: Routing, temperature: float) -> Tensor:
@@ -219,7 +231,32 @@ def _attribution(given: Sequence[RouteTrace], parts: Sequence[_Part], labels: Ma
             for name, scored in logprobs.items()
             if name in (NATIVE, R3)
         },
+        differences=_differences(
+            given,
+            routes[NATIVE],
+            (rollout != logprobs.get(NATIVE, rollout)).numpy(),
+            np.concatenate([part.places for part in parts]),
+        ),
         labels=dict(labels or {}),
+    )
+
+
+def _differences(
+    given: Sequence[RouteTrace], native: Sequence[RouteTrace], is_unequal: np.ndarray, places: np.ndarray
+) -> Differences:
+    """Return what differs bit for bit; `is_unequal` (N,) says it of log-probs, at `places` (N, 2)."""
+    layout = TokenLayout.packed([len(trace) for trace in given])
+    ours, theirs = (RouteBatch.from_traces(traces, layout) for traces in (native, given))
+    slots, tokens = (ours.valid & theirs.valid & ~same_experts(ours, theirs)).numpy().nonzero()  # layer by layer
+    first_route = None
+    if len(slots):
+        sample = int(np.searchsorted(layout.starts, tokens[0], side="right")) - 1
+        first_route = ours.layers[slots[0]], sample, int(tokens[0] - layout.starts[sample])
+    return Differences(
+        routes=len(slots),
+        logprobs=int(is_unequal.sum()),
+        first_route=first_route,
+        first_logprob=min(((int(sample), int(token)) for sample, token in places[is_unequal]), default=None),
     )
 
 

@@ -24,6 +24,7 @@ from moe_replay.train.checkpoint import rng
 from moe_replay.train.checkpoint.checkpoint import Checkpoints, TrainerState
 from moe_replay.train.config.checks import warnings
 from moe_replay.train.config.keys import ConfigError
+from moe_replay.train.config.one_copy import two_copies_because
 from moe_replay.train.config.sections import PROBE_TOLERANCE
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.learn.learner import Learner
@@ -143,7 +144,11 @@ class Job:
                         inputs = read_inputs(config, sources, progress.message, read)
                 if config.data.epochs is not None:
                     config = _with_steps(config, inputs, run, progress)
-                backend = launch.open_backend(config, sources.model, device, progress.message)
+                export = None
+                if config.rollout.lora:
+                    with interruption.nothing_to_save(), raise_on_all_ranks("opening the rollout engine"):
+                        engine, export = _share_weights(config, sources.model, engine, device, progress, stack)
+                backend = launch.open_backend(config, sources.model, device, progress.message, export)
                 stack.callback(backend.close)
                 job = cls(config, run, backend, progress, interruption, sources.model, write_report)
                 stack.callback(job._checkpoints.close)
@@ -174,11 +179,7 @@ class Job:
         self._rows_identity = inputs.identity
         self._eval_prompts = inputs.eval_prompts
         if engine is None:
-            self._progress.message(f"starting the rollout engine: {config.rollout.engine}")
-            began = time.monotonic()
-            engine = open_engine(config, sources.model, started)
-            stack.callback(engine.close)
-            self._progress.message(f"{engine.name}: ready after {time.monotonic() - began:.0f} s")
+            engine = _start_engine(config, sources.model, self._progress, stack, started)
         stream = PromptStream(inputs.prompts, seed=config.seed, shuffle=config.data.shuffle)
         synced, workers = SyncedEngine(engine), None
         if config.rollout.workers > 1:
@@ -406,6 +407,45 @@ class Job:
     @property
     def _export_like(self) -> Path | None:
         return self._base if self.config.checkpoint.export else None
+
+
+def _start_engine(
+    config: TrainConfig,
+    folder: str,
+    progress: ConsoleProgress,
+    stack: ExitStack,
+    started: StartedEngines | None = None,
+    *,
+    share_weights: bool = False,
+) -> Engine:
+    progress.message(f"starting the rollout engine: {config.rollout.engine}")
+    began = time.monotonic()
+    engine = open_engine(config, folder, started, share_weights=share_weights)
+    stack.callback(engine.close)
+    progress.message(f"{engine.name}: ready after {time.monotonic() - began:.0f} s")
+    return engine
+
+
+def _share_weights(
+    config: TrainConfig,
+    folder: str,
+    engine: Engine | None,
+    device: torch.device,
+    progress: ConsoleProgress,
+    stack: ExitStack,
+) -> tuple[Engine | None, str | None]:
+    """Return the engine if it has to be there before the trainer, and what the trainer opens its weights with.
+
+    engine   that was given to the run; started here only if its weights are to be shared
+    """
+    refusal = two_copies_because(config, world_size(), device.type)
+    if refusal is None and engine is not None and not engine.shares_weights:
+        refusal = "the engine was started without share_weights"
+    if refusal is not None:
+        progress.message(f"frozen weights: trainer and engine have a copy each ({refusal})")
+        return engine, None
+    engine = engine or _start_engine(config, folder, progress, stack, share_weights=True)
+    return engine, engine.share_weights()
 
 
 def _speed_meter(config: TrainConfig, backend: Backend, folder: str) -> SpeedMeter:

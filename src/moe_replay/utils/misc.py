@@ -24,6 +24,10 @@ VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEV
 """Accelerator type -> environment variable that selects devices; it must be set before torch is imported."""
 
 
+def gib_or_kib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= 0.01 * GIB else f"{nbytes / 2**10:.1f} KiB"
+
+
 def text_of(completion: Any) -> str:
     """Return a completion as text: of a conversation, the last assistant message."""
     if isinstance(completion, str):

@@ -105,6 +105,22 @@ class AlignmentSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Differences:
+    """Native pass and rollout, bit for bit: routes as sets of experts, log-probs as float32.
+
+    routes          (token, layer) pairs that differ, of those that both have
+    logprobs        sampled tokens whose log-probs differ
+    first_route     (layer, sample, token) of the first layer that differs and its first token; None if none does
+    first_logprob   (sample, token) of the first sampled token that differs; None if none does
+    """
+
+    routes: int
+    logprobs: int
+    first_route: tuple[int, int, int] | None
+    first_logprob: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
     """One batch, sampled by an engine and scored by a trainer: natively, natively again, with R2 and with R3.
 
@@ -114,6 +130,7 @@ class Attribution:
     scored    sampled tokens, whose log-probs are compared
     passes    by name, in the order of the table; empty if there are only routes
     scatter   for native and R3, of the same tokens: (log-prob of the rollout, log-prob of the trainer)
+    differences   bit for bit; None in files of releases without it
     """
 
     samples: int
@@ -123,6 +140,7 @@ class Attribution:
     routing: RoutingScores
     alignment: AlignmentSummary
     scatter: dict[str, tuple[tuple[float, float], ...]]
+    differences: Differences | None = None
     labels: dict[str, str] = field(default_factory=dict)
 
     # ---- JSON ---------------------------------------------------------------------------------------------------
@@ -151,6 +169,7 @@ class Attribution:
                 routing=RoutingScores(**{key: _tuples(value) for key, value in document["routing"].items()}),
                 alignment=_alignment(document["alignment"]),
                 scatter={name: _tuples(pairs) for name, pairs in document["scatter"].items()},
+                differences=_differences(document.get("differences")),
                 labels=document["labels"],
             )
         except (KeyError, TypeError, AttributeError) as error:
@@ -169,6 +188,13 @@ def _pass(scores: dict[str, Any]) -> PassScores:
 def _alignment(summary: dict[str, Any]) -> AlignmentSummary:
     shifts = {name: summary[name] for name in ("layer_shift", "token_shift")}  # null: no shift explains it
     return AlignmentSummary(**{key: _tuples(value) for key, value in summary.items()} | shifts)
+
+
+def _differences(counts: dict[str, Any] | None) -> Differences | None:
+    if counts is None:
+        return None
+    first: dict[str, Any] = {name: counts[name] and tuple(counts[name]) for name in ("first_route", "first_logprob")}
+    return Differences(**counts | first)
 
 
 def _tuples(value: Any) -> Any:

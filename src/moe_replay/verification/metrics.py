@@ -8,7 +8,7 @@ all-reduce combines them. A mean is taken once, at the end, over all tokens of a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -104,6 +104,7 @@ class _Sums(NamedTuple):
     pairs      name -> (7,): sums of a `Mismatch`
     agreement  (L, 2): (token, layer) pairs that agree, and that were compared
     coverage   (3,): (token, layer) pairs, those of them with a recorded route, those that replayed it
+    choices    (3,): choices of experts, recorded ones that the router would not have taken, those that were taken
     load       (L, E): tokens routed to each expert
     """
 
@@ -112,6 +113,7 @@ class _Sums(NamedTuple):
     pairs: dict[str, Tensor]
     agreement: Tensor
     coverage: Tensor
+    choices: Tensor
     load: Tensor
 
 
@@ -153,7 +155,7 @@ class MetricAccumulator:
         self._slot_tensors: dict[tuple[int, ...], Tensor] = {}
         self._num_token_sums = 2 * len(self._means) + 2 * len(self._totals) + NUM_SUMS * len(self._pairs)
         num_layers, num_experts = len(topology.layers), topology.num_experts
-        size = self._num_token_sums + 2 * num_layers + 3 + num_layers * num_experts
+        size = self._num_token_sums + 2 * num_layers + 6 + num_layers * num_experts
         self._sum_vector = torch.zeros(size, dtype=torch.float64, device=device)
         self._max_vector = self._sum_vector.new_zeros(NUM_MAXIMA * len(self._pairs) + len(self._maxima))
         self._sums = self._view_sums(self._sum_vector)
@@ -216,6 +218,15 @@ class MetricAccumulator:
         pairs = (layout.num_rows - layout.num_padding) * len(routes.layers)
         self._sums.coverage.add_(torch.stack([torch.full_like(covered, pairs), covered, covered * replayed]))
 
+    def add_choices(self, choices: Mapping[int, Tensor], layout: TokenLayout) -> None:
+        """Count the choices that a margin has decided, by layer as `Replaying.choices` has them; padding excluded."""
+        if not choices:  # a pipeline chunk without routers
+            return
+        is_token = torch.from_numpy(layout.rows != PADDING).to(self._sum_vector.device)
+        differing, replaced = (torch.stack(list(choices.values())) * is_token).sum((0, 2), dtype=torch.float64)
+        pairs = (layout.num_rows - layout.num_padding) * self._topology.top_k * len(choices)
+        self._sums.choices.add_(torch.stack([torch.full_like(differing, pairs), differing, replaced]))
+
     def add_uncovered(self, tokens: int) -> None:
         """Count tokens that have no route in any layer."""
         self._sums.coverage[0] += tokens * len(self._slots)
@@ -258,6 +269,10 @@ class MetricAccumulator:
         if pairs:
             metrics["routing/replayed_fraction"] = replayed / pairs
             metrics["routing/unrouted_fraction"] = (pairs - covered) / pairs
+        decided, differing, replaced = sums.choices.tolist()
+        if decided:
+            metrics["routing/differing_choices"] = differing / decided
+            metrics["routing/replaced_choices"] = replaced / decided
         load = sums.load.numpy()
         used = load[load.sum(axis=1) > 0]
         if len(used):
@@ -268,8 +283,8 @@ class MetricAccumulator:
 
     def _view_sums(self, vector: Tensor) -> _Sums:
         num_layers = len(self._topology.layers)
-        tokens, agreement, coverage, load = vector.split(
-            [self._num_token_sums, 2 * num_layers, 3, num_layers * self._topology.num_experts]
+        tokens, agreement, coverage, choices, load = vector.split(
+            [self._num_token_sums, 2 * num_layers, 3, 3, num_layers * self._topology.num_experts]
         )
         widths = [2 * len(self._means), 2 * len(self._totals), NUM_SUMS * len(self._pairs)]
         means, totals, pairs = tokens.split(widths)
@@ -279,6 +294,7 @@ class MetricAccumulator:
             _named(self._pairs, pairs, NUM_SUMS),
             agreement.view(num_layers, 2),
             coverage,
+            choices,
             load.view(num_layers, -1),
         )
 

@@ -228,7 +228,7 @@ def shift_table(
         counted = given.valid[slots][:, here]  # (l, n)
         table.loads[rank, 0] = loads_of(chosen, counted, experts)
         after = HERE + 1
-        follows = counted & exists[after]
+        follows = counted & exists[after] & native.valid[slots][:, moved[after]]
         overlap = expert_overlap(chosen, native.routed_experts[slots][:, moved[after]]).double() * follows
         table.next_token_overlap[rank] = torch.stack([overlap.sum(1), follows.sum(1, dtype=torch.float64)], 1)
 

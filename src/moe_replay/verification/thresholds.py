@@ -1,4 +1,4 @@
-"""What makes `moe-replay verify` fail: limits on mismatch and agreement, and routes that are misaligned."""
+"""What makes `moe-replay verify` fail: limits on mismatch and agreement, misaligned routes, bits that differ."""
 
 from __future__ import annotations
 
@@ -48,3 +48,26 @@ def _failures(attribution: Attribution, limits: Thresholds) -> Iterator[str]:
         limit = max(limits.max_r2, 2 * noise)
         if not change <= limit:
             yield f"replaying a recording changes log-probs by {change:.3g} on average, more than {limit:.3g}"
+
+
+def inexact(attribution: Attribution) -> list[str]:
+    """Return what is not equal bit for bit, with the first layer and token of it; empty if everything is equal."""
+    return list(_inexact(attribution))
+
+
+def _inexact(attribution: Attribution) -> Iterator[str]:
+    found = attribution.differences
+    if found is None:
+        yield "not compared bit for bit: written by a release that did not"
+        return
+    pairs = sum(attribution.routing.compared)
+    if not pairs:
+        yield "no routes to compare bit for bit"
+    if found.first_route:
+        layer, sample, token = found.first_route
+        where = f"first in layer {layer}: sample {sample}, token {token}"
+        yield f"routes differ at {found.routes} of {pairs} tokens and layers, {where}"
+    if found.first_logprob:
+        sample, token = found.first_logprob
+        where = f"first in sample {sample}, token {token}"
+        yield f"log-probs differ at {found.logprobs} of {attribution.scored} sampled tokens, {where}"

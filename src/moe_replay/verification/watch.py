@@ -289,7 +289,7 @@ class SampledRoutes(NamedTuple):
         """Return the sums of the shift test over the rows of the sample."""
         own, top_k = self.native[:, 0], self.native.shape[-1]
         shared = expert_overlap(own[:, None, None], self.given).double()
-        follows = self.covered & self.exists[_NEXT]
+        follows = self.covered & self.known[:, _NEXT]
         overlap = (counts.in_own[:, _NEXT] * follows).sum((1, 2), dtype=torch.float64) / top_k
         return ShiftSums(
             pairs=pair_sums(shared, self.given_known & self.covered[:, None, None]),

@@ -18,11 +18,14 @@ pytest.importorskip("pydantic")
 from moe_replay.errors import LayoutError
 from moe_replay.tools.plan.costs import plan_speed, plan_traffic
 from moe_replay.tools.plan.proposal import propose
+from moe_replay.train.backends import lora
 from moe_replay.train.config.file import load_config
+from moe_replay.train.config.sections import ModelConfig
 from moe_replay.train.setup import launch
 from moe_replay.train.setup.memory_plan import GIB, MemoryPlan, plan_memory, smallest_remedy, with_memory_used
 from moe_replay.weights.model_folder import read_config
 from moe_replay.weights.model_sizes import ModelSizes
+from tests.models import tiny_qwen3_moe
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 QWEN3_30B: dict[str, Any] = {
@@ -62,10 +65,70 @@ def test_parameters_are_counted_by_kind(sizes: ModelSizes) -> None:
 def test_the_recipes_fit_eight_cards_of_80_gb(sizes: ModelSizes, recipe: str) -> None:
     """Or as many as the recipe itself asks for."""
     config = load_config(RECIPES / f"{recipe}.toml")
-    gpus = config.cluster.ranks if config.cluster.launcher == "ray" else 8
+    gpus = 1 if recipe.endswith("-1gpu") else config.cluster.ranks if config.cluster.launcher == "ray" else 8
     found = plan_memory(config, sizes, gpus=gpus, gpu_gib=CARD_GIB)
     assert found.fits, str(found)
     assert "DOES NOT FIT" not in str(found)
+
+
+def test_one_card_holds_the_frozen_weights_once(sizes: ModelSizes) -> None:
+    def on_one(*overrides: str) -> MemoryPlan:
+        config = load_config(RECIPES / "qwen3-30b-a3b-lora-1gpu.toml", overrides)
+        return plan_memory(config, sizes, gpus=1, gpu_gib=CARD_GIB)
+
+    once, twice = on_one(), on_one("--rollout.share_weights", "false")
+    assert once.fits
+    assert not twice.fits
+    weights, adapters = 2 * sizes.total, sizes.adapter_parameters(16, ["all-linear"])
+    for phase, parts in once.phases.items():
+        assert parts["shared weights"] == weights
+        assert parts.get("weights", 0) == 0
+        assert "engine weights" not in parts
+        assert parts.get("adapters", 0) == (0 if phase == "sample" else 4 * adapters)
+    assert once.phases["optimizer step"]["optimizer state"] == 8 * adapters
+    assert once.phases["forward, backward"]["gradients"] == 4 * adapters
+    assert once.host == 12 * adapters, "the trainer's alone: vLLM keeps no second copy there while it sleeps"
+    assert twice.host == 12 * adapters + weights + weights
+    assert twice.phases["sample"]["engine"] == sum(once.phases["sample"][name] for name in ("shared weights", "engine"))
+    assert max(on_one("--backend.offload", "false").totals.values()) > max(once.totals.values())
+
+
+def test_frozen_weights_in_8_bits_take_half(sizes: ModelSizes) -> None:
+    def on_one(*overrides: str) -> MemoryPlan:
+        alone = ("--rollout.share_weights", "false", *overrides)
+        return plan_memory(load_config(RECIPES / "qwen3-30b-a3b-lora-1gpu.toml", alone), sizes, gpus=1, gpu_gib=141.0)
+
+    plain, narrow = on_one().phases["score"], on_one("--model.base_dtype", "fp8").phases["score"]
+    others = 2 * 2 * sizes.embedding  # embedding and head stay in bfloat16
+    assert narrow["weights"] == pytest.approx(others + (plain["weights"] - others) / 2, rel=1e-3)
+    assert narrow["gathered"] >= 2 * sizes.largest, "one tensor is dequantised at a time"
+    with pytest.raises(LayoutError, match="for one rank"):
+        plan(sizes, "lora", "--model.base_dtype", "fp8")
+
+
+@pytest.mark.parametrize(
+    "targets", [("q_proj", "o_proj"), ("all-linear",), ("gate_proj", "up_proj"), ("down_proj", "router")]
+)
+def test_adapters_are_counted_as_peft_makes_them(targets: tuple[str, ...]) -> None:
+    pytest.importorskip("peft")
+    model = tiny_qwen3_moe()
+    sizes = ModelSizes.of(model.config)
+    lora.add_adapters(model, ModelConfig(lora_rank=4, lora_target_modules=targets))
+    made = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert sizes.adapter_parameters(4, targets) == made
+    more = sizes.adapter_parameters(4, targets, split=True) - made
+    assert more == (4 * 3 * 8 * 32 if {"all-linear", "up_proj"} & {*targets} else 0), "one more lora_A an expert"
+
+
+def test_adapters_on_megatron_are_what_is_trained(sizes: ModelSizes) -> None:
+    whole = plan(sizes, "megatron").phases["optimizer step"]
+    found = plan(sizes, "megatron", "--model.lora_rank", "16", "--algorithm.beta", "0.1").phases["optimizer step"]
+    assert found["weights"] == whole["weights"]
+    assert found["reference"] == 0, "the policy without its adapters"
+    trained = sizes.adapter_parameters(16, ["q_proj", "k_proj", "v_proj", "o_proj"]) / sizes.total
+    assert found["adapters"] == pytest.approx(trained * whole["weights"])
+    for name in ("gradients", "optimizer state"):
+        assert found[name] == pytest.approx(trained * whole[name])
 
 
 @pytest.mark.parametrize("recipe", ["fsdp", "megatron"])

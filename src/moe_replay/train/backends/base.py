@@ -8,7 +8,7 @@ its own rows; ranks with the last pipeline stage return the values of all N toke
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from moe_replay.distributed.ranks import world_size
 from moe_replay.records import MicroBatch
-from moe_replay.replay.controller import RouterReplay
+from moe_replay.replay.controller import Recording, Replaying, RouterReplay
+from moe_replay.replay.policy import IDS, ReplayPolicy
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import Prefix, TokenLayout
 from moe_replay.routes.topology import MoeTopology
@@ -31,6 +32,7 @@ from moe_replay.weights.source import WeightSource, tensors_of
 if TYPE_CHECKING:  # what a dry run does not need
     from moe_replay.train.backends.offload import TrainerOffload
     from moe_replay.train.backends.rank_state import RankState
+    from moe_replay.train.backends.shared_base import SharedBase
 
 LossFunction = Callable[[MicroBatch, Tensor], Tensor]
 """(micro-batch, log-probs (N,) with gradient) -> scalar: its part of the loss of the whole mini-batch."""
@@ -38,6 +40,10 @@ LossFunction = Callable[[MicroBatch, Tensor], Tensor]
 
 RouteObserver = Callable[[MicroBatch, int, RouteBatch, RouteBatch | None], None]
 """(micro-batch, chunk, what the routers choose, what they have replayed or None)."""
+
+
+ChoiceObserver = Callable[[MicroBatch, Mapping[int, Tensor]], None]
+"""(micro-batch, by layer what a margin has decided: `Replaying.choices`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +56,19 @@ class Routing:
     source    routes to replay: "rollout" for those of the rollout, laid out for one forward, "recorded" for
               `batch.recorded_routes`
     observe   keep in `batch.native_routes` what the routers choose, or under replay would have chosen
+    policy    how recorded routes are used; a recording keeps what it needs
     observer  called after the forward of a micro-batch through a chunk with what was observed, in place of keeping it
+    weights   keep: routing weights in `batch.old_weights`; compare: with those, as their `shift`
+    choices   called after such a forward with what the margin of the policy has decided
     """
 
     action: Literal["native", "record", "replay"] = "native"
     source: Literal["rollout", "recorded"] | None = None
     observe: bool = False
+    policy: ReplayPolicy = IDS
+    weights: Literal["keep", "compare"] | None = None
     observer: RouteObserver | None = field(default=None, compare=False)
+    choices: ChoiceObserver | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if (self.action == "replay") != (self.source is not None):
@@ -115,6 +127,7 @@ class Backend(ABC):
     reports_metrics        whether token metrics of this rank count: true on one of the ranks that share a micro-batch
     micro_batch_multiple   the number of micro-batches of a pass must be a multiple of this
     expert_exchange        how tokens travel to experts on other ranks; None: every rank has all experts of its layers
+    shared_base            frozen weights in memory of the engine; None: the trainer has its own
     sharing_problem        why sequences cannot share prefixes (`TokenLayout.shared`); None: `layout` takes them
     """
 
@@ -125,6 +138,7 @@ class Backend(ABC):
     reports_metrics: bool
     micro_batch_multiple: int = 1
     expert_exchange: ExpertExchange | None = None
+    shared_base: SharedBase | None = None
     sharing_problem: str | None = "the backend feeds whole sequences"
 
     _offload: TrainerOffload
@@ -218,22 +232,32 @@ class Backend(ABC):
         """Return the number of bytes that `save` writes on all ranks together."""
 
     def close(self) -> None:
-        """Detach routing replay from the model."""
+        """Detach routing replay from the model, and let go of memory of the engine."""
         self.replay.detach()
+        if self.shared_base is not None:
+            self.shared_base.release()
 
 
 @contextmanager
 def apply_routing(replay: RouterReplay, batch: MicroBatch, chunk: int, routing: Routing) -> Iterator[None]:
     """Route the one forward of `batch` through this chunk; keep in the batch what is recorded or observed."""
+    keeps, since = routing.weights == "keep", batch.old_weights[chunk] if routing.weights == "compare" else None
     if routing.action == "replay":
         routes = rollout_routes(batch, chunk) if routing.source == "rollout" else batch.recorded_routes[chunk]
-        with replay.replay(routes, observe=routing.observe) as replaying:
+        with replay.replay(
+            routes, observe=routing.observe, policy=routing.policy, weights=keeps, since=since
+        ) as replaying:
             yield
+        _keep_weights(batch, chunk, routing, replaying)
         if routing.observe:
             _keep(batch, chunk, routing, replaying.native(), routes)
-    elif routing.action == "record" or routing.observe:
-        with replay.record() as recording:
+        if routing.choices is not None:
+            routing.choices(batch, replaying.choices())
+    elif routing.action == "record" or routing.observe or routing.weights is not None:
+        keeps_gates = routing.action == "record" and routing.policy.gates
+        with replay.record(gates=keeps_gates, weights=keeps, since=since) as recording:
             yield
+        _keep_weights(batch, chunk, routing, recording)
         recorded = recording.batch()
         if routing.action == "record":
             batch.recorded_routes[chunk] = recorded
@@ -241,6 +265,13 @@ def apply_routing(replay: RouterReplay, batch: MicroBatch, chunk: int, routing: 
             _keep(batch, chunk, routing, recorded, None)
     else:
         yield
+
+
+def _keep_weights(batch: MicroBatch, chunk: int, routing: Routing, forward: Recording | Replaying) -> None:
+    if routing.weights == "keep":
+        batch.old_weights[chunk] = forward.routing_weights()
+    elif routing.weights == "compare":
+        batch.old_weights[chunk] = batch.old_weights[chunk]._replace(shift=forward.router_shift())
 
 
 def _keep(batch: MicroBatch, chunk: int, routing: Routing, native: RouteBatch, replayed: RouteBatch | None) -> None:
@@ -259,7 +290,8 @@ def captured_routes(batch: MicroBatch, chunk: int, layout: TokenLayout) -> Route
     """Return the rollout's routes for one chunk, in a layout of the same sequences."""
     traces = [trajectory.trace for trajectory in batch.trajectories]
     layers = batch.chunk_layers[chunk]
-    routes = RouteBatch.from_traces(traces, layout, layers, source_layers=batch.source_layers)
+    # Sequences are laid out whole: no loss and no token depends on the last token, which engines return no route for.
+    routes = RouteBatch.from_traces(traces, layout, layers, source_layers=batch.source_layers, stand_ins=True)
     return routes.to(batch.input_ids.device)
 
 

@@ -20,6 +20,7 @@ from moe_replay.replay.controller import RouterReplay
 from moe_replay.replay.site import PlanSlot
 from moe_replay.routes.plan import Dispatch, LayerPlan, order_rows
 from moe_replay.train.backends.expert_adapters import with_adapter
+from moe_replay.train.backends.fp8_weights import grouped_linear
 
 logger = logging.getLogger(__name__)
 
@@ -131,8 +132,6 @@ class _ToTokens(Function):
 
 def grouped_experts(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Return what the experts of one layer make of hidden states (T, H), given experts and gate weights (T, K)."""
-    from transformers.integrations.moe import _grouped_linear
-
     module: Any = self
     if getattr(module, "_is_expert_parallel", False):
         raise RuntimeError("experts that are sharded over ranks need the experts of Transformers (grouped_mm)")
@@ -142,8 +141,7 @@ def grouped_experts(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_
 
     def project(rows: Tensor, name: str) -> Tensor:
         bias = None if expert_of_row is None else getattr(module, f"{name}_bias")[expert_of_row]
-        weight = getattr(module, name)
-        projected = _grouped_linear(rows, weight, order.offsets, bias=bias, is_transposed=module.is_transposed)
+        projected = grouped_linear(rows, module, name, order.offsets, bias)
         return with_adapter(projected, module, name, rows, order.offsets)
 
     rows = _ToRows.apply(hidden, order.token, order.row)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -33,13 +32,16 @@ from moe_replay.train.backends.base import (
     apply_routing,
 )
 from moe_replay.train.backends.compilation import CompiledLayers
-from moe_replay.train.backends.expert_parallel import give_plans, is_divided, is_expert_parallel, rows_of_rank
-from moe_replay.train.backends.fsdp_loading import EXPERT_ID, row_offset, sharded_model
+from moe_replay.train.backends.expert_parallel import give_plans, is_divided, rows_of_rank
+from moe_replay.train.backends.fp8_base import plain_value
+from moe_replay.train.backends.fp8_weights import CODES
+from moe_replay.train.backends.fsdp_loading import EXPERT_ID, free_gathered, named_layers, row_offset, sharded_model
 from moe_replay.train.backends.logprobs import EAGER, HeadMath, HeadScores
 from moe_replay.train.backends.lora import AdaptedWeight, plain_name
 from moe_replay.train.backends.offload import TrainerOffload, local_part
 from moe_replay.train.backends.rank_state import Optimized, RankState
 from moe_replay.train.backends.regions import RegionMap, Rows
+from moe_replay.train.backends.shared_base import SharedBase
 from moe_replay.train.backends.ulysses import ContextParallel
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.weights.checkpoint import CheckpointForm
@@ -51,10 +53,13 @@ logger = logging.getLogger(__name__)
 
 COMPILED_CHUNKS = 4
 """Slices of `batch.logit_chunk` rows in one: compiled, the head holds logits once and in `model.dtype`, not float32."""
-
-
 LENGTHS = (7, 12)
-"""Of sequences that models are tried with: no dimension of a model has them."""
+"""Of sequences that models are tried with: no dimension of a model has them, nor their sum."""
+COMPILED_LENGTHS = (251, 509) * 10
+"""The same to compile for a GPU, as far as a micro-batch takes them: the compiler chooses kernels for the sizes that it
+sees first, e.g. whether a sum over tokens is split."""
+PLANS_ALONE = False
+"""Whether rows are planned without expert parallel too: on one H200 that saved nothing, and more had to be compiled."""
 
 
 class FsdpSource:
@@ -147,7 +152,7 @@ class FsdpSource:
         self, state: Mapping[str, Tensor], form: CheckpointForm, parts: bool
     ) -> Iterator[tuple[list[str], list[str]]]:
         """Yield the names of each layer, and those of its divided experts; `parts`: of fused ones too."""
-        layers = [name for name, _ in _named_layers(self._model)]
+        layers = [name for name, _ in named_layers(self._model)]
         layer_of = {name: layer for layer in layers for name in state if name.startswith(f"{layer}.")}
         for _, group in groupby(state, key=lambda name: layer_of.get(name, "")):
             names = [name for name in group if name not in self._factors]
@@ -187,7 +192,7 @@ class FsdpSource:
         return plain_name(name) if adapted is None else adapted.plain
 
     def _dtype_of(self, tensor: Tensor) -> torch.dtype:
-        return self._dtype if isinstance(tensor, DTensor) else tensor.dtype
+        return _sent_dtype(tensor, self._dtype)
 
     def _group(
         self, state: Mapping[str, Tensor], parts: Sequence[_Part], receivers: Collection[int], form: CheckpointForm
@@ -196,12 +201,12 @@ class FsdpSource:
         group: Group = []
         for part in parts:
             adapted = self._adapted.get(part.name)
-            tensor = state[part.name].detach()
             if adapted is not None:
                 whole = self._merged(adapted, state, receivers, part.experts)
             else:
+                tensor = self._value(state, part.name)
                 (whole,) = _gathered([(tensor, part.experts, self._dtype_of(tensor))], receivers)
-            del tensor
+                del tensor
             if whole is not None:
                 group.extend(self._named(form, part, whole).items())
         return group
@@ -209,12 +214,15 @@ class FsdpSource:
     def _merged(
         self, adapted: AdaptedWeight, state: Mapping[str, Tensor], receivers: Collection[int], experts: range | None
     ) -> Tensor | None:
-        weight, down, up = (state[name].detach() for name in (adapted.weight, adapted.down, adapted.up))
+        weight, down, up = (self._value(state, name) for name in (adapted.weight, adapted.down, adapted.up))
         whole = _gathered([(weight, experts, weight.dtype), (down, None, down.dtype), (up, None, up.dtype)], receivers)
         weight, down, up = whole
         if weight is None or down is None or up is None:
             return None
         return adapted.merged(weight, down, up, self._scale, experts).to(self._dtype)
+
+    def _value(self, state: Mapping[str, Tensor], name: str) -> Tensor:
+        return plain_value(self._model, name, state[name].detach(), self._dtype)
 
 
 class _Part(NamedTuple):
@@ -227,8 +235,11 @@ class _Part(NamedTuple):
 def _empty(tensor: Tensor, part: _Part, dtype: torch.dtype) -> Tensor:
     """Return a part of a tensor without values, as it is sent."""
     rows = tensor.shape[:1] if part.experts is None else (len(part.experts),)
-    sent = dtype if isinstance(tensor, DTensor) else tensor.dtype
-    return torch.empty((*rows, *tensor.shape[1:]), dtype=sent, device="meta")
+    return torch.empty((*rows, *tensor.shape[1:]), dtype=_sent_dtype(tensor, dtype), device="meta")
+
+
+def _sent_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype if isinstance(tensor, DTensor) or tensor.dtype == CODES else tensor.dtype
 
 
 def _gathered(
@@ -312,8 +323,9 @@ def _rows(name: str, tensor: Tensor) -> Rows:
 class FsdpBackend(Backend):
     """The policy on this rank: float32 weights, computation in `model.dtype`."""
 
-    def __init__(self, config: TrainConfig, folder: str, device: torch.device) -> None:
+    def __init__(self, config: TrainConfig, folder: str, device: torch.device, base: SharedBase | None = None) -> None:
         super().__init__(device)
+        self.shared_base = base
         context_size = config.backend.context_parallel
         self._context = ContextParallel.of(context_size, device)
         self.data_rank, self.data_size = dist.get_rank() // context_size, dist.get_world_size() // context_size
@@ -329,7 +341,8 @@ class FsdpBackend(Backend):
         self._is_alone = dist.get_world_size() == 1
         self._keeps_gathered = config.backend.reshard_after_forward is False
         resharded = not self._keeps_gathered
-        self.model = sharded_model(folder, config.model, device, trained=True, resharded=resharded, **self._sharing)
+        how: dict[str, Any] = {"resharded": resharded, "base": base, **self._sharing}
+        self.model = sharded_model(folder, config.model, device, trained=True, **how)
         self._adapted = () if self._lora is None else lora.adapted_weights(self.model)
         self._reference = self._reference_model(config, folder)
         self.sharing_problem = self._sharing_problem(config)
@@ -355,27 +368,30 @@ class FsdpBackend(Backend):
         chunk = config.batch.logit_chunk * (COMPILED_CHUNKS if is_compiled else 1)
         self._scores = HeadScores(self.model, chunk, math, self._context)
         self._reference_scores = HeadScores(self._reference, chunk, math, self._context) if self._reference else None
-        has_plans = give_plans(
+        has_plans = (PLANS_ALONE or config.backend.expert_parallel > 1) and give_plans(
             self.model, self.replay, lambda: self.model.eval()(**self._some_tokens(self.layout(LENGTHS)))
         )
         if is_compiled and config.backend.expert_parallel == 1:
-            self._compile(with_plans=has_plans and config.replay.mode != "off")
+            fitting = max(2, config.batch.tokens_per_micro_batch // 380)
+            lengths = LENGTHS if device.type == "cpu" else COMPILED_LENGTHS[:fitting]
+            self._compile(lengths, with_plans=has_plans and config.replay.mode != "off")
         elif is_compiled and dist.get_rank() == 0:
             logger.info("layers run eagerly: they wait for other ranks (backend.expert_parallel); the head is compiled")
         for model in filter(None, (self.model, self._reference)):
-            _free_gathered(model)  # of these forwards, as that of `HeadScores`
+            free_gathered(model)  # of these forwards, as that of `HeadScores`
 
-    def _compile(self, *, with_plans: bool) -> None:
+    def _compile(self, lengths: Sequence[int], *, with_plans: bool) -> None:
         """Compile the layers in two passes over some tokens, outside any replay: a failure costs nothing here.
 
+        lengths      of the sequences in these passes
         with_plans   also for experts that take plans
         """
         self.replay.keep_routers_eager()
         for model in filter(None, (self.model, self._reference)):
-            self._layers.add(_sharded_layers(model))
-        layouts = [self.layout(LENGTHS)]
+            self._layers.add(layer for _, layer in named_layers(model))
+        layouts = [self.layout(lengths)]
         if self.sharing_problem is None:
-            layouts.append(self.layout(LENGTHS, (Prefix(), Prefix(0, 5))))
+            layouts.append(self.layout(lengths, (Prefix(), *[Prefix(0, 5)] * (len(lengths) - 1))))
         with self._layers.counted("the start"):
             for layout in layouts:
                 self._run(layout)
@@ -393,10 +409,12 @@ class FsdpBackend(Backend):
         (0.0 * logits.float().sum()).backward()
 
     def _some_tokens(self, layout: TokenLayout) -> dict[str, Any]:
-        """Return what the model is fed for the tokens of a layout of `LENGTHS`."""
-        positions = torch.tensor([*range(7), *range(12), 0])[torch.from_numpy(layout.fed.copy())].to(self.device)
+        """Return what the model is fed for the tokens of a layout: any, and the logits of one."""
+        counted = [position for length in layout.lengths for position in range(length)]
+        positions = torch.tensor([*counted, 0])[torch.from_numpy(layout.fed.copy())].to(self.device)
         arguments = forward_arguments(self.model, layout, self.device, self._context)
-        return {"input_ids": positions, "position_ids": positions, "use_cache": False, **arguments}
+        ids = positions % 7  # of any vocabulary
+        return {"input_ids": ids, "position_ids": positions, "use_cache": False, "logits_to_keep": 1, **arguments}
 
     def _reference_model(self, config: TrainConfig, folder: str) -> nn.Module | None:
         """Return the reference model; None if beta is 0, or if the policy without its adapters is the reference."""
@@ -492,7 +510,7 @@ class FsdpBackend(Backend):
             (loss(batch, scores.logprobs) * dist.get_world_size()).backward()
         if old_pass is not None:
             old_pass.finish()
-            _free_gathered(self.model)  # of forwards in it: they are out of reach of the step
+            free_gathered(self.model)  # of forwards in it: they are out of reach of the step
         norm = _total_norm([p.grad for p in self._parameters if p.grad is not None])
         applied = bool(norm.isfinite())
         if applied:
@@ -508,10 +526,13 @@ class FsdpBackend(Backend):
     # ---- host memory --------------------------------------------------------------------------------------------
 
     def _sharded_parameters(self) -> Iterator[Tensor]:
-        """Yield the shards of policy and reference, after freeing what is gathered of them."""
+        """Yield the shards of policy and reference, after freeing what is gathered of them.
+
+        Weights that are held outside of shards (`SharedBase`) are not the trainer's to move.
+        """
         for model in filter(None, (self.model, self._reference)):
-            _free_gathered(model)
-            yield from model.parameters()
+            free_gathered(model)
+            yield from (parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
 
     def _optimizer_state(self) -> Iterator[Tensor]:
         for state in self._optimizer.state.values():
@@ -534,7 +555,7 @@ class FsdpBackend(Backend):
 
     def load(self, folder: Path) -> None:
         """Restore the shards and moments of this rank, from files of any number of ranks."""
-        _free_gathered(self.model)
+        free_gathered(self.model)
         with self._offload.optimizer_on_device():
             self._state.load(folder)
             if self.device.type == "cuda":  # the fused step has its counters there
@@ -544,23 +565,6 @@ class FsdpBackend(Backend):
     def state_bytes(self) -> int:
         """Return the size of trained weights and, unless they are left out, their two moments, in float32."""
         return sum((12 if self._state.saves_moments else 4) * p.numel() for p in self._parameters)
-
-
-def _free_gathered(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def _sharded_layers(model: nn.Module) -> list[Any]:
-    return [module for _, module in _named_layers(model)]
-
-
-def _named_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the modules that FSDP2 gathers one after the other; experts are part of their layer."""
-    for name, module in model.named_modules():
-        if name and isinstance(module, FSDPModule) and not is_expert_parallel(module):
-            yield name, module
 
 
 def _by_sharding(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

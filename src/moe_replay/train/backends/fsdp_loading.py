@@ -7,6 +7,7 @@ buffers that only a loaded model has) is loaded by Transformers on rank 0 and sc
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator
 from copy import deepcopy
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from moe_replay.distributed.collectives import ACROSS, rank_grid
@@ -26,6 +27,12 @@ from moe_replay.distributed.ranks import from_rank_0, raise_on_all_ranks
 from moe_replay.megatron.weights.checkpoint import INDEX, QUANTIZATION, Checkpoint
 from moe_replay.megatron.weights.tensor_slices import WeightMapError
 from moe_replay.train.backends import attention, expert_adapters, expert_parallel, experts, lora
+from moe_replay.train.backends.fp8_base import Fp8Base, names_in_8_bits
+from moe_replay.train.backends.fp8_weights import CODES, SCALES
+from moe_replay.train.backends.frozen import Frozen, take_out
+from moe_replay.train.backends.offload import local_part
+from moe_replay.train.backends.shared_base import SharedBase
+from moe_replay.train.config.one_copy import check_alone
 from moe_replay.train.config.sections import ModelConfig
 from moe_replay.utils.tested_versions import release_numbers
 from moe_replay.weights.checkpoint import CheckpointForm, model_tensor
@@ -39,6 +46,8 @@ from moe_replay.weights.model_folder import (
     load_model,
     read_config,
 )
+
+logger = logging.getLogger(__name__)
 
 Shape = tuple[int, ...]
 EXPERT_ID = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
@@ -180,6 +189,7 @@ def sharded_model(
     resharded: bool = True,
     expert_size: int = 1,
     context_size: int = 1,
+    base: SharedBase | Fp8Base | None = None,
 ) -> Any:
     """Return the model of a folder, sharded over all ranks; trainable, or frozen for scoring.
 
@@ -188,6 +198,8 @@ def sharded_model(
     resharded      free the gathered weights of a layer after its forward
     expert_size    ranks that the experts of each layer are divided among (expert_parallel.py)
     context_size   ranks that share a micro-batch (ulysses.py)
+    base           holds the weights that are not trained, on the only rank: they are not sharded. None with
+                   `model.base_dtype`: it is made here
     """
     whole, has_adapters = None, trained and bool(config.lora_rank)
     dtype: torch.dtype = getattr(torch, config.dtype)
@@ -212,6 +224,9 @@ def sharded_model(
                 expected="safetensors files with the names and shapes of the model's checkpoint, and Transformers 5",
                 remedy="Complete the folder, or convert it to bfloat16 first",
             )
+        if trained and config.base_dtype is not None:
+            check_alone(config.base_dtype, dist.get_world_size())
+            base = Fp8Base(names_in_8_bits(model, config.router_family), device)
         model = _prepared(model, config, trained)  # adapters that cannot be added fail early, here
         if has_adapters and model.config._experts_implementation == experts.NAME:
             expert_adapters.move_adapters(model)
@@ -221,8 +236,9 @@ def sharded_model(
             whole = _prepared(_loaded(folder, settings, config), config, trained)
     if trained and config.gradient_checkpointing is True:  # "auto" is decided before the start
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if can_mix_dtypes():
+    if can_mix_dtypes() or base is not None:
         _narrow_frozen(model, dtype)
+    frozen = [] if base is None else take_out(model)
     grid = rank_grid(expert_size, device, "backend.expert_parallel") if expert_size > 1 else None
     _shard(model, dtype, device, grid, resharded)
     model.to_empty(device=device)
@@ -231,9 +247,20 @@ def sharded_model(
     else:
         with raise_on_all_ranks("reading the weights"):
             _read(model, shards, whole)
+    with raise_on_all_ranks("reading the frozen weights"):
+        if base is not None:
+            _put_back(base, frozen, shards, whole)
     with raise_on_all_ranks("checking the weights"):
-        check_finite(((name, parameter.to_local()) for name, parameter in model.named_parameters()), folder)
+        check_finite(((name, _checked(model, name, parameter)) for name, parameter in model.named_parameters()), folder)
+    if isinstance(base, Fp8Base):
+        for line in base.describe():
+            logger.info("%s", line)
     return model
+
+
+def _checked(model: nn.Module, name: str, parameter: Tensor) -> Tensor:
+    """Return what has the values of a parameter that are not finite: of one in 8 bits, its scales."""
+    return model.get_buffer(name + SCALES) if parameter.dtype == CODES else local_part(parameter)
 
 
 def can_mix_dtypes() -> bool:
@@ -264,6 +291,19 @@ def _read(model: Any, shards: FolderShards, adapters: nn.Module | None) -> None:
     for name, buffer in model.named_buffers():
         if (plain := lora.plain_name(name)) in shards:
             buffer.copy_(shards.whole(plain))
+
+
+@torch.no_grad()
+def _put_back(base: SharedBase | Fp8Base, frozen: Frozen, shards: FolderShards | None, whole: nn.Module | None) -> None:
+    """Give a model its frozen parameters, read one after the other from the folder, or from a model that holds them."""
+    for owners, parameter in frozen:
+        plain, shape = lora.plain_name(owners[0].name), tuple(parameter.shape)
+        if shards is not None and plain in shards:
+            values = shards.rows(plain, shape, 0, shape[0])
+        else:
+            assert whole is not None, f"{plain} is not in the folder"
+            values = whole.get_parameter(owners[0].name)
+        base.put_back(owners, plain, values.to(parameter.dtype))
 
 
 def row_offset(tensor: DTensor) -> int:
@@ -343,3 +383,16 @@ def _shard(model: Any, dtype: torch.dtype, device: torch.device, ranks: DeviceMe
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=resharded)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def free_gathered(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def named_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the modules that FSDP2 gathers one after the other; experts are part of their layer."""
+    for name, module in model.named_modules():
+        if name and isinstance(module, FSDPModule) and not expert_parallel.is_expert_parallel(module):
+            yield name, module

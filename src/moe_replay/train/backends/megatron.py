@@ -108,7 +108,7 @@ class MegatronLora:
     """The adapters of this rank, by the parameter that they belong to."""
 
     plan: LoraPlan
-    adapters: dict[ParameterSpec, lora.LoraAdapter]
+    adapters: dict[ParameterSpec, lora.WeightAdapter]
 
     @classmethod
     def of(cls, config: TrainConfig, chunks: Sequence[nn.Module], folder: str, family: Family) -> MegatronLora:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -126,17 +125,19 @@ def recipe_for(config: TrainConfig, folder: str) -> weights.MegatronRecipe:
         "variable_seq_lengths": backend.pipeline_parallel > 1,  # micro-batches differ in width
         **(_UNBATCHED if backend.virtual_pipeline and backend.pipeline_parallel == 2 else {}),
         **(_RECOMPUTE if config.model.gradient_checkpointing is True and not own_recompute else {}),
-        **({"moe_grouped_gemm": False} if config.model.lora_rank else {}),  # adapters are added to single experts
         **backend.megatron,
     }
     with raise_on_all_ranks("configuring the model"), _Refusals("Megatron-Core does not take these settings"):
         recipe = weights.megatron_config(
-            folder, family=backend.weight_family, trust_remote_code=config.model.trust_remote_code, **settings
+            folder,
+            family=backend.weight_family,
+            trust_remote_code=config.model.trust_remote_code,
+            transformer_engine=not config.model.lora_rank,  # adapters are of Megatron-Core's own layers, and ours
+            **settings,
         )
         _check(config, recipe)
         if config.model.lora_rank:
             targets_of(read_config(folder, trust_remote_code=config.model.trust_remote_code), config.model)
-            recipe = replace(recipe, transformer_engine=False)  # adapters are of Megatron-Core's own layers
     if rank() == 0:
         _warn_of_attention_backend(recipe)
     return recipe

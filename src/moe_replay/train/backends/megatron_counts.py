@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moe_replay.replay.adapters.megatron_settings import balancing_kinds
 from moe_replay.replay.controller import RouterReplay
 from moe_replay.replay.site import PlanSlot
 from moe_replay.routes.plan import DispatchPlan
@@ -105,5 +106,16 @@ def give_plans(models: Sequence[nn.Module], replay: RouterReplay, device: torch.
             dispatcher.preprocess = PlannedPreprocess(dispatcher, slots[-1])
             dispatchers.append(dispatcher)
     if slots:
-        replay.give_plans(slots, CountsPlanner(dispatchers[0], [slot.layer for slot in slots], device))
+        planner = CountsPlanner(dispatchers[0], [slot.layer for slot in slots], device)
+        replay.give_plans(slots, planner, stand_ins=not counts_every_row(dispatchers[0].config))
     return slots
+
+
+def counts_every_row(config: Any) -> bool:
+    """Return whether something is computed of all rows together, also of those on which no token depends.
+
+    Losses of routers, updates of their bias, scales of quantized tensors.
+    """
+    has_losses = balancing_kinds(config) != {"none"} or config.moe_z_loss_coeff
+    updates_bias = config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate
+    return bool(has_losses or updates_bias or config.fp8 or getattr(config, "fp4", None))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_replay.megatron.lora import LoraAdapter
+from moe_replay.megatron.lora import WeightAdapter
 from moe_replay.megatron.weights.checkpoint import Checkpoint
 from moe_replay.megatron.weights.family import Family
 from moe_replay.megatron.weights.loading import WeightMap
@@ -78,7 +78,7 @@ class MemoryMap(NamedTuple):
 
 
 def runs_of_parameters(
-    local: LocalModel, weight_map: WeightMap, owners: Sequence[Tensor], adapters: Mapping[ParameterSpec, LoraAdapter]
+    local: LocalModel, weight_map: WeightMap, owners: Sequence[Tensor], adapters: Mapping[ParameterSpec, WeightAdapter]
 ) -> dict[int, tuple[Run, ...]]:
     """Return what each parameter and buffer on this rank holds, by its `id`; others are no part of a checkpoint.
 
@@ -98,7 +98,8 @@ def runs_of_parameters(
     for spec, adapter in adapters.items():
         shard = local.local_shard(spec)
         columns = shard.rank * shard.shape[1] if spec.partition_dim == 1 else 0
-        found |= _adapter_runs(adapter, columns, shard.full_shape[1])
+        for owner, run in _adapter_runs(adapter, columns, shard.full_shape[1]):
+            found[id(owner)] = (*found.get(id(owner), ()), run)
     return found
 
 
@@ -122,8 +123,8 @@ def _region(slices: Slices) -> Region:
     return tuple(range(one.start, one.stop, one.step or 1) for one in slices)
 
 
-def _adapter_runs(adapter: LoraAdapter, first_column: int, width: int) -> dict[int, tuple[Run, ...]]:
-    """Return the runs of an adapter: `up` by the rows of each weight, `down` once for each group of weights."""
+def _adapter_runs(adapter: WeightAdapter, first_column: int, width: int) -> Iterator[tuple[Tensor, Run]]:
+    """Yield the runs of an adapter and their parameters: `up` by the rows of each weight, `down` for each group."""
     down, up, rank = adapter.down, adapter.up, adapter.rank
     ups = [
         Part(
@@ -146,10 +147,9 @@ def _adapter_runs(adapter: LoraAdapter, first_column: int, width: int) -> dict[i
         )
         for group, name in names.items()
     ]
-    return {
-        id(down): (Run(0, tuple(down.shape), tuple(downs)),),
-        id(up): (Run(0, tuple(up.shape), tuple(ups)),),
-    }
+    number = adapter.expert or 0  # of an expert in the parameter of all of a rank
+    yield adapter.layer.down, Run(number * down.numel(), tuple(down.shape), tuple(downs))
+    yield adapter.layer.up, Run(number * up.numel(), tuple(up.shape), tuple(ups))
 
 
 class Stepped(NamedTuple):
@@ -204,7 +204,7 @@ class MegatronState(RankState):
         layout: Mapping[str, Any],
         like: Checkpoint,
         family: Family,
-        adapters: Mapping[ParameterSpec, LoraAdapter] | None = None,
+        adapters: Mapping[ParameterSpec, WeightAdapter] | None = None,
         *,
         moments: bool = True,
     ) -> None:

@@ -19,18 +19,25 @@ from moe_replay.engines.registry import (
 from moe_replay.errors import EngineOptionError
 from moe_replay.train.config.foreign.options import PARALLEL_SIZES
 from moe_replay.train.config.registries import WEIGHT_TRANSPORTS, PluginName
+from moe_replay.train.config.section import Section
 from moe_replay.train.config.sections import (
     BackendConfig,
     ClusterConfig,
     ModelConfig,
     RewardConfig,
     RolloutConfig,
-    Section,
     Sections,
 )
 from moe_replay.utils.plugins import PluginError, import_path, is_path
 from moe_replay.utils.secrets import is_masked, mask_passwords
 
+MODES_OF_POLICIES = {
+    "ids": ("off", "r2", "r3", "auto"),
+    "ids+gates": ("r2",),
+    "margin": ("r2", "r3"),
+    "drop": ("r3",),
+    "shift": ("off", "r2", "r3"),
+}
 KEYS_OF_MEGATRON_SETTINGS = PARALLEL_SIZES | {"moe_enable_routing_replay": "replay.mode"}
 """TransformerConfig fields with a separate key here."""
 
@@ -78,6 +85,7 @@ def problems(config: Sections) -> Iterator[str]:
     yield from _cluster(config)
     yield from _workers(config)
     yield from _algorithm(config)
+    yield from _policy(config)
     yield from _optim(config)
     yield from _reward(config.reward)
     if config.checkpoint.push_to_hub and not (config.checkpoint.export and config.checkpoint.at_end):
@@ -113,6 +121,7 @@ def warnings(config: Sections) -> Iterator[str]:
             rollout.environment is not None,
             [*(f"rollout.{name}" for name in _OF_ENVIRONMENTS), "algorithm.advantage_turns"],
         ),
+        "rollout.lora": (rollout.lora, ["rollout.share_weights"]),
         "rollout.sleep": (rollout.sleep, ["rollout.sleep_level"]),
         "rollout.tools": (bool(rollout.tools), ["rollout.tool_format", "rollout.tool_timeout_s"]),
         "rollout.top_p or rollout.top_k": (rollout.is_truncated, ["rollout.sampling_mask"]),
@@ -174,10 +183,10 @@ def _plugins(config: Sections) -> Iterator[str]:
 
 
 def _model(model: ModelConfig, backend: BackendConfig) -> Iterator[str]:
-    if model.lora_rank and backend.kind == "megatron" and backend.megatron.get("moe_grouped_gemm"):
-        yield "backend.megatron.moe_grouped_gemm: LoRA needs separate experts; remove it"
     if model.lora_rank and not model.lora_target_modules:
         yield "model.lora_target_modules: no layers to adapt; name some, or set model.lora_rank = 0"
+    if model.base_dtype is not None and (not model.lora_rank or backend.kind != "fsdp"):
+        yield "model.base_dtype: only of frozen weights on FSDP2; set model.lora_rank and backend.kind = fsdp"
     for name in model.lora_target_modules:
         if not name or "." in name:
             yield f"model.lora_target_modules: {name!r} is not the last part of a module name; write e.g. q_proj"
@@ -401,6 +410,41 @@ def _algorithm(config: Sections) -> Iterator[str]:
             "replay.mode: r2 records routes in the old-log-prob pass, which old_logprobs = rollout leaves out; set r3, "
             "or old_logprobs = auto"
         )
+
+
+def _policy(config: Sections) -> Iterator[str]:
+    policy, mode = config.replay.policy, config.replay.mode
+    modes = MODES_OF_POLICIES[policy]
+    if mode not in modes:
+        reason = {
+            "ids+gates": "engines report no gate weights, so the trainer must have recorded them",
+            "margin": "there must be routes to replay",
+            "drop": "only routes of a rollout may lack tokens",
+            "shift": "auto may choose importance correction in its place",
+        }[policy]
+        yield f"replay.policy: {policy} needs replay.mode = {' or '.join(modes)}, found {mode}: {reason}"
+    if policy == "drop" and config.backend.pipeline_parallel > 1:
+        yield "replay.policy: drop needs all layers' routes where the loss is; set backend.pipeline_parallel = 1"
+    if policy == "shift":
+        yield from _shift(config)
+    if (policy == "margin") != (config.replay.margin is not None):
+        yield "replay.margin: policy = margin needs it, as a difference of log routing weights; no other policy has one"
+
+
+def _shift(config: Sections) -> Iterator[str]:
+    backend = config.backend
+    if max(backend.tensor_parallel, backend.pipeline_parallel, backend.context_parallel) > 1:
+        yield (
+            "replay.policy: shift needs the routers of all layers and tokens on the rank of the loss; set "
+            "backend.tensor_parallel, pipeline_parallel and context_parallel to 1"
+        )
+    if config.updates_per_step == 1 or config.algorithm.old_logprobs == "rollout":
+        yield (
+            "replay.policy: shift compares later updates with the old-log-prob pass; set "
+            "algorithm.updates_per_rollout or num_iterations above 1, and old_logprobs = auto or always"
+        )
+    if is_path(config.algorithm.loss):
+        yield "replay.policy: shift scales importance ratios of our own losses; set one of them in algorithm.loss"
 
 
 def _optim(config: Sections) -> Iterator[str]:

@@ -28,7 +28,7 @@ from moe_replay.train.config.keys import (
     sections,
     suggestion,
 )
-from moe_replay.train.config.sections import Section
+from moe_replay.train.config.section import Section
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.utils.secrets import is_secret_name, mask_passwords
 

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from moe_replay.errors import MoeReplayError
 from moe_replay.train.config.foreign import advice
-from moe_replay.train.config.sections import Section
+from moe_replay.train.config.section import Section
 from moe_replay.train.config.train_config import TrainConfig
 
 ALIASES = {

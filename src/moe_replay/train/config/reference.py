@@ -20,7 +20,7 @@ from moe_replay.train.config.command_line import choices, default_text
 from moe_replay.train.config.file import toml_value
 from moe_replay.train.config.keys import ALIASES, all_fields, enclosing_table, fields_of, sections
 from moe_replay.train.config.registries import PluginName
-from moe_replay.train.config.sections import Section
+from moe_replay.train.config.section import Section
 from moe_replay.train.config.train_config import TrainConfig
 
 INTRODUCTION = """\

@@ -9,16 +9,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    AllowInfNan,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import Field, field_validator
 
 from moe_replay.engines.base import OLD_CAPTURE_NAMES, Capture
 from moe_replay.engines.registry import ENGINES, engine_spec, trainable_engines
@@ -38,30 +29,15 @@ from moe_replay.train.config.registries import (
     TurnAdvantages,
     WeightFamilyChoice,
 )
-
-
-def _not_nan(value: float) -> float:
-    if math.isnan(value):
-        raise ValueError("must be a number")
-    return value
-
-
-def _fits_64_bits(value: Any) -> Any:
-    """Reject integers beyond 64 bits: TOML has none, so a recipe with one could not be read back."""
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ValueError("must fit into 64 bits")
-    return value
-
+from moe_replay.train.config.section import Limit, Section, Setting
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM samples at this temperature where a lower one above 0 is requested."""
 PROBE_TOLERANCE, QUANTISED_PROBE_TOLERANCE = 0.05, 0.2
 
-Limit = Annotated[float, AllowInfNan(), AfterValidator(_not_nan)]
-"""A threshold; infinity disables it."""
-Setting = Annotated[int | Annotated[float, AllowInfNan()] | bool | str, BeforeValidator(_fits_64_bits)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 ReplayMode = Literal["off", "r2", "r3", "auto"]
+ReplayPolicyName = Literal["ids", "ids+gates", "margin", "drop", "shift"]
 
 RouterFamilyChoice = Annotated[str | None, PluginName(lambda: ROUTER_FAMILIES, "router family", offered=tuple)]
 _ENGINE_NAMES = {"vllm_server": "'rollout_server'", "plain_vllm_server": "'vllm_serve'"}
@@ -75,24 +51,6 @@ def replay_mode_name(value: Any) -> Any:
     return "off" if name == "disabled" else name
 
 
-class Section(BaseModel):
-    """A table of the configuration: immutable, and unknown keys are errors."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
-    )
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _booleans_are_no_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        """Reject `steps = true`, which pydantic reads as 1."""
-        annotation = cls.model_fields[info.field_name or ""].annotation
-        has_boolean = any(isinstance(item, bool) for item in (value if isinstance(value, (list, tuple)) else [value]))
-        if has_boolean and "bool" not in str(annotation):
-            raise ValueError("should be a number or text, not true or false")
-        return value
-
-
 class ModelConfig(Section):
     """The policy model, the reference model and LoRA."""
 
@@ -100,6 +58,9 @@ class ModelConfig(Section):
     """Model folder or Hub name; empty: a tiny built-in MoE."""
     dtype: Dtype = "bfloat16"
     """Compute dtype of the trainer."""
+    base_dtype: Literal["fp8"] | None = None
+    """With lora_rank, on one rank (fsdp): fp8 keeps frozen weights of linear layers and experts as float8_e4m3fn with a
+    scale per block of 128 x 128, in half the memory; default: as dtype."""
     trust_remote_code: bool = False
     """Allow Python code from the model repository (config, modeling, tokenizer) to run."""
     attn_implementation: str = "auto"
@@ -253,6 +214,8 @@ class RolloutConfig(Section):
     """Sleep level as in vLLM. 1: offload weights to host memory; 2: discard them, since an update follows."""
     lora: bool = False
     """Send only the LoRA adapter to the engine instead of merged weights (vllm, rollout_server)."""
+    share_weights: bool = True
+    """With lora and one rank: the trainer computes with the memory of vLLM's frozen weights; on a GPU if set."""
     check_weights: bool = True
     """After each weight update, compare engine and trainer log-probs on a probe prompt."""
     probe_tolerance: Limit | None = Field(None, gt=0)
@@ -308,6 +271,15 @@ class ReplayConfig(Section):
 
     mode: ReplayMode = "auto"
     """Routes the trainer uses. off: its own; r2: of the old-log-prob pass; r3: of the rollout; auto: by updates."""
+    policy: ReplayPolicyName = "ids"
+    """How recorded routes are used (docs/training.md). ids: their experts, with current gate weights; ids+gates: gate
+    weights too, with r2; margin: an expert only if the router prefers another by at most replay.margin; drop: as ids,
+    and tokens without a route leave the loss, with r3; shift: as the mode, and importance ratios are scaled down where
+    routers have moved since the old-log-prob pass."""
+    margin: Annotated[float, Field(ge=0)] | None = None
+    """Largest difference between logarithms of routing weights, of policy = margin: 0.1 is about 10 %."""
+    shift_floor: float = Field(0.1, gt=0, le=1)
+    """Smallest factor of policy = shift."""
     score_native_every: int = Field(10, ge=0)
     """Every N steps, also score the batch without replay to measure its effect; 0: never. Every tenth step costs about
     3 % of scoring and updates (docs/training.md)."""

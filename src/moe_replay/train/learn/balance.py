@@ -2,8 +2,8 @@
 
 Routes say, before anything is computed, how many rows of each sample go to the experts of each expert-parallel rank.
 The ranks of an exchange wait in every layer for the busiest of them, so a micro-batch costs, summed over layers, the
-rows of its busiest rank. Samples change places between the micro-batches and data ranks of one update until no exchange
-of two makes that less: the samples of an update, and so its gradient, stay the same.
+rows of its busiest rank. Pairs of samples change places between the micro-batches and data ranks of one update where
+that makes it less: the samples of an update, and so its gradient, stay the same.
 
 Units are the samples that must stay together: one sample, or the samples that share a prompt (`sharing.py`).
 """
@@ -31,18 +31,19 @@ Bins = list[list[Tree]]
 
 LOAD, LOAD_BY_TOKENS, LOAD_LIMIT = "batch/ep_load", "batch/ep_load_by_tokens", "batch/ep_load_limit"
 
-DOUBLINGS = 4
-"""The search lowers a smooth form of the cost, a norm of the power 2^4 over ranks: several may be the busiest."""
-CONSIDERED = 32
-"""Units of a micro-batch whose exchanges are estimated: those that would cost most less elsewhere."""
-TRIED = 24
-"""Exchanges of a micro-batch that are computed, the best by their estimate."""
-PASSES = 6
-"""Times that every micro-batch is visited at most; there are no more exchanges than units."""
-WORK = 2**24
-"""Exchanges times units at most, so that a step of very many samples does not wait long."""
+EVEN = 0.1
+"""Weight of the norm over all ranks beside the rows of the busiest one."""
+TRIED = 16
+"""Exchanges of two units that are computed for a pair of slots in a round; the best one is made."""
+ROUND = 2**24
+"""Numbers that a round computes at most, which bounds its memory."""
+ROUNDS, CHECKED_EVERY = 4096, 64
+WORK = 2**29
+"""Numbers that all rounds compute at most, so that a step of very many samples does not wait long."""
 CLOSE = 1.001
 """Relative to the best that any division can reach: close enough to stop."""
+LEAST = 2e-5
+"""Decrease of the busiest ranks' rows, over `CHECKED_EVERY` rounds, below which the search stops."""
 
 
 class Loads(NamedTuple):
@@ -152,11 +153,10 @@ def balanced_division(division: Division, units: Units, width: int, budget: int,
     arguments alone.
     """
     count = max(map(len, division), default=0)
-    exchanges = -(-len(division) // width) * count
-    if exchanges < 2 or units.rows.size == 0:
+    if len(division) // width * count < 2 or units.rows.size == 0:
         return division
     search = _Search(division, units, width, budget, packed=packed)
-    search.run()
+    search.run(CLOSE * best_possible(units).busiest)
     found = search.division()
     token = rows_of_a_token(units, width)
     saved = loads_of(division, units, width).busiest - loads_of(found, units, width).busiest
@@ -165,195 +165,87 @@ def balanced_division(division: Division, units: Units, width: int, budget: int,
 
 
 class _Search:
-    """Exchanges of two units between micro-batches, each of which lowers the cost of experts, and that of the pass.
+    """Random exchanges of two units, of which those are made that lower the cost of experts and that of the pass.
 
-    A bin is a micro-batch of one data rank, a slot the bins that exchange tokens. With packed rows each bin has a unit
-    of no tokens too: to exchange that one is to move the other.
+    A bin is a micro-batch of one data rank, a slot the bins that exchange tokens (S slots of W bins). In each round the
+    slots meet in random pairs. Every bin has a free place more than units: to exchange that one is to move a unit.
     """
 
     def __init__(self, division: Division, units: Units, width: int, budget: int, *, packed: bool) -> None:
-        self._ranks, self._count = len(division), max(map(len, division))
-        bins = self._ranks * self._count
-        num_units = len(units.tokens)
-        empty = bins if packed else 0
-        self._real = np.arange(num_units + empty) < num_units
-        self._tokens = np.append(units.tokens, np.zeros(empty, np.int64))
-        self._rows = units.rows.reshape(num_units, -1)
-        self._shape = units.rows.shape[1:]
-        self._bin = np.append(np.zeros(num_units, np.int64), np.arange(empty))
+        self._none = len(units.tokens)  # the unit in a free place
+        self._tokens = np.append(units.tokens, 0)
+        self._rows = np.concatenate([units.rows, np.zeros_like(units.rows[:1])])
+        self._count = max(map(len, division))
+        places = max(len(bin_) for share in division for bin_ in share) + 1
+        self._held = np.full((len(division) // width * self._count, width, places), self._none)  # (S, W, places)
         for rank, share in enumerate(division):
-            for number, held in enumerate(share):
-                self._bin[held] = rank * self._count + number
-        self._packed = packed
-        numbers = np.arange(bins)
-        self._slot_of_bin = numbers // self._count // width * self._count + numbers % self._count
-        self._slots = int(self._slot_of_bin.max()) + 1
-        self._budget = budget
-        self._rows_of_a_token = rows_of_a_token(units, width)
-        self._movable = self._tokens <= budget
-        self._loads = np.zeros((self._slots, self._rows.shape[1]))
-        np.add.at(self._loads, self._slot_of_bin[self._bin[:num_units]], self._rows)
-        self._cost = self._costs(self._loads)
-        self._enough = CLOSE * best_possible(units).busiest
-        self._busiest = np.zeros(self._slots)
-        self._estimates = np.zeros((num_units + empty, self._slots), np.float32)
-        self._estimate(np.arange(self._slots))
+            for number, bin_ in enumerate(share):
+                self._held[rank // width * self._count + number, rank % width, : len(bin_)] = bin_
+        self._packed, self._budget, self._rows_of_a_token = packed, budget, rows_of_a_token(units, width)
+        self._loads = self._rows[self._held.reshape(len(self._held), -1)].sum(1)  # (S, L, P)
+        self._used = self._fed(self._held)  # (S, W)
+        self._costs = self._cost(self._loads, self._used)
 
-    def run(self) -> None:
-        left = min(len(self._rows), WORK // len(self._tokens))
-        for _ in range(PASSES):
-            before = left
-            for slot in np.argsort(-self._cost, kind="stable").tolist():
-                while left > 0 and self._busiest.sum() > self._enough and self._exchange_one(slot):
-                    left -= 1
-            if left == before:
-                return
+    def run(self, enough: float) -> None:
+        """Search until the rows of the busiest ranks are as few as `enough`, or hardly get fewer."""
+        random = np.random.default_rng(0)
+        numbers = TRIED * self._loads[0].size  # of a pair
+        pairs = max(1, min(len(self._held) // 2, ROUND // numbers))
+        before = np.inf
+        for number in range(max(CHECKED_EVERY, min(ROUNDS, WORK // (pairs * numbers)))):
+            if number % CHECKED_EVERY == 0:
+                busiest = float(self._loads.max(2).sum())
+                if busiest <= enough or busiest > before * (1 - LEAST):
+                    return
+                before = busiest
+            self._exchange(random, random.permutation(len(self._held))[: 2 * pairs].reshape(2, -1))
 
     def division(self) -> Division:
-        found: Division = [[[] for _ in range(self._count)] for _ in range(self._ranks)]
-        for unit, bin_ in enumerate(self._bin[: len(self._rows)].tolist()):
-            found[bin_ // self._count][bin_ % self._count].append(unit)
+        ranks = len(self._held) // self._count * self._held.shape[1]
+        found: Division = [[[] for _ in range(self._count)] for _ in range(ranks)]
+        for slot, bins in enumerate(self._held.tolist()):
+            group, number = divmod(slot, self._count)
+            for rank, bin_ in enumerate(bins, group * len(bins)):
+                found[rank][number] = sorted(unit for unit in bin_ if unit != self._none)
         for share in found:
             while share and not share[-1]:
                 share.pop()
         return found
 
-    # ---- cost -------------------------------------------------------------------------------------------------------
+    def _fed(self, bins: np.ndarray) -> np.ndarray:
+        """(..., places) -> (...): tokens of bins, padding included."""
+        tokens = self._tokens[bins]
+        return tokens.sum(-1) if self._packed else tokens.max(-1) * (bins != self._none).sum(-1)
 
-    def _by_layer(self, loads: np.ndarray) -> np.ndarray:
-        """(n, L P) -> (n, L, P)."""
-        return loads.reshape(len(loads), *self._shape)
+    def _cost(self, loads: np.ndarray, used: np.ndarray) -> np.ndarray:
+        """(..., L, P), (..., W) -> (...): rows of the busiest rank, and those that the tokens of the fullest bin cost.
 
-    def _costs(self, loads: np.ndarray) -> np.ndarray:
-        """(n, L P) -> (n,), smooth."""
-        by_layer = self._by_layer(loads)
-        busiest = by_layer.max(2)
-        norms = _raised(by_layer / np.maximum(busiest, 1e-9)[:, :, None]).sum(2)
-        for _ in range(DOUBLINGS):
-            norms = np.sqrt(norms)
-        return (busiest * norms).sum(1)
-
-    def _estimate(self, slots: np.ndarray) -> None:
-        """Compute how much each unit counts in slots: its rows, each as its rank is close to the busiest."""
-        loads = self._by_layer(self._loads[slots])
-        relative = loads / np.maximum(loads.max(2, keepdims=True), 1e-9)
-        raised = _raised(relative)
-        total = raised.sum(2, keepdims=True)
-        weights = raised / np.maximum(relative, 1e-9) / np.maximum(total, 1e-9) ** (1 - 0.5**DOUBLINGS)
-        self._estimates[: len(self._rows), slots] = self._rows @ weights.reshape(len(slots), -1).T.astype(np.float32)
-        self._busiest[slots] = loads.max(2).sum(1)
-
-    # ---- exchanges --------------------------------------------------------------------------------------------------
-
-    def _members(self, slot: int) -> np.ndarray:
-        return np.flatnonzero((self._slot_of_bin[self._bin] == slot) & self._real & self._movable)
-
-    def _used(self) -> np.ndarray:
-        """(bins,) int64: tokens of each bin, padding included."""
-        bins = self._ranks * self._count
-        if self._packed:
-            return np.bincount(self._bin, self._tokens, bins).astype(np.int64)
-        longest = np.zeros(bins, np.int64)
-        np.maximum.at(longest, self._bin, self._tokens)
-        return longest * np.bincount(self._bin, minlength=bins)
-
-    def _rests(self, used: np.ndarray) -> np.ndarray:
-        """(units,) int64: tokens of each unit's bin without it; where padded, the longest of the others."""
-        if self._packed:
-            return used[self._bin] - self._tokens
-        order = np.lexsort((self._tokens, self._bin))
-        last = np.flatnonzero(np.diff(self._bin[order], append=-1))  # the longest of each bin
-        longest = np.zeros(len(used), np.int64)
-        longest[self._bin[order[last]]] = self._tokens[order[last]]
-        is_longest = np.zeros(len(order), bool)
-        is_longest[order[last]] = True
-        second = np.zeros(len(used), np.int64)
-        np.maximum.at(second, self._bin[~is_longest], self._tokens[~is_longest])
-        return np.where(is_longest, second[self._bin], longest[self._bin])
-
-    def _after(self, members: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(members, units) each: tokens of the bin of a member, and of the other unit, after an exchange of the two."""
-        rests = self._rests(used)
-        own, other = self._tokens[members][:, None], self._tokens[None]
-        if self._packed:
-            return rests[members][:, None] + other, rests[None] + own
-        units_in = np.bincount(self._bin, minlength=len(used))[self._bin]
-        here = np.maximum(rests[members][:, None], other) * units_in[members][:, None]
-        return here, np.maximum(rests[None], own) * units_in[None]
-
-    def _lost(self, members: np.ndarray) -> np.ndarray:
-        """(members, units): tokens that the fullest bins of two slots gain by an exchange; inf where one does not fit.
-
-        A bin that would have no unit left does not fit.
+        A part of the norm of all ranks is added: several may be the busiest, and an exchange relieves one of them.
         """
-        used = self._used()
-        here, there = self._after(members, used)
-        widest, others = self._widest(used)
-        slots, bins = self._slot_of_bin[self._bin], self._bin
-        gained = np.maximum(others[bins[members]][:, None], here) - widest[slots[members]][:, None]
-        gained = gained + np.maximum(others[bins][None], there) - widest[slots][None]
-        units_in = np.bincount(bins[: len(self._rows)], minlength=len(used))[bins[members]]
-        fits = (here <= self._budget) & (there <= self._budget) & (self._real[None] | (units_in > 1)[:, None])
-        return np.where(fits, gained, np.inf)
+        rows = loads.max(-1) + EVEN * np.sqrt(np.einsum("...p,...p", loads, loads))
+        return rows.sum(-1) + self._rows_of_a_token * used.max(-1)
 
-    def _widest(self, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(slots,) tokens of the fullest bin, and (bins,) those of the fullest of the other bins of its slot."""
-        order = np.lexsort((used, self._slot_of_bin))
-        last = np.flatnonzero(np.diff(self._slot_of_bin[order], append=-1))
-        widest = used[order[last]]
-        others = widest[self._slot_of_bin]
-        second = np.zeros(self._slots, np.int64)
-        rest = np.setdiff1d(order, order[last])
-        np.maximum.at(second, self._slot_of_bin[rest], used[rest])
-        others[order[last]] = second
-        return widest, others
-
-    def _exchange_one(self, slot: int) -> bool:
-        """Make the best exchange of a unit of a slot with one of another; return whether any lowers the cost."""
-        slots = self._slot_of_bin[self._bin]
-        estimates = self._estimates
-        members = self._members(slot)
-        elsewhere = estimates[members].mean(1) - estimates[members, slot]
-        members = members[np.argsort(elsewhere, kind="stable")[:CONSIDERED]]
-        change = estimates[None, :, slot] - estimates[members, slot][:, None]
-        change += estimates[members][:, slots] - estimates[np.arange(len(slots)), slots][None]
-        lost = self._lost(members) * self._rows_of_a_token
-        change = np.where(change < 0, change + lost, np.inf)
-        change[:, (slots == slot) | ~self._movable] = np.inf
-        flat = change.ravel()
-        order = np.sort(np.argpartition(flat, TRIED)[:TRIED]) if flat.size > TRIED else np.arange(flat.size)
-        order = order[flat[order] < 0]
-        if not len(order):
-            return False
-        ours, theirs = members[order // len(slots)], order % len(slots)
-        moved = self._rows_of(theirs) - self._rows_of(ours)
-        others = slots[theirs]
-        here, there = self._loads[slot] + moved, self._loads[others] - moved
-        saved = self._cost[slot] + self._cost[others] - self._costs(here) - self._costs(there)
-        saved -= np.maximum(lost.ravel()[order], 0)
-        best = int(saved.argmax())
-        if saved[best] <= 1e-6 * self._cost[slot]:
-            return False
-        other = int(others[best])
-        self._loads[slot], self._loads[other] = here[best], there[best]
-        changed = np.array([slot, other])
-        self._cost[changed] = self._costs(self._loads[changed])
-        self._bin[[ours[best], theirs[best]]] = self._bin[[theirs[best], ours[best]]]
-        self._estimate(changed)
-        return True
-
-    def _rows_of(self, units: np.ndarray) -> np.ndarray:
-        """(n, L P) float64; those without tokens have none."""
-        found = np.zeros((len(units), self._rows.shape[1]))
-        real = self._real[units]
-        found[real] = self._rows[units[real]]
-        return found
-
-
-def _raised(loads: np.ndarray) -> np.ndarray:
-    for _ in range(DOUBLINGS):
-        loads = loads * loads
-    return loads
+    def _exchange(self, random: np.random.Generator, pairs: np.ndarray) -> None:
+        """Make the best of some random exchanges between the slots of each pair, (2, n), where it lowers the cost."""
+        _, width, places = self._held.shape
+        shape = (*pairs.shape, TRIED)
+        slot, rank, place = pairs[..., None], random.integers(width, size=shape), random.integers(places, size=shape)
+        unit, bins = self._held[slot, rank, place], self._held[slot, rank]
+        was_empty = (bins == self._none).all(-1)
+        np.put_along_axis(bins, place[..., None], unit[::-1, ..., None], -1)
+        fed = self._fed(bins)
+        used = np.repeat(self._used[slot], TRIED, 2)
+        np.put_along_axis(used, rank[..., None], fed[..., None], -1)
+        moved = self._rows[unit[1]] - self._rows[unit[0]]
+        loads = self._loads[slot] + np.stack([moved, -moved])
+        costs = self._cost(loads, used)
+        fits = ((fed <= self._budget) & (was_empty | (bins != self._none).any(-1))).all(0)
+        saved = np.where(fits, (self._costs[slot] - costs).sum(0), 0)
+        best = saved.argmax(1)
+        (taken,) = np.nonzero(saved.max(1) > 1e-6 * self._costs[pairs].sum(0))
+        chosen, changed = (np.arange(2)[:, None], taken, best[taken]), pairs[:, taken]
+        self._held[changed, rank[chosen]] = bins[chosen]
+        self._used[changed], self._loads[changed], self._costs[changed] = used[chosen], loads[chosen], costs[chosen]
 
 
 # ---- over ranks ------------------------------------------------------------------------------------------------------

@@ -261,6 +261,19 @@ def make_micro_batch(
     )
 
 
+def has_route(trajectories: Sequence[Trajectory]) -> np.ndarray:
+    """Return (N,) bool: whether the token that predicts each sampled token has a route, in any layer."""
+    return np.asarray(np.concatenate([t.trace.valid[:-1][t.sampled[1:]] for t in trajectories]).any(axis=1))
+
+
+def target_rows(batch: MicroBatch) -> Tensor:
+    """Return (n,) the row of the routers on this rank that each target is predicted in."""
+    if batch.layout.order == "batch":
+        return batch.target_positions
+    sequences, width = batch.layout.fed.shape
+    return batch.target_positions % width * sequences + batch.target_positions // width
+
+
 def _logit_mask(trajectories: Sequence[Trajectory], tokens: np.ndarray, device: torch.device) -> LogitMask | None:
     """Return the mask of tokens (n,) of all trajectories, concatenated; None if none of them has one."""
     masks = [trajectory.sampling_mask for trajectory in trajectories]

@@ -35,7 +35,7 @@ from moe_replay.train.backends.base import (
 from moe_replay.train.config.sections import OptimConfig
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.learn.balance import ExpertBalance
-from moe_replay.train.learn.batches import mini_batches
+from moe_replay.train.learn.batches import has_route, mini_batches, target_rows
 from moe_replay.train.learn.losses import LossError, LossInputs, LossOutput, LossSettings, load_loss, metric_names
 from moe_replay.train.learn.replay_mode import plan_replay
 from moe_replay.train.learn.server_checks import ServerChecks
@@ -52,6 +52,10 @@ PAIRS = ("rollout_vs_old", "rollout_vs_native", "rollout_vs_train", "old_vs_trai
 FIRST_UPDATE = "first_update_max_logprob_diff"
 SHARED_TOKENS = "batch/shared_tokens"
 DIFFERING_ROUTES = "batch/prompt_routes_differ"
+PLANNED = "batch/planned"
+DROPPED = "routing/dropped_tokens"
+SHIFT_WEIGHT, SHIFT_FLOORED = "routing/shift_weight", "routing/shift_floored"
+MEANS = ("loss/entropy", SHARED_TOKENS, DIFFERING_ROUTES, PLANNED, DROPPED, SHIFT_WEIGHT, SHIFT_FLOORED)
 
 
 class _ExcludedServers(Exception):  # noqa: N818
@@ -81,6 +85,7 @@ class Learner:
         self.skipped_in_a_row = 0
         self._config = config
         self.passes: dict[str, list[Pass]] = {"score": [], "train": []}
+        self._passes = (0, 0)  # replayed and planned, up to the step before
         self._unscored = _Unscored()
         self._has_checked_forward = False
         self._first_update = FirstUpdateCheck(config.replay.first_ratio_tolerance, config.model.dtype)
@@ -134,7 +139,7 @@ class Learner:
         return MetricAccumulator(
             self.backend.topology,
             self.backend.device,
-            means=["loss/entropy", SHARED_TOKENS, DIFFERING_ROUTES, *(f"loss/{name}" for name in self._loss_metrics)],
+            means=[*MEANS, *(f"loss/{name}" for name in self._loss_metrics)],
             totals=["loss/total"],
             pairs=PAIRS,
             maxima=[FIRST_UPDATE],
@@ -173,11 +178,14 @@ class Learner:
         self._servers.version = step - 1
         batches = [batch for batches in updates for batch in batches]
         unscored = self._unscored_updates(updates)
+        if self.plan.drops:
+            for batch in batches:
+                self._drop_unrouted(batch, metrics)
         watched = self._alignment.choose(batches, step) if self.plan.observe else None
         each_chooses = self._config.algorithm.old_logprobs == "rollout"
         self._unscored = _Unscored(unscored, compare, None if each_chooses else watched)
         if scored := [batch for batches in updates[unscored:] for batch in batches]:
-            scoring = replace(self.plan.scoring, observer=self._observer(metrics, watched))
+            scoring = self._counted(replace(self.plan.scoring, observer=self._observer(metrics, watched)), metrics)
             self._count("score", scored)
             for batch, scores in zip(scored, self.backend.score(scored, scoring), strict=True):
                 if scores is not None:  # on the last pipeline stage
@@ -264,6 +272,24 @@ class Learner:
 
         return compare
 
+    def _drop_unrouted(self, batch: MicroBatch, metrics: MetricAccumulator) -> None:
+        """Take tokens out of the loss that were predicted without a route; those that stay keep their weights."""
+        is_out = torch.from_numpy(~has_route(batch.trajectories)).to(batch.loss_weights.device)
+        batch.loss_weights = batch.loss_weights.masked_fill(is_out, 0.0)
+        if not batch.is_dummy:
+            metrics.add_mean(DROPPED, is_out.double())
+
+    def _counted(self, routing: Routing, metrics: MetricAccumulator) -> Routing:
+        """Return a routing that counts the choices which the margin of its policy has decided."""
+        if routing.action != "replay" or not routing.policy.has_margin:
+            return routing
+
+        def count(batch: MicroBatch, choices: Mapping[int, Tensor]) -> None:
+            if not batch.is_dummy:
+                metrics.add_choices(choices, batch.layout)
+
+        return replace(routing, choices=count)
+
     def _check_alignment(self, watched: MicroBatch | None, step: int) -> dict[str, float]:
         if watched is not None:
             self._alignment.look_at(watched, step)
@@ -301,7 +327,7 @@ class Learner:
             is_scored = index >= self._unscored.count
             loss = self._loss(metrics, 1 / len(all_updates), check=is_scored and not norms)
             if is_scored:
-                result = self.backend.update(batches, loss, self.plan.updating, lr)
+                result = self.backend.update(batches, loss, self._counted(self.plan.updating, metrics), lr)
             else:
                 routing, old_pass = self._old_pass(batches, metrics, step, checked)
                 try:
@@ -346,7 +372,8 @@ class Learner:
             if checks:
                 self._compare_with_scores(batches, forward, metrics)
 
-        return replace(self.plan.scoring, observer=self._observer(metrics, watched)), OldPass(take, finish)
+        routing = replace(self.plan.scoring, observer=self._observer(metrics, watched))
+        return self._counted(routing, metrics), OldPass(take, finish)
 
     def _compare_with_scores(
         self, batches: Sequence[MicroBatch], forward: Mapping[MicroBatch, Tensor], metrics: MetricAccumulator
@@ -387,6 +414,7 @@ class Learner:
                 weights=batch.loss_weights,
                 sequence=batch.sequence,
                 num_sequences=len(batch.trajectories),
+                trust=self._trust(batch, metrics),
             )
             output = self._policy_loss(inputs, self._loss_settings)
             if not batch.is_dummy:
@@ -398,6 +426,19 @@ class Learner:
             return output.loss
 
         return loss
+
+    def _trust(self, batch: MicroBatch, metrics: MetricAccumulator) -> Tensor | None:
+        """Return (N,) the weights by router shift; None in the update that is the old-log-prob pass, and without."""
+        moved = batch.old_weights[0].shift if self.plan.shift_floor is not None else None
+        if self.plan.shift_floor is None or moved is None:
+            return None
+        shift = torch.zeros_like(batch.loss_weights)
+        shift = shift.index_copy(0, batch.target_index, moved[target_rows(batch)].to(shift))
+        trust = (-shift).exp()
+        if not batch.is_dummy:
+            metrics.add_mean(SHIFT_WEIGHT, trust)
+            metrics.add_mean(SHIFT_FLOORED, (trust < self.plan.shift_floor).double())
+        return trust.clamp(min=self.plan.shift_floor)
 
     def _add_loss_metrics(self, output: LossOutput, metrics: MetricAccumulator, share: float) -> None:
         if output.token_metrics.keys() != set(self._loss_metrics):
@@ -414,9 +455,17 @@ class Learner:
 
     def summarize(self, metrics: MetricAccumulator, updates: Sequence[Sequence[MicroBatch]]) -> dict[str, float]:
         """Return the metrics of the step over all ranks; raise where the first update shows that replay failed."""
+        self._add_planned(metrics)
         reduced = metrics.reduce(report_tokens=self.backend.reports_metrics)
         self.check_first_update(reduced.maxima[FIRST_UPDATE], next(filter(None, updates), ()))
         return reduced.metrics
+
+    def _add_planned(self, metrics: MetricAccumulator) -> None:
+        """Count the replayed passes since the step before, and those of them that were planned."""
+        if (replay := self.backend.replay).takes_plans:
+            passes, planned = replay.replayed_passes - self._passes[0], replay.planned_passes - self._passes[1]
+            self._passes = replay.replayed_passes, replay.planned_passes
+            metrics.add_mean(PLANNED, (torch.arange(passes, device=self.backend.device) < planned).double())
 
     def check_first_update(self, largest: float, batches: Sequence[MicroBatch] = ()) -> None:
         """Raise if old log-probs and those of the first update, in these micro-batches, are too far apart."""

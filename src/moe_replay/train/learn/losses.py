@@ -40,6 +40,7 @@ class LossInputs:
     weights           (N,) weight of the token in the whole mini-batch, from `token_weights`; 0 takes the token out
     sequence          (N,) int64: the sequence that each token belongs to
     num_sequences     S
+    trust             (N,) factor of each importance ratio, by the shift of routers; None where there is none
     """
 
     logprobs: Tensor
@@ -50,6 +51,7 @@ class LossInputs:
     weights: Tensor
     sequence: Tensor
     num_sequences: int
+    trust: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +157,14 @@ def sequence_mean(values: Tensor, sequence: Tensor, num_sequences: int) -> Tenso
 
 
 def importance_ratio(inputs: LossInputs, settings: LossSettings) -> Tensor:
-    """Return (N,) policy / old policy: of each token (GRPO), or the geometric mean over its sequence (GSPO)."""
+    """Return (N,) policy / old policy: of each token (GRPO), or the geometric mean over its sequence (GSPO).
+
+    Where there is `trust`, ratios are scaled by it before anything is clipped or averaged, as RSPO does
+    (arXiv:2510.23027).
+    """
     difference = inputs.logprobs - inputs.old_logprobs
+    if inputs.trust is not None:
+        difference = difference + inputs.trust.detach().log()
     if settings.importance_sampling_level == "sequence":
         difference = sequence_mean(difference, inputs.sequence, inputs.num_sequences)[inputs.sequence]
     return difference.exp()

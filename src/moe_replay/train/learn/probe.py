@@ -20,7 +20,7 @@ from moe_replay.routes.trace import RouteTrace
 from moe_replay.train.backends.base import Backend, Routing, Scores
 from moe_replay.train.config.sections import RolloutConfig
 from moe_replay.train.learn.batches import dummy_batch, make_micro_batch
-from moe_replay.weights.probe import Probe
+from moe_replay.weights.identity import Probe
 
 
 class ProbeSequence:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from moe_replay.replay.policy import IDS, ReplayPolicy
 from moe_replay.train.backends.base import Routing
 from moe_replay.train.config.registries import Correction
 from moe_replay.train.config.train_config import TrainConfig
@@ -18,12 +19,18 @@ class ReplayPlan:
     reason       why this mode was chosen, for the log
     correction   importance correction for the difference between rollout engine and old policy
     observe      whether the rollout's routes are compared with the trainer's own choice
+    policy       how recorded routes are used
+    drops        whether tokens without a route leave the loss
+    shift_floor  smallest factor of importance ratios by the shift of routers; None: there are no such factors
     """
 
     mode: Literal["off", "r2", "r3"]
     reason: str
     correction: Correction
     observe: bool = True
+    policy: ReplayPolicy = IDS
+    drops: bool = False
+    shift_floor: float | None = None
 
     @property
     def needs_rollout_routes(self) -> bool:
@@ -32,16 +39,19 @@ class ReplayPlan:
     @property
     def scoring(self) -> Routing:
         """Routing of the old-log-prob pass."""
+        weights = None if self.shift_floor is None else "keep"
         if self.mode == "r3":
-            return Routing("replay", "rollout", observe=self.observe)
-        return Routing("record" if self.mode == "r2" else "native", observe=self.observe)
+            return Routing("replay", "rollout", observe=self.observe, policy=self.policy, weights=weights)
+        action = "record" if self.mode == "r2" else "native"
+        return Routing(action, observe=self.observe, policy=self.policy, weights=weights)
 
     @property
     def updating(self) -> Routing:
         """Routing of every forward of an update, and of the recomputation in its backward."""
+        weights = None if self.shift_floor is None else "compare"
         if self.mode == "off":
-            return Routing("native")
-        return Routing("replay", "recorded" if self.mode == "r2" else "rollout")
+            return Routing("native", weights=weights)
+        return Routing("replay", "recorded" if self.mode == "r2" else "rollout", policy=self.policy, weights=weights)
 
 
 def asks_for_routes(config: TrainConfig) -> bool:
@@ -60,6 +70,13 @@ def old_logprobs_in_words(config: TrainConfig) -> str:
     return first if config.algorithm.updates_per_rollout == 1 else f"{first} for the first update, else scored before"
 
 
+def _policy(config: TrainConfig) -> ReplayPolicy:
+    """Return how routers use recorded routes; `auto` goes with the default alone."""
+    if config.replay.margin is not None:
+        return ReplayPolicy(margin=config.replay.margin)
+    return ReplayPolicy(gates=config.replay.policy == "ids+gates")
+
+
 def plan_replay(config: TrainConfig) -> ReplayPlan:
     """Return the plan of a run.
 
@@ -68,7 +85,12 @@ def plan_replay(config: TrainConfig) -> ReplayPlan:
     """
     asked, correction, observe = config.replay.mode, config.algorithm.rollout_correction, config.replay.observe
     if asked != "auto":
-        return ReplayPlan(asked, "as configured", correction, observe)
+        name, floor = config.replay.policy, config.replay.shift_floor
+        return ReplayPlan(
+            *(asked, "as configured", correction, observe, _policy(config)),
+            drops=name == "drop",
+            shift_floor=floor if name == "shift" else None,
+        )
     updates = config.updates_per_step * (1 + config.rollout.max_staleness)
     if config.algorithm.old_logprobs == "rollout":  # no correction: the ratio of each update is against the rollout
         if updates == 1:

@@ -20,7 +20,6 @@ from moe_replay.train.rollout.prompts import Prompt
 from moe_replay.train.rollout.rollouts import Rollouts
 from moe_replay.train.sync.shared_devices import SharedDevices
 from moe_replay.train.sync.synced_engine import SyncedEngine
-from moe_replay.train.trajectories.ray_store import RayStore, ranks_share_ray
 from moe_replay.train.trajectories.store import InProcessStore, RankStore, TrajectoryStore
 from moe_replay.train.trajectories.wire import batch_from_bytes, batch_to_bytes
 from moe_replay.utils.misc import ProgressCallback
@@ -36,8 +35,6 @@ def open_store(backend: Backend, timeout_s: float) -> TrajectoryStore:
     """Return the store that the ranks of this run reach. Collective."""
     if world_size() == 1:
         return InProcessStore()
-    if ranks_share_ray():
-        return RayStore(layers_of(backend), timeout_s)
     return RankStore(backend.data_rank, layers_of(backend), timeout_s)
 
 

@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from moe_replay.distributed.network import LOOPBACK, address_towards
@@ -130,7 +131,9 @@ def _address() -> str:
     return address_towards(os.environ["MASTER_ADDR"])
 
 
-def open_engine(config: TrainConfig, folder: str, started: StartedEngines | None = None) -> Engine:
+def open_engine(
+    config: TrainConfig, folder: str, started: StartedEngines | None = None, *, share_weights: bool = False
+) -> Engine:
     """Start the engine of a run on the model in a folder, or connect to the servers that have it."""
     length = longest_sequence(config, folder)
     if started is not None and started.urls:
@@ -139,7 +142,7 @@ def open_engine(config: TrainConfig, folder: str, started: StartedEngines | None
         size = vocabulary_size(folder, trust_remote_code=config.model.trust_remote_code)
         return connect_local(started.urls, started.token, size, started.follow)
     request = start_request(config.rollout, config.model, folder, length)
-    return start_engine(config.rollout.engine, request)
+    return start_engine(config.rollout.engine, replace(request, share_weights=share_weights))
 
 
 def check_adapter(targets: Targets) -> None:

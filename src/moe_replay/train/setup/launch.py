@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -141,7 +142,18 @@ def process_group(device: torch.device, silence_s: float = SILENCE_S) -> Iterato
             yield watch
     finally:
         dist.destroy_process_group()
+        _forget_shardings()
         watch.stop()
+
+
+def _forget_shardings() -> None:
+    """Empty this thread's cache of DTensor, which keeps groups that were destroyed.
+
+    A process that another thread forks would end them with this thread's state, and crash: their threads are not there.
+    """
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # torch 2.6 has no such cache
+    if clear is not None:
+        clear()
 
 
 def _check_rank(rank: str, size: str) -> None:
@@ -198,14 +210,30 @@ def with_memory_decided(
 
 
 def open_backend(
-    config: TrainConfig, folder: str, device: torch.device, tell: Callable[[str], None] = lambda text: None
+    config: TrainConfig,
+    folder: str,
+    device: torch.device,
+    tell: Callable[[str], None] = lambda text: None,
+    export: str | None = None,
 ) -> Backend:
-    """Return the backend with this rank's part of the policy, loaded from a folder."""
+    """Return the backend with this rank's part of the policy, loaded from a folder.
+
+    export   weights of the engine whose memory holds the frozen ones (`Engine.share_weights`), with FSDP2
+    """
     config = with_memory_decided(config, folder, device, tell)
+    tell(f"loading the policy: {folder}")
+    began, base = time.monotonic(), None
     if config.backend.kind == "megatron":
         from moe_replay.train.backends.megatron import MegatronBackend
 
-        return MegatronBackend(config, folder, device)
-    from moe_replay.train.backends.fsdp import FsdpBackend
+        backend: Backend = MegatronBackend(config, folder, device)
+    else:
+        from moe_replay.train.backends.fsdp import FsdpBackend
+        from moe_replay.train.backends.shared_base import SharedBase
 
-    return FsdpBackend(config, folder, device)
+        base = None if export is None else SharedBase(export, device)
+        backend = FsdpBackend(config, folder, device, base)
+    tell(f"policy: ready after {time.monotonic() - began:.0f} s")
+    for line in [] if base is None else base.describe():
+        tell(line)
+    return backend

@@ -16,6 +16,7 @@ from typing import Any
 
 from moe_replay.engines.base import devices_per_engine
 from moe_replay.errors import LayoutError
+from moe_replay.train.config.one_copy import check_alone, has_one_copy
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.utils.misc import GIB
 from moe_replay.weights.model_sizes import ModelSizes
@@ -112,16 +113,16 @@ def plan_memory(config: TrainConfig, sizes: ModelSizes, *, gpus: int, gpu_gib: f
     if gpus < 1 or not 0 < gpu_gib < math.inf:
         raise LayoutError("no GPUs to plan for", expected="at least 1, with memory", found=f"{gpus} of {gpu_gib:g} GiB")
     config = with_memory_used(config, sizes, gpus=gpus, gpu_gib=gpu_gib)
-    engine = _Engine.of(config, sizes, gpu_gib * GIB)
+    engine = _Engine.of(config, sizes, gpu_gib * GIB, is_shared=has_one_copy(config, gpus, "cuda"))
     trainers = [_fsdp(config, sizes, gpus)] if config.backend.kind == "fsdp" else _megatron(config, sizes, gpus)
     by_stage = [_phases(config, trainer, engine) for trainer in trainers]
     peaks = tuple(max(sum(parts.values()) for parts in phases.values()) for phases in by_stage)
     fullest = peaks.index(max(peaks))
     trainer = trainers[fullest]
-    held = sum(trainer.weights + trainer.reference + trainer.optimizer for trainer in trainers)
+    held = sum(trainer.weights + trainer.adapters + trainer.reference + trainer.optimizer for trainer in trainers)
     host = held * gpus / len(trainers) if config.backend.offload else 0.0
-    if config.rollout.sleep and engine.total:
-        host += engine.weights * engine.gpus * (config.rollout.sleep_level == 1)
+    if config.rollout.sleep and engine.total and not engine.is_shared:
+        host += engine.weights * engine.gpus * (config.rollout.sleep_level == 1 or config.rollout.lora)
     checkpoint = config.checkpoint
     saves = checkpoint.every or checkpoint.at_end
     saved = (trainer.saved_weights + (trainer.saved_optimizer if checkpoint.optimizer else 0.0)) if saves else 0.0
@@ -134,9 +135,12 @@ def plan_memory(config: TrainConfig, sizes: ModelSizes, *, gpus: int, gpu_gib: f
 def _phases(config: TrainConfig, trainer: _Trainer, engine: _Engine) -> dict[str, Parts]:
     offload = config.backend.offload
     rest: Parts = {"context": CONTEXT_BYTES}
+    lasting: Parts = {"shared weights": engine.weights} if engine.is_shared else {}
+    awake = lasting | {"engine": engine.total - sum(lasting.values())}
     if engine.total:
-        rest |= {"sleeping engine": SLEEPING_ENGINE_BYTES} if config.rollout.sleep else {"engine": engine.total}
-    held = {"weights": trainer.weights, "reference": trainer.reference}
+        asleep = {"sleeping engine": SLEEPING_ENGINE_BYTES + (engine.adapters if engine.is_shared else 0)}
+        rest |= lasting | asleep if config.rollout.sleep else awake
+    held = {"weights": trainer.weights, "adapters": trainer.adapters, "reference": trainer.reference}
     kept = {} if offload else {"optimizer state": trainer.optimizer, "gradients": trainer.kept_gradients}
     logits = {"logits": trainer.logits}
     phases: dict[str, Parts] = {
@@ -150,10 +154,10 @@ def _phases(config: TrainConfig, trainer: _Trainer, engine: _Engine) -> dict[str
         "optimizer step": held | {"gradients": trainer.gradients, "optimizer state": trainer.optimizer} | rest,
     }
     if engine.total:
-        awake = {"engine weights": engine.weights} if config.rollout.sleep else {}
-        phases["weight sync"] = held | kept | {"gathered": trainer.sent} | awake | rest
+        loaded = {"engine weights": engine.weights} if config.rollout.sleep and not engine.is_shared else {}
+        phases["weight sync"] = held | kept | {"gathered": trainer.sent} | loaded | rest
         resident = {} if offload else held | kept
-        phases["sample"] = resident | {"engine": engine.total, "context": CONTEXT_BYTES}
+        phases["sample"] = resident | awake | {"context": CONTEXT_BYTES}
     return phases
 
 
@@ -225,6 +229,8 @@ def check_width(config: TrainConfig, gpus_per_node: int) -> None:
 class _Trainer:
     """Bytes per rank.
 
+    weights          0 where they are the engine's
+    adapters         of LoRA, which are trained; `gradients` and `optimizer` are then theirs
     kept_gradients   gradients kept between updates
     gathered         parameters gathered for a layer and the next one, and for embedding and head
     reduced          gradients being reduce-scattered
@@ -233,6 +239,7 @@ class _Trainer:
     """
 
     weights: float
+    adapters: float
     gradients: float
     kept_gradients: float
     optimizer: float
@@ -248,6 +255,8 @@ class _Trainer:
 
 
 def _fsdp(config: TrainConfig, sizes: ModelSizes, ranks: int) -> _Trainer:
+    if config.model.base_dtype is not None:
+        check_alone(config.model.base_dtype, ranks)
     compute = _BYTES[config.model.dtype]
     experts, contexts = config.backend.expert_parallel, config.backend.context_parallel
     if ranks % experts or ranks % contexts or sizes.num_experts % experts:
@@ -260,28 +269,43 @@ def _fsdp(config: TrainConfig, sizes: ModelSizes, ranks: int) -> _Trainer:
     total, root = sizes.total, sizes.embedding * (1 if sizes.tied else 2)
     layer = max(of_experts / experts + dense for of_experts, dense in sizes.by_layer)
     whole = sum(of_experts / experts + dense for of_experts, dense in sizes.by_layer)
-    trained = 0 if config.model.lora_rank else total
-    has_reference = config.algorithm.beta > 0 and not (config.model.lora_rank and config.model.reference is None)
+    adapters = sizes.adapter_parameters(config.model.lora_rank, config.model.lora_target_modules)
+    trained = adapters if config.model.lora_rank else total
+    is_shared = has_one_copy(config, ranks, "cuda")
+    frozen = (compute if adapters else 4) * total
+    dequantised = 0
+    if config.model.base_dtype is not None:  # with a scale for each block; one tensor is dequantised at a time
+        frozen = (1 + 4 / 128**2) * (total - root) + compute * root
+        dequantised = sizes.largest
+    if is_shared or dequantised:  # frozen weights are not in shards: adapters alone are gathered
+        layer = whole = root = adapters / sizes.layers
     working = sizes.layer_activations(tokens, compute)
     # rows on their way to experts and back, if every rank gets as many as it sends
     travelling = 2 * tokens * sizes.top_k * sizes.hidden * compute if experts > 1 else 0
     inputs = sizes.layers * tokens * sizes.hidden * compute
     recomputes = config.model.gradient_checkpointing
+    largest = sizes.largest if experts == 1 else sizes.embedding
     return _Trainer(
-        weights=(4 if trained else compute) * total / ranks,
+        weights=0 if is_shared else frozen / ranks,
+        adapters=4 * adapters / ranks,
         gradients=4 * trained / ranks,
         kept_gradients=0,
         optimizer=8 * trained / ranks,
-        reference=compute * total / ranks if has_reference else 0,
-        gathered=compute * ((2 * layer if config.backend.reshard_after_forward else whole) + root),
-        reduced=((compute + 8) * layer + (compute + 4) * root) if trained else 0,
+        reference=compute * total / ranks if _has_reference(config) else 0,
+        gathered=compute * (dequantised + (2 * layer if config.backend.reshard_after_forward else whole) + root),
+        reduced=0 if adapters else (compute + 8) * layer + (compute + 4) * root,
         activations=(inputs + 2 * working if recomputes else (sizes.layers + 1) * working) + travelling,
         scoring=working + travelling,
         logits=_logits(config, sizes, 1),
-        sent=compute * (max(layer, sizes.embedding) + (sizes.largest if experts == 1 else sizes.embedding)),
+        sent=0 if config.rollout.lora else compute * (max(layer, sizes.embedding) + largest),
         saved_weights=4 * trained / ranks,
         saved_optimizer=8 * trained / ranks,
     )
+
+
+def _has_reference(config: TrainConfig) -> bool:
+    """Return whether there is a reference model besides the policy."""
+    return config.algorithm.beta > 0 and not (config.model.lora_rank and config.model.reference is None)
 
 
 def _megatron(config: TrainConfig, sizes: ModelSizes, ranks: int) -> list[_Trainer]:
@@ -342,31 +366,37 @@ def _stage(config: TrainConfig, sizes: ModelSizes, ranks: int, number: int, laye
     granularity = backend.megatron.get("recompute_granularity")
     full = granularity == "full" or (config.model.gradient_checkpointing and granularity is None)
     local = experts + dense
-    optimizer = state * (dense / shards[0] + experts / shards[1])
-    saved = dense / replicas[0] + experts / replicas[1]
+    # adapters are divided about as their layers are
+    adapters = sizes.adapter_parameters(config.model.lora_rank, config.model.lora_target_modules) * local / sizes.total
+    trained = adapters / local if config.model.lora_rank else 1
+    optimizer = trained * state * (dense / shards[0] + experts / shards[1])
+    saved = trained * (dense / replicas[0] + experts / replicas[1])
     return _Trainer(
         weights=compute * local,
-        gradients=4 * local,
-        kept_gradients=4 * local,
+        adapters=compute * adapters,
+        gradients=4 * trained * local,
+        kept_gradients=4 * trained * local,
         optimizer=optimizer,
-        reference=compute * local if config.algorithm.beta > 0 else 0,
+        reference=compute * local if _has_reference(config) else 0,
         gathered=0,
         reduced=0,
         activations=in_flight * inputs + 2 * working if full else (in_flight * len(layers) + 1) * working,
         scoring=working,
         logits=_logits(config, sizes, tp) if is_last else 0,
-        sent=compute * (max(sizes.layer, sizes.embedding) + sizes.largest),
+        sent=0 if config.rollout.lora else compute * (max(sizes.layer, sizes.embedding) + sizes.largest),
         saved_weights=compute * saved,
         saved_optimizer=state * saved,
     )
 
 
 def _logits(config: TrainConfig, sizes: ModelSizes, shards: int) -> float:
-    """One chunk in the compute dtype and three times in float32, and the head's gradient in float32.
+    """One chunk in the compute dtype and three times in float32, and the head's gradient in float32, if it is trained.
 
     Compiled, a chunk has four times the tokens and is there twice in the compute dtype: about the same.
     """
-    per_token_id = config.batch.logit_chunk * (_BYTES[config.model.dtype] + 3 * 4) + 4 * sizes.hidden
+    per_token_id = config.batch.logit_chunk * (_BYTES[config.model.dtype] + 3 * 4)
+    if not config.model.lora_rank:
+        per_token_id += 4 * sizes.hidden
     return per_token_id * sizes.vocabulary / shards
 
 
@@ -375,25 +405,36 @@ def _logits(config: TrainConfig, sizes: ModelSizes, shards: int) -> float:
 
 @dataclass(frozen=True)
 class _Engine:
-    """vLLM on the trainer's GPUs: total bytes per GPU, bytes of its weights per GPU, and its number of GPUs."""
+    """vLLM on the trainer's GPUs.
+
+    total       bytes per GPU, of which `weights` and room for `adapters`
+    gpus        that it runs on
+    is_shared   the trainer computes with its weights
+    """
 
     total: float = 0.0
     weights: float = 0.0
+    adapters: float = 0.0
     gpus: int = 0
+    is_shared: bool = False
 
     @classmethod
-    def of(cls, config: TrainConfig, sizes: ModelSizes, capacity: float) -> _Engine:
-        rollout = config.rollout
+    def of(cls, config: TrainConfig, sizes: ModelSizes, capacity: float, *, is_shared: bool) -> _Engine:
+        rollout, model = config.rollout, config.model
         is_separate = config.cluster.starts_engines and config.cluster.placement == "separate"
         if rollout.engine != "vllm" or is_separate:
             return cls()
         options = rollout.options
         gpus, replicas = devices_per_engine(options), int(options.get("data_parallel_size") or 1)
         replicated = sizes.total - sizes.experts  # in each replica; experts are sharded over all replicas
-        weights = _BYTES.get(rollout.dtype, 2) * (replicas * replicated + sizes.experts) / gpus
+        size = _BYTES.get(rollout.dtype, 2)
+        weights = size * (replicas * replicated + sizes.experts) / gpus
+        adapters = 0.0
+        if rollout.lora:
+            adapters = size * sizes.adapter_parameters(model.lora_rank, model.lora_target_modules, split=True) / gpus
         total = float(options.get("gpu_memory_utilization", VLLM_MEMORY_UTILIZATION)) * capacity
         if "kv_cache_memory_bytes" in options:
-            total = weights + float(options["kv_cache_memory_bytes"]) + SLEEPING_ENGINE_BYTES
+            total = weights + adapters + float(options["kv_cache_memory_bytes"]) + SLEEPING_ENGINE_BYTES
         if weights > total:
             raise LayoutError(
                 "the engine's weights do not fit into its GPU memory",
@@ -401,4 +442,4 @@ class _Engine:
                 found=f"{weights / GIB:.1f} GiB on each of {gpus} GPUs",
                 remedy="Raise gpu_memory_utilization or tensor_parallel_size",
             )
-        return cls(total, weights, gpus)
+        return cls(total, weights, adapters, gpus, is_shared)

@@ -3,10 +3,9 @@
     batch = store.put(trajectories)                    # where they arrive: on rank 0
     store.get(batch, indices=[3, 5], layers=(4, 5))    # on any rank: its own sequences, the layers of its stage
 
-`InProcessStore` is for one rank. `RankStore` is for ranks of a launcher: rank 0 encodes the trajectories once for each
-pipeline stage in an anonymous file in memory. Ranks on its machine map it; on other machines one of the ranks that
-need the same trajectories fetches them over a socket, and the others map its copy. `RayStore` (`ray_store.py`) is for
-ranks in a Ray job.
+`InProcessStore` is for one rank, `RankStore` for several: rank 0 encodes the trajectories once for each pipeline stage
+in an anonymous file in memory. Ranks on its machine map it; on other machines one of the ranks that need the same
+trajectories fetches them over a socket, and the others map its copy.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ class RankStore:
 
     def put(self, trajectories: Sequence[Trajectory]) -> RolloutBatch:
         """Encode the trajectories of a step, once for each pipeline stage; on rank 0."""
-        layers = common_layers(trajectories)
+        layers = _common_layers(trajectories)
         self._forget()
         self._file = anonymous_file()
         end, sections = 0, []
@@ -176,7 +175,7 @@ class RankStore:
 
     def whole(self, batch: RolloutBatch, indices: Sequence[int]) -> list[Trajectory]:
         """Return some trajectories with the routes of all layers; on rank 0."""
-        return merge_layers([_read(self._file, section, indices)[0] for section in batch.sections])
+        return _merge_layers([_read(self._file, section, indices)[0] for section in batch.sections])
 
     # ---- on any rank --------------------------------------------------------------------------------------------
 
@@ -284,7 +283,7 @@ def _with_routes(trajectory: Trajectory) -> Trajectory:
     return replace(read_record(trajectory.encoded.records[None]), advantage=trajectory.advantage)
 
 
-def merge_layers(by_set: Sequence[list[Trajectory]]) -> list[Trajectory]:
+def _merge_layers(by_set: Sequence[list[Trajectory]]) -> list[Trajectory]:
     """Return trajectories with all layers, from the same trajectories with some layers each."""
     if len(by_set) == 1:
         return by_set[0]
@@ -293,7 +292,7 @@ def merge_layers(by_set: Sequence[list[Trajectory]]) -> list[Trajectory]:
     ]
 
 
-def common_layers(trajectories: Sequence[Trajectory]) -> Layers:
+def _common_layers(trajectories: Sequence[Trajectory]) -> Layers:
     """Return the layers that the routes of all trajectories were recorded for."""
     layer_sets = sorted({trajectory.layers for trajectory in trajectories})
     if len(layer_sets) > 1:

@@ -151,10 +151,7 @@ def stored_parts(trajectory: Trajectory, layers: Layers) -> Buffers:
 
 def trajectories_to_bytes(trajectories: Sequence[Trajectory], layers: Sequence[int] | None = None) -> bytes:
     """Return a section of trajectories, with the routes of some layers."""
-    return section_of([record_parts(trajectory, layers) for trajectory in trajectories])
-
-
-def section_of(records: Sequence[Buffers]) -> bytes:
+    records = [record_parts(trajectory, layers) for trajectory in trajectories]
     sizes = [table_bytes(len(records)), *(sum(map(len, record)) for record in records)]
     return b"".join([table(list(accumulate(sizes))), *chain.from_iterable(records)])
 

@@ -104,6 +104,10 @@ OPTIONS: dict[str, Option] = {
             "top_k": ("rollout.top_k", "0, not -1, disables it"),
             "columns": ("data.columns", "their name of the prompt is query"),
             "tuner_type train_type": ("model.lora_rank", "lora: the rank; full: 0"),
+            "multi_turn_scheduler": (
+                "rollout.environment",
+                "a function of the trainer's, module:name: docs/coming-from.md#turns-as-samples",
+            ),
             "dataset": ("data.path", "one dataset"),
             "val_dataset": ("data.eval_path", "one dataset"),
             "global_batch_size": ("rollout.prompts_per_step", "sequences per update"),
@@ -183,7 +187,7 @@ OPTIONS: dict[str, Option] = {
         "environment",
         {
             "environments are functions or tools: rollout.environment, docs/environments.md": (
-                "multi_turn_scheduler use_gym_env=false gym_env vllm_server_pass_dataset=false"
+                "use_gym_env=false gym_env vllm_server_pass_dataset=false"
             )
         },
     ),

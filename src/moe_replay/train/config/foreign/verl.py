@@ -116,6 +116,10 @@ OPTIONS: dict[str, Option] = {
             },
             f"{ROLLOUT}.enable_rollout_routing_replay": ("replay.mode", "r3; needs nothing else here"),
             f"{ACTOR}.policy_loss.loss_mode": ("algorithm.loss", "gspo: algorithm.importance_sampling_level"),
+            f"{ROLLOUT}.agent.default_agent_loop": (
+                "rollout.environment",
+                "tools, or a function: docs/coming-from.md#turns-as-samples",
+            ),
             f"{ROLLOUT}.top_k": ("rollout.top_k", "0, not -1, disables it"),
             "data.prompt_key": ("data.columns", "{NAME = prompt}"),
             "async_training.staleness_threshold": ("rollout.max_staleness", "in steps, rounded up"),
@@ -204,8 +208,7 @@ OPTIONS: dict[str, Option] = {
             "tools are functions: rollout.environment = tools, rollout.tools = module:name, docs/environments.md": (
                 f"{ROLLOUT}.multi_turn.enable=false {ROLLOUT}.multi_turn.tool_config_path "
                 f"{ROLLOUT}.multi_turn.format=hermes {ROLLOUT}.multi_turn.function_tool_path "
-                f"{ROLLOUT}.agent.default_agent_loop=single_turn_agent {ROLLOUT}.agent.agent_loop_config_path "
-                "data.tool_config_path"
+                f"{ROLLOUT}.agent.agent_loop_config_path data.tool_config_path"
             )
         },
     ),
