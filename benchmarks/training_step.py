@@ -61,7 +61,7 @@ def main() -> None:
         folder = Path(name)
         write_model(folder, SIZES[arguments.device] | SHAPE, device)
         backend = FsdpBackend(config(folder, device, *MODES["native"]), str(folder), device)
-        trajectories = routed(backend, *WORK[arguments.device])
+        trajectories = routed(backend.model, backend.replay, *WORK[arguments.device])
         learners = {mode: Learner(config(folder, device, *how), backend) for mode, how in MODES.items()}
         for learner in learners.values():
             step(learner, trajectories, device)

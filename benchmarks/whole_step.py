@@ -9,6 +9,7 @@
 
 ours r3, ours native   FSDP2 backend and Learner. `score` and `update` with a separate old-log-prob pass, `step` as by
                        default: both together, without that pass. Optimizer, checks and metrics are included
+megatron r3, native    the same with the Megatron backend on one rank
 plain                  Transformers, the head in slices, recomputed layers, AdamW; on CUDA varlen attention and each
                        layer compiled. No replay, no checks
 trl                    GRPOTrainer of TRL with the sequences given by a rollout function; `step` only
@@ -38,10 +39,11 @@ import torch
 from parts.plain_loop import PlainLoop
 from parts.qwen3_moe import SLICE
 from parts.qwen3_moe import TINY as TINY_MODEL
-from parts.training import config_of, now, routed, unrouted, write_model
+from parts.training import config_of, now, routed, routed_by_folder, unrouted, write_model
 
 from moe_replay.train.backends import fsdp
 from moe_replay.train.backends.fsdp import FsdpBackend
+from moe_replay.train.backends.megatron import MegatronBackend
 from moe_replay.train.learn.learner import Learner
 from moe_replay.train.setup import launch
 from moe_replay.train.trajectories.store import InProcessStore
@@ -50,10 +52,12 @@ from moe_replay.weights.model_folder import read_config
 from moe_replay.weights.model_sizes import ModelSizes
 
 LOSS = 0.05
-VARIANTS = ("ours r3", "ours native", "plain", "trl")
+VARIANTS = ("ours r3", "ours native", "megatron r3", "megatron native", "plain", "trl")
+OWN = ("ours", "megatron")
 WORK = {"tiny": (8, 64, 256), "full": (32, 2048, 16384)}  # sequences, tokens of each, tokens of a micro-batch
 TURNS = {"r3, plans": ("r3", True), "r3, no plans": ("r3", False), "native": ("off", False)}
 """Mode, and whether rows are planned."""
+PACKAGES = {"megatron": ("megatron",), "trl": ("trl", "datasets")}
 MODEL_KEYS = (
     *("vocab_size", "hidden_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "num_experts"),
@@ -101,8 +105,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         model = TINY_MODEL if arguments.size == "tiny" else SLICE
         write_model(Path(folder), {key: model[key] for key in MODEL_KEYS} | {"mlp_only_layers": []}, device)
         for variant in arguments.variants:
-            if variant == "trl" and not (find_spec("trl") and find_spec("datasets")):
-                print("trl: not installed, left out")
+            if not all(map(find_spec, PACKAGES.get(variant.split()[0], ()))):
+                print(f"{variant}: not installed, left out")
                 continue
             command = [sys.executable, __file__, "--variant", variant, "--folder", folder, "--device", arguments.device]
             command += ["--repeats", str(arguments.repeats), *(["--tiny"] if arguments.tiny else [])]
@@ -125,11 +129,8 @@ def measure(variant: str, arguments: argparse.Namespace) -> Result:
     device, folder = torch.device(arguments.device), arguments.folder
     sequences, tokens, budget = WORK[arguments.size]
     model = read_config(folder)
-    if variant.startswith("ours"):
-        with launch.process_group(device):
-            backend = FsdpBackend(_settings(folder, device, budget, "off"), str(folder), device)
-            trajectories = routed(backend, sequences, tokens)
-            seconds = _ours(variant, backend, trajectories, folder, device, budget, arguments.repeats)
+    if variant.startswith(OWN):
+        seconds = _ours(variant, folder, device, WORK[arguments.size], arguments.repeats)
     else:
         loop = {"plain": _plain, "trl": _trl}[variant]
         seconds = loop(unrouted(model, sequences, tokens), folder, device, budget, arguments.repeats)
@@ -164,11 +165,14 @@ def _median(work: Callable[[], Any], device: torch.device, repeats: int) -> floa
 # ---- variants --------------------------------------------------------------------------------------------------------
 
 
-def _settings(folder: Path, device: torch.device, budget: int, mode: str, old_logprobs: str = "auto") -> Any:
+def _settings(
+    folder: Path, device: torch.device, budget: int, mode: str, old_logprobs: str = "auto", kind: str = "fsdp"
+) -> Any:
     return config_of(
         folder,
         device,
         model={"gradient_checkpointing": True},
+        backend={"kind": kind},
         replay={"mode": mode},
         algorithm={"old_logprobs": old_logprobs},
         batch={"tokens_per_micro_batch": budget},
@@ -176,21 +180,18 @@ def _settings(folder: Path, device: torch.device, budget: int, mode: str, old_lo
     )
 
 
-def _ours(
-    variant: str,
-    backend: FsdpBackend,
-    trajectories: list[Any],
-    folder: Path,
-    device: torch.device,
-    budget: int,
-    repeats: int,
-) -> Result:
-    mode = "r3" if variant == "ours r3" else "off"
-    separate, together = (
-        Learner(_settings(folder, device, budget, mode, source), backend) for source in ("always", "auto")
-    )
-    parts = [_one_step(separate, trajectories, device) for _ in range(repeats + 1)]
-    step = _median(lambda: _one_step(together, trajectories, device), device, repeats)
+def _ours(variant: str, folder: Path, device: torch.device, work: tuple[int, int, int], repeats: int) -> Result:
+    """Return the seconds of a separate scoring pass, of the update behind it, and of both in one."""
+    name, _, routing = variant.partition(" ")
+    kind, mode = ("megatron" if name == "megatron" else "fsdp"), ("r3" if routing == "r3" else "off")
+    sequences, tokens, budget = work
+    trajectories = routed_by_folder(folder, device, sequences, tokens)
+    with launch.process_group(device):
+        settings = [_settings(folder, device, budget, mode, source, kind) for source in ("always", "auto")]
+        backend = (MegatronBackend if kind == "megatron" else FsdpBackend)(settings[0], str(folder), device)
+        separate, together = (Learner(one, backend) for one in settings)
+        parts = [_one_step(separate, trajectories, device) for _ in range(repeats + 1)]
+        step = _median(lambda: _one_step(together, trajectories, device), device, repeats)
     return {name: statistics.median(one[name] for one in parts[1:]) for name in parts[0]} | {"step": step}
 
 
@@ -234,7 +235,7 @@ def take_turns(arguments: argparse.Namespace) -> list[dict[str, Result]]:
         write_model(folder, {key: model[key] for key in MODEL_KEYS} | {"mlp_only_layers": []}, device)
         fsdp.PLANS_ALONE = True
         backend = FsdpBackend(_settings(folder, device, budget, "off"), str(folder), device)
-        trajectories = routed(backend, sequences, tokens)
+        trajectories = routed(backend.model, backend.replay, sequences, tokens)
         learners = {mode: Learner(_settings(folder, device, budget, mode, "always"), backend) for mode in ("r3", "off")}
         for _ in range(arguments.turns + 1):
             turns.append({})
@@ -271,6 +272,9 @@ def ratios(results: dict[str, Result]) -> Result:
         ("ours native", "plain"),
         ("ours native", "trl"),
         ("ours r3", "ours native"),
+        ("megatron r3", "plain"),
+        ("megatron r3", "ours r3"),
+        ("megatron r3", "megatron native"),
     ):
         for part in ("score", "update", "step"):
             key = f"{part}_tokens_per_second"
@@ -305,13 +309,13 @@ def compare(found: dict[str, Any], baseline: dict[str, Any]) -> list[str]:
         for name, (new, old, is_size) in pairs.items()
         if (new > old * (1 + LOSS) if is_size else new < old * (1 - LOSS))
     ]
-    missing = [name for name in baseline["results"] if name.startswith("ours") and name not in found["results"]]
+    missing = [name for name in baseline["results"] if name.startswith(OWN) and name not in found["results"]]
     return losses + [f"LOSS {name}: not measured" for name in missing]
 
 
 def _compared(found: dict[str, Result], baseline: dict[str, Result]) -> Any:
     """Yield (name, (new, old, whether it is a size)) of everything that both have."""
-    for variant in (name for name in baseline if name.startswith("ours") and name in found):
+    for variant in (name for name in baseline if name.startswith(OWN) and name in found):
         for key, old in baseline[variant].items():
             if key in found[variant] and (key.endswith("_tokens_per_second") or key == "peak_gib"):
                 yield f"{variant}, {key}", (found[variant][key], old, key == "peak_gib")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -41,7 +41,9 @@ def test_every_variant_runs_on_a_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())["results"]
     units = ("seconds", "tokens_per_second")
-    for variant in ("ours r3", "ours native", "plain"):
+    has_megatron = importlib.util.find_spec("megatron") is not None
+    assert has_megatron == ("megatron r3" in found)
+    for variant in found.keys() - {"trl"}:
         assert found[variant].keys() == {f"{part}_{unit}" for part in ("score", "update", "step") for unit in units}
         assert found[variant]["score_seconds"] > 0
     assert "trl" not in found or found["trl"].keys() == {f"step_{unit}" for unit in units}

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from moe_replay.records import FinishReason, Trajectory
+from moe_replay.replay.controller import RouterReplay, attach
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
-from moe_replay.train.backends.fsdp import FsdpBackend
 from moe_replay.train.config.train_config import TrainConfig
 
 
@@ -81,17 +81,26 @@ def unrouted(config: Any, sequences: int, tokens: int) -> list[Trajectory]:
     ]
 
 
-def routed(backend: FsdpBackend, sequences: int, tokens: int) -> list[Trajectory]:
-    """Return random sequences, routed as the model routes them."""
-    vocabulary = backend.model.config.vocab_size
+def routed(model: Any, replay: RouterReplay, sequences: int, tokens: int) -> list[Trajectory]:
+    """Return random sequences, routed as this model of Transformers routes them."""
+    vocabulary = model.config.vocab_size
+    device = next(model.parameters()).device
     found = []
     for number, ids in enumerate(random_ids(vocabulary, sequences, tokens)):
-        fed = torch.from_numpy(ids[None]).long().to(backend.device)
-        with torch.no_grad(), backend.replay.record() as recording:
-            backend.model(input_ids=fed, use_cache=False, logits_to_keep=1)
+        fed = torch.from_numpy(ids[None]).long().to(device)
+        with torch.no_grad(), replay.record() as recording:
+            model(input_ids=fed, use_cache=False, logits_to_keep=1)
         (trace,) = recording.traces(TokenLayout.packed([tokens]), [ids])
         found.append(made_up(number, ids, trace, vocabulary))
     return found
+
+
+def routed_by_folder(folder: Path, device: torch.device, sequences: int, tokens: int) -> list[Trajectory]:
+    """Return what `routed` does, by the model of a folder, which is gone afterwards."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype_on(device))).to(device)
+    return routed(model, attach(model), sequences, tokens)
 
 
 def now(device: torch.device) -> float:
