@@ -38,7 +38,7 @@ SHOWN = {
     "reward": "reward/mean",
     "k3 rollout/train": "mismatch/rollout_vs_train/k3_kl",
     "k3 old/train": "mismatch/old_vs_train/k3_kl",
-    "routes alike": "routing/agreement",
+    "route agreement": "routing/agreement",
     "gradient norm": "loss/grad_norm",
     "peak GiB": "memory/train_peak_gib",
 }

@@ -20,7 +20,7 @@ OUTCOMES = {
     "held-out accuracy": "eval/reward",
     "k3, rollout and old": "mismatch/rollout_vs_old/k3_kl",
     "F(2), rollout and train": "mismatch/rollout_vs_train/frac_ratio_gt2",
-    "routes alike": "routing/agreement",
+    "route agreement": "routing/agreement",
     "gradient norm": "loss/grad_norm",
     "entropy": "loss/entropy",
 }

@@ -50,7 +50,7 @@ NUMBERS = {
     "k3": "k3, R3",
     "f2_native": "F(2), native",
     "f2": "F(2), R3",
-    "agreement": "routes alike",
+    "agreement": "route agreement",
     "worst_layer": "worst layer",
 }
 

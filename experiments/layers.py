@@ -34,7 +34,7 @@ def _draw(figure: Any, runs: Sequence[Result]) -> None:
         middle = [float(np.median([fractions[layer] for fractions in by_run])) for layer in depth]
         axes.plot(depth, middle, style, color=COLOURS[arm.mode], label=LABELS[arm.mode])
     axes.set_xlabel("decoder layer; dotted, dashed, solid: 1, 4, 16 updates a rollout")
-    axes.set_ylabel("routes alike at the end")
+    axes.set_ylabel("route agreement at the end")
     legend_of_modes(figure)
 
 
