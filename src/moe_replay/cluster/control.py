@@ -18,25 +18,16 @@ class NoRunError(MoeReplayError):
 
 
 class RunStatus(NamedTuple):
-    """Status of a run.
-
-    desired_engines   number last set by the recipe or by `scale`
-    urls              engines that are ready
-    starting          engines being started or waiting for resources
-    error             why no more engines will start; empty otherwise
-    can_scale         the number of engines may change
-    engine            resources per engine
-    events            log lines, newest last
-    """
+    """Status of a run."""
 
     name: str
-    desired_engines: int
-    urls: tuple[str, ...]
-    starting: int
-    error: str
-    can_scale: bool
-    engine: Resources
-    events: tuple[str, ...]
+    desired_engines: int  # number last set by the recipe or by `scale`
+    urls: tuple[str, ...]  # engines that are ready
+    starting: int  # engines being started or waiting for resources
+    error: str  # why no more engines will start; empty otherwise
+    can_scale: bool  # the number of engines may change
+    engine: Resources  # resources per engine
+    events: tuple[str, ...]  # log lines, newest last
 
     @property
     def is_settled(self) -> bool:

@@ -16,23 +16,16 @@ VISIBLE = {name: VISIBLE_DEVICES[kind] for kind, name in ACCELERATORS.items()}
 
 
 class Layout(NamedTuple):
-    """Resources of a run, by Ray's resource names.
+    """Resources of a run, by Ray's resource names."""
 
-    trainer       per trainer node; includes those of colocated engines
-    engine        per engine, in its bundle
-    rank          per rank
-    nodes         trainer nodes
-    accelerator   resource that ranks and engines compute on; None: CPUs
-    """
-
-    trainer: dict[str, float]
-    engine: dict[str, float]
-    rank: dict[str, float]
-    nodes: int
+    trainer: dict[str, float]  # per trainer node; includes those of colocated engines
+    engine: dict[str, float]  # per engine, in its bundle
+    rank: dict[str, float]  # per rank
+    nodes: int  # trainer nodes
     ranks_per_node: int
     engines: int
     colocated: bool
-    accelerator: str | None
+    accelerator: str | None  # resource that ranks and engines compute on; None: CPUs
 
     @property
     def cpus(self) -> float:
@@ -88,17 +81,12 @@ def is_possible(config: TrainConfig, nodes: int) -> bool:
 
 
 class RankPlacement(NamedTuple):
-    """Where Ray put a rank.
+    """Where Ray put a rank."""
 
-    node      Ray's node id
-    devices   device ids that Ray assigned
-    port      free port on that node
-    """
-
-    node: str
+    node: str  # Ray's node id
     address: str
-    devices: tuple[str, ...]
-    port: int
+    devices: tuple[str, ...]  # device ids that Ray assigned
+    port: int  # free port on that node
 
 
 def rank_environments(placements: Sequence[RankPlacement], layout: Layout, restarts: int) -> list[dict[str, str]]:

@@ -37,19 +37,13 @@ CHUNK = 2**16
 
 
 class Outcome(NamedTuple):
-    """How a rank has ended.
-
-    error             text of its error; empty if there is none
-    on_all_ranks      the same error is raised on every rank
-    is_secondary      the error only says that another rank failed or was lost
-    is_engine_error   the engines that the cluster started do not answer
-    """
+    """How a rank has ended."""
 
     status: int
-    error: str = ""
-    on_all_ranks: bool = False
-    is_secondary: bool = False
-    is_engine_error: bool = False
+    error: str = ""  # text of its error; empty if there is none
+    on_all_ranks: bool = False  # the same error is raised on every rank
+    is_secondary: bool = False  # the error only says that another rank failed or was lost
+    is_engine_error: bool = False  # the engines that the cluster started do not answer
 
 
 class Lost(NamedTuple):

@@ -22,16 +22,11 @@ class EngineRequest(NamedTuple):
 
 
 class EngineList(NamedTuple):
-    """The engines of a run.
+    """The engines of a run."""
 
-    urls       of those that are ready
-    starting   number of engines being started
-    error      why no more engines will start; empty otherwise
-    """
-
-    urls: tuple[str, ...] = ()
-    starting: int = 0
-    error: str = ""
+    urls: tuple[str, ...] = ()  # of those that are ready
+    starting: int = 0  # number of engines being started
+    error: str = ""  # why no more engines will start; empty otherwise
 
 
 class DriverView(NamedTuple):

@@ -43,18 +43,12 @@ from moe_replay.routes.trace import RouteTrace
 
 @dataclass(frozen=True, slots=True)
 class Convention:
-    """Requirements on one project's `routed_experts` (rows, layers, K).
+    """Requirements on one project's `routed_experts` (rows, layers, K)."""
 
-    project   name in errors
-    engine    whose capture it is, in errors
-    rows      tokens -> numbers of rows that are allowed
-    remedy    where the number of rows is another
-    """
-
-    project: str
-    engine: str
-    rows: Callable[[int], Sequence[int]]
-    remedy: str
+    project: str  # name in errors
+    engine: str  # whose capture it is, in errors
+    rows: Callable[[int], Sequence[int]]  # tokens -> numbers of rows that are allowed
+    remedy: str  # where the number of rows is another
 
     def check(self, routed_experts: np.ndarray, tokens: int, sample: int | None = None) -> None:
         """Raise unless the rows are those of `tokens` tokens."""

@@ -248,17 +248,12 @@ def _records(lines: Iterable[str], limit: int, source: str) -> Iterator[tuple[in
 
 
 class SpanDigest(NamedTuple):
-    """What NeMo-RL wrote about one sample at one place.
+    """What NeMo-RL wrote about one sample at one place."""
 
-    line        in the file
-    event       "rollout_payload_sample", or "tq_fetch_sample" with a stage
-    matches     whether the routes of the trace with this key are these
-    """
-
-    line: int
-    event: str
+    line: int  # in the file
+    event: str  # "rollout_payload_sample", or "tq_fetch_sample" with a stage
     key: str
-    matches: bool
+    matches: bool  # whether the routes of the trace with this key are these
 
 
 def check_nemo_rl_digests(

@@ -104,16 +104,12 @@ footer {{ margin-top: 40px; color: var(--faint); font-size: .82rem; }}
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of text cells; the first column names the rows.
-
-    colours   CSS colours of the columns after the first, or empty
-    prose     cells are text, left-aligned and wrapped, instead of numbers
-    """
+    """A table of text cells; the first column names the rows."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
-    colours: Sequence[str] = ()
-    prose: bool = False
+    colours: Sequence[str] = ()  # CSS colours of the columns after the first, or empty
+    prose: bool = False  # cells are text, left-aligned and wrapped, instead of numbers
 
     def html(self) -> str:
         """Return the table as HTML; it scrolls horizontally if it is too wide."""

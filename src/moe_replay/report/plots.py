@@ -104,15 +104,11 @@ _STYLE = {
 
 @dataclass(frozen=True, slots=True)
 class RenderedFigure:
-    """A finished figure.
+    """A finished figure."""
 
-    name      stem of the PNG file, and anchor on the page
-    caption   explanation below the figure
-    """
-
-    name: str
+    name: str  # stem of the PNG file, and anchor on the page
     title: str
-    caption: str
+    caption: str  # explanation below the figure
     svg: str
     png: bytes
 

@@ -105,15 +105,12 @@ def attribute_traces(
 
 
 class _Part(NamedTuple):
-    """One micro-batch: log-probs (N,) of the rollout and of each pass, and native routes of a pass.
+    """One micro-batch: log-probs (N,) of the rollout and of each pass, and native routes of a pass."""
 
-    places   (N, 2): number of the sequence and position in it of each log-prob
-    routes   for each pass, the trace of each sequence by its number; for R3, the routers' own choice
-    """
-
-    places: np.ndarray
+    places: np.ndarray  # (N, 2): number of the sequence and position in it of each log-prob
     rollout: Tensor
     logprobs: dict[str, Tensor]
+    # for each pass, the trace of each sequence by its number; for R3, the routers' own choice
     routes: dict[str, dict[int, RouteTrace]]
 
 

@@ -48,19 +48,14 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class SystemInfo:
-    """Installed packages and resources of this machine.
-
-    versions       of each package of `checked_packages`; None if not installed
-    shared_bytes   free in /dev/shm; None if there is none
-    disk_bytes     free on the disk of the checkpoint folder
-    """
+    """Installed packages and resources of this machine."""
 
     python: str
-    versions: Mapping[str, str | None]
+    versions: Mapping[str, str | None]  # of each package of `checked_packages`; None if not installed
     triton: bool
     gpus: tuple[Gpu, ...] = field(default=())
-    shared_bytes: int | None = None
-    disk_bytes: int = 0
+    shared_bytes: int | None = None  # free in /dev/shm; None if there is none
+    disk_bytes: int = 0  # free on the disk of the checkpoint folder
 
     @classmethod
     def collect(cls, folder: str | os.PathLike[str] = ".") -> SystemInfo:
@@ -124,19 +119,13 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check.
+    """The result of one check."""
 
-    subject   e.g. "vllm"
-    found     version or size; "none" if absent
-    text      consequence for routing replay
-    remedy    recommended action; empty if none
-    """
-
-    subject: str
+    subject: str  # e.g. "vllm"
     status: Status
-    found: str
-    text: str
-    remedy: str = ""
+    found: str  # version or size; "none" if absent
+    text: str  # consequence for routing replay
+    remedy: str = ""  # recommended action; empty if none
 
 
 def diagnose(system: SystemInfo, needed: Iterable[str] = ()) -> list[Finding]:

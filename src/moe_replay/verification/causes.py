@@ -31,19 +31,16 @@ class Evidence:
     """Routes of packed sequences: row r is token r of the concatenated sequences.
 
     native, given   of the same layers and rows
-    starts          (sequences + 1,) where each sequence begins, and where the last ends
-    chance          (L,) agreement of routes of the same layer that know nothing of each other
     rows, slots     the rows and the indices of the layers that are wrong
-    width           columns of the micro-batch, where sequences were padded to more than the longest
     """
 
     native: RouteBatch
     given: RouteBatch
-    starts: np.ndarray
-    chance: np.ndarray
+    starts: np.ndarray  # (sequences + 1,) where each sequence begins, and where the last ends
+    chance: np.ndarray  # (L,) agreement of routes of the same layer that know nothing of each other
     rows: np.ndarray
     slots: np.ndarray
-    width: int | None = None
+    width: int | None = None  # columns of the micro-batch, where sequences were padded to more than the longest
 
     @property
     def lengths(self) -> np.ndarray:

@@ -36,26 +36,19 @@ def no_extra_tensors(config: Mapping[str, Any]) -> re.Pattern[str] | None:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family (one `model_type`): how its models are built and where their weights are stored.
+    """A model family (one `model_type`): how its models are built and where their weights are stored."""
 
-    rules          Megatron-Core parameter -> rule, for checkpoints with one tensor per expert
-    fused_rules    rules that replace them for checkpoints with all experts of a layer in one tensor
-    settings       Transformers config -> settings of a `TransformerConfig`; refuses models Megatron-Core cannot compute
-    arguments      Transformers config -> arguments of a `GPTModel` that differ from those of other families
-    adapt_spec     (layer spec, config) -> the layer spec of this family
-    after_build    changes a built chunk in place, where a layer spec cannot
-    extra_tensors  config.json -> pattern of checkpoint tensors that are not part of the model
-    local_layers   do not use Transformer Engine's layers, even where it is installed
-    """
-
-    rules: Rules
-    fused_rules: Rules
+    rules: Rules  # Megatron-Core parameter -> rule, for checkpoints with one tensor per expert
+    fused_rules: Rules  # rules that replace them for checkpoints with all experts of a layer in one tensor
+    # Transformers config -> settings of a `TransformerConfig`; refuses models Megatron-Core cannot compute
     settings: Callable[[Any], dict[str, Any]]
+    # Transformers config -> arguments of a `GPTModel` that differ from those of other families
     arguments: Callable[[Any], dict[str, Any]] = no_arguments
-    adapt_spec: Callable[[Any, Any], Any] = unchanged_spec
-    after_build: Callable[[Any], None] = unchanged_chunk
+    adapt_spec: Callable[[Any, Any], Any] = unchanged_spec  # (layer spec, config) -> the layer spec of this family
+    after_build: Callable[[Any], None] = unchanged_chunk  # changes a built chunk in place, where a layer spec cannot
+    # config.json -> pattern of checkpoint tensors that are not part of the model
     extra_tensors: Callable[[Mapping[str, Any]], re.Pattern[str] | None] = no_extra_tensors
-    local_layers: bool = False
+    local_layers: bool = False  # do not use Transformer Engine's layers, even where it is installed
 
     def rules_for(self, *, fused: bool, tied: bool) -> Rules:
         """Return the rules for a checkpoint with fused experts or not, and with tied embeddings or not."""

@@ -27,17 +27,12 @@ _REPLAY = "moe_enable_routing_replay"  # Megatron-Core has it from 0.16 on
 
 @dataclass(frozen=True)
 class MegatronRecipe:
-    """Everything needed to build the model on this rank.
-
-    config              Megatron-Core's `TransformerConfig` or `MLATransformerConfig`
-    arguments           of a `GPTModel`, except config, layer spec and pipeline stage
-    transformer_engine  use Transformer Engine's layers
-    """
+    """Everything needed to build the model on this rank."""
 
     family: Family
-    config: Any
-    arguments: dict[str, Any]
-    transformer_engine: bool
+    config: Any  # Megatron-Core's `TransformerConfig` or `MLATransformerConfig`
+    arguments: dict[str, Any]  # of a `GPTModel`, except config, layer spec and pipeline stage
+    transformer_engine: bool  # use Transformer Engine's layers
 
     def layer_spec(self, vp_stage: int | None = None, *, packed: bool = False) -> Any:
         """Return the layer spec of a model chunk; `packed`: with attention for packed sequences."""

@@ -53,19 +53,13 @@ Modules = Mapping[str, Any]  # by name; nn.Module would not let its attributes b
 
 @dataclass(frozen=True, eq=False, slots=True)
 class MegatronModel:
-    """This rank's part of a Megatron-Core model.
+    """This rank's part of a Megatron-Core model."""
 
-    chunks        in the order they were given
-    topology      the routers of the whole model, on all ranks
-    hook          makes the hooks of its routers
-    rows          how it flattens tokens into rows
-    native_sites  routers of multi-token prediction: no rollout has routes for them, so they always route natively
-    """
-
-    chunks: tuple[Chunk, ...]
-    topology: MoeTopology
-    hook: RouterHookFactory
-    rows: RowOrder
+    chunks: tuple[Chunk, ...]  # in the order they were given
+    topology: MoeTopology  # the routers of the whole model, on all ranks
+    hook: RouterHookFactory  # makes the hooks of its routers
+    rows: RowOrder  # how it flattens tokens into rows
+    # routers of multi-token prediction: no rollout has routes for them, so they always route natively
     native_sites: tuple[RouterSite, ...]
 
 

@@ -18,18 +18,12 @@ GRAPH_SCOPES_WITHOUT_ROUTERS = {"attn", "mlp", "mamba"}  # scopes of CUDA graphs
 
 
 class Refusal(NamedTuple):
-    """A setting that is incompatible with replay.
+    """A setting that is incompatible with replay."""
 
-    setting  its name in the config
-    applies  whether a config has it on; a setting unknown to a version counts as off
-    reason   its effect on the routes
-    remedy   what to set instead
-    """
-
-    setting: str
-    applies: Callable[[Any], bool]
-    reason: str
-    remedy: str
+    setting: str  # its name in the config
+    applies: Callable[[Any], bool]  # whether a config has it on; a setting unknown to a version counts as off
+    reason: str  # its effect on the routes
+    remedy: str  # what to set instead
 
 
 def megatron_version() -> tuple[int, int]:

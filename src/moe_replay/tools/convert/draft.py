@@ -49,35 +49,26 @@ class ConversionError(MoeReplayError):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value and its source option.
-
-    is_default   the other trainer's default, not part of the command
-    change       how the value, or what it counts, differs from theirs
-    """
+    """A value and its source option."""
 
     value: Any
     source: str
-    is_default: bool = False
-    change: str = ""
+    is_default: bool = False  # the other trainer's default, not part of the command
+    change: str = ""  # how the value, or what it counts, differs from theirs
 
 
 @dataclass(slots=True)
 class Draft:
-    """Settings by dotted key, and remarks in the order in which they came up.
-
-    lost           options without a counterpart that do not change what is learned
-    differences    reasons why the recipe is not the run of the command: "subject: option: reason"
-    changes        options whose meaning is another here
-    is_recipe      false for the command of a rollout server
-    """
+    """Settings by dotted key, and remarks in the order in which they came up."""
 
     trainer: str
     settings: dict[str, Setting] = field(default_factory=dict)
-    lost: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)  # options without a counterpart that do not change what is learned
+    # reasons why the recipe is not the run of the command: "subject: option: reason"
     differences: list[str] = field(default_factory=list)
-    changes: list[str] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)  # options whose meaning is another here
     header: list[str] = field(default_factory=list)
-    is_recipe: bool = True
+    is_recipe: bool = True  # false for the command of a rollout server
 
     def put(self, key: str, value: Any, source: str, *, is_default: bool = False, change: str = "") -> None:
         """Set a key; a default never replaces an explicit value, and None sets nothing."""
