@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from moe_replay.errors import AlignmentError
 from moe_replay.routes.plan import DispatchPlan, LayerPlan
-
-if TYPE_CHECKING:
-    from moe_replay.replay.passes import ForwardPass
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,44 +81,6 @@ class PlanSlot:
                 found=tuple(shape),
             )
         return plan
-
-
-class RouterHook(Protocol):
-    """A hook on one router, through which the active pass records or sets its choice of experts.
-
-    slot            that it puts the plan of the pass in, for the experts behind the router; None: they use none
-    gates_problem   why gate weights cannot be replayed; None: they can
-    """
-
-    slot: PlanSlot | None
-    gates_problem: str | None
-
-    def install(self) -> None:
-        """Put the hook on its router; nothing where it is there already."""
-        ...
-
-    def remove(self) -> None:
-        """Restore the router as it was; nothing where the hook is not there."""
-        ...
-
-
-class PassSource(Protocol):
-    """Source of the pass that a router hook uses, and of what runs a hook outside compiled code."""
-
-    eager_routers: bool
-    run_eagerly: Callable[..., Any]
-
-    def for_router(self) -> ForwardPass | None:
-        """Return the pass that a router uses which is called now; None: it routes natively."""
-        ...
-
-
-class RouterHookFactory(Protocol):
-    """Makes the hooks of one kind of router."""
-
-    def __call__(self, site: RouterSite, active: PassSource) -> RouterHook: ...
-
-    def is_installed(self, module: nn.Module) -> bool: ...
 
 
 def entry_modules(model: nn.Module, sites: Sequence[RouterSite]) -> tuple[nn.Module, ...]:

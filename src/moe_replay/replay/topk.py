@@ -18,9 +18,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from moe_replay.errors import AlignmentError, UnsupportedRouterError
+from moe_replay.replay.active import ActivePass
 from moe_replay.replay.passes import LayerRoutes
 from moe_replay.replay.policy import within_margin
-from moe_replay.replay.site import PassSource, PlanSlot, RouterSite
+from moe_replay.replay.site import PlanSlot, RouterSite
 from moe_replay.routes.plan import DispatchPlan
 
 UNSEEN_GATES = {"InklingTopkRouter": "its gate weights also depend on its scores of shared experts"}
@@ -290,7 +291,7 @@ class TopKHook:
 
     call_type: type[RouterCall] = RouterCall
 
-    def __init__(self, site: RouterSite, active: PassSource) -> None:
+    def __init__(self, site: RouterSite, active: ActivePass) -> None:
         self.site = site
         self.active = active
         self.native_forward = site.module.forward

@@ -39,7 +39,7 @@ class PassScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingScores:
-    """Native routes of the trainer against those of the rollout, as sets of experts. L layers, P ranges of positions."""
+    """Native routes of the trainer against the rollout's, as sets of experts. L layers, P ranges of positions."""
 
     layers: tuple[int, ...]  # (L,) decoder indices
     compared: tuple[int, ...]  # (L,) tokens that have a route of both
