@@ -202,16 +202,14 @@ def from_router_trace(
         layers[layer] = _rows(rows, (len(ids), topology.top_k), number)
     if not layers:
         raise RouteFormatError(f"Megatron's router trace has nothing of step {step}")
-    whole = np.zeros((len(ids), len(topology.layers), topology.top_k), np.int64)
-    valid = np.zeros(whole.shape[:2], bool)
-    for layer, rows in layers.items():
-        slot = topology.layers.index(layer)
-        whole[:, slot], valid[:, slot] = rows, True
     wide = np.zeros((len(ids), topology.num_layers, topology.top_k), np.int64)
-    wide[:, list(topology.layers)] = whole
+    for layer, rows in layers.items():
+        wide[:, layer] = rows
     if len(layers) == len(topology.layers):
         return trace_of(wide, ids, topology, "Megatron's router trace", weight_version=weight_version)
-    return RouteTrace(ids, whole, topology.layers, valid, weight_version, num_experts=topology.num_experts)
+    some = sorted(layers)
+    trace = RouteTrace(ids, wide[:, some], some, None, weight_version, num_experts=topology.num_experts)
+    return trace.with_uncaptured_layers(topology.layers)
 
 
 def _rows(rows: Any, shape: tuple[int, int], line: int) -> np.ndarray:
