@@ -34,7 +34,6 @@ class DoctorCommand:
     """Print JSON."""
 
     def __call__(self) -> None:
-        """Run all checks and print the findings."""
         from moe_replay.tools.doctor import Status, SystemInfo, diagnose, diagnose_cluster, diagnose_model
 
         system = SystemInfo.collect(self.folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moe_replay.engines.base import devices_per_engine
 from moe_replay.errors import LayoutError
@@ -29,7 +29,6 @@ class Layout(NamedTuple):
 
     @property
     def cpus(self) -> float:
-        """CPU cores of the whole run."""
         engines = 0 if self.colocated else self.engines * self.engine["CPU"]
         return self.nodes * self.trainer["CPU"] + engines
 
@@ -78,6 +77,13 @@ def is_possible(config: TrainConfig, nodes: int) -> bool:
     expert_tensor = backend.expert_tensor_parallel or backend.tensor_parallel
     experts = expert_tensor * backend.expert_parallel * backend.pipeline_parallel
     return nodes > 0 and ranks % backend.model_parallel == 0 and ranks % experts == 0
+
+
+def actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
+    """Return Ray's options for an actor with these resources, which it does not restart."""
+    others = dict(resources)
+    cpus, gpus = others.pop("CPU"), others.pop("GPU", 0)
+    return {"num_cpus": cpus, "num_gpus": gpus, "resources": others, "max_restarts": 0}
 
 
 class RankPlacement(NamedTuple):

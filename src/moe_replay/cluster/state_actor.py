@@ -100,14 +100,13 @@ class RunState:
         return before
 
     def status(self) -> dict[str, Any]:
+        """Return the fields of a `RunStatus` besides its name."""
         return {
+            **self._engines._asdict(),
             "desired_engines": self._desired_engines,
             "can_scale": self._can_scale,
-            "resources": self._resources,
-            "urls": list(self._engines.urls),
-            "starting": self._engines.starting,
-            "error": self._engines.error,
-            "events": list(self._events),
+            "engine": self._resources,
+            "events": tuple(self._events),
         }
 
 

@@ -349,7 +349,6 @@ def to_verl(traces: Sequence[RouteTrace], topology: MoeTopology, attention_mask:
 
 
 def _unpadded(batch: Tensor | Sequence[TokenIds], mask: Tensor | None) -> list:
-    """Return the samples of a batch without their padding."""
     if not isinstance(batch, Tensor):
         return list(batch)
     if batch.is_nested:

@@ -169,7 +169,6 @@ class LoraAdapter(nn.Module):
         self._blocks = [(part.rows.to(weight.device), part.group * rank) for part in parts]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the adapter's addition to the layer's output."""
         from megatron.core.tensor_parallel import mappings
 
         sharding = self.sharding

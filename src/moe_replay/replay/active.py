@@ -401,7 +401,6 @@ class BoundaryHook:
                 _tie([tensor], self.active, forward_pass)
 
     def end_module(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """Note the pass that computed the outputs."""
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
             self.active.outputs.add(_tensors(output), self.active.opened)
 

@@ -40,7 +40,6 @@ class FedTokens:
         return cls(ids.detach().clone(), mask)
 
     def copy(self) -> None:
-        """Replace the ids by a copy."""
         self.ids = self.ids.detach().clone()
 
     def check(self, batch: RouteBatch | None, allow_unknown: bool) -> None:

@@ -67,7 +67,6 @@ class PlanSlot:
         return PlanSlot(self.layer, self.num_experts)
 
     def put(self, plan: DispatchPlan | None) -> None:
-        """Have the experts use the plan of a micro-batch."""
         self.plan = None if plan is None else plan.layer(self.layer)
 
     def take(self, shape: torch.Size) -> LayerPlan | None:

@@ -303,16 +303,13 @@ class TopKHook:
 
     @staticmethod
     def is_installed(module: nn.Module) -> bool:
-        """Return whether a router has a hook already."""
         return isinstance(getattr(module.forward, "__self__", None), TopKHook)
 
     def install(self) -> None:
-        """Put this hook in place of the router's own forward."""
         if not self.is_installed(self.site.module):
             self.site.module.forward = self.forward
 
     def remove(self) -> None:
-        """Restore the router's own forward."""
         if self.site.module.__dict__.get("forward") != self.forward:
             return
         del self.site.module.forward
@@ -320,7 +317,6 @@ class TopKHook:
             self.site.module.forward = self.native_forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the router's forward under the active pass."""
         if self.active.eager_routers and torch.compiler.is_compiling():
             return self.active.run_eagerly(self._route, args, kwargs)
         return self._route(args, kwargs)

@@ -167,7 +167,6 @@ class Page:
         self._parts += [f'<p class="lead">{escape(text)}</p>' for text in summary]
 
     def cards(self, values: Iterable[Card]) -> None:
-        """Add key numbers."""
         self._parts.append(f'<div class="cards">{"".join(card.html() for card in values)}</div>')
 
     def warnings(self, texts: Sequence[str]) -> None:
@@ -182,7 +181,6 @@ class Page:
         self.figures += other.figures
 
     def heading(self, title: str) -> None:
-        """Add a section heading."""
         self._parts.append(f"<h2>{escape(title)}</h2>")
 
     def section(
@@ -204,13 +202,11 @@ class Page:
         self.figures += rendered
 
     def text_section(self, title: str, text: str, samples: Iterable[TextSample]) -> None:
-        """Add a heading, text, and samples one below the other."""
         self.heading(title)
         self._parts.append(f'<p class="faint">{escape(text)}</p>')
         self._parts += [sample.html() for sample in samples]
 
     def details(self, title: str, table: Table) -> None:
-        """Add a collapsed table."""
         self._parts.append(f"<details><summary>{escape(title)}</summary>{table.html()}</details>")
 
     def html(self) -> str:
@@ -272,7 +268,6 @@ def format_number(value: float) -> str:
 
 
 def format_percent(value: float) -> str:
-    """Format a fraction as a percentage."""
     return f"{100 * value:.4g}%" if math.isfinite(value) else MISSING
 
 

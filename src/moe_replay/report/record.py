@@ -79,7 +79,6 @@ class RunRecord:
 
     @property
     def steps(self) -> int:
-        """The last logged step."""
         return max((int(series.steps[-1]) for series in self.metrics.values()), default=0)
 
     @property
@@ -89,7 +88,6 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read config.toml and metrics.jsonl of a run."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise ReportError(f"{folder} is not a run folder", expected="a metrics.jsonl in it", found="none")

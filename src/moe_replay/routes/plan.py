@@ -95,7 +95,6 @@ class DispatchPlan:
         )
 
     def layer(self, layer: int) -> LayerPlan:
-        """Return the plan of one decoder layer."""
         index = self.layers.index(layer)
         pair, top_k = self.pair[index], self.routes.top_k
         # One division here: a compiled kernel would divide for every element that it gathers.
@@ -104,7 +103,6 @@ class DispatchPlan:
         return LayerPlan(Dispatch(pair, token, self.row[index].view(-1, top_k), offsets), self.exchanges.get(layer))
 
     def to(self, device: torch.device) -> DispatchPlan:
-        """Return the plan on another device."""
         return replace(self, pair=self.pair.to(device), row=self.row.to(device), offsets=self.offsets.to(device))
 
     def check(self, routes: RouteBatch, num_experts: Mapping[int, int]) -> None:

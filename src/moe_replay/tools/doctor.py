@@ -161,7 +161,6 @@ def diagnose_model(config: Any, system: SystemInfo) -> Iterator[Finding]:
 
 
 def diagnose_cluster(config: TrainConfig) -> Finding:
-    """Check whether a recipe fits into its Ray cluster."""
     from moe_replay.cluster.capacity import CapacityError
     from moe_replay.cluster.connection import configured_address
     from moe_replay.tools.dry_run import cluster_fit

@@ -130,7 +130,6 @@ class TraceSummary:
         return differences
 
     def check(self, topology: MoeTopology) -> None:
-        """Raise unless these traces fit a model."""
         if differences := self.differences(topology):
             raise AlignmentError(
                 f"the traces do not match the model: {'; '.join(differences)}",

@@ -182,7 +182,6 @@ def varied(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list
 
 
 def recipe(item: Item, machine: Machine, url: str | None) -> dict[str, Any]:
-    """Return the settings of the run of an item."""
     dtype = machine.dtype
     # An engine of another name runs in the trainer's process and takes tensors in requests.
     engine = "rollout_server" if url else "vllm" if item.options else machine.engine

@@ -158,7 +158,6 @@ def _remove_shared_files(listed: Path) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes below a process."""
     children: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # the thread has ended

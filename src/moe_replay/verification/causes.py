@@ -241,7 +241,6 @@ def _by_sample(evidence: Evidence) -> list[tuple[int, np.ndarray]]:
 
 
 def _by_layers(evidence: Evidence) -> Iterator[Explanation]:
-    """Explain by routes of other layers."""
     source, scores = evidence.source_layers(spread(evidence.rows, 4 * PROBES))
     slots = evidence.slots
     moved = (scores > EXPLAINS) & (source != slots)
@@ -290,7 +289,6 @@ def _by_ids(evidence: Evidence) -> Iterator[Explanation]:
 
 
 def _by_rows(evidence: Evidence) -> Iterator[Explanation]:
-    """Explain by routes of other tokens."""
     slots = evidence.telling_slots(PROBED_LAYERS)
     rows = spread(evidence.rows, PROBES)
     for cause, detail, sources in (*transpositions(evidence, rows), *context_orders(evidence, rows)):

@@ -146,7 +146,6 @@ class MetricAccumulator:
         self._largest = self._view_maxima(self._max_vector)
 
     def clear(self) -> None:
-        """Set everything to zero."""
         self._sum_vector.zero_()
         self._max_vector.zero_()
 

@@ -84,7 +84,6 @@ class Signature:
 
     @classmethod
     def of(cls, attribution: Attribution) -> Signature:
-        """Return the signature of an attribution."""
         native, replayed = (
             attribution.passes[name].mismatch if name in attribution.passes else {} for name in (NATIVE, R3)
         )

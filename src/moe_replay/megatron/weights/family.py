@@ -18,22 +18,6 @@ HF_LAYER = "model.layers.{layer}."
 ADD_A_FAMILY = "docs/megatron.md explains how to add a family"
 
 
-def no_arguments(hf: Any) -> dict[str, Any]:
-    return {}
-
-
-def unchanged_spec(spec: Any, config: Any) -> Any:
-    return spec
-
-
-def unchanged_chunk(chunk: Any) -> None:
-    pass
-
-
-def no_extra_tensors(config: Mapping[str, Any]) -> re.Pattern[str] | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Family:
     """A model family (one `model_type`): how its models are built and where their weights are stored."""
@@ -43,11 +27,13 @@ class Family:
     # Transformers config -> settings of a `TransformerConfig`; refuses models Megatron-Core cannot compute
     settings: Callable[[Any], dict[str, Any]]
     # Transformers config -> arguments of a `GPTModel` that differ from those of other families
-    arguments: Callable[[Any], dict[str, Any]] = no_arguments
-    adapt_spec: Callable[[Any, Any], Any] = unchanged_spec  # (layer spec, config) -> the layer spec of this family
-    after_build: Callable[[Any], None] = unchanged_chunk  # changes a built chunk in place, where a layer spec cannot
+    arguments: Callable[[Any], dict[str, Any]] = lambda hf: {}
+    adapt_spec: Callable[[Any, Any], Any] = lambda spec, config: (
+        spec
+    )  # (layer spec, config) -> the layer spec of this family
+    after_build: Callable[[Any], None] = lambda chunk: None  # changes a built chunk in place, where a layer spec cannot
     # config.json -> pattern of checkpoint tensors that are not part of the model
-    extra_tensors: Callable[[Mapping[str, Any]], re.Pattern[str] | None] = no_extra_tensors
+    extra_tensors: Callable[[Mapping[str, Any]], re.Pattern[str] | None] = lambda config: None
     local_layers: bool = False  # do not use Transformer Engine's layers, even where it is installed
 
     def rules_for(self, *, fused: bool, tied: bool) -> Rules:

@@ -120,7 +120,6 @@ class LocalModel:
         return ParameterShard(spec.key, spec.shape, spec.partition_dim, spec.layer, expert, self.config, rank, size)
 
     def local_shard(self, spec: ParameterSpec) -> ParameterShard:
-        """Return the shard of a parameter on this rank."""
         expert_rank, rank = (0 if group is None else group.rank() for group in self.shard_groups(spec))
         return self.shard(spec, expert_rank, rank)
 

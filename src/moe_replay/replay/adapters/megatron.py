@@ -110,16 +110,13 @@ class MegatronHook:
 
     @staticmethod
     def is_installed(module: Any) -> bool:
-        """Return whether a router has a hook already."""
         return isinstance(module.router_replay, MegatronHook)
 
     def install(self) -> None:
-        """Put this hook in place of the router's own replay object."""
         if not self.is_installed(self.router):
             self.router.router_replay = self
 
     def remove(self) -> None:
-        """Restore the router's own replay object."""
         if self.router.router_replay is self:
             self.router.router_replay = self.native_replay
 
@@ -183,7 +180,6 @@ class ReplayedAuxLossHook(TopKHandler, MegatronHook):
             self.router.routing = self.routing
 
     def remove(self) -> None:
-        """Restore the router's own replay object and method."""
         if self.router.router_replay is self:
             del self.router.routing
         super().remove()
@@ -345,7 +341,6 @@ FIRST_WITH_TWO_CHOICES = (0, 14)  # since then the router chooses a second time 
 
 
 def legacy_hook(version: tuple[int, int], config: Any, aux_loss: AuxLoss) -> RouterHookFactory:
-    """Return the hook for the routers of an old version."""
     if aux_loss == "replayed":
         return ReplayedAuxLossLegacyHook
     has_aux_loss = config.moe_router_load_balancing_type != "none" and config.moe_aux_loss_coeff

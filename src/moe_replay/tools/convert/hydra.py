@@ -138,7 +138,6 @@ class HydraCommand:
         self.draft.put("rollout.top_k", int(max(self.number(name, 0), 0)) or None, name)
 
     def drop_evaluation(self, name: str) -> None:
-        """Remove an evaluation without data."""
         every = self.draft.settings.get("eval.every")
         if every is not None and every.value and "data.eval_path" not in self.draft.settings:
             self.draft.remark(self.shown(name), "without effect: set data.eval_path too")

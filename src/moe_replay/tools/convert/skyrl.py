@@ -22,7 +22,6 @@ TRANSFORMER_CONFIG = f"{MEGATRON}.transformer_config_kwargs."
 
 
 def from_skyrl(words: list[str]) -> Draft:
-    """Return the recipe of a training command."""
     overrides = overrides_of(words, ENTRY_POINTS, TRAINER, "python -m skyrl.train.entrypoints.main_base")
     draft = Draft(TRAINER)
     _SkyRL(draft, [word.removeprefix("cfg.") for word in overrides]).convert()
@@ -36,7 +35,6 @@ class _SkyRL(HydraCommand):
         super().__init__(draft, words, OPTIONS, GROUPS, DEFAULTS)
 
     def convert(self) -> None:
-        """Fill the draft."""
         ranks = self.text("trainer.placement.policy_num_gpus_per_node", "1")
         launch = self.launch(ranks, self.text("trainer.placement.policy_num_nodes", "1"))
         self.draft.header += ["Converted from SkyRL's `main_base`. Check it with --dry-run first.", "", f"  {launch}"]

@@ -107,7 +107,6 @@ class _Swift:
         self.is_megatron = is_megatron
 
     def convert(self) -> None:
-        """Fill the draft."""
         kind = " ".join(self.values("rlhf_type"))
         if kind not in ("grpo", ""):
             raise ConversionError("only GRPO can be converted", found=f"--rlhf_type {kind}")
@@ -388,7 +387,6 @@ def _engine_items(draft: Draft, text: str) -> list[tuple[str, object]]:
 
 
 def _server(draft: Draft, words: list[str]) -> str:
-    """Return our `moe-replay rollout` command for `swift rollout`."""
     flags = _flags(words)
     command, options = ["moe-replay", "rollout"], list[str]()
     names = {

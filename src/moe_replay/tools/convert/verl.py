@@ -31,7 +31,6 @@ _REPLAY = re.compile(r"(?:.*\.)?router_replay\.(mode|enabled)")
 
 
 def from_verl(words: list[str]) -> Draft:
-    """Return the recipe of a training command."""
     overrides = overrides_of(words, ENTRY_POINTS, TRAINER, "python -m verl.trainer.main_ppo")
     draft = Draft(TRAINER)
     _Verl(draft, overrides).convert()
@@ -45,7 +44,6 @@ class _Verl(HydraCommand):
         super().__init__(draft, words, OPTIONS, GROUPS, DEFAULTS)
 
     def convert(self) -> None:
-        """Fill the draft."""
         self.draft.header += [
             "Converted from verl's `main_ppo`. Check it with --dry-run first.",
             "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,7 +87,6 @@ class BalancePlan:
     sizes: tuple[EpLoads, ...]
 
     def fields(self) -> dict[str, Any]:
-        """Return everything for JSON."""
         rows = [
             asdict(row)
             | {"experts_gain": row.experts_gain}
@@ -185,7 +185,7 @@ def count_experts(traces: Iterable[RouteTrace], num_experts: int | None = None) 
 def counts_of(path: Path, limit: int | None = None, num_experts: int | None = None) -> ExpertCounts:
     """Count the traces of a run folder or file, the first `limit` of them."""
     traces = (trace for file in trace_files(path) for trace in read_traces(file))
-    return count_experts((trace for _, trace in zip(range(limit or 2**31), traces, strict=False)), num_experts)
+    return count_experts(islice(traces, limit), num_experts)
 
 
 # ---- loads -----------------------------------------------------------------------------------------------------------

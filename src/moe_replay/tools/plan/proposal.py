@@ -93,7 +93,6 @@ class Proposal:
 
 
 def recipe_lines(settings: dict[str, Any]) -> list[str]:
-    """Return settings as the lines of a recipe."""
     lines, last = [], ""
     for key, value in sorted(settings.items()):
         section, _, name = key.partition(".")
