@@ -41,7 +41,7 @@ class DoctorCommand:
         if self.model is not None:
             from moe_replay.weights.model_folder import read_config
 
-            findings += diagnose_model(read_config(self.model), system)
+            findings += diagnose_model(read_config(self.model))
         if self.recipe is not None:
             from moe_replay.train.config.file import load_config
 

@@ -28,9 +28,8 @@ class Family:
     settings: Callable[[Any], dict[str, Any]]
     # Transformers config -> arguments of a `GPTModel` that differ from those of other families
     arguments: Callable[[Any], dict[str, Any]] = lambda hf: {}
-    adapt_spec: Callable[[Any, Any], Any] = lambda spec, config: (
-        spec
-    )  # (layer spec, config) -> the layer spec of this family
+    # (layer spec, config) -> the layer spec of this family
+    adapt_spec: Callable[[Any, Any], Any] = lambda spec, config: spec
     after_build: Callable[[Any], None] = lambda chunk: None  # changes a built chunk in place, where a layer spec cannot
     # config.json -> pattern of checkpoint tensors that are not part of the model
     extra_tensors: Callable[[Mapping[str, Any]], re.Pattern[str] | None] = lambda config: None

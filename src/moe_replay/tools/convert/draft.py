@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,6 +107,40 @@ class Draft:
     def change(self, option: str, reason: str) -> None:
         """Note an option that has another meaning or form here."""
         self.changes.append(f"{option}: {reason}")
+
+    def number(self, text: str, default: float, shown: str, key: str) -> float:
+        """Return an option as a number; the default, with a remark, if it is none."""
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if math.isfinite(number):
+            return number
+        self.remark(shown, f"not a number; {default} was used instead", subject_of(key) or UNKNOWN)
+        return default
+
+    def warm_up(self, fraction: float, source: str, shown: str) -> None:
+        """Set the steps of the warm-up from their part of all steps."""
+        steps = self.settings.get("steps")
+        if steps is None:
+            self.remark(shown, "set optim.warmup_steps, which counts steps", "optimizer")
+        else:
+            self.put("optim.warmup_steps", math.ceil(fraction * float(steps.value)) or None, source)
+
+    def drop_evaluation(self, shown: str) -> None:
+        """Leave out an evaluation without data; `shown` is the option for how often."""
+        every = self.settings.get("eval.every")
+        if every is not None and every.value and "data.eval_path" not in self.settings:
+            self.remark(shown, "without effect: set data.eval_path too")
+            del self.settings["eval.every"]
+
+    def log(self, sinks: Iterable[str], source: str, prefix: str, *, is_default: bool) -> None:
+        """Set metric sinks; `prefix` stands before the name of a sink in the option as written."""
+        for sink in sinks:
+            if sink in ("wandb", "tensorboard", "mlflow"):
+                self.put(f"log.{sink}", True, source, is_default=is_default)
+            elif sink not in ("console", "none", ""):
+                self.remark(f"{prefix}{sink}", "a custom metric sink: log.sinks, docs/extending.md")
 
     def apply(self, shown: str, source: str, words: list[str], option: Option, *, is_default: bool = False) -> None:
         """Set the counterpart of an option of the other trainer, or note that there is none.

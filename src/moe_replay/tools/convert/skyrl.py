@@ -49,7 +49,7 @@ class _SkyRL(HydraCommand):
         self._loss()
         self.path("data.train_data", "data.path")
         self.path("data.val_data", "data.eval_path")
-        self.drop_evaluation("trainer.eval.interval")
+        self.draft.drop_evaluation(self.shown("trainer.eval.interval"))
         self.draft.put("rollout.engine", "vllm", "generator.inference_engine.backend", is_default=True)
         if "environment.env_class" not in self.options:
             self.draft.remark("environment.env_class=gsm8k", OPTIONS["environment.env_class"].note, "reward")
