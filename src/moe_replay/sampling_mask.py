@@ -187,20 +187,13 @@ def _read_only(array: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitMask:
-    """A sampling mask of n tokens on a device, which leaves out logits. No method waits for the device.
+    """A sampling mask of n tokens on a device, which leaves out logits. No method waits for the device."""
 
-    vocab_size   of the engine that sampled
-    offsets      (n + 1,) where the support of each starts in `rows` and `columns`; on the host
-    rows         (ids of all supports,) int32: the position that an id belongs to
-    columns      (ids of all supports,) int32: the id
-    is_whole     (n,) bool: nothing was cut off
-    """
-
-    vocab_size: int
-    offsets: np.ndarray
-    rows: Tensor
-    columns: Tensor
-    is_whole: Tensor
+    vocab_size: int  # of the engine that sampled
+    offsets: np.ndarray  # (n + 1,) where the support of each starts in `rows` and `columns`; on the host
+    rows: Tensor  # (ids of all supports,) int32: the position that an id belongs to
+    columns: Tensor  # (ids of all supports,) int32: the id
+    is_whole: Tensor  # (n,) bool: nothing was cut off
 
     @classmethod
     def of(cls, mask: SamplingMask, device: torch.device) -> LogitMask:

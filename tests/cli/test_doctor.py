@@ -83,9 +83,7 @@ def test_a_good_machine() -> None:
 @pytest.mark.parametrize(
     ("system", "subject", "status", "words"),
     [
-        (replace(GOOD, python="3.10.9"), "python", "broken", "3.11"),
         (changed(torch="2.5.1"), "torch", "broken", "torch>=2.6"),
-        (changed(torch=None), "torch", "broken", "torch>=2.6"),
         (changed(transformers="4.56.2"), "transformers", "broken", "moe-replay[transformers]"),
         (changed(transformers="4.57.1"), "transformers", "ok", ""),
         (changed(transformers="6.0.0"), "transformers", "note", ""),
@@ -94,7 +92,7 @@ def test_a_good_machine() -> None:
         (changed(megatron_core="0.12.1"), "megatron-core", "note", "megatron-core>=0.16"),
         (changed(megatron_core="0.16.0"), "megatron-core", "ok", ""),
         (changed(ray=None), "ray", "note", "moe-replay[ray]"),
-        (changed(ray="2.9.0"), "ray", "broken", "ray>=2.50"),
+        (changed(ray="2.9.0"), "ray", "broken", "moe-replay[ray]"),
         (changed(megatron_core="0.20.0"), "megatron-core", "note", "test-megatron-versions"),
         (changed(transformer_engine=None), "megatron-core", "note", "transformer-engine"),
         (changed(vllm="0.21.0"), "vllm", "broken", "0.30"),
@@ -109,7 +107,7 @@ def test_a_good_machine() -> None:
         (replace(GOOD, gpus=()), "vllm", "ok", ""),
         (changed(vllm=None), "vllm", "note", "moe-replay[vllm]"),
         (changed(sglang="0.5.12"), "sglang", "note", "engines.md"),
-        (changed(trl=None), "trl", "note", ""),
+        (changed(trl=None), "trl", "note", "moe-replay[trl]"),
         (changed(trl="1.15.0"), "trl", "broken", "moe-replay[trl]"),
         (changed(trl="1.17.0"), "trl", "note", ""),
         (changed(verl=None), "verl", "note", ""),
@@ -208,8 +206,8 @@ def test_engines_and_families_come_from_the_registries(monkeypatch: pytest.Monke
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
-def of_model(config: object, system: SystemInfo = GOOD) -> dict[str, Finding]:
-    return {one.subject: one for one in diagnose_model(config, system)}
+def of_model(config: object) -> dict[str, Finding]:
+    return {one.subject: one for one in diagnose_model(config)}
 
 
 def test_models() -> None:
@@ -225,12 +223,11 @@ def test_models() -> None:
     assert (refused["model"].status, "sparsemixer" in refused["model"].text) == (Status.BROKEN, True)
 
 
-def test_hybrid_attention_asks_for_a_newer_vllm() -> None:
+def test_hybrid_attention_is_noted() -> None:
     transformers = pytest.importorskip("transformers")
     hybrid = transformers.Qwen3NextConfig(num_hidden_layers=4)
     assert of_model(hybrid)["attention"].status is Status.NOTE
     assert of_model(hybrid)["weight map"].status is Status.OK
-    assert of_model(hybrid, changed(vllm="0.20.0"))["attention"].status is Status.BROKEN
 
 
 def test_an_unknown_model_type_says_what_to_do() -> None:

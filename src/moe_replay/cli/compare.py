@@ -18,7 +18,6 @@ class CompareCommand:
         self.output = output
 
     def __call__(self) -> None:
-        """Write the page and print its path."""
         from moe_replay.report.compare import write_comparison
 
         print(write_comparison(self.runs, self.output))

@@ -25,7 +25,6 @@ class CompletionCommand:
         self.shell = shell
 
     def __call__(self) -> None:
-        """Print the script."""
         import tyro
 
         from moe_replay.cli.main import COMMANDS

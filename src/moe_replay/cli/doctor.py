@@ -34,7 +34,6 @@ class DoctorCommand:
     """Print JSON."""
 
     def __call__(self) -> None:
-        """Run all checks and print the findings."""
         from moe_replay.tools.doctor import Status, SystemInfo, diagnose, diagnose_cluster, diagnose_model
 
         system = SystemInfo.collect(self.folder)
@@ -42,7 +41,7 @@ class DoctorCommand:
         if self.model is not None:
             from moe_replay.weights.model_folder import read_config
 
-            findings += diagnose_model(read_config(self.model), system)
+            findings += diagnose_model(read_config(self.model))
         if self.recipe is not None:
             from moe_replay.train.config.file import load_config
 

@@ -36,7 +36,6 @@ class InspectCommand:
         self.width = width
 
     def __call__(self) -> None:
-        """Print the summary, and check the traces against the model."""
         from moe_replay.errors import MoeReplayError
         from moe_replay.tools.inspect import read_traces, summarize
 

@@ -20,5 +20,4 @@ class PluginCommand:
         self.trainer = trainer
 
     def __call__(self) -> None:
-        """Print the file."""
         print(f"import {_MODULES[self.trainer]}  # noqa: F401")

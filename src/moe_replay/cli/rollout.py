@@ -59,7 +59,6 @@ class RolloutCommand:
     """Extra engine options, e.g. --engine-options tensor_parallel_size 2 enable_sleep_mode True."""
 
     def __call__(self) -> None:
-        """Start the engine and serve requests until a signal."""
         with needs_extra("the rollout server needs {}", "serve"):
             import uvicorn  # noqa: F401  fail before the engine starts
 

@@ -40,7 +40,6 @@ class SelftestCommand:
     300."""
 
     def __call__(self) -> None:
-        """Run the items and print a line for each."""
         from moe_replay.tools.selftest import ITEMS, Machine, run_items
 
         items = [item for item in ITEMS if not self.only or item.name in self.only]

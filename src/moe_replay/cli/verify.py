@@ -98,7 +98,6 @@ class VerifyCommand:
     """Print JSON."""
 
     def __call__(self) -> None:
-        """Sample, score, print the result and check the thresholds."""
         if problem := self._usage_problem():
             print(f"error: {problem}", file=sys.stderr)
             sys.exit(ExitStatus.WRONG_INPUT)

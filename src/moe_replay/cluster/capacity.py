@@ -55,16 +55,12 @@ class Node(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """Resources that a run needs.
-
-    trainer   per trainer node: its ranks and, where engines share their GPUs, those engines
-    engine    per engine, all on one node; `engines` counts those with separate resources
-    """
+    """Resources that a run needs."""
 
     trainer_nodes: int
-    trainer: Resources
+    trainer: Resources  # per trainer node: its ranks and, where engines share their GPUs, those engines
     engines: int
-    engine: Resources
+    engine: Resources  # per engine, all on one node; `engines` counts those with separate resources
 
 
 def demand_of(config: TrainConfig, nodes: Sequence[Node], rank_memory: float = 0, engine_memory: float = 0) -> Demand:

@@ -31,15 +31,11 @@ class NoClusterError(MoeReplayError):
 
 
 class Connection(NamedTuple):
-    """The Ray cluster that this process is connected to.
-
-    dashboard   URL of Ray's dashboard; empty if there is none
-    is_local    started for this run, ends with it
-    """
+    """The Ray cluster that this process is connected to."""
 
     address: str
-    dashboard: str
-    is_local: bool
+    dashboard: str  # URL of Ray's dashboard; empty if there is none
+    is_local: bool  # started for this run, ends with it
 
     def describe(self) -> str:
         import ray

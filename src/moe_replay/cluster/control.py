@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from moe_replay.cluster.capacity import CapacityError, Resources, read_nodes, resources_of
@@ -18,29 +19,19 @@ class NoRunError(MoeReplayError):
 
 
 class RunStatus(NamedTuple):
-    """Status of a run.
-
-    desired_engines   number last set by the recipe or by `scale`
-    urls              engines that are ready
-    starting          engines being started or waiting for resources
-    error             why no more engines will start; empty otherwise
-    can_scale         the number of engines may change
-    engine            resources per engine
-    events            log lines, newest last
-    """
+    """Status of a run."""
 
     name: str
-    desired_engines: int
-    urls: tuple[str, ...]
-    starting: int
-    error: str
-    can_scale: bool
-    engine: Resources
-    events: tuple[str, ...]
+    desired_engines: int  # number last set by the recipe or by `scale`
+    urls: tuple[str, ...]  # engines that are ready
+    starting: int  # engines being started or waiting for resources
+    error: str  # why no more engines will start; empty otherwise
+    can_scale: bool  # the number of engines may change
+    engine: Mapping[str, float]  # of each engine, by Ray's resource names
+    events: tuple[str, ...]  # log lines, newest last
 
     @property
     def is_settled(self) -> bool:
-        """Whether the desired number of engines is ready."""
         return len(self.urls) == self.desired_engines and not self.starting
 
     def __str__(self) -> str:
@@ -81,16 +72,7 @@ class RunControl:
             raise NoRunError(f"run {self._name} has ended") from error
         except ray.exceptions.GetTimeoutError as error:
             raise NoRunError(f"run {self._name} did not reply within {REPLY_TIMEOUT_S:g} s") from error
-        return RunStatus(
-            self._name,
-            status["desired_engines"],
-            tuple(status["urls"]),
-            status["starting"],
-            status["error"],
-            status["can_scale"],
-            resources_of(status["resources"]),
-            tuple(status["events"]),
-        )
+        return RunStatus(self._name, **status)
 
     def scale(self, engines: int) -> RunStatus:
         """Set the number of engines, which join and leave between steps; returns the status before."""
@@ -105,7 +87,7 @@ class RunControl:
                 expected='cluster.engines with cluster.placement = "separate"',
                 remedy="The number of colocated engines is fixed by the recipe",
             )
-        self._check_capacity(engines - before.desired_engines, before.engine)
+        self._check_capacity(engines - before.desired_engines, resources_of(before.engine))
         ray.get(self._state.scale.remote(engines), timeout=REPLY_TIMEOUT_S)
         return before
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moe_replay.cluster.layout import Layout
-from moe_replay.cluster.ranks import death_cause, redirect_output
+from moe_replay.cluster.layout import Layout, actor_options
+from moe_replay.cluster.ranks import death_cause, enter
 from moe_replay.cluster.state_actor import EngineList, EngineRequest
 from moe_replay.errors import MoeReplayError
 from moe_replay.utils.misc import one_line
@@ -53,12 +53,9 @@ class EngineActor:
         """
         import ray
 
-        os.environ.update(environment)
-        if os.path.isdir(folder):
-            os.chdir(folder)
+        log_start = enter(folder, environment, Path(log))
         if os.getcwd() not in sys.path:
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-        log_start = redirect_output(Path(log))
         from moe_replay.engines.base import StartRequest
         from moe_replay.engines.server.engine_processes import EngineProcesses
 
@@ -209,15 +206,11 @@ class EngineGroup:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         assert self._request is not None
-        resources = dict(self.layout.engine)
         group, bundle, device_variables = slot.placement
         remote: Any = ray.remote(EngineActor)
         slot.actor = remote.options(
-            num_cpus=resources.pop("CPU"),
-            num_gpus=resources.pop("GPU", 0),
-            resources=resources,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
-            max_restarts=0,
+            **actor_options(self.layout.engine),
         ).remote()
         token, folder, environment = self._launch
         slot.ref = slot.actor.start.remote(

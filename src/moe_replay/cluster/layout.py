@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moe_replay.engines.base import devices_per_engine
 from moe_replay.errors import LayoutError
@@ -16,27 +16,19 @@ VISIBLE = {name: VISIBLE_DEVICES[kind] for kind, name in ACCELERATORS.items()}
 
 
 class Layout(NamedTuple):
-    """Resources of a run, by Ray's resource names.
+    """Resources of a run, by Ray's resource names."""
 
-    trainer       per trainer node; includes those of colocated engines
-    engine        per engine, in its bundle
-    rank          per rank
-    nodes         trainer nodes
-    accelerator   resource that ranks and engines compute on; None: CPUs
-    """
-
-    trainer: dict[str, float]
-    engine: dict[str, float]
-    rank: dict[str, float]
-    nodes: int
+    trainer: dict[str, float]  # per trainer node; includes those of colocated engines
+    engine: dict[str, float]  # per engine, in its bundle
+    rank: dict[str, float]  # per rank
+    nodes: int  # trainer nodes
     ranks_per_node: int
     engines: int
     colocated: bool
-    accelerator: str | None
+    accelerator: str | None  # resource that ranks and engines compute on; None: CPUs
 
     @property
     def cpus(self) -> float:
-        """CPU cores of the whole run."""
         engines = 0 if self.colocated else self.engines * self.engine["CPU"]
         return self.nodes * self.trainer["CPU"] + engines
 
@@ -87,18 +79,20 @@ def is_possible(config: TrainConfig, nodes: int) -> bool:
     return nodes > 0 and ranks % backend.model_parallel == 0 and ranks % experts == 0
 
 
+def actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
+    """Return Ray's options for an actor with these resources, which it does not restart."""
+    others = dict(resources)
+    cpus, gpus = others.pop("CPU"), others.pop("GPU", 0)
+    return {"num_cpus": cpus, "num_gpus": gpus, "resources": others, "max_restarts": 0}
+
+
 class RankPlacement(NamedTuple):
-    """Where Ray put a rank.
+    """Where Ray put a rank."""
 
-    node      Ray's node id
-    devices   device ids that Ray assigned
-    port      free port on that node
-    """
-
-    node: str
+    node: str  # Ray's node id
     address: str
-    devices: tuple[str, ...]
-    port: int
+    devices: tuple[str, ...]  # device ids that Ray assigned
+    port: int  # free port on that node
 
 
 def rank_environments(placements: Sequence[RankPlacement], layout: Layout, restarts: int) -> list[dict[str, str]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from moe_replay.cluster.layout import Layout, RankPlacement, rank_environments
+from moe_replay.cluster.layout import Layout, RankPlacement, actor_options, rank_environments
 from moe_replay.cluster.state_actor import EngineList, EngineRequest
 from moe_replay.errors import EngineUnavailableError, ExitStatus, MoeReplayError
 from moe_replay.utils.misc import one_line
@@ -37,19 +37,13 @@ CHUNK = 2**16
 
 
 class Outcome(NamedTuple):
-    """How a rank has ended.
-
-    error             text of its error; empty if there is none
-    on_all_ranks      the same error is raised on every rank
-    is_secondary      the error only says that another rank failed or was lost
-    is_engine_error   the engines that the cluster started do not answer
-    """
+    """How a rank has ended."""
 
     status: int
-    error: str = ""
-    on_all_ranks: bool = False
-    is_secondary: bool = False
-    is_engine_error: bool = False
+    error: str = ""  # text of its error; empty if there is none
+    on_all_ranks: bool = False  # the same error is raised on every rank
+    is_secondary: bool = False  # the error only says that another rank failed or was lost
+    is_engine_error: bool = False  # the engines that the cluster started do not answer
 
 
 class Lost(NamedTuple):
@@ -76,13 +70,10 @@ class RankActor:
 
     def prepare(self, folder: str, environment: Mapping[str, str], log: str) -> int:
         """Set the environment and working directory before torch is imported; returns the process id."""
-        os.environ.update(environment)
-        if os.path.isdir(folder):
-            os.chdir(folder)
+        self._log = Path(log)
+        self._log_start = enter(folder, environment, self._log)
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())  # as with `python -m`
-        self._log = Path(log)
-        self._log_start = redirect_output(self._log)
         return os.getpid()
 
     def run(self, entry: Callable[..., None], config: Any, state: Any) -> Outcome:
@@ -109,8 +100,11 @@ class RankActor:
         return Outcome(0)
 
 
-def redirect_output(log: Path) -> int:
-    """Append stdout and stderr of this process to a file; returns the offset at which its output starts."""
+def enter(folder: str, environment: Mapping[str, str], log: Path) -> int:
+    """Set variables and folder, append stdout and stderr to a file; return the offset at which this output starts."""
+    os.environ.update(environment)
+    if os.path.isdir(folder):
+        os.chdir(folder)
     log.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     for stream in (sys.stdout, sys.stderr):
@@ -232,14 +226,8 @@ class TrainerGroup:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._layout = layout
-        resources = dict(layout.rank)
         remote: Any = ray.remote(RankActor)
-        options = {
-            "num_cpus": resources.pop("CPU"),
-            "num_gpus": resources.pop("GPU", 0),
-            "resources": resources,
-            "max_restarts": 0,
-        }
+        options = actor_options(layout.rank)
         self._actors: list[Any] = []
         for node in range(layout.nodes):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
@@ -303,7 +291,6 @@ class TrainerGroup:
             return Outcome(ExitStatus.FAILED, str(error))
 
     def kill(self) -> None:
-        """Kill all ranks and wait until they are gone."""
         import ray
 
         for actor in self._actors:

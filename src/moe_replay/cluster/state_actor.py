@@ -22,16 +22,11 @@ class EngineRequest(NamedTuple):
 
 
 class EngineList(NamedTuple):
-    """The engines of a run.
+    """The engines of a run."""
 
-    urls       of those that are ready
-    starting   number of engines being started
-    error      why no more engines will start; empty otherwise
-    """
-
-    urls: tuple[str, ...] = ()
-    starting: int = 0
-    error: str = ""
+    urls: tuple[str, ...] = ()  # of those that are ready
+    starting: int = 0  # number of engines being started
+    error: str = ""  # why no more engines will start; empty otherwise
 
 
 class DriverView(NamedTuple):
@@ -105,14 +100,13 @@ class RunState:
         return before
 
     def status(self) -> dict[str, Any]:
+        """Return the fields of a `RunStatus` besides its name."""
         return {
+            **self._engines._asdict(),
             "desired_engines": self._desired_engines,
             "can_scale": self._can_scale,
-            "resources": self._resources,
-            "urls": list(self._engines.urls),
-            "starting": self._engines.starting,
-            "error": self._engines.error,
-            "events": list(self._events),
+            "engine": self._resources,
+            "events": tuple(self._events),
         }
 
 

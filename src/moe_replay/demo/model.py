@@ -32,36 +32,22 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSettings:
-    """Sizes of the task, the model and its warm start; a hash of them names the cache folder.
+    """Sizes of the task, the model and its warm start; a hash of them names the cache folder."""
 
-    seed            of data, weights and batches
-    terms           minimum and maximum number of digits per problem
-    train_rows      training prompts
-    eval_rows       evaluation prompts; seen neither in training nor in the warm start
-    hidden_size     64 is the minimum of vLLM's CPU kernels
-    layers          decoder layers; the first is dense
-    num_experts     in each other layer, `top_k` per token
-    batch_size      problems per warm-start step
-    learning_rate   of the warm start, after `warmup_steps`; decays linearly to a tenth at `max_steps`
-    max_steps       maximum number of steps on worked answers
-    enough          probability of a correct answer at which these steps end
-    mixed_steps     steps that follow, with a fraction `worked` of worked answers, the rest estimates
-    """
-
-    seed: int = 0
-    terms: tuple[int, int] = (3, 4)
-    train_rows: int = 2048
-    eval_rows: int = 128
-    hidden_size: int = 64
-    layers: int = 4
-    num_experts: int = 16
+    seed: int = 0  # of data, weights and batches
+    terms: tuple[int, int] = (3, 4)  # minimum and maximum number of digits per problem
+    train_rows: int = 2048  # training prompts
+    eval_rows: int = 128  # evaluation prompts; seen neither in training nor in the warm start
+    hidden_size: int = 64  # 64 is the minimum of vLLM's CPU kernels
+    layers: int = 4  # decoder layers; the first is dense
+    num_experts: int = 16  # in each other layer, `top_k` per token
     top_k: int = 4
-    batch_size: int = 128
-    learning_rate: float = 3e-3
+    batch_size: int = 128  # problems per warm-start step
+    learning_rate: float = 3e-3  # of the warm start, after `warmup_steps`; decays linearly to a tenth at `max_steps`
     warmup_steps: int = 50
-    max_steps: int = 500
-    enough: float = 0.8
-    mixed_steps: int = 40
+    max_steps: int = 500  # maximum number of steps on worked answers
+    enough: float = 0.8  # probability of a correct answer at which these steps end
+    mixed_steps: int = 40  # steps that follow, with a fraction `worked` of worked answers, the rest estimates
     worked: float = 0.3
 
 

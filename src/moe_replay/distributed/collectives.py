@@ -141,7 +141,6 @@ class Exchange:
             self._operations.append(dist.P2POp(dist.irecv, into, source))
 
     def run(self) -> None:
-        """Wait until everything has been sent and received."""
         operations, self._operations = self._operations, []
         if operations:
             for work in dist.batch_isend_irecv(operations):

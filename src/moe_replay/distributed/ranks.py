@@ -31,12 +31,10 @@ class OtherRankError(MoeReplayError):
 
 
 def rank() -> int:
-    """Return the rank of this process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Return the number of processes."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 

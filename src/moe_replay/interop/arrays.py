@@ -46,21 +46,6 @@ def to_ids(token_ids: TokenIds) -> np.ndarray:
     return token_ids.detach().cpu().numpy() if isinstance(token_ids, Tensor) else np.asarray(token_ids)
 
 
-def check_row_count(
-    routed_experts: np.ndarray, allowed: Sequence[int], project: str, sample: int | None, remedy: str
-) -> None:
-    """Raise unless the array is (n, layers, K), n being one of `allowed`."""
-    if routed_experts.ndim != 3 or len(routed_experts) not in allowed:
-        counts = " or ".join(str(count) for count in sorted(set(allowed)))
-        raise RouteFormatError(
-            f"routes of {project} do not fit the tokens",
-            sample=sample,
-            expected=f"({counts}, layers, top_k)",
-            found=routed_experts.shape,
-            remedy=remedy,
-        )
-
-
 def num_written(routed_experts: np.ndarray, tokens: int, top_k: int) -> int:
     """Return how many leading rows (n, layers, K) hold routes, in a convention that fills up with zeros at the end.
 

@@ -8,6 +8,8 @@ everything that can be checked is checked here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -68,26 +70,21 @@ def trace_from_capture(
     return trace if tuple(layers) == topology.layers else trace.with_uncaptured_layers(topology.layers)
 
 
+@dataclass(frozen=True)
 class _Checks:
     """Checks of the capture of one sample."""
 
-    def __init__(
-        self,
-        routed_experts: np.ndarray,
-        tokens: int,
-        first_token: int,
-        topology: MoeTopology,
-        engine: EngineName | str,
-        sample: int | str | None,
-    ) -> None:
-        self.routed_experts = routed_experts
-        self.tokens = tokens
-        self.first_token = first_token
-        self.topology = topology
-        # Routers inside the attention (jetmoe) are beyond what engines capture: the trace says they are not recorded.
-        self.layers = [layer for layer in topology.layers if layer < topology.num_layers]
-        self.engine = engine
-        self.sample = sample
+    routed_experts: np.ndarray
+    tokens: int
+    first_token: int
+    topology: MoeTopology
+    engine: EngineName | str
+    sample: int | str | None
+
+    @cached_property
+    def layers(self) -> list[int]:
+        """Decoder layers that route. Routers inside the attention (jetmoe) are beyond what engines capture."""
+        return [layer for layer in self.topology.layers if layer < self.topology.num_layers]
 
     def error(self, problem: str, remedy: str, **facts: object) -> EngineError:
         return EngineError(f"{self.engine} {problem}", sample=self.sample, remedy=remedy, **facts)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ Each section says which tokens have rows, which layers, the dtype, and how a mis
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -21,7 +21,6 @@ from moe_replay.interop.arrays import (
     all_but_last,
     array_of,
     by_decoder_layer,
-    check_row_count,
     covered_prefix,
     covered_tokens,
     from_base64,
@@ -41,67 +40,50 @@ from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
 
 
-@dataclass(frozen=True, slots=True)
-class Convention:
-    """Requirements on one project's `routed_experts` (rows, layers, K).
-
-    project   name in errors
-    engine    whose capture it is, in errors
-    rows      tokens -> numbers of rows that are allowed
-    remedy    where the number of rows is another
-    """
-
-    project: str
-    engine: str
-    rows: Callable[[int], Sequence[int]]
-    remedy: str
-
-    def check(self, routed_experts: np.ndarray, tokens: int, sample: int | None = None) -> None:
-        """Raise unless the rows are those of `tokens` tokens."""
-        check_row_count(routed_experts, self.rows(tokens), self.project, sample, self.remedy)
-
-
 def _all_or_all_but_last(tokens: int) -> Sequence[int]:
     return tokens - 1, tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Convention:
+    """Requirements on one project's `routed_experts` (rows, layers, K)."""
+
+    project: str  # name in errors
+    remedy: str  # where the number of rows is another
+    rows: Callable[[int], Sequence[int]] = _all_or_all_but_last  # tokens -> numbers of rows that are allowed
+
+    @property
+    def engine(self) -> str:
+        """Whose capture it is, in errors."""
+        is_engine = self.project in ("vLLM", "SGLang")
+        return f"the {self.project} engine" if is_engine else f"the engine behind {self.project}"
+
+    def check(self, routed_experts: np.ndarray, tokens: int, sample: int | None = None) -> None:
+        """Raise unless the rows are those of `tokens` tokens."""
+        allowed = self.rows(tokens)
+        if routed_experts.ndim != 3 or len(routed_experts) not in allowed:
+            counts = " or ".join(str(count) for count in sorted(set(allowed)))
+            raise RouteFormatError(
+                f"routes of {self.project} do not fit the tokens",
+                sample=sample,
+                expected=f"({counts}, layers, top_k)",
+                found=routed_experts.shape,
+                remedy=self.remedy,
+            )
+
+
 _ALL_IDS = "Give all token ids, and the first token that was requested"
-VLLM = Convention("vLLM", "the vLLM engine", _all_or_all_but_last, _ALL_IDS)
-SGLANG = Convention("SGLang", "the SGLang engine", _all_or_all_but_last, _ALL_IDS)
-SLIME = Convention(
-    "slime",
-    "the engine behind slime",
-    lambda tokens: (tokens - 1,),
-    "Sample.tokens and its routes were cut or extended apart",
-)
-MS_SWIFT = Convention(
-    "ms-swift",
-    "the engine behind ms-swift",
-    _all_or_all_but_last,
-    "Routes and encoded tokens were cut or extended apart",
-)
+VLLM = Convention("vLLM", _ALL_IDS)
+SGLANG = Convention("SGLang", _ALL_IDS)
+SLIME = Convention("slime", "Sample.tokens and its routes were cut or extended apart", lambda tokens: (tokens - 1,))
+MS_SWIFT = Convention("ms-swift", "Routes and encoded tokens were cut or extended apart")
 SKYRL = Convention(
-    "SkyRL",
-    "the engine behind SkyRL",
-    lambda tokens: range(tokens + 1),
-    "Routes of several turns must be joined, not appended whole",
+    "SkyRL", "Routes of several turns must be joined, not appended whole", lambda tokens: range(tokens + 1)
 )
-VERL = Convention(
-    "verl", "the engine behind verl", _all_or_all_but_last, "Routes must be cut where the response is cut"
-)
-PRIME_RL = Convention(
-    "prime-rl",
-    "the engine behind prime-rl",
-    lambda tokens: (tokens,),
-    "Routes must be cut where the tokens are cut",
-)
-PRIME_RL_ENDPOINT = Convention("prime-rl", "the engine behind prime-rl", _all_or_all_but_last, _ALL_IDS)
-NEMO_RL = Convention(
-    "NeMo-RL",
-    "the engine behind NeMo-RL",
-    lambda tokens: (tokens,),
-    "Give all token ids, prompt and completion",
-)
+VERL = Convention("verl", "Routes must be cut where the response is cut")
+PRIME_RL = Convention("prime-rl", "Routes must be cut where the tokens are cut", lambda tokens: (tokens,))
+PRIME_RL_ENDPOINT = Convention("prime-rl", _ALL_IDS)
+NEMO_RL = Convention("NeMo-RL", "Give all token ids, prompt and completion", lambda tokens: (tokens,))
 
 
 def _from_first_token(
@@ -267,8 +249,7 @@ def from_ms_swift(
 def to_ms_swift(trace: RouteTrace, topology: MoeTopology) -> dict[str, Any]:
     """Return what its rollout server would send: T rows, or T-1 if the last token has no route."""
     array = in_decoder_layers(trace, topology)[: covered_prefix(trace, topology, "ms-swift")]
-    allowed = MS_SWIFT.rows(len(trace))
-    check_row_count(array, allowed, "ms-swift", None, "Only the last token may be without a route")
+    replace(MS_SWIFT, remedy="Only the last token may be without a route").check(array, len(trace))
     return pack_routes(array) | {"shape": array.shape, "__ndarray__": True}
 
 
@@ -368,7 +349,6 @@ def to_verl(traces: Sequence[RouteTrace], topology: MoeTopology, attention_mask:
 
 
 def _unpadded(batch: Tensor | Sequence[TokenIds], mask: Tensor | None) -> list:
-    """Return the samples of a batch without their padding."""
     if not isinstance(batch, Tensor):
         return list(batch)
     if batch.is_nested:

@@ -202,16 +202,14 @@ def from_router_trace(
         layers[layer] = _rows(rows, (len(ids), topology.top_k), number)
     if not layers:
         raise RouteFormatError(f"Megatron's router trace has nothing of step {step}")
-    whole = np.zeros((len(ids), len(topology.layers), topology.top_k), np.int64)
-    valid = np.zeros(whole.shape[:2], bool)
-    for layer, rows in layers.items():
-        slot = topology.layers.index(layer)
-        whole[:, slot], valid[:, slot] = rows, True
     wide = np.zeros((len(ids), topology.num_layers, topology.top_k), np.int64)
-    wide[:, list(topology.layers)] = whole
+    for layer, rows in layers.items():
+        wide[:, layer] = rows
     if len(layers) == len(topology.layers):
         return trace_of(wide, ids, topology, "Megatron's router trace", weight_version=weight_version)
-    return RouteTrace(ids, whole, topology.layers, valid, weight_version, num_experts=topology.num_experts)
+    some = sorted(layers)
+    trace = RouteTrace(ids, wide[:, some], some, None, weight_version, num_experts=topology.num_experts)
+    return trace.with_uncaptured_layers(topology.layers)
 
 
 def _rows(rows: Any, shape: tuple[int, int], line: int) -> np.ndarray:
@@ -248,17 +246,12 @@ def _records(lines: Iterable[str], limit: int, source: str) -> Iterator[tuple[in
 
 
 class SpanDigest(NamedTuple):
-    """What NeMo-RL wrote about one sample at one place.
+    """What NeMo-RL wrote about one sample at one place."""
 
-    line        in the file
-    event       "rollout_payload_sample", or "tq_fetch_sample" with a stage
-    matches     whether the routes of the trace with this key are these
-    """
-
-    line: int
-    event: str
+    line: int  # in the file
+    event: str  # "rollout_payload_sample", or "tq_fetch_sample" with a stage
     key: str
-    matches: bool
+    matches: bool  # whether the routes of the trace with this key are these
 
 
 def check_nemo_rl_digests(

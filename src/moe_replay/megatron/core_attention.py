@@ -74,7 +74,6 @@ class PlainCoreAttention(nn.Module):
         return self._causal(query, key, value).flatten(2)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed_seq_params: Any) -> Tensor:
-        """Attend within each of the packed sequences, (t, heads, dim)."""
         bounds = sequence_bounds(packed_seq_params)
         varlen = self._varlen_kernel(query, value)
         if varlen is not None:

@@ -49,7 +49,6 @@ def enable() -> ExitStack:
 
 @contextmanager
 def enabled() -> Iterator[None]:
-    """Patch Megatron-Core to run on the CPU inside this context."""
     with ExitStack() as undo:
         _apply(undo)
         yield

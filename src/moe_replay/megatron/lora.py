@@ -42,18 +42,12 @@ _ROUTER = re.compile(r"^decoder\.layers\.\{layer\}\..*\.router\.weight$")
 
 
 class Part(NamedTuple):
-    """A checkpoint weight inside a parameter.
+    """A checkpoint weight inside a parameter."""
 
-    name     in the checkpoint, with a tensor per expert
-    rows     (rows,) indices of its rows in the parameter
-    group    parts of a group share their `down`
-    slices   from the checkpoint tensor to the parameter
-    """
-
-    name: str
-    rows: Tensor
-    group: int
-    slices: tuple[TensorSlice, ...]
+    name: str  # in the checkpoint, with a tensor per expert
+    rows: Tensor  # (rows,) indices of its rows in the parameter
+    group: int  # parts of a group share their `down`
+    slices: tuple[TensorSlice, ...]  # from the checkpoint tensor to the parameter
 
 
 @dataclass(frozen=True)
@@ -139,17 +133,12 @@ class MegatronLoraError(MoeReplayError):
 
 
 class Sharding(NamedTuple):
-    """Sharding of a layer and its input over the ranks of `group`.
+    """Sharding of a layer and its input over the ranks of `group`."""
 
-    kind       "column": the output is sharded, "row": the input, "whole": neither
-    sequence   input and output of the layer are shards of the sequence
-    expert     the dispatcher moves tokens to and from the experts, and sums partial outputs of ranks
-    """
-
-    kind: str
+    kind: str  # "column": the output is sharded, "row": the input, "whole": neither
     group: Any
-    sequence: bool
-    expert: bool
+    sequence: bool  # input and output of the layer are shards of the sequence
+    expert: bool  # the dispatcher moves tokens to and from the experts, and sums partial outputs of ranks
 
     @property
     def size(self) -> int:
@@ -180,7 +169,6 @@ class LoraAdapter(nn.Module):
         self._blocks = [(part.rows.to(weight.device), part.group * rank) for part in parts]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the adapter's addition to the layer's output."""
         from megatron.core.tensor_parallel import mappings
 
         sharding = self.sharding

@@ -26,17 +26,12 @@ def enable() -> None:
 
 
 class Patch(NamedTuple):
-    """One patch.
-
-    upstream  file and line that need it
-    until     when it can be removed
-    apply     applies the patch and registers its undo
-    """
+    """One patch."""
 
     name: str
-    upstream: str
-    until: str
-    apply: Callable[[ExitStack], None]
+    upstream: str  # file and line that need it
+    until: str  # when it can be removed
+    apply: Callable[[ExitStack], None]  # applies the patch and registers its undo
 
 
 def replace_attribute(undo: ExitStack, owner: ModuleType | type, name: str, value: object) -> None:

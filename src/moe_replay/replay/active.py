@@ -9,7 +9,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -18,9 +18,36 @@ from torch.utils.hooks import RemovableHandle
 
 from moe_replay.errors import ReplayStateError
 from moe_replay.replay.passes import ForwardPass, LayerRoutes
-from moe_replay.replay.site import Chunk, PlanSlot, RouterHook
+from moe_replay.replay.site import Chunk, PlanSlot, RouterSite
 
 MAX_BACKWARDS = 16  # at a time; those of an aborted backward are dropped as newer ones come
+
+
+class RouterHook(Protocol):
+    """A hook on one router, through which the active pass records or sets its choice of experts.
+
+    slot            that it puts the plan of the pass in, for the experts behind the router; None: they use none
+    gates_problem   why gate weights cannot be replayed; None: they can
+    """
+
+    slot: PlanSlot | None
+    gates_problem: str | None
+
+    def install(self) -> None:
+        """Put the hook on its router; nothing where it is there already."""
+        ...
+
+    def remove(self) -> None:
+        """Restore the router as it was; nothing where the hook is not there."""
+        ...
+
+
+class RouterHookFactory(Protocol):
+    """Makes the hooks of one kind of router."""
+
+    def __call__(self, site: RouterSite, active: ActivePass) -> RouterHook: ...
+
+    def is_installed(self, module: nn.Module) -> bool: ...
 
 
 class ActivePass:
@@ -374,7 +401,6 @@ class BoundaryHook:
                 _tie([tensor], self.active, forward_pass)
 
     def end_module(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """Note the pass that computed the outputs."""
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
             self.active.outputs.add(_tensors(output), self.active.opened)
 

@@ -21,13 +21,12 @@ import torch
 from torch import nn
 
 from moe_replay.errors import AlignmentError, ReplayStateError, UnsupportedRouterError
-from moe_replay.replay.active import ActivePass, register_hooks
-from moe_replay.replay.passes import ForwardPass, LayerRoutes
+from moe_replay.replay.active import ActivePass, RouterHookFactory, register_hooks
+from moe_replay.replay.passes import FedTokens, ForwardPass, LayerRoutes
 from moe_replay.replay.policy import IDS, ReplayPolicy, RoutingWeights
 from moe_replay.replay.site import (
     Chunk,
     PlanSlot,
-    RouterHookFactory,
     RouterSite,
     boundary_modules,
     entry_modules,
@@ -35,19 +34,15 @@ from moe_replay.replay.site import (
 )
 from moe_replay.replay.topk import TopKHook
 from moe_replay.routes.batch import RouteBatch
-from moe_replay.routes.layout import RowOrder
+from moe_replay.routes.layout import RowOrder, TokenLayout
 from moe_replay.routes.plan import DispatchPlan
 from moe_replay.routes.router_families import ROUTER_FAMILIES, RouterFamily, RouterRule
 from moe_replay.routes.topology import MoeTopology
+from moe_replay.routes.trace import RouteTrace
 from moe_replay.utils.plugins import resolve
 
 if TYPE_CHECKING:
     from moe_replay.replay.adapters.megatron import AuxLoss
-
-
-from moe_replay.replay.passes import FedTokens
-from moe_replay.routes.layout import TokenLayout
-from moe_replay.routes.trace import RouteTrace
 
 FinishPlan = Callable[[DispatchPlan | None], DispatchPlan | None]
 """Takes the plan of a micro-batch, or None; returns what the experts are given. All ranks call it."""
@@ -77,10 +72,7 @@ def attach(
 
     models = [model] if isinstance(model, nn.Module) else list(model)
     if megatron.is_megatron(models):
-        part = megatron.find_chunks(models, topology, aux_loss)
-        return RouterReplay(
-            part.chunks, part.topology, part.hook, part.rows, part.native_sites, recompute_only=recompute_only
-        )
+        return RouterReplay(*megatron.find_chunks(models, topology, aux_loss), recompute_only=recompute_only)
     if len(models) != 1:
         raise UnsupportedRouterError(
             "a list of modules that are not Megatron-Core chunks",
@@ -460,9 +452,12 @@ class _Forward:
         self._rows = rows
         self._pass = forward_pass
 
+    def _run(self) -> dict[int, LayerRoutes]:
+        return {layer: self._pass.layer_routes[layer] for layer in self._pass.layers_run()}
+
     def routing_weights(self) -> RoutingWeights:
         """Return the routing weights of the experts taken; needs a context with `weights=True`."""
-        run = {layer: self._pass.layer_routes[layer] for layer in self._pass.layers_run()}
+        run = self._run()
         return RoutingWeights(
             {layer: taken for layer, routes in run.items() if (taken := routes.taken_routed_experts) is not None},
             {layer: kept for layer, routes in run.items() if (kept := routes.taken_weights) is not None},
@@ -473,7 +468,7 @@ class _Forward:
 
         The mean over layers and the experts taken then of the distance between logarithms of routing weights.
         """
-        shifts = [self._pass.layer_routes[layer].shift for layer in self._pass.layers_run()]
+        shifts = [routes.shift for routes in self._run().values()]
         found = [shift for shift in shifts if shift is not None]
         if not found or len(found) < len(shifts):
             raise ReplayStateError("nothing was compared", remedy="Open the context with since=routing_weights()")
@@ -485,7 +480,7 @@ class Recording(_Forward):
 
     def batch(self) -> RouteBatch:
         """Return the routes as they were taken, on the device, ready to be replayed on this rank. Nothing is moved."""
-        layer_routes = self._routes_run()
+        layer_routes = self._run()
         if any(routes.earlier for routes in layer_routes.values()):
             raise ReplayStateError(
                 "the recording spans several forwards", expected="one", remedy="Use recording.passes()"
@@ -500,7 +495,7 @@ class Recording(_Forward):
         """Return one batch for each forward that ran inside `record(every_pass=True)`, in order."""
         by_layer = {
             layer: [*routes.earlier, (routes.taken_routed_experts, routes.tokens)]
-            for layer, routes in self._routes_run().items()
+            for layer, routes in self._run().items()
         }
         counts = {len(forwards) for forwards in by_layer.values()}
         if len(counts) != 1:
@@ -528,9 +523,6 @@ class Recording(_Forward):
                 for ids in token_ids
             ]
         return batch.to_traces(token_ids, layout, weight_version, unverified=unverified)
-
-    def _routes_run(self) -> dict[int, LayerRoutes]:
-        return {layer: self._pass.layer_routes[layer] for layer in self._pass.layers_run()}
 
     def _batch(
         self,
@@ -564,10 +556,9 @@ class Replaying(_Forward):
 
         Rows that took a stand-in have no choice of a router's own: they are not valid.
         """
-        layers, layer_routes = self._pass.layers_run(), self._pass.layer_routes
-        observed = {layer: layer_routes[layer].native_routed_experts for layer in layers}
+        observed = {layer: routes.native_routed_experts for layer, routes in self._run().items()}
         routed_experts = {layer: experts for layer, experts in observed.items() if experts is not None}
-        if len(routed_experts) < len(layers):
+        if len(routed_experts) < len(observed):
             raise ReplayStateError(
                 "native choices were not observed", remedy="Open replay(batch, observe=True) and run the forward first"
             )
@@ -585,10 +576,9 @@ class Replaying(_Forward):
         Recorded experts that the router would not have taken, and those of them that were taken. Zero in rows without
         a route.
         """
-        found = {layer: self._pass.layer_routes[layer] for layer in self._pass.layers_run()}
         return {
             layer: routes.choices * routes.valid if routes.valid is not None else routes.choices
-            for layer, routes in found.items()
+            for layer, routes in self._run().items()
             if routes.choices is not None
         }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 
@@ -39,7 +40,6 @@ class FedTokens:
         return cls(ids.detach().clone(), mask)
 
     def copy(self) -> None:
-        """Replace the ids by a copy."""
         self.ids = self.ids.detach().clone()
 
     def check(self, batch: RouteBatch | None, allow_unknown: bool) -> None:
@@ -60,67 +60,42 @@ class FedTokens:
         )
 
 
+@dataclass(eq=False)
 class LayerRoutes:
-    """The routes of one layer in one pass, used exactly once.
+    """The routes of one layer in one pass, used exactly once."""
 
-    routed_experts         (R, K) the experts to replay; None: the router chooses, and its choice is recorded
-    valid                  (R,) rows with a route to replay; the others are routed natively
-    all_valid              whether every row has one, as known on the host
-    observe                also record the router's native choice
-    plan                   of the rows of all layers, where each has a route
-    keep_gates             also record the scores that gate weights are made of
-    margin                 by which the router may prefer another expert to one that is replayed
-    gates                  (R, K) such scores to replay in `gated_rows` (R,); None: current ones
-    taken_routed_experts   (R, K) the experts taken, in the same narrow dtype; None until the router has run
-    native_routed_experts  (R, K) the router's native choice, where observed
-    taken_gates            (R, K) the scores that gate weights were made of, where kept
-    choices                (2, R) uint8: recorded experts of each row that the router would not have taken, and those of
-                           them that were taken; with a margin alone
-    keep_weights           also record the logarithms of routing weights at the experts taken
-    since                  (R, K) experts and logarithms of their routing weights in an earlier forward, to compare with
-    taken_weights          (R, K) such logarithms in this forward, where kept
-    shift                  (R,) mean distance from those of `since`
-    reads_weights          whether routing weights of all experts are needed
-    tokens                 token ids fed in the forward in which the router ran
-    """
+    layer: int
+    routed_experts: torch.Tensor | None = None  # (R, K) to replay; None: the router chooses, and its choice is recorded
+    valid: torch.Tensor | None = None  # (R,) rows with a route to replay; the others are routed natively
+    _: KW_ONLY
+    all_valid: bool = False  # whether every row has one, as known on the host
+    observe: bool = False  # also record the router's native choice
+    plan: DispatchPlan | None = None  # of the rows of all layers, where each has a route
+    keep_gates: bool = False  # also record the scores that gate weights are made of
+    margin: float = math.inf  # by which the router may prefer another expert to one that is replayed
+    gates: torch.Tensor | None = None  # (R, K) such scores to replay in `gated_rows`; None: current ones
+    gated_rows: torch.Tensor | None = None  # (R,)
+    keep_weights: bool = False  # also record the logarithms of routing weights at the experts taken
+    # (R, K) experts and logarithms of their routing weights in an earlier forward, to compare with
+    since: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def __init__(
-        self,
-        layer: int,
-        routed_experts: torch.Tensor | None = None,
-        valid: torch.Tensor | None = None,
-        *,
-        all_valid: bool = False,
-        observe: bool = False,
-        plan: DispatchPlan | None = None,
-        keep_gates: bool = False,
-        margin: float = math.inf,
-        gates: torch.Tensor | None = None,
-        gated_rows: torch.Tensor | None = None,
-        keep_weights: bool = False,
-        since: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> None:
-        self.layer = layer
-        self.routed_experts = routed_experts
-        self.valid = valid
-        self.all_valid = all_valid
-        self.observe = observe
-        self.plan = plan
-        self.keep_gates = keep_gates
-        self.margin = margin
-        self.gates = gates
-        self.gated_rows = gated_rows
-        self.taken_gates: torch.Tensor | None = None
-        self.choices: torch.Tensor | None = None
-        self.taken_routed_experts: torch.Tensor | None = None
-        self.native_routed_experts: torch.Tensor | None = None
-        self.tokens: FedTokens | None = None
-        self.keep_weights = keep_weights
-        self.since = since
-        self.taken_weights: torch.Tensor | None = None
-        self.shift: torch.Tensor | None = None
-        self.reads_weights = margin < math.inf or keep_weights or since is not None
-        self.earlier: list[tuple[torch.Tensor, FedTokens | None]] = []  # of earlier forwards of one recording
+    # What the router has done, None until it has run.
+    taken_routed_experts: torch.Tensor | None = field(default=None, init=False)  # (R, K) in the same narrow dtype
+    native_routed_experts: torch.Tensor | None = field(default=None, init=False)  # (R, K), where observed
+    taken_gates: torch.Tensor | None = field(default=None, init=False)  # (R, K), where kept
+    taken_weights: torch.Tensor | None = field(default=None, init=False)  # (R, K), where kept
+    shift: torch.Tensor | None = field(default=None, init=False)  # (R,) mean distance from the weights of `since`
+    # (2, R) uint8, with a margin alone: recorded experts of each row that the router would not have taken, and those of
+    # them that were taken
+    choices: torch.Tensor | None = field(default=None, init=False)
+    tokens: FedTokens | None = field(default=None, init=False)  # fed in the forward in which the router ran
+    # of earlier forwards of one recording
+    earlier: list[tuple[torch.Tensor, FedTokens | None]] = field(default_factory=list, init=False)
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether routing weights of all experts are needed."""
+        return self.margin < math.inf or self.keep_weights or self.since is not None
 
 
 class ForwardPass:

@@ -53,16 +53,11 @@ class RoutingWeights(NamedTuple):
 
 
 class WithinMargin(NamedTuple):
-    """The experts taken, and where recorded ones have replaced the router's own.
+    """The experts taken, and where recorded ones have replaced the router's own."""
 
-    routed_experts   (..., K) int64, at the places of the recorded ones
-    differs          (..., K) bool: recorded experts that the router would not have taken
-    replaced         (..., K) bool: those of them that were taken
-    """
-
-    routed_experts: Tensor
-    differs: Tensor
-    replaced: Tensor
+    routed_experts: Tensor  # (..., K) int64, at the places of the recorded ones
+    differs: Tensor  # (..., K) bool: recorded experts that the router would not have taken
+    replaced: Tensor  # (..., K) bool: those of them that were taken
 
 
 def within_margin(scores: Tensor, recorded: Tensor, native: Tensor, margin: float) -> WithinMargin:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,30 +12,18 @@ from torch import nn
 from moe_replay.errors import AlignmentError
 from moe_replay.routes.plan import DispatchPlan, LayerPlan
 
-if TYPE_CHECKING:
-    from moe_replay.replay.passes import ForwardPass
-
 
 @dataclass(frozen=True, slots=True)
 class RouterSite:
-    """One router of a live model.
+    """One router of a live model."""
 
-    layer        global decoder index (see `MoeTopology` for models that route twice in one layer)
-    name         path of `module` inside the model
-    module       the module in whose forward the choice of experts is made
-    num_experts  columns of the scores that the choice is made from
-    top_k        experts chosen for each token
-    num_groups   groups that the experts are divided into before the choice; 0: no group-limited routing
-    groups_kept  groups that survive
-    """
-
-    layer: int
-    name: str
-    module: nn.Module
-    num_experts: int
-    top_k: int
-    num_groups: int = 0
-    groups_kept: int = 0
+    layer: int  # global decoder index (see `MoeTopology` for models that route twice in one layer)
+    name: str  # path of `module` inside the model
+    module: nn.Module  # the module in whose forward the choice of experts is made
+    num_experts: int  # columns of the scores that the choice is made from
+    top_k: int  # experts chosen for each token
+    num_groups: int = 0  # groups that the experts are divided into before the choice; 0: no group-limited routing
+    groups_kept: int = 0  # groups that survive
 
     def __str__(self) -> str:
         return f"{self.name} ({type(self.module).__name__}, layer {self.layer})"
@@ -79,7 +67,6 @@ class PlanSlot:
         return PlanSlot(self.layer, self.num_experts)
 
     def put(self, plan: DispatchPlan | None) -> None:
-        """Have the experts use the plan of a micro-batch."""
         self.plan = None if plan is None else plan.layer(self.layer)
 
     def take(self, shape: torch.Size) -> LayerPlan | None:
@@ -93,44 +80,6 @@ class PlanSlot:
                 found=tuple(shape),
             )
         return plan
-
-
-class RouterHook(Protocol):
-    """A hook on one router, through which the active pass records or sets its choice of experts.
-
-    slot            that it puts the plan of the pass in, for the experts behind the router; None: they use none
-    gates_problem   why gate weights cannot be replayed; None: they can
-    """
-
-    slot: PlanSlot | None
-    gates_problem: str | None
-
-    def install(self) -> None:
-        """Put the hook on its router; nothing where it is there already."""
-        ...
-
-    def remove(self) -> None:
-        """Restore the router as it was; nothing where the hook is not there."""
-        ...
-
-
-class PassSource(Protocol):
-    """Source of the pass that a router hook uses, and of what runs a hook outside compiled code."""
-
-    eager_routers: bool
-    run_eagerly: Callable[..., Any]
-
-    def for_router(self) -> ForwardPass | None:
-        """Return the pass that a router uses which is called now; None: it routes natively."""
-        ...
-
-
-class RouterHookFactory(Protocol):
-    """Makes the hooks of one kind of router."""
-
-    def __call__(self, site: RouterSite, active: PassSource) -> RouterHook: ...
-
-    def is_installed(self, module: nn.Module) -> bool: ...
 
 
 def entry_modules(model: nn.Module, sites: Sequence[RouterSite]) -> tuple[nn.Module, ...]:

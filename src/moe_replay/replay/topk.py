@@ -18,9 +18,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from moe_replay.errors import AlignmentError, UnsupportedRouterError
+from moe_replay.replay.active import ActivePass
 from moe_replay.replay.passes import LayerRoutes
 from moe_replay.replay.policy import within_margin
-from moe_replay.replay.site import PassSource, PlanSlot, RouterSite
+from moe_replay.replay.site import PlanSlot, RouterSite
 from moe_replay.routes.plan import DispatchPlan
 
 UNSEEN_GATES = {"InklingTopkRouter": "its gate weights also depend on its scores of shared experts"}
@@ -290,7 +291,7 @@ class TopKHook:
 
     call_type: type[RouterCall] = RouterCall
 
-    def __init__(self, site: RouterSite, active: PassSource) -> None:
+    def __init__(self, site: RouterSite, active: ActivePass) -> None:
         self.site = site
         self.active = active
         self.native_forward = site.module.forward
@@ -302,16 +303,13 @@ class TopKHook:
 
     @staticmethod
     def is_installed(module: nn.Module) -> bool:
-        """Return whether a router has a hook already."""
         return isinstance(getattr(module.forward, "__self__", None), TopKHook)
 
     def install(self) -> None:
-        """Put this hook in place of the router's own forward."""
         if not self.is_installed(self.site.module):
             self.site.module.forward = self.forward
 
     def remove(self) -> None:
-        """Restore the router's own forward."""
         if self.site.module.__dict__.get("forward") != self.forward:
             return
         del self.site.module.forward
@@ -319,7 +317,6 @@ class TopKHook:
             self.site.module.forward = self.native_forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the router's forward under the active pass."""
         if self.active.eager_routers and torch.compiler.is_compiling():
             return self.active.run_eagerly(self._route, args, kwargs)
         return self._route(args, kwargs)

@@ -242,7 +242,6 @@ def histograms(passes: dict[str, PassScores]) -> RenderedFigure:
 
 
 def position_map(routing: RoutingScores) -> RenderedFigure:
-    """Plot agreement by layer and position."""
     text = (
         "Fraction of tokens that the trainer's router, routing natively, sends to the same experts as the rollout did, "
         "by decoder layer (bottom to top) and position in the sequence."

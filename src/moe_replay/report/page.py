@@ -104,16 +104,12 @@ footer {{ margin-top: 40px; color: var(--faint); font-size: .82rem; }}
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of text cells; the first column names the rows.
-
-    colours   CSS colours of the columns after the first, or empty
-    prose     cells are text, left-aligned and wrapped, instead of numbers
-    """
+    """A table of text cells; the first column names the rows."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
-    colours: Sequence[str] = ()
-    prose: bool = False
+    colours: Sequence[str] = ()  # CSS colours of the columns after the first, or empty
+    prose: bool = False  # cells are text, left-aligned and wrapped, instead of numbers
 
     def html(self) -> str:
         """Return the table as HTML; it scrolls horizontally if it is too wide."""
@@ -171,7 +167,6 @@ class Page:
         self._parts += [f'<p class="lead">{escape(text)}</p>' for text in summary]
 
     def cards(self, values: Iterable[Card]) -> None:
-        """Add key numbers."""
         self._parts.append(f'<div class="cards">{"".join(card.html() for card in values)}</div>')
 
     def warnings(self, texts: Sequence[str]) -> None:
@@ -186,7 +181,6 @@ class Page:
         self.figures += other.figures
 
     def heading(self, title: str) -> None:
-        """Add a section heading."""
         self._parts.append(f"<h2>{escape(title)}</h2>")
 
     def section(
@@ -208,13 +202,11 @@ class Page:
         self.figures += rendered
 
     def text_section(self, title: str, text: str, samples: Iterable[TextSample]) -> None:
-        """Add a heading, text, and samples one below the other."""
         self.heading(title)
         self._parts.append(f'<p class="faint">{escape(text)}</p>')
         self._parts += [sample.html() for sample in samples]
 
     def details(self, title: str, table: Table) -> None:
-        """Add a collapsed table."""
         self._parts.append(f"<details><summary>{escape(title)}</summary>{table.html()}</details>")
 
     def html(self) -> str:
@@ -276,7 +268,6 @@ def format_number(value: float) -> str:
 
 
 def format_percent(value: float) -> str:
-    """Format a fraction as a percentage."""
     return f"{100 * value:.4g}%" if math.isfinite(value) else MISSING
 
 

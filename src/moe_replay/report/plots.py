@@ -104,15 +104,11 @@ _STYLE = {
 
 @dataclass(frozen=True, slots=True)
 class RenderedFigure:
-    """A finished figure.
+    """A finished figure."""
 
-    name      stem of the PNG file, and anchor on the page
-    caption   explanation below the figure
-    """
-
-    name: str
+    name: str  # stem of the PNG file, and anchor on the page
     title: str
-    caption: str
+    caption: str  # explanation below the figure
     svg: str
     png: bytes
 
@@ -184,7 +180,6 @@ class Curve:
 
 
 def with_data(curves: Sequence[Curve]) -> list[Curve]:
-    """Return the curves with at least one finite value."""
     return [curve for curve in curves if len(curve.series.finite)]
 
 
@@ -226,7 +221,6 @@ def plot_curves(
 
 
 def plot_band(axes: Any, middle: Series, low: Series, high: Series, unit: str) -> None:
-    """Plot a curve and the range around it."""
     if len(low.steps) == len(high.steps) and len(low.steps):
         (steps, lowest), (_, highest) = downsample(low), downsample(high)
         steps, lowest, highest = _widen_single_step(steps, lowest, highest)
@@ -349,7 +343,6 @@ def legend(axes: Any) -> None:
 
 
 def integer_ticks(axis: Any) -> None:
-    """Restrict the ticks of an axis to integers."""
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))

@@ -61,23 +61,15 @@ EMPTY = Series(np.zeros(0, np.int64), np.zeros(0))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunRecord:
-    """A run as read from its folder.
-
-    label      display name
-    settings   "section.key" -> value from config.toml; empty if there is none
-    mode       off, r2 or r3; "" if unknown
-    reason     why this mode was chosen
-    metrics    name -> series
-    failure    the error that ended the run; "" if none did
-    """
+    """A run as read from its folder."""
 
     folder: Path
-    label: str
-    settings: dict[str, Any]
-    mode: str
-    reason: str
-    metrics: dict[str, Series]
-    failure: str = ""
+    label: str  # display name
+    settings: dict[str, Any]  # "section.key" -> value from config.toml; empty if there is none
+    mode: str  # off, r2 or r3; "" if unknown
+    reason: str  # why this mode was chosen
+    metrics: dict[str, Series]  # name -> series
+    failure: str = ""  # the error that ended the run; "" if none did
 
     def __getitem__(self, name: str) -> Series:
         return self.metrics.get(name, EMPTY)
@@ -87,7 +79,6 @@ class RunRecord:
 
     @property
     def steps(self) -> int:
-        """The last logged step."""
         return max((int(series.steps[-1]) for series in self.metrics.values()), default=0)
 
     @property
@@ -97,7 +88,6 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read config.toml and metrics.jsonl of a run."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise ReportError(f"{folder} is not a run folder", expected="a metrics.jsonl in it", found="none")

@@ -336,7 +336,6 @@ def _text(value: object) -> str:
 
 
 def reward_figures(run: RunRecord) -> Iterator[RenderedFigure]:
-    """Yield training and evaluation rewards."""
     functions = re.compile(r"reward/(?!mean$|std$|unscored$|timeouts$|frac_groups_zero_std$)")
     parts = [name for name in run.metrics if functions.match(name)]
     curves = [Curve(run["reward/mean"], "training", "plain"), Curve(run["eval/reward"], "evaluation", "second")]
@@ -406,7 +405,6 @@ def route_figures(run: RunRecord) -> Iterator[RenderedFigure]:
 
 
 def learning_figures(run: RunRecord) -> Iterator[RenderedFigure]:
-    """Yield loss, gradient norm, entropy and clipping."""
     text = "The loss that updates minimise. In policy-gradient training its level says little."
     losses = [Curve(run["loss/total"], "total", "plain"), Curve(run["loss/policy"], "policy", "second")]
     if not len(run["loss/policy"].finite):
@@ -422,7 +420,6 @@ def learning_figures(run: RunRecord) -> Iterator[RenderedFigure]:
 
 
 def sample_figures(run: RunRecord) -> Iterator[RenderedFigure]:
-    """Yield lengths, learning signal and staleness of completions."""
     mean, low, high = (run[f"completion/length_{part}"] for part in ("mean", "min", "max"))
     if len(mean.finite):
         text = "Tokens per completion: mean, and range from shortest to longest."
@@ -443,7 +440,6 @@ def sample_figures(run: RunRecord) -> Iterator[RenderedFigure]:
 
 
 def time_figures(run: RunRecord) -> Iterator[RenderedFigure]:
-    """Yield the time per phase, and throughput."""
     roles: tuple[tuple[str, Role], ...] = (
         ("rollout", "replayed"),
         ("score", "recorded"),

@@ -217,9 +217,8 @@ class RouteBatch:
         selected = as_slice(indices)
         coverage = self.coverage
         if coverage is not None:
-            coverage = replace(
-                coverage, replayed_in_layer=tuple(coverage.replayed_in_layer[index] for index in indices)
-            )
+            replayed = tuple(coverage.replayed_in_layer[index] for index in indices)
+            coverage = replace(coverage, replayed_in_layer=replayed)
         return replace(
             self,
             layers=wanted,
@@ -245,37 +244,28 @@ class RouteBatch:
         if not layout.prefixes:
             return self
         rows = torch.from_numpy(layout.place).to(self.routed_experts.device)
-        valid = self.valid[:1, rows].expand(len(self.layers), -1) if self._shares_valid else self.valid[:, rows]
-        return replace(
-            self,
-            routed_experts=self.routed_experts[:, rows],
-            valid=valid,
-            fed_token_ids=None,
-            coverage=None,
-            layout=None,
-            gates=None if self.gates is None else self.gates[:, rows],
-        )
+        return replace(self, fed_token_ids=None, coverage=None, layout=None)._mapped(lambda tensor: tensor[:, rows])
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> RouteBatch:
-        return self._moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> RouteBatch:
         """Return the same batch in page-locked memory, so that `to(device, non_blocking=True)` is asynchronous."""
-        return self._moved(lambda tensor: tensor.pin_memory())
+        return self._mapped(lambda tensor: tensor.pin_memory())
 
     @property
     def _shares_valid(self) -> bool:
         return self.valid.stride(0) == 0
 
-    def _moved(self, move: Callable[[Tensor], Tensor]) -> RouteBatch:
-        valid = move(self.valid[:1]).expand(len(self.layers), -1) if self._shares_valid else move(self.valid)
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> RouteBatch:
+        """Return a batch whose tensors are changed alike."""
         fed, gates = self.fed_token_ids, self.gates
         return replace(
             self,
-            routed_experts=move(self.routed_experts),
-            valid=valid,
-            fed_token_ids=None if fed is None else move(fed),
-            gates=None if gates is None else move(gates),
+            routed_experts=change(self.routed_experts),
+            valid=change(self.valid[:1]).expand(len(self.layers), -1) if self._shares_valid else change(self.valid),
+            fed_token_ids=None if fed is None else change(fed),
+            gates=None if gates is None else change(gates),
         )
 
     def _index(self, layer: int) -> int:

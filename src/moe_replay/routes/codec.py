@@ -104,12 +104,10 @@ class Shape:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of tokens."""
         return -(-self.tokens // BLOCK_TOKENS)
 
     @cached_property
     def offsets(self) -> Offsets:
-        """Byte offsets of the parts."""
         bitmap = (0, -(-self.tokens // 8), self.tokens * -(-self.layers // 8))[self.coverage]
         sizes = (HEADER_BYTES, 16 * self.spans, 8 * self.blocks, 4 * self.layers, 4 * self.tokens, bitmap)
         *begins, end = accumulate(sizes)
@@ -117,7 +115,6 @@ class Shape:
 
     @property
     def blob_bytes(self) -> int:
-        """Size of the whole blob in bytes."""
         return self.block_at(self.blocks)
 
     def block_at(self, block: int) -> int:

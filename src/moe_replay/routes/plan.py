@@ -22,18 +22,12 @@ MOST_PAIRS = 2**23
 
 
 class Dispatch(NamedTuple):
-    """Order in which grouped GEMMs take the (token, choice) pairs of a layer: by expert, then by token.
+    """Order in which grouped GEMMs take the (token, choice) pairs of a layer: by expert, then by token."""
 
-    pair      (T * K,) int32: pair in each row
-    token     (T * K,) int32: token in each row
-    row       (T, K) int32: row of each pair
-    offsets   (E,) int32: the end of each expert's rows
-    """
-
-    pair: Tensor
-    token: Tensor
-    row: Tensor
-    offsets: Tensor
+    pair: Tensor  # (T * K,) int32: pair in each row
+    token: Tensor  # (T * K,) int32: token in each row
+    row: Tensor  # (T, K) int32: row of each pair
+    offsets: Tensor  # (E,) int32: the end of each expert's rows
 
 
 class LayerPlan(NamedTuple):
@@ -63,25 +57,16 @@ def order_rows(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class DispatchPlan:
-    """The order of rows in L layers.
+    """The order of rows in L layers."""
 
-    routes        that it was made of
-    version       of their ids, which counts changes in place
-    layers        decoder index of each of the L slices
-    num_experts   of each layer
-    pair          (L, R * K) int32, see `Dispatch`
-    row           (L, R * K) int32
-    offsets       (L, E) int32, E of the layer that has most experts
-    exchanges     by layer, how rows travel between ranks; empty where they do not
-    """
-
-    routes: RouteBatch
-    version: int
-    layers: tuple[int, ...]
-    num_experts: tuple[int, ...]
-    pair: Tensor
-    row: Tensor
-    offsets: Tensor
+    routes: RouteBatch  # that it was made of
+    version: int  # of their ids, which counts changes in place
+    layers: tuple[int, ...]  # decoder index of each of the L slices
+    num_experts: tuple[int, ...]  # of each layer
+    pair: Tensor  # (L, R * K) int32, see `Dispatch`
+    row: Tensor  # (L, R * K) int32
+    offsets: Tensor  # (L, E) int32, E of the layer that has most experts
+    # by layer, how rows travel between ranks; empty where they do not
     exchanges: Mapping[int, Any] = field(default_factory=dict)
 
     @classmethod
@@ -110,7 +95,6 @@ class DispatchPlan:
         )
 
     def layer(self, layer: int) -> LayerPlan:
-        """Return the plan of one decoder layer."""
         index = self.layers.index(layer)
         pair, top_k = self.pair[index], self.routes.top_k
         # One division here: a compiled kernel would divide for every element that it gathers.
@@ -119,7 +103,6 @@ class DispatchPlan:
         return LayerPlan(Dispatch(pair, token, self.row[index].view(-1, top_k), offsets), self.exchanges.get(layer))
 
     def to(self, device: torch.device) -> DispatchPlan:
-        """Return the plan on another device."""
         return replace(self, pair=self.pair.to(device), row=self.row.to(device), offsets=self.offsets.to(device))
 
     def check(self, routes: RouteBatch, num_experts: Mapping[int, int]) -> None:

@@ -133,8 +133,9 @@ class MoeTopology:
     @classmethod
     def from_sites(cls, sites: Sequence[RoutedLayer], num_layers: int, model_type: str = "") -> MoeTopology:
         """Return the topology of the routers of a live model."""
-        moe_layers = sorted((MoeLayer(site.layer, site.num_experts, site.top_k) for site in sites), key=_by_layer)
-        return cls(num_layers, tuple(moe_layers), model_type)
+        in_order = sorted(sites, key=lambda site: site.layer)
+        moe_layers = tuple(MoeLayer(site.layer, site.num_experts, site.top_k) for site in in_order)
+        return cls(num_layers, moe_layers, model_type)
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 
@@ -156,10 +157,6 @@ def text_config(config: Config) -> Config:
     """Return the config of the language model inside a multimodal config, or the config itself."""
     inner = setting(config, "get_text_config")
     return inner() if inner is not None else config
-
-
-def _by_layer(moe: MoeLayer) -> int:
-    return moe.layer
 
 
 # ---- Megatron-Core ----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ builds the trace. Slicing, appending a turn and resuming a partial rollout are d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -76,16 +76,9 @@ class RouteTrace:
                 remedy="One row per token, one slice per MoE layer; tokens without a route are rows with valid=False",
             )
         coverage = checked_coverage(valid, len(ids), len(layer_ids))
-        _fill(
-            self,
-            ids,
-            _narrowed_ids(array, coverage, layer_ids, num_experts),
-            layer_ids,
-            coverage,
-            checked_spans(weight_version, len(ids)),
-            num_experts,
-            rows_distinct=False,
-        )
+        narrowed = _narrowed_ids(array, coverage, layer_ids, num_experts)
+        spans = checked_spans(weight_version, len(ids))
+        self._fill(TraceParts(ids, narrowed, layer_ids, coverage, spans, num_experts))
         self.check_rows()
 
     @classmethod
@@ -184,10 +177,10 @@ class RouteTrace:
             raise TraceError("tokens of a trace can only be cut as one contiguous range", expected="step 1", found=step)
         stop = max(start, stop)
         return self._derived(
-            self.token_ids[start:stop],
-            self.routed_experts[start:stop],
-            self._coverage[start:stop],
-            cut_spans(self.versions, start, stop),
+            token_ids=self.token_ids[start:stop],
+            routed_experts=self.routed_experts[start:stop],
+            coverage=self._coverage[start:stop],
+            versions=cut_spans(self.versions, start, stop),
         )
 
     def select_layers(self, layers: Iterable[int]) -> RouteTrace:
@@ -196,7 +189,7 @@ class RouteTrace:
         indices = self.layer_indices(wanted)
         coverage = self._coverage if self._coverage.shape[1] == 1 else self._coverage[:, indices]
         routed_experts = np.take(self.routed_experts, indices, axis=1)  # token-major in memory too, unlike [:, indices]
-        return self._derived(self.token_ids, routed_experts, coverage, self.versions, wanted)
+        return self._derived(routed_experts=routed_experts, coverage=coverage, layers=wanted)
 
     def with_uncaptured_layers(self, layers: Iterable[int]) -> RouteTrace:
         """Return the same trace over more layers; the added ones are uncovered and will route natively."""
@@ -205,7 +198,7 @@ class RouteTrace:
         routed_experts = np.zeros((len(self), len(wanted), self.top_k), self.routed_experts.dtype)
         valid = np.zeros((len(self), len(wanted)), bool)
         routed_experts[:, indices], valid[:, indices] = self.routed_experts, self.valid
-        return self._derived(self.token_ids, routed_experts, valid, self.versions, wanted)
+        return self._derived(routed_experts=routed_experts, coverage=valid, layers=wanted)
 
     def layer_indices(self, layers: Sequence[int]) -> list[int]:
         """Return the position of each decoder layer on the layer axis."""
@@ -231,12 +224,12 @@ class RouteTrace:
         added = other.versions if len(other) else ()
         moved = tuple(VersionSpan(span.start + len(self), span.version) for span in added)
         joined = self._derived(
-            np.concatenate([self.token_ids, other.token_ids]),
-            np.concatenate([self.routed_experts, other.routed_experts]),  # numpy widens uint8 + uint16 by itself
-            np.concatenate(parts),
-            merged_spans(self.versions + moved),
+            token_ids=np.concatenate([self.token_ids, other.token_ids]),
+            routed_experts=np.concatenate([self.routed_experts, other.routed_experts]),  # numpy widens uint8 + uint16
+            coverage=np.concatenate(parts),
+            versions=merged_spans(self.versions + moved),
+            num_experts=self.num_experts if self.num_experts == other.num_experts else None,
         )
-        joined.num_experts = self.num_experts if self.num_experts == other.num_experts else None
         joined._rows_distinct = self._rows_distinct and other._rows_distinct
         return joined
 
@@ -277,10 +270,9 @@ class RouteTrace:
             newer &= ~self.valid.any(axis=1)
         versions = np.where(newer, prefix.token_versions, self.token_versions)
         merged = self._derived(
-            self.token_ids,
-            np.where(take_later[..., None], prefix.routed_experts, self.routed_experts),
-            self.valid | take_later,
-            spans_of(versions),
+            routed_experts=np.where(take_later[..., None], prefix.routed_experts, self.routed_experts),
+            coverage=self.valid | take_later,
+            versions=spans_of(versions),
         )
         merged._rows_distinct = self._rows_distinct and later._rows_distinct
         return merged.extend(later[seen:])
@@ -300,12 +292,8 @@ class RouteTrace:
         routed_experts = np.zeros((len(first), len(layers), first.top_k), dtype)
         valid = np.zeros((len(first), len(layers)), bool)
         for number, shard in enumerate(shards):
-            same_pass = (shard.top_k, shard.num_experts, shard.versions) == (
-                first.top_k,
-                first.num_experts,
-                first.versions,
-            )
-            if not same_pass or not np.array_equal(shard.token_ids, first.token_ids):
+            passes = [(part.top_k, part.num_experts, part.versions) for part in (shard, first)]
+            if passes[0] != passes[1] or not np.array_equal(shard.token_ids, first.token_ids):
                 raise TraceError(
                     "only shards of one sequence, routed by the same weights, can be merged",
                     sample=f"shard {number}",
@@ -372,46 +360,20 @@ class RouteTrace:
     def from_parts(cls, parts: TraceParts) -> RouteTrace:
         """Make a trace from parts whose shapes, ranges and order are checked; only `check_rows` is left."""
         trace = object.__new__(cls)
-        _fill(trace, *parts, rows_distinct=False)
+        trace._fill(parts)
         return trace
 
-    def _derived(
-        self,
-        token_ids: np.ndarray,
-        routed_experts: np.ndarray,
-        coverage: np.ndarray,
-        versions: tuple[VersionSpan, ...],
-        layers: tuple[int, ...] | None = None,
-    ) -> RouteTrace:
-        """Return a trace made of parts of this one, so that its rows need no second check."""
-        trace = object.__new__(RouteTrace)
-        _fill(
-            trace,
-            token_ids,
-            routed_experts,
-            self.layers if layers is None else layers,
-            coverage,
-            versions,
-            self.num_experts,
-            rows_distinct=self._rows_distinct,
-        )
+    def _derived(self, **parts: Any) -> RouteTrace:
+        """Return a trace with these parts in place of its own, made of them, so that its rows need no second check."""
+        trace = RouteTrace.from_parts(self.parts._replace(**parts))
+        trace._rows_distinct = self._rows_distinct
         return trace
 
-
-def _fill(
-    trace: RouteTrace,
-    token_ids: np.ndarray,
-    routed_experts: np.ndarray,
-    layers: tuple[int, ...],
-    coverage: np.ndarray,
-    versions: tuple[VersionSpan, ...],
-    num_experts: int | None,
-    *,
-    rows_distinct: bool,
-) -> None:
-    trace.token_ids, trace.routed_experts, trace._coverage = (_frozen(a) for a in (token_ids, routed_experts, coverage))
-    trace.layers, trace.versions, trace.num_experts = layers, versions, num_experts
-    trace._rows_distinct = rows_distinct
+    def _fill(self, parts: TraceParts) -> None:
+        self.token_ids, self.routed_experts = _frozen(parts.token_ids), _frozen(parts.routed_experts)
+        self.layers, self._coverage = parts.layers, _frozen(parts.coverage)
+        self.versions, self.num_experts = parts.versions, parts.num_experts
+        self._rows_distinct = False
 
 
 def _frozen(array: np.ndarray) -> np.ndarray:

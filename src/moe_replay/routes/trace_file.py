@@ -25,12 +25,12 @@ import numpy as np
 from moe_replay.errors import TraceFormatError
 from moe_replay.routes.codec import DEFAULT_LIMITS, HEADER_BYTES, BlobSource, Limits, read_header
 from moe_replay.routes.trace import RouteTrace, encode_parts, read_blob
+from moe_replay.utils.files import write_at
 
 FILE_HEAD = b"\x89MRF\r\n\x1a\n" + struct.pack("<H6x", 1)
 TAIL_MAGIC = b"\x89MRE\r\n\x1a\n"
 
 _TAIL = struct.Struct("<QII8s")
-_PARTS_AT_ONCE = 512  # a kernel takes at most 1024
 
 
 class TraceWriter:
@@ -52,11 +52,11 @@ class TraceWriter:
         self._limits = limits
         self._offsets = [len(FILE_HEAD)]
         self._file = open(self.partial, "xb", buffering=0)  # noqa: SIM115  closed by close() or abandon()
-        self._write_at(0, [memoryview(FILE_HEAD)])
+        write_at(self._file.fileno(), 0, [memoryview(FILE_HEAD)])
 
     def append(self, trace: RouteTrace) -> None:
-        parts = encode_parts(trace, limits=self._limits)
-        self._offsets.append(self._write_at(self._offsets[-1], parts))  # if it fails, nothing has been appended
+        start, parts = self._offsets[-1], encode_parts(trace, limits=self._limits)
+        self._offsets.append(start + write_at(self._file.fileno(), start, parts))  # if it fails, nothing was appended
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -67,7 +67,8 @@ class TraceWriter:
             return
         index = np.array(self._offsets, "<u8").tobytes()
         tail = _TAIL.pack(len(self), _index_crc(index, len(self)), 0, TAIL_MAGIC)
-        end = self._write_at(self._offsets[-1], [memoryview(index + tail)])
+        end = self._offsets[-1]
+        end += write_at(self._file.fileno(), end, [memoryview(index + tail)])
         self._file.truncate(end)  # an append that failed may have left more
         os.fsync(self._file.fileno())
         self._file.close()
@@ -87,18 +88,6 @@ class TraceWriter:
             self.close()
         else:
             self.abandon()
-
-    def _write_at(self, offset: int, parts: Sequence[memoryview]) -> int:
-        """Write all parts from `offset` on; return where they end."""
-        left = list(parts)
-        while left:
-            written = os.pwritev(self._file.fileno(), left[:_PARTS_AT_ONCE], offset)
-            offset += written
-            while left and written >= len(left[0]):
-                written -= len(left.pop(0))
-            if written:
-                left[0] = left[0][written:]
-        return offset
 
 
 class TraceFile:

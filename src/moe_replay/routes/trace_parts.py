@@ -22,22 +22,14 @@ class VersionSpan(NamedTuple):
 
 
 class TraceParts(NamedTuple):
-    """The arrays of a trace, as they are stored.
+    """The arrays of a trace, as they are stored."""
 
-    token_ids       (T,) int32
-    routed_experts  (T, L, K) uint8 or uint16, zero where not covered
-    layers          (L,) decoder indices
-    coverage        (T, 1) bool where all layers share it, else (T, L)
-    versions        spans of weight versions
-    num_experts     where known
-    """
-
-    token_ids: np.ndarray
-    routed_experts: np.ndarray
-    layers: tuple[int, ...]
-    coverage: np.ndarray
-    versions: tuple[VersionSpan, ...]
-    num_experts: int | None
+    token_ids: np.ndarray  # (T,) int32
+    routed_experts: np.ndarray  # (T, L, K) uint8 or uint16, zero where not covered
+    layers: tuple[int, ...]  # (L,) decoder indices
+    coverage: np.ndarray  # (T, 1) bool where all layers share it, else (T, L)
+    versions: tuple[VersionSpan, ...]  # spans of weight versions
+    num_experts: int | None  # where known
 
 
 def narrowest_dtype(num_experts: int) -> np.dtype:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_replay.engines.session import NOT_SAMPLED, Session
 from moe_replay.records import FinishReason, MicroBatch, Sample, Trajectory
-from moe_replay.replay.controller import RouterReplay, attach
+from moe_replay.replay.controller import RouterReplay
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.trace import RouteTrace
@@ -21,7 +20,6 @@ from moe_replay.train.backends.base import Routing, apply_routing, keep_rollout_
 from moe_replay.train.backends.logprobs import sampled_logprobs, scored_logits
 from moe_replay.train.learn.batches import divide, make_micro_batch
 from moe_replay.train.rollout.groups import check_versions
-from moe_replay.utils.misc import evaluating
 from moe_replay.verification.agreement import route_agreement, same_experts
 from moe_replay.verification.attribution import (
     AGAIN,
@@ -39,7 +37,7 @@ from moe_replay.verification.attribution import (
 )
 from moe_replay.verification.metrics import Mismatch
 from moe_replay.verification.shift import SHIFTS
-from moe_replay.verification.verify import VerifyReport, compare
+from moe_replay.verification.verify import VerifyReport, compare, prepared
 
 POSITIONS = 16  # bins of positions
 POINTS = 2000  # in the scatter plot
@@ -72,7 +70,7 @@ def attribute(
     if not any(len(sample.completion_ids) for sample in samples):
         raise AttributionError("no sampled tokens to compare", found=f"{len(samples)} samples")
     trajectories = [_scored(sample, number) for number, sample in enumerate(samples)]
-    with _prepared(model, replay) as controller:
+    with prepared(model, replay) as controller:
         parts = [
             _four_passes(model, controller, batch, temperature)
             for batch in _micro_batches(model, trajectories, tokens_per_micro_batch, packed)
@@ -93,7 +91,7 @@ def attribute_traces(
     if not traces:
         raise AttributionError("no traces to compare")
     trajectories = [_unscored(trace, number) for number, trace in enumerate(traces)]
-    with _prepared(model, replay) as controller:
+    with prepared(model, replay) as controller:
         parts = [
             _native_pass(model, controller, batch)
             for batch in _micro_batches(model, trajectories, tokens_per_micro_batch, packed)
@@ -105,28 +103,13 @@ def attribute_traces(
 
 
 class _Part(NamedTuple):
-    """One micro-batch: log-probs (N,) of the rollout and of each pass, and native routes of a pass.
+    """One micro-batch: log-probs (N,) of the rollout and of each pass, and native routes of a pass."""
 
-    places   (N, 2): number of the sequence and position in it of each log-prob
-    routes   for each pass, the trace of each sequence by its number; for R3, the routers' own choice
-    """
-
-    places: np.ndarray
+    places: np.ndarray  # (N, 2): number of the sequence and position in it of each log-prob
     rollout: Tensor
     logprobs: dict[str, Tensor]
+    # for each pass, the trace of each sequence by its number; for R3, the routers' own choice
     routes: dict[str, dict[int, RouteTrace]]
-
-
-@contextmanager
-def _prepared(model: nn.Module, replay: RouterReplay | None) -> Iterator[RouterReplay]:
-    """Attach to the model if necessary and put it in eval mode; restore both afterwards."""
-    controller = attach(model) if replay is None else replay
-    try:
-        with evaluating(model), torch.no_grad():
-            yield controller
-    finally:
-        if replay is None:
-            controller.detach()
 
 
 def _micro_batches(

@@ -48,19 +48,14 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class SystemInfo:
-    """Installed packages and resources of this machine.
-
-    versions       of each package of `checked_packages`; None if not installed
-    shared_bytes   free in /dev/shm; None if there is none
-    disk_bytes     free on the disk of the checkpoint folder
-    """
+    """Installed packages and resources of this machine."""
 
     python: str
-    versions: Mapping[str, str | None]
+    versions: Mapping[str, str | None]  # of each package of `checked_packages`; None if not installed
     triton: bool
     gpus: tuple[Gpu, ...] = field(default=())
-    shared_bytes: int | None = None
-    disk_bytes: int = 0
+    shared_bytes: int | None = None  # free in /dev/shm; None if there is none
+    disk_bytes: int = 0  # free on the disk of the checkpoint folder
 
     @classmethod
     def collect(cls, folder: str | os.PathLike[str] = ".") -> SystemInfo:
@@ -124,19 +119,13 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check.
+    """The result of one check."""
 
-    subject   e.g. "vllm"
-    found     version or size; "none" if absent
-    text      consequence for routing replay
-    remedy    recommended action; empty if none
-    """
-
-    subject: str
+    subject: str  # e.g. "vllm"
     status: Status
-    found: str
-    text: str
-    remedy: str = ""
+    found: str  # version or size; "none" if absent
+    text: str  # consequence for routing replay
+    remedy: str = ""  # recommended action; empty if none
 
 
 def diagnose(system: SystemInfo, needed: Iterable[str] = ()) -> list[Finding]:
@@ -146,7 +135,7 @@ def diagnose(system: SystemInfo, needed: Iterable[str] = ()) -> list[Finding]:
     return [replace(finding, status=Status.BROKEN) if finding.subject in absent else finding for finding in findings]
 
 
-def diagnose_model(config: Any, system: SystemInfo) -> Iterator[Finding]:
+def diagnose_model(config: Any) -> Iterator[Finding]:
     """Check whether the routers of a model can be replayed, and with which engines and trainers."""
     text = text_config(config)
     name = setting(text, "model_type") or type(text).__name__
@@ -160,27 +149,18 @@ def diagnose_model(config: Any, system: SystemInfo) -> Iterator[Finding]:
     yield Finding("model", Status.OK, name, f"routers can be replayed on Transformers: {layers}")
     yield _megatron_weights(name)
     if len(set(setting(text, "layer_types") or ())) > 1:
-        version = system.versions.get("vllm")
-        is_old = version is not None and release_numbers(version) < (0, 22)
-        yield Finding(
-            "attention",
-            Status.BROKEN if is_old else Status.NOTE,
-            "hybrid",
-            "several attention layer types: vLLM captures their routes correctly since 0.22",
-            "Use vLLM 0.30 or newer" if is_old else "",
-        )
+        text = "several attention layer types: vLLM captures their routes correctly since 0.22"
+        yield Finding("attention", Status.NOTE, "hybrid", text)
 
 
 def diagnose_cluster(config: TrainConfig) -> Finding:
-    """Check whether a recipe fits into its Ray cluster."""
     from moe_replay.cluster.capacity import CapacityError
     from moe_replay.cluster.connection import configured_address
     from moe_replay.tools.dry_run import cluster_fit
 
     if config.cluster.launcher != "ray":
-        return Finding(
-            "cluster", Status.NOTE, "none", "the recipe does not use a cluster", "Set cluster.launcher = ray"
-        )
+        text = "the recipe does not use a cluster"
+        return Finding("cluster", Status.NOTE, "none", text, "Set cluster.launcher = ray")
     address = configured_address(config.cluster.address) or "this machine"
     try:
         return Finding("cluster", Status.OK, address, f"holds {cluster_fit(config)}")
@@ -209,68 +189,54 @@ def _newer(package: str) -> str:
     return f"newer than the tested releases ({oldest if oldest == newest else f'{oldest} to {newest}'})"
 
 
-def _tried(finding: Finding) -> Finding:
-    """Return a finding, with a note if the package is newer than any that was run."""
-    if not is_newer(finding.subject, finding.found):
-        return finding
-    return replace(finding, status=Status.NOTE, text=f"{_newer(finding.subject)}; tried: {finding.text}")
+def _package(system: SystemInfo, package: str, text: str, absent: str, install: str) -> Finding:
+    """Return the finding of a package by the releases that were run; a note if it is newer than all of them."""
+    version, oldest = system.versions.get(package), TESTED[package][0]
+    if version is None:
+        return Finding(package, Status.NOTE, "none", absent, install)
+    if release_numbers(version) < oldest:
+        return Finding(package, Status.BROKEN, version, f"too old: at least {dotted(oldest)}", install)
+    if is_newer(package, version):
+        return Finding(package, Status.NOTE, version, f"{_newer(package)}; tried: {text}")
+    return Finding(package, Status.OK, version, text)
 
 
 def _python(system: SystemInfo) -> Finding:
-    if release_numbers(system.python) < (3, 11):
-        return Finding("python", Status.BROKEN, system.python, "too old", "Use Python 3.11 or newer")
     return Finding("python", Status.OK, system.python, "supported")
 
 
 def _torch(system: SystemInfo) -> Finding:
-    version = system.versions.get("torch")
-    oldest = TESTED["torch"][0]
-    if version is None or release_numbers(version) < oldest:
-        text, remedy = f"required, at least {dotted(oldest)}", f"pip install 'torch>={dotted(oldest)}'"
-        return Finding("torch", Status.BROKEN, version or "none", text, remedy)
-    return _tried(Finding("torch", Status.OK, version, "supported"))
+    return _package(system, "torch", "supported", "required", f"pip install 'torch>={dotted(TESTED['torch'][0])}'")
 
 
 def _transformers(system: SystemInfo) -> Finding:
-    version = system.versions.get("transformers")
-    install = "pip install 'moe-replay[transformers]'"
-    if version is None:
-        text = "no Transformers models, no Transformers engine, no `--model`"
-        return Finding("transformers", Status.NOTE, "none", text, install)
-    if release_numbers(version) < TESTED["transformers"][0]:
-        text = f"routers are supported from {dotted(TESTED['transformers'][0])} on"
-        return Finding("transformers", Status.BROKEN, version, text, install)
     text = f"record and replay on {len(ROUTER_FAMILIES)} model types (docs/routers.md)"
-    return _tried(Finding("transformers", Status.OK, version, text))
+    absent = "no Transformers models, no Transformers engine, no `--model`"
+    return _package(system, "transformers", text, absent, "pip install 'moe-replay[transformers]'")
 
 
 def _megatron(system: SystemInfo) -> Finding:
-    version = system.versions.get("megatron-core")
-    if version is None:
-        text = "no training with tensor, pipeline, context or expert parallelism"
-        return Finding("megatron-core", Status.NOTE, "none", text, "pip install 'moe-replay[megatron]'")
-    if release_numbers(version) < TESTED["megatron-core"][0]:
-        text = f"routers are supported from {dotted(TESTED['megatron-core'][0])} on"
-        return Finding("megatron-core", Status.BROKEN, version, text, "pip install 'moe-replay[megatron]'")
-    hook = "router.router_replay" if release_numbers(version) >= (0, 16) else "their topk call"
+    version = release_numbers(system.versions.get("megatron-core") or "")
     text = (
-        f"replay through {hook}; weight maps: {', '.join(WEIGHT_MAPS)}; "
+        f"replay through {'router.router_replay' if version >= (0, 16) else 'their topk call'}; "
+        f"weight maps: {', '.join(WEIGHT_MAPS)}; "
         "moe_router_fusion, capacity factors and CUDA graphs around routers are rejected"
     )
-    remedy = ""
-    if release_numbers(version) < MEGATRON_TRAINER:
-        text, remedy = (
-            f'routers only: the trainer\'s backend.kind = "megatron" needs {dotted(MEGATRON_TRAINER)}; {text}',
-            f"To train: pip install 'megatron-core>={dotted(MEGATRON_TRAINER)}'",
-        )
-    elif is_newer("megatron-core", version):
-        text, remedy = f"{_newer('megatron-core')}; tried; {text}", "make test-megatron-versions"
-    elif system.gpus and system.versions.get("transformer-engine") is None:
-        text, remedy = (
-            f"{text}; no context parallelism on GPUs without Transformer Engine",
-            "Install transformer-engine",
-        )
-    return Finding("megatron-core", Status.NOTE if remedy else Status.OK, version, text, remedy)
+    absent = "no training with tensor, pipeline, context or expert parallelism"
+    found = _package(system, "megatron-core", text, absent, "pip install 'moe-replay[megatron]'")
+    if not version or found.status is Status.BROKEN:
+        return found
+    if found.status is Status.NOTE:  # newer
+        return replace(found, remedy="make test-megatron-versions")
+    note = replace(found, status=Status.NOTE)
+    if version < MEGATRON_TRAINER:
+        least = dotted(MEGATRON_TRAINER)
+        text = f'routers only: the trainer\'s backend.kind = "megatron" needs {least}; {text}'
+        return replace(note, text=text, remedy=f"To train: pip install 'megatron-core>={least}'")
+    if system.gpus and system.versions.get("transformer-engine") is None:
+        text = f"{text}; no context parallelism on GPUs without Transformer Engine"
+        return replace(note, text=text, remedy="Install transformer-engine")
+    return found
 
 
 def _vllm(system: SystemInfo) -> Finding:
@@ -327,12 +293,8 @@ def _plugins(system: SystemInfo) -> Finding:
 
 
 def _trl(system: SystemInfo) -> Finding:
-    version = system.versions.get("trl")
-    if version is None:
-        return Finding("trl", Status.NOTE, "none", "no training with TRL")
-    if release_numbers(version) < TESTED["trl"][0]:
-        return Finding("trl", Status.BROKEN, version, "too old: at least 1.16", "pip install 'moe-replay[trl]'")
-    return _tried(Finding("trl", Status.OK, version, "GRPOTrainer with replay (docs/trl.md); 1.16 is tested"))
+    text = "GRPOTrainer with replay (docs/trl.md); 1.16 is tested"
+    return _package(system, "trl", text, "no training with TRL", "pip install 'moe-replay[trl]'")
 
 
 def _host(host: Host) -> Callable[[SystemInfo], Finding]:
@@ -353,23 +315,14 @@ def _host(host: Host) -> Callable[[SystemInfo], Finding]:
 
 
 def _ray(system: SystemInfo) -> Finding:
-    version = system.versions.get("ray")
-    if version is None:
-        text, remedy = "no runs on a Ray cluster (cluster.launcher = ray)", "pip install 'moe-replay[ray]'"
-        return Finding("ray", Status.NOTE, "none", text, remedy)
-    if release_numbers(version) < (2, 50):
-        return Finding("ray", Status.BROKEN, version, "too old", "pip install 'ray>=2.50'")
-    return Finding("ray", Status.OK, version, "runs on a Ray cluster (cluster.launcher = ray)")
+    runs = "runs on a Ray cluster (cluster.launcher = ray)"
+    return _package(system, "ray", runs, f"no {runs}", "pip install 'moe-replay[ray]'")
 
 
 def _gpu(system: SystemInfo) -> Finding:
     if not system.gpus:
-        return Finding(
-            "gpu",
-            Status.NOTE,
-            "none",
-            "everything runs, but slowly; Megatron-Core through moe_replay.megatron.cpu",
-        )
+        text = "everything runs, but slowly; Megatron-Core through moe_replay.megatron.cpu"
+        return Finding("gpu", Status.NOTE, "none", text)
     sizes = sorted({f"{gpu.name}, {gpu.memory_bytes / GIB:.0f} GiB" for gpu in system.gpus})
     return Finding("gpu", Status.OK, f"{len(system.gpus)} x {'; '.join(sizes)}", "visible to torch")
 

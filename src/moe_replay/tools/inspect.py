@@ -35,16 +35,12 @@ def read_traces(path: str | Path) -> Iterator[RouteTrace]:
 
 @dataclass(slots=True)
 class LayerSummary:
-    """Statistics of one decoder layer over all traces.
-
-    tokens    tokens of the traces that have this layer
-    covered   tokens with a route in this layer
-    load      (E,) int64, number of times each expert was selected
-    """
+    """Statistics of one decoder layer over all traces."""
 
     layer: int
-    tokens: int = 0
-    covered: int = 0
+    tokens: int = 0  # tokens of the traces that have this layer
+    covered: int = 0  # tokens with a route in this layer
+    # (E,) int64, number of times each expert was selected
     load: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def add(self, load: np.ndarray, tokens: int, covered: int) -> None:
@@ -85,25 +81,18 @@ class LayerSummary:
 
 @dataclass(slots=True)
 class TraceSummary:
-    """Statistics over all traces of a file.
-
-    cells        (token, layer) pairs
-    covered      cells with a route
-    routers      number of traces for each (top_k, num_experts); num_experts is None if a trace does not say
-    versions     number of tokens for each weight version
-    duplicates   cells with the same expert twice, which no router produces
-    repeated     traces with the same tokens as an earlier one
-    """
+    """Statistics over all traces of a file."""
 
     traces: int = 0
     tokens: int = 0
     longest: int = 0
-    covered: int = 0
-    cells: int = 0
+    covered: int = 0  # cells with a route
+    cells: int = 0  # (token, layer) pairs
+    # number of traces for each (top_k, num_experts); num_experts is None if a trace does not say
     routers: Counter[tuple[int, int | None]] = field(default_factory=Counter)
-    versions: Counter[int] = field(default_factory=Counter)
-    duplicates: int = 0
-    repeated: int = 0
+    versions: Counter[int] = field(default_factory=Counter)  # number of tokens for each weight version
+    duplicates: int = 0  # cells with the same expert twice, which no router produces
+    repeated: int = 0  # traces with the same tokens as an earlier one
     layers: dict[int, LayerSummary] = field(default_factory=dict)
 
     @property
@@ -141,7 +130,6 @@ class TraceSummary:
         return differences
 
     def check(self, topology: MoeTopology) -> None:
-        """Raise unless these traces fit a model."""
         if differences := self.differences(topology):
             raise AlignmentError(
                 f"the traces do not match the model: {'; '.join(differences)}",

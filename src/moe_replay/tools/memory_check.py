@@ -77,7 +77,6 @@ def bytes_on_cpus(config: TrainConfig, model: Any, ranks: int) -> tuple[float, f
 
 
 def host_memory() -> int:
-    """Return the memory of this machine in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

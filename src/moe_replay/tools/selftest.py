@@ -41,24 +41,16 @@ _DYING_S, _ENDING_S = 5.0, 10.0
 
 
 class Item(NamedTuple):
-    """One thing that is tried.
-
-    ranks       of the trainer
-    backend     settings of its section
-    options     of vLLM
-    transport   that weights must have taken; None: any
-    is_apart    the engine is a server, on the second device
-    packages    without which it is skipped
-    """
+    """One thing that is tried."""
 
     name: str
     about: str
-    ranks: int = 1
-    backend: Mapping[str, Any] = {}
-    options: Mapping[str, Any] = {}
-    transport: str | None = None
-    is_apart: bool = False
-    packages: tuple[str, ...] = ()
+    ranks: int = 1  # of the trainer
+    backend: Mapping[str, Any] = {}  # settings of its section
+    options: Mapping[str, Any] = {}  # of vLLM
+    transport: str | None = None  # that weights must have taken; None: any
+    is_apart: bool = False  # the engine is a server, on the second device
+    packages: tuple[str, ...] = ()  # without which it is skipped
 
 
 EP2 = {"expert_parallel": 2}
@@ -103,22 +95,14 @@ class ItemError(MoeReplayError):
 
 
 class Machine(NamedTuple):
-    """What items run on.
+    """What items run on."""
 
-    device      cpu or cuda
-    gpus        two entries of CUDA_VISIBLE_DEVICES
-    engine      of the items that try a trainer: vllm, transformers or module:name
-    timeout_s   of an item
-    folder      for the model and the runs
-    program     module of the `moe-replay` command
-    """
-
-    device: str
-    gpus: tuple[str, ...]
-    engine: str
-    timeout_s: float
-    folder: Path
-    program: str
+    device: str  # cpu or cuda
+    gpus: tuple[str, ...]  # two entries of CUDA_VISIBLE_DEVICES
+    engine: str  # of the items that try a trainer: vllm, transformers or module:name
+    timeout_s: float  # of an item
+    folder: Path  # for the model and the runs
+    program: str  # module of the `moe-replay` command
 
     @property
     def dtype(self) -> str:
@@ -198,7 +182,6 @@ def varied(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list
 
 
 def recipe(item: Item, machine: Machine, url: str | None) -> dict[str, Any]:
-    """Return the settings of the run of an item."""
     dtype = machine.dtype
     # An engine of another name runs in the trainer's process and takes tensors in requests.
     engine = "rollout_server" if url else "vllm" if item.options else machine.engine

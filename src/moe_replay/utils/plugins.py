@@ -79,7 +79,6 @@ def check_required(implementation: Any, user: str, extra: str) -> None:
 
 
 def is_path(name: str) -> bool:
-    """Return whether a name has the form `module:attribute`."""
     module, colon, attribute = name.partition(":")
     return bool(module and colon and attribute)
 

@@ -28,12 +28,11 @@ _POLL_S = 1.0  # where the system cannot report the end of a process
 
 
 def end_with_parent(parent: int) -> None:
-    """Have Linux kill this process when the thread that started it ends, or its process; now if it has.
+    """Have the system kill this process when the thread that started it ends, or its process; now if it has.
 
     parent   process id of the one that started it
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it ended before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -119,7 +118,11 @@ def clear_leftovers(parent: Path) -> list[Path]:
     The shared-memory files that a folder lists and no process uses go with it.
     """
     folders = [(path, _OWNED.fullmatch(path.name)) for path in parent.glob("moe-replay-*") if _is_own(path)]
-    dead = [path for path, name in folders if name is not None and name["host"] == _host() and not _alive(name)]
+
+    def alive(name: re.Match[str]) -> bool:
+        return start_time(int(name["pid"])) == int(name["start"])
+
+    dead = [path for path, name in folders if name is not None and name["host"] == _host() and not alive(name)]
     for path in dead:
         _remove_shared_files(path / _LIST)
         shutil.rmtree(path, ignore_errors=True)  # another process may be removing it too
@@ -155,7 +158,6 @@ def _remove_shared_files(listed: Path) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes below a process."""
     children: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # the thread has ended
@@ -170,27 +172,8 @@ def _is_own(path: Path) -> bool:
         return False  # removed by another process
 
 
-def _alive(name: re.Match[str]) -> bool:
-    now = start_time(int(name["pid"]))
-    if now is None:
-        return _exists(int(name["pid"]))
-    return now == int(name["start"])
-
-
-def _exists(pid: int) -> bool:
-    if sys.platform == "linux":
-        return False  # its start time would be known
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def start_time(pid: int) -> int | None:
-    """Return when a process started, in ticks since the system did; None if there is no such process, or not Linux.
+    """Return when a process started, in ticks since the system did; None if there is no such process.
 
     Process ids are reused; the pair of id and start time is not.
     """

@@ -63,7 +63,6 @@ def mask_passwords(text: str) -> str:
 
 
 def is_secret_name(key: str) -> bool:
-    """Whether a setting of this name holds a token or a password."""
     return _SECRET_NAME.search(key) is not None
 
 
@@ -72,6 +71,5 @@ def has_password(url: str) -> bool:
 
 
 def is_masked(url: str) -> bool:
-    """Whether a URL had its password masked."""
     match = _PASSWORD.search(url)
     return match is not None and match["password"] == MASK

@@ -232,7 +232,6 @@ def _range_of_layers(table: ShiftTable, wrong: list[int]) -> str:
 
 
 def seen_layers(table: ShiftTable) -> list[int]:
-    """Return the decoder layers that have rows to compare."""
     return [layer for layer, count in zip(table.layers, table.counts[:, HERE, HERE], strict=True) if count]
 
 

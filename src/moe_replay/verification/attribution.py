@@ -27,42 +27,29 @@ class AttributionError(MoeReplayError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassScores:
-    """One pass of the trainer, token by token against the log-probs of the rollout.
+    """One pass of the trainer, token by token against the log-probs of the rollout."""
 
-    mismatch    `Mismatch.summary()`
-    extreme     for each limit, tokens with max(ratio, 1 / ratio) above it
-    histogram   (31,) tokens by log-ratio: below the first of HISTOGRAM_EDGES, between them, above the last
-    own         `Mismatch.summary()` against the trainer's first native pass; empty for that pass itself
-    """
-
-    mismatch: dict[str, float]
-    extreme: dict[int, int]
+    mismatch: dict[str, float]  # `Mismatch.summary()`
+    extreme: dict[int, int]  # for each limit, tokens with max(ratio, 1 / ratio) above it
+    # (31,) tokens by log-ratio: below the first of HISTOGRAM_EDGES, between them, above the last
     histogram: tuple[int, ...]
+    # `Mismatch.summary()` against the trainer's first native pass; empty for that pass itself
     own: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingScores:
-    """Native routes of the trainer against those of the rollout, as sets of experts. L layers, P ranges of positions.
+    """Native routes of the trainer against the rollout's, as sets of experts. L layers, P ranges of positions."""
 
-    layers           (L,) decoder indices
-    compared         (L,) tokens that have a route of both
-    agreement        (L,) fraction of tokens that both send to the same experts; NaN without tokens
-    noise            (L,) the same between two native passes; NaN where there was one only
-    router_alone     (L,) agreement while the layers before it replay: the difference that this router makes by itself
-    position_edges   (P + 1,) positions in the sequence
-    by_position      (L, P) agreement; NaN without tokens
-    differing        (L + 1,) tokens by the number of their routers that differ: the first agree everywhere
-    """
-
-    layers: tuple[int, ...]
-    compared: tuple[int, ...]
-    agreement: tuple[float, ...]
-    noise: tuple[float, ...]
+    layers: tuple[int, ...]  # (L,) decoder indices
+    compared: tuple[int, ...]  # (L,) tokens that have a route of both
+    agreement: tuple[float, ...]  # (L,) fraction of tokens that both send to the same experts; NaN without tokens
+    noise: tuple[float, ...]  # (L,) the same between two native passes; NaN where there was one only
+    # (L,) agreement while the layers before it replay: the difference that this router makes by itself
     router_alone: tuple[float, ...]
-    position_edges: tuple[int, ...]
-    by_position: tuple[tuple[float, ...], ...]
-    differing: tuple[int, ...]
+    position_edges: tuple[int, ...]  # (P + 1,) positions in the sequence
+    by_position: tuple[tuple[float, ...], ...]  # (L, P) agreement; NaN without tokens
+    differing: tuple[int, ...]  # (L + 1,) tokens by the number of their routers that differ: the first agree everywhere
 
     @property
     def overall(self) -> float:
@@ -84,12 +71,7 @@ class RoutingScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlignmentSummary:
-    """The verdict of `verify` as plain data.
-
-    covered        fraction of (token, layer) pairs with a route
-    shifts         layer and token shifts that were tried
-    above_chance   [layer shift][token shift], agreement: 1 is the same experts, 0 chance; largest at 0 if aligned
-    """
+    """The verdict of `verify` as plain data."""
 
     status: str
     cause: str
@@ -98,50 +80,38 @@ class AlignmentSummary:
     samples: tuple[int, ...]
     layer_shift: int | None
     token_shift: int | None
-    covered: float
+    covered: float  # fraction of (token, layer) pairs with a route
     notes: tuple[str, ...]
-    shifts: tuple[int, ...]
+    shifts: tuple[int, ...]  # layer and token shifts that were tried
+    # [layer shift][token shift], agreement: 1 is the same experts, 0 chance; largest at 0 if aligned
     above_chance: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differences:
-    """Native pass and rollout, bit for bit: routes as sets of experts, log-probs as float32.
+    """Native pass and rollout, bit for bit: routes as sets of experts, log-probs as float32."""
 
-    routes          (token, layer) pairs that differ, of those that both have
-    logprobs        sampled tokens whose log-probs differ
-    first_route     (layer, sample, token) of the first layer that differs and its first token; None if none does
-    first_logprob   (sample, token) of the first sampled token that differs; None if none does
-    """
-
-    routes: int
-    logprobs: int
+    routes: int  # (token, layer) pairs that differ, of those that both have
+    logprobs: int  # sampled tokens whose log-probs differ
+    # (layer, sample, token) of the first layer that differs and its first token; None if none does
     first_route: tuple[int, int, int] | None
-    first_logprob: tuple[int, int] | None
+    first_logprob: tuple[int, int] | None  # (sample, token) of the first sampled token that differs; None if none does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """One batch, sampled by an engine and scored by a trainer: natively, natively again, with R2 and with R3.
+    """One batch, sampled by an engine and scored by a trainer: natively, natively again, with R2 and with R3."""
 
-    labels    engine, model and so on, for the heading
-    samples   number of sequences
-    tokens    of all sequences
-    scored    sampled tokens, whose log-probs are compared
-    passes    by name, in the order of the table; empty if there are only routes
-    scatter   for native and R3, of the same tokens: (log-prob of the rollout, log-prob of the trainer)
-    differences   bit for bit; None in files of releases without it
-    """
-
-    samples: int
-    tokens: int
-    scored: int
-    passes: dict[str, PassScores]
+    samples: int  # number of sequences
+    tokens: int  # of all sequences
+    scored: int  # sampled tokens, whose log-probs are compared
+    passes: dict[str, PassScores]  # by name, in the order of the table; empty if there are only routes
     routing: RoutingScores
     alignment: AlignmentSummary
+    # for native and R3, of the same tokens: (log-prob of the rollout, log-prob of the trainer)
     scatter: dict[str, tuple[tuple[float, float], ...]]
-    differences: Differences | None = None
-    labels: dict[str, str] = field(default_factory=dict)
+    differences: Differences | None = None  # bit for bit; None in files of releases without it
+    labels: dict[str, str] = field(default_factory=dict)  # engine, model and so on, for the heading
 
     # ---- JSON ---------------------------------------------------------------------------------------------------
 

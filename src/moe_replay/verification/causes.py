@@ -31,19 +31,16 @@ class Evidence:
     """Routes of packed sequences: row r is token r of the concatenated sequences.
 
     native, given   of the same layers and rows
-    starts          (sequences + 1,) where each sequence begins, and where the last ends
-    chance          (L,) agreement of routes of the same layer that know nothing of each other
     rows, slots     the rows and the indices of the layers that are wrong
-    width           columns of the micro-batch, where sequences were padded to more than the longest
     """
 
     native: RouteBatch
     given: RouteBatch
-    starts: np.ndarray
-    chance: np.ndarray
+    starts: np.ndarray  # (sequences + 1,) where each sequence begins, and where the last ends
+    chance: np.ndarray  # (L,) agreement of routes of the same layer that know nothing of each other
     rows: np.ndarray
     slots: np.ndarray
-    width: int | None = None
+    width: int | None = None  # columns of the micro-batch, where sequences were padded to more than the longest
 
     @property
     def lengths(self) -> np.ndarray:
@@ -244,7 +241,6 @@ def _by_sample(evidence: Evidence) -> list[tuple[int, np.ndarray]]:
 
 
 def _by_layers(evidence: Evidence) -> Iterator[Explanation]:
-    """Explain by routes of other layers."""
     source, scores = evidence.source_layers(spread(evidence.rows, 4 * PROBES))
     slots = evidence.slots
     moved = (scores > EXPLAINS) & (source != slots)
@@ -293,7 +289,6 @@ def _by_ids(evidence: Evidence) -> Iterator[Explanation]:
 
 
 def _by_rows(evidence: Evidence) -> Iterator[Explanation]:
-    """Explain by routes of other tokens."""
     slots = evidence.telling_slots(PROBED_LAYERS)
     rows = spread(evidence.rows, PROBES)
     for cause, detail, sources in (*transpositions(evidence, rows), *context_orders(evidence, rows)):

@@ -86,46 +86,30 @@ class Mismatch:
 
 
 class ReducedMetrics(NamedTuple):
-    """Metrics over all ranks.
+    """Metrics over all ranks."""
 
-    metrics   name -> value; metrics that no rank has measured are missing
-    maxima    name -> value of each of the declared maxima; 0 where no rank has measured it
-    """
-
-    metrics: dict[str, float]
-    maxima: dict[str, float]
+    metrics: dict[str, float]  # name -> value; metrics that no rank has measured are missing
+    maxima: dict[str, float]  # name -> value of each of the declared maxima; 0 where no rank has measured it
 
 
 class _Sums(NamedTuple):
-    """Views of the vector of sums.
+    """Views of the vector of sums."""
 
-    means      name -> (2,): sum over tokens, number of tokens
-    totals     name -> (2,): sum, number of terms
-    pairs      name -> (7,): sums of a `Mismatch`
-    agreement  (L, 2): (token, layer) pairs that agree, and that were compared
-    coverage   (3,): (token, layer) pairs, those of them with a recorded route, those that replayed it
-    choices    (3,): choices of experts, recorded ones that the router would not have taken, those that were taken
-    load       (L, E): tokens routed to each expert
-    """
-
-    means: dict[str, Tensor]
-    totals: dict[str, Tensor]
-    pairs: dict[str, Tensor]
-    agreement: Tensor
-    coverage: Tensor
+    means: dict[str, Tensor]  # name -> (2,): sum over tokens, number of tokens
+    totals: dict[str, Tensor]  # name -> (2,): sum, number of terms
+    pairs: dict[str, Tensor]  # name -> (7,): sums of a `Mismatch`
+    agreement: Tensor  # (L, 2): (token, layer) pairs that agree, and that were compared
+    coverage: Tensor  # (3,): (token, layer) pairs, those of them with a recorded route, those that replayed it
+    # (3,): choices of experts, recorded ones that the router would not have taken, those that were taken
     choices: Tensor
-    load: Tensor
+    load: Tensor  # (L, E): tokens routed to each expert
 
 
 class _Maxima(NamedTuple):
-    """Views of the vector of maxima.
+    """Views of the vector of maxima."""
 
-    pairs    name -> (2,): maxima of a `Mismatch`
-    values   name -> (1,)
-    """
-
-    pairs: dict[str, Tensor]
-    values: dict[str, Tensor]
+    pairs: dict[str, Tensor]  # name -> (2,): maxima of a `Mismatch`
+    values: dict[str, Tensor]  # name -> (1,)
 
 
 class MetricAccumulator:
@@ -162,7 +146,6 @@ class MetricAccumulator:
         self._largest = self._view_maxima(self._max_vector)
 
     def clear(self) -> None:
-        """Set everything to zero."""
         self._sum_vector.zero_()
         self._max_vector.zero_()
 

@@ -49,21 +49,15 @@ NUM_ALTERNATIVES = len(SHIFTS) + len(NEAR_SEQUENCES) + OTHER_SEQUENCES
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RowSample:
-    """Rows of U units, up to M each, and for each row the alternatives: other rows that its routes may belong to.
+    """Rows of U units, up to M each, and for each row the alternatives: other rows that its routes may belong to."""
 
-    rows           (U, M) int64: rows of the layout; -1 where a unit has fewer
-    sequence       (U,) int64: the sequence of each unit
-    segment        (U,) int64: PROMPT, SAMPLED or UNKNOWN
-    alternatives   (P, U, M) int64: other rows, -1 where this rank has none: first the token that many tokens before,
-                   for each of `SHIFTS`; then the same position in other sequences, the nearest first
-    controls       (NUM_CONTROLS, U, M) int64: rows drawn at random
-    """
-
-    rows: np.ndarray
-    sequence: np.ndarray
-    segment: np.ndarray
+    rows: np.ndarray  # (U, M) int64: rows of the layout; -1 where a unit has fewer
+    sequence: np.ndarray  # (U,) int64: the sequence of each unit
+    segment: np.ndarray  # (U,) int64: PROMPT, SAMPLED or UNKNOWN
+    # (P, U, M) int64: other rows, -1 where this rank has none: first the token that many tokens before, for each of
+    # `SHIFTS`; then the same position in other sequences, the nearest first
     alternatives: np.ndarray
-    controls: np.ndarray
+    controls: np.ndarray  # (NUM_CONTROLS, U, M) int64: rows drawn at random
 
     @classmethod
     def draw(
@@ -218,46 +212,30 @@ _BET_PRIOR = -math.log(2 * math.prod(WEALTH_SHAPE[:-1])) + np.append(0.0, _LOG_P
 
 
 class _Constants(NamedTuple):
-    """Constants on a device.
+    """Constants on a device."""
 
-    stakes        (stakes, 1, H, 1, 1) float32
-    some          (some, 1, 1, 1, 1) float32
-    affected      (affected, 1, 1, 1, 1) float64
-    prior         (H, 1) float64: log
-    alternative   (3, H) float64: 1 for the `AlternativeKind` of each hypothesis
-    numbers       (3, 1) int64
-    """
-
-    stakes: Tensor
-    some: Tensor
-    affected: Tensor
-    prior: Tensor
-    alternative: Tensor
-    numbers: Tensor
+    stakes: Tensor  # (stakes, 1, H, 1, 1) float32
+    some: Tensor  # (some, 1, 1, 1, 1) float32
+    affected: Tensor  # (affected, 1, 1, 1, 1) float64
+    prior: Tensor  # (H, 1) float64: log
+    alternative: Tensor  # (3, H) float64: 1 for the `AlternativeKind` of each hypothesis
+    numbers: Tensor  # (3, 1) int64
 
 
 class EvidenceSums(NamedTuple):
-    """Evidence of all units of a row sample.
+    """Evidence of all units of a row sample."""
 
-    log_wealth    (WEALTH_SHAPE) float64, for any alternative in each unit and for one alternative in all
-    unit_counts   (COUNTS_SHAPE) float64: units with votes by segment, and the suspect ones by `AlternativeKind`
-    suspects      (U,) bool: units that are probably affected
-    """
-
-    log_wealth: Tensor
+    log_wealth: Tensor  # (WEALTH_SHAPE) float64, for any alternative in each unit and for one alternative in all
+    # (COUNTS_SHAPE) float64: units with votes by segment, and the suspect ones by `AlternativeKind`
     unit_counts: Tensor
-    suspects: Tensor
+    suspects: Tensor  # (U,) bool: units that are probably affected
 
 
 class UnitEvidence(NamedTuple):
-    """Evidence against the alignment of each unit of a row sample.
+    """Evidence against the alignment of each unit of a row sample."""
 
-    log_wealth   (kinds, stakes, H, U) float64, for each of H hypotheses: the alternatives, and none of them
-    counted      (U,) bool: units with at least one vote
-    """
-
-    log_wealth: Tensor
-    counted: Tensor
+    log_wealth: Tensor  # (kinds, stakes, H, U) float64, for each of H hypotheses: the alternatives, and none of them
+    counted: Tensor  # (U,) bool: units with at least one vote
 
     def summed(self, segments: Tensor) -> EvidenceSums:
         """Return the evidence of all units together, and which of them are suspect.
@@ -280,16 +258,11 @@ class UnitEvidence(NamedTuple):
 
 
 class PlaceCounts(NamedTuple):
-    """Overlap of the native routes of a row, of its P alternatives and of C controls with those of the row.
+    """Overlap of the native routes of a row, of its P alternatives and of C controls with those of the row."""
 
-    name       (L, 1 + P + C, U, M) int32: names the set of experts
-    in_own     (L, 1 + P + C, U, M) int64: how many of them the row itself has natively
-    in_given   (L, 1 + P + C, U, M) int64: how many of them are given to the row
-    """
-
-    name: Tensor
-    in_own: Tensor
-    in_given: Tensor
+    name: Tensor  # (L, 1 + P + C, U, M) int32: names the set of experts
+    in_own: Tensor  # (L, 1 + P + C, U, M) int64: how many of them the row itself has natively
+    in_given: Tensor  # (L, 1 + P + C, U, M) int64: how many of them are given to the row
 
 
 def count_places(native: Tensor, given: Tensor, num_experts: int) -> PlaceCounts:
@@ -354,15 +327,12 @@ class EvidenceHistory:
     A bet that has lost is opened again in the next step, so that a fault that begins late is found as fast as one from
     the beginning. In N steps of a healthy run the evidence reaches `1 / FALSE_ALARMS` with a probability of at most
     `N * FALSE_ALARMS`.
-
-    log_wealth    (WEALTH_SHAPE)
-    unit_counts   (COUNTS_SHAPE) since the evidence was last below 1
-    steps         number of these steps
     """
 
-    log_wealth: np.ndarray = field(default_factory=lambda: np.zeros(WEALTH_SHAPE))
+    log_wealth: np.ndarray = field(default_factory=lambda: np.zeros(WEALTH_SHAPE))  # (WEALTH_SHAPE)
+    # (COUNTS_SHAPE) since the evidence was last below 1
     unit_counts: np.ndarray = field(default_factory=lambda: np.zeros(COUNTS_SHAPE))
-    steps: int = 0
+    steps: int = 0  # number of these steps
 
     def add(self, log_wealth: np.ndarray, unit_counts: np.ndarray) -> None:
         """Add the sums of one step, over all ranks."""
@@ -404,17 +374,13 @@ class EvidenceHistory:
 class Finding(NamedTuple):
     """The most probable fault.
 
-    segment           PROMPT, SAMPLED or UNKNOWN
-    part              in words, where not all rows and layers of a unit are affected
-    alternative       where the routes belong to instead
-    shift             by how many tokens they are late, where all by the same number
     units, suspects   units looked at, and those that are probably affected
     """
 
-    segment: int
-    part: str
-    alternative: AlternativeKind
-    shift: int | None
+    segment: int  # PROMPT, SAMPLED or UNKNOWN
+    part: str  # in words, where not all rows and layers of a unit are affected
+    alternative: AlternativeKind  # where the routes belong to instead
+    shift: int | None  # by how many tokens they are late, where all by the same number
     units: int
     suspects: int
 

@@ -57,8 +57,6 @@ class ShiftTable:
 
     @classmethod
     def empty(cls, layers: tuple[int, ...], top_k: int, num_experts: int, device: torch.device | str) -> ShiftTable:
-        """Return a table without any pairs."""
-
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
 

@@ -67,32 +67,23 @@ class Signature:
 
     k3, k3_native           of trainer and rollout, with R3 and natively
     f2, f2_native           fraction of tokens whose ratio is above 2 or below 1/2
-    mean_ratio              with R3; 1 in expectation, whatever the weights, if tokens were drawn from their log-probs
-    ratio_errors            standard errors between the mean ratio and 1
-    agreement               of native routes with those of the rollout, over all tokens and layers
-    first_layer             the same in the first layer that routes
-    worst_layer             the same in the layer that agrees least
-    begin                   the same in the first quarter of positions, over all layers
-    end                     the same in the others
-    cause                   of misaligned routes, by the shift test; "none" if they are aligned
     """
 
     k3: float
     k3_native: float
     f2: float
     f2_native: float
-    mean_ratio: float
-    ratio_errors: float
-    agreement: float
-    first_layer: float
-    worst_layer: float
-    begin: float
-    end: float
-    cause: str
+    mean_ratio: float  # with R3; 1 in expectation, whatever the weights, if tokens were drawn from their log-probs
+    ratio_errors: float  # standard errors between the mean ratio and 1
+    agreement: float  # of native routes with those of the rollout, over all tokens and layers
+    first_layer: float  # the same in the first layer that routes
+    worst_layer: float  # the same in the layer that agrees least
+    begin: float  # the same in the first quarter of positions, over all layers
+    end: float  # the same in the others
+    cause: str  # of misaligned routes, by the shift test; "none" if they are aligned
 
     @classmethod
     def of(cls, attribution: Attribution) -> Signature:
-        """Return the signature of an attribution."""
         native, replayed = (
             attribution.passes[name].mismatch if name in attribution.passes else {} for name in (NATIVE, R3)
         )

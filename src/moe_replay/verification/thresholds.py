@@ -10,18 +10,12 @@ from moe_replay.verification.attribution import AGAIN, R2, R3, Attribution
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """Limits for an attribution. The defaults are generous: beyond them, training will hardly work.
+    """Limits for an attribution. The defaults are generous: beyond them, training will hardly work."""
 
-    max_k3               k3 estimate of the divergence of the trainer, with R3, from the rollout
-    max_frac_ratio_gt2   fraction of tokens whose ratio, with R3, is above 2 or below 1/2
-    min_agreement        of native routes with those of the rollout, over all tokens and layers
-    max_r2               mean difference of log-probs between a pass and its own replay; twice the noise of native
-                         passes is always allowed
-    """
-
-    max_k3: float = 0.01
-    max_frac_ratio_gt2: float = 0.01
-    min_agreement: float = 0.7
+    max_k3: float = 0.01  # k3 estimate of the divergence of the trainer, with R3, from the rollout
+    max_frac_ratio_gt2: float = 0.01  # fraction of tokens whose ratio, with R3, is above 2 or below 1/2
+    min_agreement: float = 0.7  # of native routes with those of the rollout, over all tokens and layers
+    # mean difference of log-probs between a pass and its own replay; twice the noise of native passes is always allowed
     max_r2: float = 1e-4
 
 

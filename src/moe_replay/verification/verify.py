@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -160,6 +161,18 @@ class HasTrace(Protocol):
     def trace(self) -> RouteTrace: ...
 
 
+@contextmanager
+def prepared(model: nn.Module, replay: RouterReplay | None) -> Iterator[RouterReplay]:
+    """Attach to the model if necessary, in eval mode and without gradients; restore both afterwards."""
+    controller = attach(model) if replay is None else replay
+    try:
+        with evaluating(model), torch.no_grad():
+            yield controller
+    finally:
+        if replay is None:
+            controller.detach()
+
+
 def verify(
     model: nn.Module,
     samples: Sequence[RouteTrace | HasTrace],
@@ -178,8 +191,8 @@ def verify(
         report.raise_if_misaligned()
     """
     given = [sample if isinstance(sample, RouteTrace) else sample.trace for sample in samples]
-    controller = attach(model) if replay is None else replay
-    try:
+    native: list[RouteTrace] = []
+    with prepared(model, replay) as controller:
         for index, trace in enumerate(given):
             if trace.layers != controller.topology.layers:
                 raise AlignmentError(
@@ -190,14 +203,9 @@ def verify(
                     remedy="Layers are named by decoder index, dense ones counted; a layer the engine cannot capture "
                     "is declared with trace.with_uncaptured_layers([...])",
                 )
-        native: list[RouteTrace] = []
-        with evaluating(model):
-            for first in range(0, len(given), batch_size):
-                ids = [trace.token_ids for trace in given[first : first + batch_size]]
-                native += _native_routes(model, controller, ids)
-    finally:
-        if replay is None:
-            controller.detach()
+        for first in range(0, len(given), batch_size):
+            ids = [trace.token_ids for trace in given[first : first + batch_size]]
+            native += _native_routes(model, controller, ids)
     return compare(native, given)
 
 
@@ -206,6 +214,6 @@ def _native_routes(model: nn.Module, replay: RouterReplay, token_ids: list[np.nd
     device = next(model.parameters()).device
     fed = torch.from_numpy(layout.fed_token_ids(token_ids, pad=0)).long().to(device)
     mask = torch.from_numpy(layout.fed != PADDING).long().to(device)
-    with torch.no_grad(), replay.record() as recording:
+    with replay.record() as recording:
         model(input_ids=fed, attention_mask=mask)
     return recording.traces(layout, [ids.tolist() for ids in token_ids])

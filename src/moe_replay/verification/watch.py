@@ -208,32 +208,19 @@ _NEXT = _MOVED[HERE + 1]
 
 
 class SampledRoutes(NamedTuple):
-    """Routes of the rows of a sample (U units of M rows) and of their alternatives, in l layers that were drawn.
+    """Routes of the rows of a sample (U units of M rows) and of their alternatives, in l layers that were drawn."""
 
-    native         (l, 1 + P + C, U, M, K): of own rows, of the alternatives, of controls
-    exists         (1 + P + C, U, M) bool: where there is such a row
-    known          (l or 1, 1 + P + C, U, M) bool: where it has a native route
-    given          (l, S, S, U, M, K): given at each shift of layers and tokens
-    given_known    (l, S, S, U, M) bool: where anything is given
-    nearby         (s, U, M, K): given to own rows in each layer that is at most two from one of the l
-    nearby_known   (s, U, M) bool
-    layers         (l,) int64: indices of the l layers in the table
-    loads          (l + s,) int64: indices in its loads of the l layers, natively, and of the s layers, given
-    same_layer     (l,) int64: of these l + s, what is given to the l layers
-    segments       (segments, U) float64: 1 for the segment of each unit, else 0
-    """
-
-    native: Tensor
-    exists: Tensor
-    known: Tensor
-    given: Tensor
-    given_known: Tensor
-    nearby: Tensor
-    nearby_known: Tensor
-    layers: Tensor
-    loads: Tensor
-    same_layer: Tensor
-    segments: Tensor
+    native: Tensor  # (l, 1 + P + C, U, M, K): of own rows, of the alternatives, of controls
+    exists: Tensor  # (1 + P + C, U, M) bool: where there is such a row
+    known: Tensor  # (l or 1, 1 + P + C, U, M) bool: where it has a native route
+    given: Tensor  # (l, S, S, U, M, K): given at each shift of layers and tokens
+    given_known: Tensor  # (l, S, S, U, M) bool: where anything is given
+    nearby: Tensor  # (s, U, M, K): given to own rows in each layer that is at most two from one of the l
+    nearby_known: Tensor  # (s, U, M) bool
+    layers: Tensor  # (l,) int64: indices of the l layers in the table
+    loads: Tensor  # (l + s,) int64: indices in its loads of the l layers, natively, and of the s layers, given
+    same_layer: Tensor  # (l,) int64: of these l + s, what is given to the l layers
+    segments: Tensor  # (segments, U) float64: 1 for the segment of each unit, else 0
 
     @classmethod
     def gather(cls, native: RouteBatch, given: RouteBatch, sample: RowSample, layers: tuple[int, ...]) -> SampledRoutes:

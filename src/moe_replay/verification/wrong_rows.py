@@ -23,14 +23,10 @@ MIN_INFORMATION = 0.02  # 1 - chance of a layer that is evaluated
 
 
 class RowScores(NamedTuple):
-    """Agreement of native and given routes above chance, summed over layers.
+    """Agreement of native and given routes above chance, summed over layers."""
 
-    agreement       (..., R) overlap above chance
-    max_agreement   (..., R) its largest possible value; 0 for rows without routes
-    """
-
-    agreement: Tensor
-    max_agreement: Tensor
+    agreement: Tensor  # (..., R) overlap above chance
+    max_agreement: Tensor  # (..., R) its largest possible value; 0 for rows without routes
     top_k: int
 
     def at_chance(self, min_tokens: int = MIN_TOKENS) -> tuple[Tensor, Tensor]:

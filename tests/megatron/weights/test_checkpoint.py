@@ -31,7 +31,7 @@ def write(folder: Path, source: Path, file_bytes: int = 2**20) -> Path:
     writer = CheckpointWriter(folder, file_bytes)
     for name, tensor in TENSORS.items():
         writer.add(name, tensor)
-    writer.close(like=source)
+    writer.finished(source)(folder)
     return folder
 
 

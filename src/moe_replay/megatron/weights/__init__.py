@@ -25,11 +25,12 @@ from moe_replay.megatron.weights.checkpoint import FILE_BYTES, Checkpoint
 from moe_replay.megatron.weights.family import ADD_A_FAMILY, Family
 from moe_replay.megatron.weights.loading import Chunks, Merging
 from moe_replay.megatron.weights.local_shards import ParameterSpec
-from moe_replay.megatron.weights.model import MegatronRecipe, config_of, recipe
+from moe_replay.megatron.weights.model import MegatronRecipe, recipe
 from moe_replay.megatron.weights.source import MegatronSource
 from moe_replay.megatron.weights.tensor_slices import WeightMapError
 from moe_replay.routes.topology import text_config
 from moe_replay.utils.plugins import is_path, resolve
+from moe_replay.weights.model_folder import read_config
 from moe_replay.weights.source import tensors_of
 
 __all__ = [
@@ -111,7 +112,8 @@ def megatron_config(
 
     Routing replay is on. Without CUDA the model is built for the CPU (`moe_replay.megatron.cpu`).
     """
-    hf = config_of(hf_config, trust_remote_code=trust_remote_code)
+    is_folder = isinstance(hf_config, str | Path)
+    hf = read_config(hf_config, trust_remote_code=trust_remote_code) if is_folder else hf_config
     chosen = family_of(hf.model_type, family)
     return recipe(text_config(hf), chosen, settings, transformer_engine=transformer_engine)
 

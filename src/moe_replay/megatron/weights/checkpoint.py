@@ -88,7 +88,6 @@ class Checkpoint:
         return stored
 
     def _weight_map(self) -> dict[str, str]:
-        """Return the file of each tensor, as the index lists them."""
         listed = self._json(INDEX).get("weight_map")
         if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
             raise WeightMapError(f"{self.folder / INDEX} lists no files", expected='"weight_map": {tensor: file, ...}')
@@ -254,11 +253,6 @@ class CheckpointWriter:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         config_source = like if rank() == 0 else None
         return lambda folder: _write_files(folder, files, config_source, index)
-
-    def close(self, like: Path) -> None:
-        """Write the remaining files. Collective."""
-        assert self.folder is not None
-        self.finished(like)(self.folder)
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:

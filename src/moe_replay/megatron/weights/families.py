@@ -147,7 +147,6 @@ def olmoe_settings(hf: Any) -> dict[str, Any]:
 
 
 def with_norms_over_heads(spec: Any, config: Any) -> Any:
-    """Put `NormOverHeads` into the attention of every layer."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     for layer in spec.layer_specs:

@@ -18,44 +18,22 @@ HF_LAYER = "model.layers.{layer}."
 ADD_A_FAMILY = "docs/megatron.md explains how to add a family"
 
 
-def no_arguments(hf: Any) -> dict[str, Any]:
-    return {}
-
-
-def unchanged_spec(spec: Any, config: Any) -> Any:
-    return spec
-
-
-def unchanged_chunk(chunk: Any) -> None:
-    pass
-
-
-def no_extra_tensors(config: Mapping[str, Any]) -> re.Pattern[str] | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Family:
-    """A model family (one `model_type`): how its models are built and where their weights are stored.
+    """A model family (one `model_type`): how its models are built and where their weights are stored."""
 
-    rules          Megatron-Core parameter -> rule, for checkpoints with one tensor per expert
-    fused_rules    rules that replace them for checkpoints with all experts of a layer in one tensor
-    settings       Transformers config -> settings of a `TransformerConfig`; refuses models Megatron-Core cannot compute
-    arguments      Transformers config -> arguments of a `GPTModel` that differ from those of other families
-    adapt_spec     (layer spec, config) -> the layer spec of this family
-    after_build    changes a built chunk in place, where a layer spec cannot
-    extra_tensors  config.json -> pattern of checkpoint tensors that are not part of the model
-    local_layers   do not use Transformer Engine's layers, even where it is installed
-    """
-
-    rules: Rules
-    fused_rules: Rules
+    rules: Rules  # Megatron-Core parameter -> rule, for checkpoints with one tensor per expert
+    fused_rules: Rules  # rules that replace them for checkpoints with all experts of a layer in one tensor
+    # Transformers config -> settings of a `TransformerConfig`; refuses models Megatron-Core cannot compute
     settings: Callable[[Any], dict[str, Any]]
-    arguments: Callable[[Any], dict[str, Any]] = no_arguments
-    adapt_spec: Callable[[Any, Any], Any] = unchanged_spec
-    after_build: Callable[[Any], None] = unchanged_chunk
-    extra_tensors: Callable[[Mapping[str, Any]], re.Pattern[str] | None] = no_extra_tensors
-    local_layers: bool = False
+    # Transformers config -> arguments of a `GPTModel` that differ from those of other families
+    arguments: Callable[[Any], dict[str, Any]] = lambda hf: {}
+    # (layer spec, config) -> the layer spec of this family
+    adapt_spec: Callable[[Any, Any], Any] = lambda spec, config: spec
+    after_build: Callable[[Any], None] = lambda chunk: None  # changes a built chunk in place, where a layer spec cannot
+    # config.json -> pattern of checkpoint tensors that are not part of the model
+    extra_tensors: Callable[[Mapping[str, Any]], re.Pattern[str] | None] = lambda config: None
+    local_layers: bool = False  # do not use Transformer Engine's layers, even where it is installed
 
     def rules_for(self, *, fused: bool, tied: bool) -> Rules:
         """Return the rules for a checkpoint with fused experts or not, and with tied embeddings or not."""

@@ -103,7 +103,6 @@ def _rotary_settings(hf: Any) -> dict[str, Any]:
 
 
 def rules() -> dict[str, Rule]:
-    """Return the rules of sinks, router and experts."""
     inside = HF_LAYER + "mlp."
     return {
         LAYER + "self_attention.core_attention.softmax_offset": Plain(HF_LAYER + "self_attn.sinks"),

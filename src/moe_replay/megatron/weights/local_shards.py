@@ -35,21 +35,14 @@ _EXPERT_BIAS = "router.expert_bias"  # a buffer that checkpoints hold as a weigh
 
 
 class ParameterSpec(NamedTuple):
-    """Shape and sharding of one parameter of a pipeline stage, the same on all ranks of the stage.
+    """Shape and sharding of one parameter of a pipeline stage, the same on all ranks of the stage."""
 
-    key            with {layer} and {expert} in place of their indices
-    layer          global decoder index
-    expert         local index on its expert-parallel rank
-    shape          of a shard
-    partition_dim  along which it is sharded, or None
-    """
-
-    key: str
-    layer: int | None
-    expert: int | None
-    shape: Shape
+    key: str  # with {layer} and {expert} in place of their indices
+    layer: int | None  # global decoder index
+    expert: int | None  # local index on its expert-parallel rank
+    shape: Shape  # of a shard
     dtype: torch.dtype
-    partition_dim: int | None
+    partition_dim: int | None  # along which it is sharded, or None
 
 
 class ParallelGroups(NamedTuple):
@@ -74,16 +67,12 @@ class ParallelGroups(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalModel:
-    """The model chunks on this rank.
-
-    specs    parameters of each pipeline stage
-    tensors  parameters on this rank, in the order of its stage's specs
-    """
+    """The model chunks on this rank."""
 
     config: Any
     groups: ParallelGroups
-    specs: tuple[tuple[ParameterSpec, ...], ...]
-    tensors: tuple[Tensor, ...]
+    specs: tuple[tuple[ParameterSpec, ...], ...]  # parameters of each pipeline stage
+    tensors: tuple[Tensor, ...]  # parameters on this rank, in the order of its stage's specs
     is_tied: bool
 
     @classmethod
@@ -131,7 +120,6 @@ class LocalModel:
         return ParameterShard(spec.key, spec.shape, spec.partition_dim, spec.layer, expert, self.config, rank, size)
 
     def local_shard(self, spec: ParameterSpec) -> ParameterShard:
-        """Return the shard of a parameter on this rank."""
         expert_rank, rank = (0 if group is None else group.rank() for group in self.shard_groups(spec))
         return self.shard(spec, expert_rank, rank)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from enum import Enum
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,24 +19,18 @@ from moe_replay.megatron.weights.tensor_slices import WeightMapError
 from moe_replay.replay.adapters.megatron_settings import WRONG_EXPERT_GRADIENTS, has_wrong_expert_gradients
 from moe_replay.utils.device import accelerator
 from moe_replay.utils.misc import one_line
-from moe_replay.weights.model_folder import read_config
 
 _REPLAY = "moe_enable_routing_replay"  # Megatron-Core has it from 0.16 on
 
 
 @dataclass(frozen=True)
 class MegatronRecipe:
-    """Everything needed to build the model on this rank.
-
-    config              Megatron-Core's `TransformerConfig` or `MLATransformerConfig`
-    arguments           of a `GPTModel`, except config, layer spec and pipeline stage
-    transformer_engine  use Transformer Engine's layers
-    """
+    """Everything needed to build the model on this rank."""
 
     family: Family
-    config: Any
-    arguments: dict[str, Any]
-    transformer_engine: bool
+    config: Any  # Megatron-Core's `TransformerConfig` or `MLATransformerConfig`
+    arguments: dict[str, Any]  # of a `GPTModel`, except config, layer spec and pipeline stage
+    transformer_engine: bool  # use Transformer Engine's layers
 
     def layer_spec(self, vp_stage: int | None = None, *, packed: bool = False) -> Any:
         """Return the layer spec of a model chunk; `packed`: with attention for packed sequences."""
@@ -156,13 +149,6 @@ def _enum_settings(kind: type, settings: dict[str, Any]) -> dict[str, Enum]:
                 found=repr(value),
             )
     return {name: enums[name][value] for name, value in named.items()}
-
-
-def config_of(source: Any, *, trust_remote_code: bool = False) -> Any:
-    """Return a Transformers config: `source` itself, or read from that folder."""
-    if not isinstance(source, str | Path):
-        return source
-    return read_config(source, trust_remote_code=trust_remote_code)
 
 
 def _runtime_settings(settings: dict[str, Any]) -> dict[str, Any]:

@@ -24,20 +24,13 @@ class WeightMapError(MoeReplayError):
 
 
 class TensorSlice(NamedTuple):
-    """A slice of a checkpoint tensor and its position in a parameter shard.
+    """A slice of a checkpoint tensor and its position in a parameter shard."""
 
-    name          of the tensor
-    tensor_shape  of the whole tensor
-    source        slices of the tensor; may have a leading expert dimension that the shard lacks
-    target        slices of the shard, with the same number of elements
-    transposed    the last two dimensions of the tensor are those of the shard, swapped
-    """
-
-    name: str
-    tensor_shape: Shape
-    source: Slices
-    target: Slices
-    transposed: bool = False
+    name: str  # of the tensor
+    tensor_shape: Shape  # of the whole tensor
+    source: Slices  # slices of the tensor; may have a leading expert dimension that the shard lacks
+    target: Slices  # slices of the shard, with the same number of elements
+    transposed: bool = False  # the last two dimensions of the tensor are those of the shard, swapped
 
     @property
     def numel(self) -> int:
@@ -53,20 +46,16 @@ class TensorSlice(NamedTuple):
 class ParameterShard:
     """A rank's shard of a parameter.
 
-    key            the parameter, e.g. "decoder.layers.{layer}.mlp.linear_fc1.weight"
-    shape          of the shard
-    partition_dim  along which the parameter is sharded, or None
     layer, expert  global indices, or None
-    config         Megatron-Core's `TransformerConfig`
     rank, size     of this shard, and the number of shards
     """
 
-    key: str
-    shape: Shape
-    partition_dim: int | None
+    key: str  # the parameter, e.g. "decoder.layers.{layer}.mlp.linear_fc1.weight"
+    shape: Shape  # of the shard
+    partition_dim: int | None  # along which the parameter is sharded, or None
     layer: int | None
     expert: int | None
-    config: Any
+    config: Any  # Megatron-Core's `TransformerConfig`
     rank: int = 0
     size: int = 1
 

@@ -12,28 +12,21 @@ subclassed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from moe_replay.errors import UnsupportedRouterError
+from moe_replay.replay.active import ActivePass, RouterHookFactory
 from moe_replay.replay.adapters.megatron_settings import (
     bind_missing_gemm,
     check_replay_enabled,
     check_settings,
     megatron_version,
 )
-from moe_replay.replay.site import (
-    Chunk,
-    PassSource,
-    PlanSlot,
-    RouterHookFactory,
-    RouterSite,
-    boundary_modules,
-    outwards,
-)
+from moe_replay.replay.site import Chunk, PlanSlot, RouterSite, boundary_modules, outwards
 from moe_replay.replay.topk import Choice, RouterCall, TopKHandler, TopKHook, TopKInterceptor, log_of
 from moe_replay.routes.layout import RowOrder
 from moe_replay.routes.plan import DispatchPlan
@@ -51,21 +44,14 @@ FIRST_WITH_REPLAY = (0, 16)
 Modules = Mapping[str, Any]  # by name; nn.Module would not let its attributes be read
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class MegatronModel:
-    """This rank's part of a Megatron-Core model.
+class MegatronModel(NamedTuple):
+    """This rank's part of a Megatron-Core model."""
 
-    chunks        in the order they were given
-    topology      the routers of the whole model, on all ranks
-    hook          makes the hooks of its routers
-    rows          how it flattens tokens into rows
-    native_sites  routers of multi-token prediction: no rollout has routes for them, so they always route natively
-    """
-
-    chunks: tuple[Chunk, ...]
-    topology: MoeTopology
-    hook: RouterHookFactory
-    rows: RowOrder
+    chunks: tuple[Chunk, ...]  # in the order they were given
+    topology: MoeTopology  # the routers of the whole model, on all ranks
+    hook: RouterHookFactory  # makes the hooks of its routers
+    rows: RowOrder  # how it flattens tokens into rows
+    # routers of multi-token prediction: no rollout has routes for them, so they always route natively
     native_sites: tuple[RouterSite, ...]
 
 
@@ -111,7 +97,7 @@ def find_chunks(
 class MegatronHook:
     """Replaces the replay object of one router; its methods are bound, so that a deep copy has its own."""
 
-    def __init__(self, site: RouterSite, active: PassSource) -> None:
+    def __init__(self, site: RouterSite, active: ActivePass) -> None:
         self.site = site
         self.active = active
         self.router = cast(Any, site.module)
@@ -124,16 +110,13 @@ class MegatronHook:
 
     @staticmethod
     def is_installed(module: Any) -> bool:
-        """Return whether a router has a hook already."""
         return isinstance(module.router_replay, MegatronHook)
 
     def install(self) -> None:
-        """Put this hook in place of the router's own replay object."""
         if not self.is_installed(self.router):
             self.router.router_replay = self
 
     def remove(self) -> None:
-        """Restore the router's own replay object."""
         if self.router.router_replay is self:
             self.router.router_replay = self.native_replay
 
@@ -185,7 +168,7 @@ class ReplayedAuxLossHook(TopKHandler, MegatronHook):
     The router chooses a second time for them, by a plain `topk`, whose result is replaced here.
     """
 
-    def __init__(self, site: RouterSite, active: PassSource) -> None:
+    def __init__(self, site: RouterSite, active: ActivePass) -> None:
         self._routed_experts: torch.Tensor | None = None
         self.native_routing = cast(Any, site.module).routing
         super().__init__(site, active)
@@ -197,7 +180,6 @@ class ReplayedAuxLossHook(TopKHandler, MegatronHook):
             self.router.routing = self.routing
 
     def remove(self) -> None:
-        """Restore the router's own replay object and method."""
         if self.router.router_replay is self:
             del self.router.routing
         super().remove()
@@ -358,11 +340,11 @@ def _check_each_layer_once(chunks: Sequence[Chunk]) -> None:
 FIRST_WITH_TWO_CHOICES = (0, 14)  # since then the router chooses a second time for its load-balancing losses
 
 
-def legacy_hook(version: tuple[int, int], config: Any, aux_loss: Literal["native", "replayed"]) -> RouterHookFactory:
-    """Return the hook for the routers of an old version."""
+def legacy_hook(version: tuple[int, int], config: Any, aux_loss: AuxLoss) -> RouterHookFactory:
     if aux_loss == "replayed":
         return ReplayedAuxLossLegacyHook
-    if version < FIRST_WITH_TWO_CHOICES and _has_aux_loss(config):
+    has_aux_loss = config.moe_router_load_balancing_type != "none" and config.moe_aux_loss_coeff
+    if version < FIRST_WITH_TWO_CHOICES and has_aux_loss:
         raise UnsupportedRouterError(
             f"the load-balancing loss of Megatron-Core {version[0]}.{version[1]} counts the experts that were taken",
             expected="aux_loss='replayed'",
@@ -370,10 +352,6 @@ def legacy_hook(version: tuple[int, int], config: Any, aux_loss: Literal["native
             remedy="Call attach(model, aux_loss='replayed'), or set moe_aux_loss_coeff=0",
         )
     return LegacyHook
-
-
-def _has_aux_loss(config: Any) -> bool:
-    return config.moe_router_load_balancing_type != "none" and bool(config.moe_aux_loss_coeff)
 
 
 class ReplayedAuxLossCall(RouterCall):

@@ -18,18 +18,12 @@ GRAPH_SCOPES_WITHOUT_ROUTERS = {"attn", "mlp", "mamba"}  # scopes of CUDA graphs
 
 
 class Refusal(NamedTuple):
-    """A setting that is incompatible with replay.
+    """A setting that is incompatible with replay."""
 
-    setting  its name in the config
-    applies  whether a config has it on; a setting unknown to a version counts as off
-    reason   its effect on the routes
-    remedy   what to set instead
-    """
-
-    setting: str
-    applies: Callable[[Any], bool]
-    reason: str
-    remedy: str
+    setting: str  # its name in the config
+    reason: str  # its effect on the routes
+    remedy: str = ""  # what to set instead; "": switch it off
+    applies: Callable[[Any], bool] | None = None  # whether a config has it on; None: where it is true
 
 
 def megatron_version() -> tuple[int, int]:
@@ -51,11 +45,12 @@ def megatron_version() -> tuple[int, int]:
 def check_settings(config: Any) -> None:
     """Raise for the first setting that makes replay wrong or impossible."""
     for refusal in REFUSALS:
-        if refusal.applies(config):
+        value = getattr(config, refusal.setting, None)  # a setting unknown to a version is off
+        if value if refusal.applies is None else refusal.applies(config):
             raise UnsupportedRouterError(
                 f"{refusal.setting} cannot be replayed: {refusal.reason}",
-                found=f"{refusal.setting}={getattr(config, refusal.setting)!r}",
-                remedy=refusal.remedy,
+                found=f"{refusal.setting}={value!r}",
+                remedy=refusal.remedy or f"Set {refusal.setting}=False",
             )
 
 
@@ -74,18 +69,15 @@ def check_replay_enabled(config: Any, sites: Sequence[RouterSite]) -> None:
             )
 
 
-def _is_on(setting: str) -> Callable[[Any], bool]:
-    return lambda config: bool(getattr(config, setting, False))
+def _has_old_graphs(setting: str) -> Callable[[Any], bool]:
+    """Whether a setting of CUDA graphs is on in a version without `cuda_graph_impl`."""
+    return lambda config: getattr(config, setting, False) and not hasattr(config, "cuda_graph_impl")
 
 
 def balancing_kinds(config: Any) -> set[str]:
     """Return how the routers of a model balance their experts."""
     kinds = config.moe_router_load_balancing_type
     return {kinds} if isinstance(kinds, str) else set(kinds)
-
-
-def _not_by_top_k(config: Any) -> bool:
-    return not balancing_kinds(config) <= TOP_K_BALANCING
 
 
 def _captures_routers(config: Any) -> bool:
@@ -117,91 +109,63 @@ def _shards_experts_alone(config: Any) -> bool:
     return has_wrong_expert_gradients(config.tensor_model_parallel_size, own, config.expert_model_parallel_size)
 
 
+_CAPTURED = "a captured router repeats the routes of the micro-batch it was captured with"
 REFUSALS = (
-    Refusal(
-        "moe_router_fusion",
-        _is_on("moe_router_fusion"),
-        "the fused kernel chooses the experts itself and never calls the replay object",
-        "Set moe_router_fusion=False",
-    ),
+    Refusal("moe_router_fusion", "the fused kernel chooses the experts itself and never calls the replay object"),
     Refusal(
         "moe_router_load_balancing_type",
-        _not_by_top_k,
         "sinkhorn and the like balance experts over the batch and never call the replay object",
         f"Use one of {sorted(TOP_K_BALANCING)}",
+        lambda config: not balancing_kinds(config) <= TOP_K_BALANCING,
     ),
     Refusal(
         "moe_expert_capacity_factor",
-        lambda config: config.moe_expert_capacity_factor is not None,
         "a full expert drops tokens that were routed to it",
         "Set moe_expert_capacity_factor=None (dropless)",
+        lambda config: config.moe_expert_capacity_factor is not None,
     ),
-    Refusal(
-        "moe_token_dropping",
-        _is_on("moe_token_dropping"),
-        "tokens that were routed to an expert are dropped",
-        "Set moe_token_dropping=False",
-    ),
+    Refusal("moe_token_dropping", "tokens that were routed to an expert are dropped"),
     Refusal(
         "moe_router_force_load_balancing",
-        _is_on("moe_router_force_load_balancing"),
         "the router's scores are replaced by random ones",
         "Set moe_router_force_load_balancing=False; it is for benchmarks",
     ),
     Refusal(
         "moe_tp_extend_ep",
-        _is_on("moe_tp_extend_ep"),
         "MindSpeed's router then chooses for the tokens of all tensor-parallel ranks, not for its own rows",
-        "Set moe_tp_extend_ep=False",
     ),
     Refusal(
         "fix_router",
-        _is_on("fix_router"),
         "MindSpeed's router then sends tokens to experts round-robin, regardless of their scores",
         "Set fix_router=False; it is for benchmarks",
     ),
     Refusal(
-        "moe_fb_overlap",
-        _is_on("moe_fb_overlap"),
-        "MindSpeed then runs the layers of two micro-batches in turns, outside the model's forward",
-        "Set moe_fb_overlap=False",
+        "moe_fb_overlap", "MindSpeed then runs the layers of two micro-batches in turns, outside the model's forward"
     ),
     Refusal(
         "overlap_moe_expert_parallel_comm",
-        _is_on("overlap_moe_expert_parallel_comm"),
         "the combined schedule runs the layers of two micro-batches in turns, outside the model's forward",
-        "Set overlap_moe_expert_parallel_comm=False",
     ),
-    Refusal(
-        "enable_cuda_graph",
-        lambda config: _is_on("enable_cuda_graph")(config) and not hasattr(config, "cuda_graph_impl"),
-        "a captured router repeats the routes of the micro-batch it was captured with",
-        "Set enable_cuda_graph=False",
-    ),
-    Refusal(
-        "external_cuda_graph",
-        lambda config: _is_on("external_cuda_graph")(config) and not hasattr(config, "cuda_graph_impl"),
-        "a captured router repeats the routes of the micro-batch it was captured with",
-        "Set external_cuda_graph=False",
-    ),
+    Refusal("enable_cuda_graph", _CAPTURED, applies=_has_old_graphs("enable_cuda_graph")),
+    Refusal("external_cuda_graph", _CAPTURED, applies=_has_old_graphs("external_cuda_graph")),
     Refusal(
         "cuda_graph_impl",
-        _captures_routers,
-        "a captured router repeats the routes of the micro-batch it was captured with",
+        _CAPTURED,
         f"Set cuda_graph_impl='none', or a cuda_graph_scope of {sorted(GRAPH_SCOPES_WITHOUT_ROUTERS)}",
+        _captures_routers,
     ),
     Refusal(
         "batch_p2p_comm",
-        _mixes_p2p_directions,
         "with two pipeline stages, interleaved, batched messages of the two directions can be mistaken for each other, "
         "and gradients are wrong without any error",
         "Set overlap_p2p_comm=True, batch_p2p_comm=False",
+        _mixes_p2p_directions,
     ),
     Refusal(
         "expert_tensor_parallel_size",
-        _shards_experts_alone,
         WRONG_EXPERT_GRADIENTS,
         "Set it to tensor_model_parallel_size, or use expert parallelism",
+        _shards_experts_alone,
     ),
 )
 

@@ -349,7 +349,6 @@ def class_names(module: nn.Module) -> frozenset[str]:
 
 
 def is_inside(name: str, outer: str) -> bool:
-    """Return whether a module is inside another, by their names."""
     return name.startswith(f"{outer}.")
 
 

@@ -32,15 +32,11 @@ _INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command without shell syntax.
-
-    environment   assignments in front of it
-    unresolved    entries of a YAML file whose interpolation could not be resolved
-    """
+    """A command without shell syntax."""
 
     words: list[str]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    unresolved: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)  # assignments in front of it
+    unresolved: tuple[str, ...] = ()  # entries of a YAML file whose interpolation could not be resolved
 
 
 def convert(trainer: str, words: Sequence[str]) -> tuple[str, list[str]]:

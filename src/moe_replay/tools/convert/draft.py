@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,35 +50,26 @@ class ConversionError(MoeReplayError):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value and its source option.
-
-    is_default   the other trainer's default, not part of the command
-    change       how the value, or what it counts, differs from theirs
-    """
+    """A value and its source option."""
 
     value: Any
     source: str
-    is_default: bool = False
-    change: str = ""
+    is_default: bool = False  # the other trainer's default, not part of the command
+    change: str = ""  # how the value, or what it counts, differs from theirs
 
 
 @dataclass(slots=True)
 class Draft:
-    """Settings by dotted key, and remarks in the order in which they came up.
-
-    lost           options without a counterpart that do not change what is learned
-    differences    reasons why the recipe is not the run of the command: "subject: option: reason"
-    changes        options whose meaning is another here
-    is_recipe      false for the command of a rollout server
-    """
+    """Settings by dotted key, and remarks in the order in which they came up."""
 
     trainer: str
     settings: dict[str, Setting] = field(default_factory=dict)
-    lost: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)  # options without a counterpart that do not change what is learned
+    # reasons why the recipe is not the run of the command: "subject: option: reason"
     differences: list[str] = field(default_factory=list)
-    changes: list[str] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)  # options whose meaning is another here
     header: list[str] = field(default_factory=list)
-    is_recipe: bool = True
+    is_recipe: bool = True  # false for the command of a rollout server
 
     def put(self, key: str, value: Any, source: str, *, is_default: bool = False, change: str = "") -> None:
         """Set a key; a default never replaces an explicit value, and None sets nothing."""
@@ -115,6 +107,40 @@ class Draft:
     def change(self, option: str, reason: str) -> None:
         """Note an option that has another meaning or form here."""
         self.changes.append(f"{option}: {reason}")
+
+    def number(self, text: str, default: float, shown: str, key: str) -> float:
+        """Return an option as a number; the default, with a remark, if it is none."""
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if math.isfinite(number):
+            return number
+        self.remark(shown, f"not a number; {default} was used instead", subject_of(key) or UNKNOWN)
+        return default
+
+    def warm_up(self, fraction: float, source: str, shown: str) -> None:
+        """Set the steps of the warm-up from their part of all steps."""
+        steps = self.settings.get("steps")
+        if steps is None:
+            self.remark(shown, "set optim.warmup_steps, which counts steps", "optimizer")
+        else:
+            self.put("optim.warmup_steps", math.ceil(fraction * float(steps.value)) or None, source)
+
+    def drop_evaluation(self, shown: str) -> None:
+        """Leave out an evaluation without data; `shown` is the option for how often."""
+        every = self.settings.get("eval.every")
+        if every is not None and every.value and "data.eval_path" not in self.settings:
+            self.remark(shown, "without effect: set data.eval_path too")
+            del self.settings["eval.every"]
+
+    def log(self, sinks: Iterable[str], source: str, prefix: str, *, is_default: bool) -> None:
+        """Set metric sinks; `prefix` stands before the name of a sink in the option as written."""
+        for sink in sinks:
+            if sink in ("wandb", "tensorboard", "mlflow"):
+                self.put(f"log.{sink}", True, source, is_default=is_default)
+            elif sink not in ("console", "none", ""):
+                self.remark(f"{prefix}{sink}", "a custom metric sink: log.sinks, docs/extending.md")
 
     def apply(self, shown: str, source: str, words: list[str], option: Option, *, is_default: bool = False) -> None:
         """Set the counterpart of an option of the other trainer, or note that there is none.

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
-from moe_replay.tools.convert.draft import UNKNOWN, ConversionError, Draft, subject_of
+from moe_replay.tools.convert.draft import UNKNOWN, ConversionError, Draft
 from moe_replay.train.config.foreign.options import Option, Table
 
 NEVER = ("-1", "null", "none", "")
@@ -85,12 +85,9 @@ class HydraCommand:
 
     def number(self, name: str, default: float) -> float:
         text = self.text(name)
-        try:
-            return default if text.lower() in NEVER else float(text)
-        except ValueError:
-            subject = subject_of(self._table[name].key) or UNKNOWN
-            self.draft.remark(self.shown(name), f"not a number; {default} was used instead", subject)
+        if text.lower() in NEVER:
             return default
+        return self.draft.number(text, default, self.shown(name), self._table[name].key)
 
     def is_true(self, name: str) -> bool:
         return self.text(name).lower() == "true"
@@ -137,19 +134,8 @@ class HydraCommand:
     def top_k(self, name: str) -> None:
         self.draft.put("rollout.top_k", int(max(self.number(name, 0), 0)) or None, name)
 
-    def drop_evaluation(self, name: str) -> None:
-        """Remove an evaluation without data."""
-        every = self.draft.settings.get("eval.every")
-        if every is not None and every.value and "data.eval_path" not in self.draft.settings:
-            self.draft.remark(self.shown(name), "without effect: set data.eval_path too")
-            del self.draft.settings["eval.every"]
-
     def log(self, name: str) -> None:
-        for sink in values_of(self.text(name)):
-            if sink in ("wandb", "tensorboard", "mlflow"):
-                self.draft.put(f"log.{sink}", True, name, is_default=name in self.defaults)
-            elif sink not in ("console", ""):
-                self.draft.remark(f"{name}={sink}", "a custom metric sink: log.sinks, docs/extending.md")
+        self.draft.log(values_of(self.text(name)), name, f"{name}=", is_default=name in self.defaults)
 
     def launch(self, ranks: str, nodes: str) -> str:
         nnodes_flag = "" if nodes == "1" else f"--nnodes {nodes} "

@@ -22,7 +22,6 @@ TRANSFORMER_CONFIG = f"{MEGATRON}.transformer_config_kwargs."
 
 
 def from_skyrl(words: list[str]) -> Draft:
-    """Return the recipe of a training command."""
     overrides = overrides_of(words, ENTRY_POINTS, TRAINER, "python -m skyrl.train.entrypoints.main_base")
     draft = Draft(TRAINER)
     _SkyRL(draft, [word.removeprefix("cfg.") for word in overrides]).convert()
@@ -36,7 +35,6 @@ class _SkyRL(HydraCommand):
         super().__init__(draft, words, OPTIONS, GROUPS, DEFAULTS)
 
     def convert(self) -> None:
-        """Fill the draft."""
         ranks = self.text("trainer.placement.policy_num_gpus_per_node", "1")
         launch = self.launch(ranks, self.text("trainer.placement.policy_num_nodes", "1"))
         self.draft.header += ["Converted from SkyRL's `main_base`. Check it with --dry-run first.", "", f"  {launch}"]
@@ -51,7 +49,7 @@ class _SkyRL(HydraCommand):
         self._loss()
         self.path("data.train_data", "data.path")
         self.path("data.val_data", "data.eval_path")
-        self.drop_evaluation("trainer.eval.interval")
+        self.draft.drop_evaluation(self.shown("trainer.eval.interval"))
         self.draft.put("rollout.engine", "vllm", "generator.inference_engine.backend", is_default=True)
         if "environment.env_class" not in self.options:
             self.draft.remark("environment.env_class=gsm8k", OPTIONS["environment.env_class"].note, "reward")

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
-from moe_replay.tools.convert.draft import UNKNOWN, ConversionError, Draft, subject_of
+from moe_replay.tools.convert.draft import UNKNOWN, ConversionError, Draft
 from moe_replay.train.config.foreign.swift import (
     AGGREGATIONS,
     LOSSES,
@@ -107,7 +107,6 @@ class _Swift:
         self.is_megatron = is_megatron
 
     def convert(self) -> None:
-        """Fill the draft."""
         kind = " ".join(self.values("rlhf_type"))
         if kind not in ("grpo", ""):
             raise ConversionError("only GRPO can be converted", found=f"--rlhf_type {kind}")
@@ -141,12 +140,7 @@ class _Swift:
         word = " ".join(self.values(name))
         if not word:
             return default
-        try:
-            return int(float(word))
-        except (ValueError, OverflowError):
-            subject = subject_of(OPTIONS[name].key) or UNKNOWN
-            self.draft.remark(self.shown(name), f"not a number; {default} was used instead", subject)
-            return default
+        return int(self.draft.number(word, default, self.shown(name), OPTIONS[name].key))
 
     def shown(self, name: str) -> str:
         return " ".join([f"--{name}", *self.values(name)])
@@ -229,15 +223,7 @@ class _Swift:
             self.draft.drop("data.epochs", "the number of steps is set")
         for name in FRACTIONS:
             if name in self.options:
-                steps = self.draft.settings.get("steps")
-                if steps is None:
-                    self.draft.remark(self.shown(name), "set optim.warmup_steps, which counts steps", "optimizer")
-                else:
-                    part = math.ceil(float(self.values(name)[0]) * steps.value)
-                    self.draft.put("optim.warmup_steps", part or None, self.shown(name))
-        if "eval.every" in self.draft.settings and "val_dataset" not in self.options:
-            self.draft.remark(self.shown("eval_steps"), "without effect: set data.eval_path too")
-            del self.draft.settings["eval.every"]
+                self.draft.warm_up(float(self.values(name)[0]), self.shown(name), self.shown(name))
 
     def _adam(self) -> None:
         betas = [" ".join(self.values("adam_beta1")) or "0.9", " ".join(self.values("adam_beta2"))]
@@ -254,6 +240,7 @@ class _Swift:
                     self.draft.remark(f"--{name} {dataset}", f"{key} takes one dataset; merge the files", "data")
                 else:
                     self._dataset(f"--{name}", dataset, key)
+        self.draft.drop_evaluation(self.shown("eval_steps"))
         if self.values("truncation_strategy") != ["delete"]:
             self.draft.change("--truncation_strategy left", "prompts longer than --max_length are dropped, not cut")
         if text := " ".join(self.values("columns")):
@@ -324,16 +311,11 @@ class _Swift:
     def _engines(self, is_server: bool) -> None:
         """Set the number of engines per node if one engine does not use all of its GPUs."""
         gpus, per_engine = self.environment.get("NPROC_PER_NODE", "1"), self.integer("vllm_tensor_parallel_size", 1)
-        if (
-            not is_server
-            and gpus.isdecimal()
-            and int(gpus) > per_engine
-            and "vllm_tensor_parallel_size" in self.options
-        ):
-            engines = int(gpus) // per_engine
-            self.draft.put(
-                "rollout.engines_per_node", engines, f"{gpus} GPUs / --vllm_tensor_parallel_size {per_engine}"
-            )
+        if is_server or not gpus.isdecimal() or "vllm_tensor_parallel_size" not in self.options:
+            return
+        if int(gpus) > per_engine:
+            source = f"{gpus} GPUs / --vllm_tensor_parallel_size {per_engine}"
+            self.draft.put("rollout.engines_per_node", int(gpus) // per_engine, source)
 
     def _engine_options(self) -> None:
         for name, value in _engine_items(self.draft, " ".join(self.options.get("vllm_engine_kwargs", []))):
@@ -358,11 +340,8 @@ class _Swift:
             self.draft.put("reward.weights", [weights[index] for index in usable], "--reward_weights")
 
     def _log(self) -> None:
-        for name in self.values("report_to"):
-            if name in ("wandb", "tensorboard", "mlflow"):
-                self.draft.put(f"log.{name}", True, "--report_to", is_default="report_to" in self.defaults)
-            elif name != "none":
-                self.draft.remark(f"--report_to {name}", "a custom metric sink: log.sinks, docs/extending.md")
+        is_default = "report_to" in self.defaults
+        self.draft.log(self.values("report_to"), "--report_to", "--report_to ", is_default=is_default)
 
     def _launch(self) -> str:
         ranks, nodes = self.environment.get("NPROC_PER_NODE", "1"), self.environment.get("NNODES", "1")
@@ -388,16 +367,10 @@ def _engine_items(draft: Draft, text: str) -> list[tuple[str, object]]:
 
 
 def _server(draft: Draft, words: list[str]) -> str:
-    """Return our `moe-replay rollout` command for `swift rollout`."""
     flags = _flags(words)
     command, options = ["moe-replay", "rollout"], list[str]()
-    names = {
-        "model": "--model",
-        "host": "--host",
-        "port": "--port",
-        "vllm_max_model_len": "--max-length",
-        "torch_dtype": "--dtype",
-    }
+    names = {"model": "--model", "host": "--host", "port": "--port"}
+    names |= {"vllm_max_model_len": "--max-length", "torch_dtype": "--dtype"}
     for name, values in flags.items():
         option = OPTIONS.get(name)
         if name in names:

@@ -31,7 +31,6 @@ _REPLAY = re.compile(r"(?:.*\.)?router_replay\.(mode|enabled)")
 
 
 def from_verl(words: list[str]) -> Draft:
-    """Return the recipe of a training command."""
     overrides = overrides_of(words, ENTRY_POINTS, TRAINER, "python -m verl.trainer.main_ppo")
     draft = Draft(TRAINER)
     _Verl(draft, overrides).convert()
@@ -45,7 +44,6 @@ class _Verl(HydraCommand):
         super().__init__(draft, words, OPTIONS, GROUPS, DEFAULTS)
 
     def convert(self) -> None:
-        """Fill the draft."""
         self.draft.header += [
             "Converted from verl's `main_ppo`. Check it with --dry-run first.",
             "",
@@ -121,12 +119,8 @@ class _Verl(HydraCommand):
         if "steps" in self.draft.settings:
             self.draft.drop("data.epochs", "the number of steps is set")
         ratio = f"{ACTOR}.optim.lr_warmup_steps_ratio"
-        if self.number(ratio, 0.0):
-            steps = self.draft.settings.get("steps")
-            if steps is None:
-                self.draft.remark(self.shown(ratio), "set optim.warmup_steps, which counts steps", "optimizer")
-            else:
-                self.draft.put("optim.warmup_steps", math.ceil(self.number(ratio, 0.0) * float(steps.value)), ratio)
+        if fraction := self.number(ratio, 0.0):
+            self.draft.warm_up(fraction, ratio, self.shown(ratio))
 
     def _loss(self) -> None:
         mode = f"{ACTOR}.policy_loss.loss_mode"
@@ -163,7 +157,7 @@ class _Verl(HydraCommand):
         self.path("data.val_files", "data.eval_path")
         prompt = self.text("data.prompt_key", "prompt")
         self.draft.put("data.columns", {prompt: "prompt"} if prompt != "prompt" else None, "data.prompt_key")
-        self.drop_evaluation("trainer.test_freq")
+        self.draft.drop_evaluation(self.shown("trainer.test_freq"))
 
     def _engine(self) -> None:
         stale = "async_training.staleness_threshold"

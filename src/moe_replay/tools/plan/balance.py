@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,18 +31,12 @@ DEFAULT_BUDGET = 8192
 
 
 class ExpertCounts(NamedTuple):
-    """Samples of recorded traces.
+    """Samples of recorded traces."""
 
-    tokens   (N,) int64
-    rows     (N, L, E): rows of each expert, where routes were recorded
-    layers   (L,)
-    top_k    experts per token
-    """
-
-    tokens: np.ndarray
-    rows: np.ndarray
-    layers: tuple[int, ...]
-    top_k: int
+    tokens: np.ndarray  # (N,) int64
+    rows: np.ndarray  # (N, L, E): rows of each expert, where routes were recorded
+    layers: tuple[int, ...]  # (L,)
+    top_k: int  # experts per token
 
     def units(self, ranks: int) -> Units:
         """Return the samples with the rows of each of so many expert-parallel ranks."""
@@ -53,26 +48,19 @@ class ExpertCounts(NamedTuple):
 class EpLoads:
     """Loads at one expert-parallel size: rows of the busiest rank relative to the mean one.
 
-    data_ranks       that train the samples
-    micro_batches    of each
-    by_tokens        as `batch.balance = "tokens"` divides samples
-    balanced         as `batch.balance = "experts"` does
-    limit            the least that any grouping of these samples can have
-    worst_layer      the one with the highest load by tokens
     worst_by_tokens, worst_balanced   its loads
-    problem          why there are none; "": there are
     """
 
     ep: int
-    data_ranks: int = 0
-    micro_batches: int = 0
-    by_tokens: float = 0.0
-    balanced: float = 0.0
-    limit: float = 0.0
-    worst_layer: int = -1
+    data_ranks: int = 0  # that train the samples
+    micro_batches: int = 0  # of each
+    by_tokens: float = 0.0  # as `batch.balance = "tokens"` divides samples
+    balanced: float = 0.0  # as `batch.balance = "experts"` does
+    limit: float = 0.0  # the least that any grouping of these samples can have
+    worst_layer: int = -1  # the one with the highest load by tokens
     worst_by_tokens: float = 0.0
     worst_balanced: float = 0.0
-    problem: str = ""
+    problem: str = ""  # why there are none; "": there are
 
     @property
     def experts_gain(self) -> float:
@@ -87,23 +75,18 @@ class EpLoads:
 
 @dataclass(frozen=True, kw_only=True)
 class BalancePlan:
-    """Loads at several sizes.
-
-    budget             tokens of a micro-batch at most
-    expert_fraction    of the operations of a pass, in routed experts; None: the model is not known
-    """
+    """Loads at several sizes."""
 
     samples: int
     tokens: int
     layers: int
     top_k: int
     num_experts: int
-    budget: int
-    expert_fraction: float | None
+    budget: int  # tokens of a micro-batch at most
+    expert_fraction: float | None  # of the operations of a pass, in routed experts; None: the model is not known
     sizes: tuple[EpLoads, ...]
 
     def fields(self) -> dict[str, Any]:
-        """Return everything for JSON."""
         rows = [
             asdict(row)
             | {"experts_gain": row.experts_gain}
@@ -202,7 +185,7 @@ def count_experts(traces: Iterable[RouteTrace], num_experts: int | None = None) 
 def counts_of(path: Path, limit: int | None = None, num_experts: int | None = None) -> ExpertCounts:
     """Count the traces of a run folder or file, the first `limit` of them."""
     traces = (trace for file in trace_files(path) for trace in read_traces(file))
-    return count_experts((trace for _, trace in zip(range(limit or 2**31), traces, strict=False)), num_experts)
+    return count_experts(islice(traces, limit), num_experts)
 
 
 # ---- loads -----------------------------------------------------------------------------------------------------------

@@ -18,16 +18,13 @@ class SpeedPlan:
     """The passes of a step in which every sequence has its maximum length.
 
     score, train   PFLOP of the scoring passes, and of all updates; recomputation does not count
-    tokens         of all sequences
-    rate           PFLOP/s of all GPUs together, as assumed
-    assumed        how, in words
     """
 
     score: float
     train: float
-    tokens: int
-    rate: float
-    assumed: str
+    tokens: int  # of all sequences
+    rate: float  # PFLOP/s of all GPUs together, as assumed
+    assumed: str  # how, in words
     gpus: int
 
     @property
@@ -66,16 +63,12 @@ def plan_speed(config: TrainConfig, sizes: ModelSizes, *, gpus: int, peak_tflops
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes that one rank receives for one micro-batch, its own part included.
+    """Bytes that one rank receives for one micro-batch, its own part included."""
 
-    gathered    parameters, in all-gathers: a layer before its forward and before its backward, embedding and head once
-    reduced     gradients that go into reduce-scatters, in float32; of adapters they are not counted
-    exchanged   rows that travel to experts and back, if every rank gets as many as it sends
-    """
-
+    # parameters, in all-gathers: a layer before its forward and before its backward, embedding and head once
     gathered: float
-    reduced: float
-    exchanged: float
+    reduced: float  # gradients that go into reduce-scatters, in float32; of adapters they are not counted
+    exchanged: float  # rows that travel to experts and back, if every rank gets as many as it sends
 
     @property
     def total(self) -> float:
@@ -110,33 +103,23 @@ def plan_traffic(config: TrainConfig, sizes: ModelSizes, *, gpus: int) -> Traffi
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Assumed GB/s of each part of an update.
+    """Assumed GB/s of each part of an update."""
 
-    network   into or out of a node; default 100 Gbit/s
-    device    between GPUs of a node, into one of them
-    copy      through a device buffer into the engine's tensors; measured on an H200 with 11 GB
-    sender    http, rank 0: to host memory, serialize, send; half of the time at 0.35 GB/s, as measured on an H200
-    server    http, server: read, write for its workers, load; the other half
-    """
-
-    network: float = 12.5
-    device: float = 200.0
-    copy: float = 50.0
+    network: float = 12.5  # into or out of a node; default 100 Gbit/s
+    device: float = 200.0  # between GPUs of a node, into one of them
+    copy: float = 50.0  # through a device buffer into the engine's tensors; measured on an H200 with 11 GB
+    # http, rank 0: to host memory, serialize, send; half of the time at 0.35 GB/s, as measured on an H200
     sender: float = 0.7
-    server: float = 0.7
+    server: float = 0.7  # http, server: read, write for its workers, load; the other half
 
 
 @dataclass(frozen=True)
 class SyncCost:
-    """One update by one transport.
-
-    sent      bytes that leave rank 0, or with ipc the memory of all ranks
-    seconds   sum of all parts, without overlap
-    """
+    """One update by one transport."""
 
     kind: str
-    sent: float
-    seconds: float
+    sent: float  # bytes that leave rank 0, or with ipc the memory of all ranks
+    seconds: float  # sum of all parts, without overlap
 
 
 def plan_sync(

@@ -34,23 +34,15 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """The ranks of one pipeline stage.
-
-    decoder_layers    per chunk
-    routing_layers    per chunk, those with routers
-    in_flight         maximum number of micro-batches of a chunk between forward and backward
-    batch_bytes       routes of one micro-batch, all chunks, on one device
-    in_flight_bytes   peak of routes on one device if each batch is copied when its forward begins (R3)
-    step_bytes        routes of all micro-batches of a step on one rank, which recording keeps (R2)
-    """
+    """The ranks of one pipeline stage."""
 
     stage: int
-    decoder_layers: tuple[tuple[int, ...], ...]
-    routing_layers: tuple[tuple[int, ...], ...]
-    in_flight: int
-    batch_bytes: int
-    in_flight_bytes: int
-    step_bytes: int
+    decoder_layers: tuple[tuple[int, ...], ...]  # per chunk
+    routing_layers: tuple[tuple[int, ...], ...]  # per chunk, those with routers
+    in_flight: int  # maximum number of micro-batches of a chunk between forward and backward
+    batch_bytes: int  # routes of one micro-batch, all chunks, on one device
+    in_flight_bytes: int  # peak of routes on one device if each batch is copied when its forward begins (R3)
+    step_bytes: int  # routes of all micro-batches of a step on one rank, which recording keeps (R2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +59,17 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout's cost for routing replay. `print(plan)` shows the essentials, `to_json` everything.
-
-    rows             rows that every rank's routers see in a micro-batch, padding included
-    token_rows       (cp, sequence shards), rows that hold a token
-    token_id_bytes   token ids of a micro-batch on each rank, for the token check
-    with_routes      the rollout returns routes
-    """
+    """A layout's cost for routing replay. `print(plan)` shows the essentials, `to_json` everything."""
 
     topology: MoeTopology
     parallel: Parallel
     work: Work
     cluster: Cluster
     stages: tuple[StagePlan, ...]
-    rows: int
-    token_rows: np.ndarray
-    token_id_bytes: int
-    with_routes: bool = True
+    rows: int  # rows that every rank's routers see in a micro-batch, padding included
+    token_rows: np.ndarray  # (cp, sequence shards), rows that hold a token
+    token_id_bytes: int  # token ids of a micro-batch on each rank, for the token check
+    with_routes: bool = True  # the rollout returns routes
 
     # ---- ranks --------------------------------------------------------------------------------------------------
 

@@ -17,28 +17,19 @@ from moe_replay.train.trajectories.wire import record_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
-    """Parallel sizes, by the short names of Megatron-Core's groups.
+    """Parallel sizes, by the short names of Megatron-Core's groups."""
 
-    tp             tensor parallel; routers see a shard of the sequence each (sequence parallel) unless `sp` is False
-    cp             context parallel
-    pp             pipeline stages
-    vpp            model chunks per stage
-    dp             data parallel, of the dense layers
-    ep             expert parallel: taken out of tp * cp * dp, not a factor of the world size
-    etp            tensor parallel inside an expert; None: tp
-    ulysses        context parallel of the FSDP2 backend: ranks have columns that follow each other, in place of zigzag
-    chunk_layers   decoder layers of each of the pp * vpp chunks, in model order; None: equal
-    """
-
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    dp: int = 1
-    ep: int = 1
-    etp: int | None = None
+    tp: int = 1  # tensor parallel; routers see a shard of the sequence each (sequence parallel) unless `sp` is False
+    cp: int = 1  # context parallel
+    pp: int = 1  # pipeline stages
+    vpp: int = 1  # model chunks per stage
+    dp: int = 1  # data parallel, of the dense layers
+    ep: int = 1  # expert parallel: taken out of tp * cp * dp, not a factor of the world size
+    etp: int | None = None  # tensor parallel inside an expert; None: tp
     sp: bool | None = None
+    # decoder layers of each of the pp * vpp chunks, in model order; None: equal
     chunk_layers: tuple[int, ...] | None = None
+    # context parallel of the FSDP2 backend: ranks have columns that follow each other, in place of zigzag
     ulysses: bool = False
 
     @property
@@ -107,22 +98,14 @@ def _unravel(ranks: np.ndarray, sizes: dict[str, int]) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The work of one step; all micro-batches are assumed to be like the one described.
+    """The work of one step; all micro-batches are assumed to be like the one described."""
 
-    lengths         tokens of each sequence of a micro-batch
-    micro_batches   per data-parallel rank and step
-    packed          all sequences in one row (thd), else one per row, padded on the right (sbhd)
-    width           input columns over all context-parallel ranks; None: the fewest possible
-    prompt          tokens shared by the sequences of a group, sent once
-    group           sequences per prompt
-    """
-
-    lengths: tuple[int, ...]
-    micro_batches: int = 1
-    packed: bool = False
-    width: int | None = None
-    prompt: int = 0
-    group: int = 1
+    lengths: tuple[int, ...]  # tokens of each sequence of a micro-batch
+    micro_batches: int = 1  # per data-parallel rank and step
+    packed: bool = False  # all sequences in one row (thd), else one per row, padded on the right (sbhd)
+    width: int | None = None  # input columns over all context-parallel ranks; None: the fewest possible
+    prompt: int = 0  # tokens shared by the sequences of a group, sent once
+    group: int = 1  # sequences per prompt
 
     @property
     def tokens(self) -> int:

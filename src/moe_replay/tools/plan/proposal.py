@@ -63,16 +63,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What was planned.
+    """What was planned."""
 
-    gpus      for which `layouts` were planned
-    wanted    GPUs that there are
-    layouts   all that are possible, those that fit first, the best of them first
-    """
-
-    gpus: int
-    wanted: int
-    layouts: tuple[Layout, ...]
+    gpus: int  # for which `layouts` were planned
+    wanted: int  # GPUs that there are
+    layouts: tuple[Layout, ...]  # all that are possible, those that fit first, the best of them first
 
     @property
     def best(self) -> Layout | None:
@@ -98,7 +93,6 @@ class Proposal:
 
 
 def recipe_lines(settings: dict[str, Any]) -> list[str]:
-    """Return settings as the lines of a recipe."""
     lines, last = [], ""
     for key, value in sorted(settings.items()):
         section, _, name = key.partition(".")
