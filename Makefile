@@ -16,7 +16,9 @@ EXTRAS ?= ray train lora tensorboard wandb mlflow trackio trl megatron transform
 # Versions for `make test-extras`, as far as an extra needs these packages at all.
 PINS ?= requirements/test.txt
 VERL_VERSIONS ?= 0.8.0 0.9.0 0.9.1
-MS_SWIFT_VERSIONS ?= 4.5.3 4.6.0
+MS_SWIFT_VERSIONS ?= 4.5.0 4.5.1 4.5.2 4.5.3 4.6.0
+# ms-swift up to 4.5.2 packs with a field that Megatron-Core 0.16 does not have, though it asks for that.
+MEGATRON_FOR_SWIFT := 0.17.1
 MEGATRON_IN_CI := 0.12.1 0.19.2
 MEGATRON_VERSIONS ?= 0.12.1 0.13.1 0.14.0 0.15.3 0.17.1 0.18.2 0.19.2
 
@@ -31,7 +33,7 @@ SHELL := /bin/bash
 # The tests start hundreds of Python processes: without bytecode each of them would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 .NOTPARALLEL:
-.PHONY: help train test-extras docs site test test-all test-quick test-long test-faults lint types unit unit-all test-transformers4 test-transformers-between test-sglang test-plugins test-gpu test-megatron-versions test-megatron-in-ci test-oldest test-newest mutants format bench clean
+.PHONY: help train test-extras docs site test test-all test-quick test-long test-faults lint types unit unit-all test-transformers4 test-transformers-between test-sglang test-plugins test-plugins-in-ci test-gpu test-megatron-versions test-megatron-in-ci test-oldest test-newest mutants format bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-26s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,7 +48,7 @@ docs: .venv/.ready ## Write docs/config.md and the schema of recipes from the co
 
 test: lint types site test-transformers4 test-transformers-between unit ## What a change must pass: lint, types, the site, tests on transformers 4.57 and 5.x, real runs of the main parts. Under 12 minutes on two idle cores
 
-test-all: lint types site test-extras test-transformers4 test-transformers-between test-megatron-in-ci unit-all ## Everything that CI runs: `make test`, further whole runs (mark `whole_runs`), and each extra alone
+test-all: lint types site test-extras test-transformers4 test-transformers-between test-megatron-in-ci test-plugins-in-ci unit-all ## Everything that CI runs: `make test`, further whole runs (mark `whole_runs`), each extra alone, and the core of the integrations
 
 site: .venv/.ready .mkdocs/.ready ## Build the documentation as a site in build/site; a warning is an error
 	@echo "==> site"
@@ -106,22 +108,43 @@ test-sglang: .venv-sglang/.ready ## Sampling and training with the real SGLang o
 	@echo "==> tests on SGLang"
 	OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest $(PARALLEL) tests/real_sglang
 
-test-plugins: .venv-plugins/.pinned ## The integrations in every known release of other trainers; not part of `make test-all`
+test-plugins: .venv-plugins/.pinned .plugins/megatron-$(MEGATRON_FOR_SWIFT)/.ready ## The integrations in every known release of other trainers; not part of `make test-all`
 	@for version in $(VERL_VERSIONS); do \
-	  echo "==> verl $$version"; \
-	  test -d .plugins/verl-$$version/verl || .venv-plugins/bin/python -m pip -qq install --no-deps \
-	    --target .plugins/verl-$$version verl==$$version; \
-	  rm -rf .plugins/verl-$$version/tests; \
-	  PYTHONPATH=$(CURDIR)/src:$(CURDIR)/.plugins/verl-$$version OMP_NUM_THREADS=1 .venv-plugins/bin/python -m pytest -q \
-	    tests/plugins/test_verl_*.py tests/plugins/test_known_bugs.py; \
+	  $(call TEST_PLUGIN,verl,$$version,) tests/plugins/test_verl_*.py tests/plugins/test_known_bugs.py; \
 	done
 	@for version in $(MS_SWIFT_VERSIONS); do \
-	  echo "==> ms-swift $$version"; \
-	  test -d .plugins/ms-swift-$$version/swift || .venv-plugins/bin/python -m pip -qq install --no-deps \
-	    --target .plugins/ms-swift-$$version ms-swift==$$version; \
-	  PYTHONPATH=$(CURDIR)/src:$(CURDIR)/.plugins/ms-swift-$$version OMP_NUM_THREADS=1 .venv-plugins/bin/python -m pytest \
-	    -q tests/plugins/test_ms_swift*.py tests/plugins/test_known_bugs.py; \
+	  megatron=; case $$version in 4.5.[012]) megatron=$(CURDIR)/.plugins/megatron-$(MEGATRON_FOR_SWIFT):;; esac; \
+	  $(call TEST_PLUGIN,ms-swift,$$version,$$megatron) tests/plugins/test_ms_swift*.py tests/plugins/test_known_bugs.py; \
 	done
+
+# In one process each: a healthy run, each planted fault, swapped samples.
+PLUGINS_IN_CI := -m "not distributed" -k "reported or reports or stops_the_run_by_name or swapped"
+
+test-plugins-in-ci: .venv-plugins/.pinned ## The core of the integrations, in the newest verl and ms-swift, on one rank
+	@$(call TEST_PLUGIN,verl,$(lastword $(VERL_VERSIONS)),) $(PLUGINS_IN_CI) -n $(WORKERS) --dist loadfile \
+	  tests/plugins/test_verl_fsdp.py tests/plugins/test_verl_megatron.py
+	@$(call TEST_PLUGIN,ms-swift,$(lastword $(MS_SWIFT_VERSIONS)),) $(PLUGINS_IN_CI) tests/plugins/test_ms_swift.py
+
+# Tests with a release of a trainer, which is put beside their environment: $(call TEST_PLUGIN,verl,0.9.1,PATH:) ARGUMENTS
+TEST_PLUGIN = echo "==> $(1) $(2)"; \
+	  $(MAKE) --no-print-directory .plugins/$(1)-$(2)/.ready; \
+	  PYTHONPATH=$(CURDIR)/src:$(3)$(CURDIR)/.plugins/$(1)-$(2) OMP_NUM_THREADS=1 .venv-plugins/bin/python -m pytest -q
+
+.plugins/verl-%/.ready: .venv-plugins/.pinned
+	@$(call UV_BESIDE,verl==$*) || { $(call PUT_BESIDE,verl==$*); }
+	@rm -rf $(@D)/tests && touch $@
+
+.plugins/ms-swift-%/.ready: .venv-plugins/.pinned
+	@$(call UV_BESIDE,ms-swift==$*) || { $(call PUT_BESIDE,ms-swift==$*); }
+	@touch $@
+
+.plugins/megatron-%/.ready: .venv-plugins/.pinned
+	@$(call PUT_BESIDE,--ignore-requires-python megatron-core==$*)  # which uv cannot
+	@touch $@
+
+PUT_BESIDE = rm -rf $(@D) && .venv-plugins/bin/python -m pip --disable-pip-version-check -qq install --no-deps --target $(@D) $(1)
+UV_BESIDE = .venv-plugins/bin/python requirements/uv.py .uv/bin/uv -qq --no-python-downloads pip install --python .venv-plugins/bin/python \
+  --no-deps --target $(@D) $(1)
 
 test-megatron-versions: .venv/.ready ## Routers on every Megatron-Core from 0.12 on; not part of `make test-all`
 	@test -d .megatron/triton || .venv/bin/python -m pip -qq install --no-deps --target .megatron/triton triton

@@ -25,14 +25,18 @@ from tests.plugins.verl_cpu import Rollout
 Seen = dict[int, Tensor]  # decoder layer -> (R, K): what its router will replay
 
 
+def routers(model: Any) -> dict[int, Any]:
+    """Decoder layer -> Megatron's object for replay on its router."""
+    layers = [layer for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
+    return {layer.layer_number - 1: layer.mlp.router.router_replay for layer in layers}
+
+
 def seen_at_the_start(model: Any, run: Callable[[], Any]) -> Seen:
     """What is on the routers of a model when the first forward in `run` starts."""
     found: Seen = {}
 
     def look(*_: Any) -> None:
-        for layer in model.decoder.layers:
-            if hasattr(layer.mlp, "router"):
-                found[layer.layer_number - 1] = layer.mlp.router.router_replay.target_topk_idx.clone()
+        found.update({layer: router.target_topk_idx.clone() for layer, router in routers(model).items()})
         handle.remove()
 
     handle = model.register_forward_pre_hook(look)
@@ -73,6 +77,21 @@ def ms_swift_ray() -> str:
     return f"Ray update, R3, layer 0 dense: routers get the rows of other layers: {text}"
 
 
+def ms_swift_many_experts() -> str:
+    """What R2 replays in the update, beside what the routers have chosen in the old-log-prob pass."""
+    model = ms_swift_cpu.model_of_six_layers(experts=288)
+    trainer = ms_swift_cpu.make_trainer(model, mode="R2")
+    first, *others = ms_swift_cpu.collated(trainer, ms_swift_cpu.samples_of(Rollout(), None))
+    chosen: list[Tensor] = []
+    handle = model.register_forward_hook(lambda *_: chosen.append(routers(model)[1].recorded_topk_idx.clone()))
+    batches = [trainer._maybe_compute_logps(first)]
+    handle.remove()
+    batches += [trainer._maybe_compute_logps(data) for data in others]
+    seen = seen_at_the_start(model, lambda: trainer.train_step(iter(batches)))
+    wrong = int((seen[1].long() != chosen[0].long()).any(1).sum())
+    return f"R2, 288 experts: {wrong} of {len(seen[1])} rows get other experts than were recorded" if wrong else ""
+
+
 def verl_padded() -> str:
     verl_cpu.open_process_group()
     verl_megatron_cpu.open_megatron()
@@ -91,7 +110,8 @@ def lines() -> list[str]:
         version = metadata.version("verl")
         return [] if version.startswith("0.8") else [f"verl {version}, {verl_padded()}"]
     ms_swift_cpu.on_cpu(plugin=False)
-    return [f"ms-swift {metadata.version('ms-swift')}, {bug()}" for bug in (ms_swift_padded, ms_swift_ray)]
+    found = [ms_swift_padded(), ms_swift_ray(), ms_swift_many_experts()]
+    return [f"ms-swift {metadata.version('ms-swift')}, {bug}" for bug in found if bug]
 
 
 if __name__ == "__main__":

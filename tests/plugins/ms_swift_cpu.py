@@ -14,6 +14,7 @@ import sys
 import tempfile
 import types
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,6 +191,11 @@ def on_ray(trainer: Any) -> Any:
     vars(made._dummy).update(vars(trainer) | {"unwrapped_models": [SimpleNamespace(training=True)]})
     trainer.forward_step = made.forward_step
     return trainer
+
+
+def keeps_ids_in_8_bits() -> bool:
+    """Whether this release keeps the ids that R2 records in 8 bits, whatever the number of experts."""
+    return metadata.version("ms-swift") in ("4.5.0", "4.5.1", "4.5.2")
 
 
 def forget_guard() -> None:

@@ -86,6 +86,13 @@ def test_a_fault_in_the_batch_stops_the_run_by_name(engine, rollout, fault) -> N
         update(engine, batch(rollout, getattr(verl_cpu, fault)(rollout)))
 
 
+def test_swapped_samples_stop_the_run(engine, model) -> None:
+    equal = verl_megatron_cpu.with_routes_of(model[0], Rollout(equal=True), noise=0.5)
+    with pytest.raises(mr.AlignmentError, match=r"another sample|other tokens|other sequences|better than chance"):
+        for _ in range(8):
+            update(engine, batch(equal, verl_cpu.samples_swapped(equal)))
+
+
 @pytest.fixture
 def checking(model, monkeypatch) -> Any:
     monkeypatch.setenv("MOE_REPLAY_GUARD", "check")

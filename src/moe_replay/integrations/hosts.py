@@ -80,7 +80,7 @@ VERL = Host(
 )
 MS_SWIFT = Host(
     "ms-swift",
-    ("4.5.3", "4.6.0"),
+    ("4.5.0", "4.5.1", "4.5.2", "4.5.3", "4.6.0"),
     "--external_plugins plugin.py, which `moe-replay plugin ms-swift > plugin.py` writes",
     {"Megatron GRPO, also on Ray": "checks --router_replay_mode R2 and R3 in every training rank, or replaces it"},
 )

@@ -7,17 +7,18 @@ those of these tokens, and before each pass the queue of each router must be tha
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from moe_replay.errors import AlignmentError
-from moe_replay.integrations.hosts import ReplaySettings
+from moe_replay.integrations.hosts import HostError, ReplaySettings
 from moe_replay.interop.conventions import from_slime
 from moe_replay.routes.topology import MoeLayer, MoeTopology
 
@@ -25,28 +26,66 @@ GUARD = "moe_replay_guard"
 """Attribute of the trainer's arguments, which every hook gets."""
 
 
-@dataclass(slots=True)
-class QueueGuard:
+def install(guard: type[QueueGuard], args: Any) -> None:
+    """Put a guard in the place of the function of a trainer that packs routes."""
+    if not getattr(args, "use_rollout_routing_replay", False):
+        return  # without it the trainer replays what it has recorded itself, in its own order
+    actor = sys.modules.get(guard.actor)
+    packing = None if actor is None else vars(actor).get(guard.function)
+    found = None if packing is None else tuple(inspect.signature(packing).parameters)
+    if actor is None or packing is None or found != guard.parameters:
+        raise HostError(
+            f"this {guard.trainer} packs routes in another way: "
+            f"no {guard.actor}.{guard.function} as it was in August 2026",
+            expected=f"({', '.join(guard.parameters)})",
+            found="none" if found is None else f"({', '.join(found)})",
+            remedy=f"Leave the hooks of moe-replay out, or use that {guard.trainer}",
+        )
+    made = guard(args, packing)
+    vars(actor)[guard.function] = made.run
+    vars(args)[GUARD] = made
+
+
+class QueueGuard(ABC):
     """What the routers of this rank are to be given, one entry a micro-batch: (R, layers, K), and which rows count.
 
-    trainer    its name, in errors
-    args       its arguments
-    queue      type of the object on a router that has its queue
+    trainer      its name, in errors
+    actor        its module that has the function whose place the guard takes
+    function     which packs the routes of a rollout
+    parameters   that we call it with
     """
 
-    trainer: str
-    args: Any
-    queue: type
-    settings: ReplaySettings
-    expected: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    trainer: ClassVar[str]
+    actor: ClassVar[str]
+    function: ClassVar[str]
+    parameters: ClassVar[tuple[str, ...]]
 
-    def check_packed(self, routes: Sequence[Tensor], ids: Sequence[Tensor], packed: Tensor, index: Tensor) -> None:
+    def __init__(self, args: Any, packing: Callable[..., Any]) -> None:
+        self.args = args
+        self.packing = packing
+        self.queue = self.queue_type()
+        self.settings = ReplaySettings.read({"mode": "R3"})
+        self.expected: list[tuple[Tensor, Tensor]] = []
+
+    @abstractmethod
+    def queue_type(self) -> type:
+        """Return the type of the object on a router that has its queue."""
+
+    @abstractmethod
+    def run(self, *given: Any, **named: Any) -> Any:
+        """Pack the routes as the trainer does; raise unless they are those of the packed tokens."""
+
+    @abstractmethod
+    def pack_tokens(self, iterator: OneMicroBatch, keys: list[str]) -> dict[str, Any]:
+        """Return a micro-batch that the trainer has packed for this rank, with its "tokens"."""
+
+    def check_packed(self, routes: Sequence[Tensor], ids: Sequence[Tensor], packed: Tensor, **further: Any) -> None:
         """Raise unless the packed routes (R, layers, K) of a micro-batch are those of its tokens.
 
-        routes   of each sample (T-1, layers, K)
-        index    (R,) index of the token that a router sees in each row, -1 in padding
+        routes    of each sample (T-1, layers, K)
+        further   what the trainer's packing of tokens needs of a micro-batch
         """
-        topology = self._topology()
+        topology, index = self._topology(), self._index(ids, further)
         for sample, (rows, tokens) in enumerate(zip(routes, ids, strict=True)):
             from_slime(rows, tokens, topology, sample=sample)  # all zero, routes in dense layers, ids out of range
         ends = torch.tensor([len(tokens) for tokens in ids]).cumsum(0) - 1  # the last token of a sample has no route
@@ -102,6 +141,25 @@ class QueueGuard:
             f"{int(covered.sum())} rows are wrong",
         )
 
+    def _index(self, ids: Sequence[Tensor], further: dict[str, Any]) -> Tensor:
+        """(R,) index of the token that a router sees in each row, -1 in padding: the index is packed as tokens are."""
+        lengths = [len(tokens) for tokens in ids]
+        numbers = torch.arange(1, sum(lengths) + 1, device=ids[0].device)  # 0 is padding
+        batch = {
+            "tokens": list(numbers.split(lengths)),
+            "total_lengths": lengths,
+            "response_lengths": [1] * len(lengths),
+            "loss_masks": [numbers.new_ones(1) for _ in lengths],
+            **further,
+        }
+        packed = self.pack_tokens(OneMicroBatch(batch), list(batch))
+        index = packed["tokens"].T.flatten().cpu() - 1  # Megatron flattens (B, S) token by token
+        if not self.args.sequence_parallel:
+            return index
+        from megatron.core import mpu
+
+        return index.chunk(mpu.get_tensor_model_parallel_world_size())[mpu.get_tensor_model_parallel_rank()]
+
     def _topology(self) -> MoeTopology:
         args = self.args
         pattern = args.moe_layer_freq
@@ -137,18 +195,6 @@ def before_train_step(
         guard.check_queues(model)
 
 
-def indexed(ids: Sequence[Tensor]) -> dict[str, Any]:
-    """Return a micro-batch of the trainer in which the index of each token stands for its id; 0 is left for padding."""
-    lengths = [len(tokens) for tokens in ids]
-    numbers = torch.arange(1, sum(lengths) + 1, device=ids[0].device)
-    return {
-        "tokens": list(numbers.split(lengths)),
-        "total_lengths": lengths,
-        "response_lengths": [1] * len(lengths),
-        "loss_masks": [numbers.new_ones(1) for _ in lengths],
-    }
-
-
 class OneMicroBatch:
     """The trainer's iterator, over one micro-batch."""
 
@@ -158,11 +204,3 @@ class OneMicroBatch:
     def get_next(self, keys: Sequence[str]) -> dict[str, Any]:
         """Return the fields of the micro-batch; None for those it does not have."""
         return {key: self._batch.get(key) for key in keys}
-
-
-def of_this_rank(index: Tensor) -> Tensor:
-    """Return the part of (R,) that a rank has under sequence parallelism."""
-    from megatron.core import mpu
-
-    size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
-    return index.chunk(size)[rank]

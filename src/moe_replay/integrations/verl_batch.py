@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from torch import Tensor
 from moe_replay.integrations.hosts import HostError, ReplaySettings
 from moe_replay.integrations.step_metrics import StepMetrics
 from moe_replay.interop import from_verl
+from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.routes.trace import RouteTrace
@@ -74,6 +77,21 @@ def read_traces(data: Any, topology: MoeTopology) -> list[RouteTrace]:
     return from_verl(data["routed_experts"], data["input_ids"], topology=topology, may_be_empty=may_be_empty)
 
 
+@contextmanager
+def numbered(data: Any) -> Iterator[None]:
+    """Let the micro-batches of a batch know which of its samples they have."""
+    data[SAMPLE] = torch.arange(len(data))
+    try:
+        yield
+    finally:
+        del data[SAMPLE]
+
+
+def of_micro_batch(micro_batch: Any, traces: Sequence[RouteTrace]) -> list[RouteTrace]:
+    """Return those of the traces of a batch that belong to a micro-batch."""
+    return [traces[sample] for sample in micro_batch[SAMPLE].tolist()]
+
+
 def response_masks(data: Any) -> list[Tensor]:
     """Return for each sample of a batch which tokens of its response were sampled, (response,) bool."""
     mask = data["response_mask"]
@@ -90,6 +108,19 @@ def sampled_tokens(data: Any, layout: TokenLayout) -> np.ndarray:
         for mask, length in zip(response_masks(data), layout.lengths, strict=True)
     ]
     return torch.cat(parts).cpu().numpy()
+
+
+def measure(
+    metrics: StepMetrics,
+    micro_batch: Any,
+    layout: TokenLayout,
+    traces: Sequence[RouteTrace],
+    replayed: RouteBatch,
+    native: RouteBatch | None,
+) -> None:
+    """Add what a micro-batch has replayed, and native choices where they were observed."""
+    metrics.add_routes(replayed, native, layout, sampled_tokens(micro_batch, layout))
+    metrics.add_samples([not trace.covered_fraction for trace in traces])
 
 
 def add_logprobs(metrics: StepMetrics, micro_batch: Any, model_output: dict[str, Any], *, replayed: bool) -> None:

@@ -17,16 +17,9 @@ from torch import nn
 
 from moe_replay.distributed.ranks import raise_on_all_ranks
 from moe_replay.distributed.traces import merge_traces
+from moe_replay.integrations import verl_batch
 from moe_replay.integrations.hosts import VERL, HostError, ReplaySettings
 from moe_replay.integrations.step_metrics import StepMetrics
-from moe_replay.integrations.verl_batch import (
-    SAMPLE,
-    add_logprobs,
-    compute_device,
-    read_traces,
-    replace_engine,
-    sampled_tokens,
-)
 from moe_replay.interop import to_verl
 from moe_replay.replay.controller import RouterReplay, attach
 from moe_replay.routes.batch import RouteBatch
@@ -49,7 +42,7 @@ PARAMETERS = {
 def install(module: ModuleType) -> None:
     """Put an engine that replays in the place of verl's."""
     VERL.check_parameters(module, PARAMETERS)
-    replace_engine(module.EngineRegistry, module.FSDPEngineWithLMHead, FsdpReplayMixin)
+    verl_batch.replace_engine(module.EngineRegistry, module.FSDPEngineWithLMHead, FsdpReplayMixin)
 
 
 class FsdpReplayMixin(_Engine):
@@ -67,7 +60,7 @@ class FsdpReplayMixin(_Engine):
             return
         self._replay_settings = settings
         self._replay = attach(_language_model(self.module))
-        self._step_metrics = StepMetrics(self._replay.topology, compute_device(), settings)
+        self._step_metrics = StepMetrics(self._replay.topology, verl_batch.compute_device(), settings)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
@@ -85,11 +78,10 @@ class FsdpReplayMixin(_Engine):
             self._traces = self._read_routes(data, forward_only)
         self._compares = not forward_only and self._step_metrics.compares and "rollout_log_probs" in data
         routed_experts = data.pop("routed_experts", None)  # verl would only move them to the device
-        data[SAMPLE] = torch.arange(len(data))
         try:
-            output = super().forward_backward_batch(data, loss_function, forward_only)
+            with verl_batch.numbered(data):
+                output = super().forward_backward_batch(data, loss_function, forward_only)
         finally:
-            del data[SAMPLE]
             if routed_experts is not None:
                 data["routed_experts"] = routed_experts
         if self._traces is not None:
@@ -113,10 +105,10 @@ class FsdpReplayMixin(_Engine):
                 found=", ".join(sorted(data.keys())),
                 remedy=remedy,
             )
-        return read_traces(data, self._controller.topology)
+        return verl_batch.read_traces(data, self._controller.topology)
 
     def forward_step(self, micro_batch: Any, loss_function: Callable | None, forward_only: bool) -> Any:
-        if SAMPLE not in micro_batch:
+        if verl_batch.SAMPLE not in micro_batch:
             return super().forward_step(micro_batch, loss_function, forward_only)
         layout = self._token_layout(micro_batch)
         if self._traces is None:
@@ -125,17 +117,16 @@ class FsdpReplayMixin(_Engine):
             self._compares = False
             with torch.no_grad():
                 _, native_output = super().forward_step(micro_batch, None, True)
-            add_logprobs(self._step_metrics, micro_batch, native_output["model_output"], replayed=False)
-        traces = [self._traces[sample] for sample in micro_batch[SAMPLE].tolist()]
-        batch = RouteBatch.from_traces(traces, layout).to(compute_device())
+            verl_batch.add_logprobs(self._step_metrics, micro_batch, native_output["model_output"], replayed=False)
+        traces = verl_batch.of_micro_batch(micro_batch, self._traces)
+        batch = RouteBatch.from_traces(traces, layout).to(verl_batch.compute_device())
         observes = self._step_metrics.checks
         with self._controller.replay(batch, observe=observes) as replaying:
             loss, output = super().forward_step(micro_batch, loss_function, forward_only)
         native = replaying.native() if observes else None
-        self._step_metrics.add_routes(batch, native, layout, sampled_tokens(micro_batch, layout))
+        verl_batch.measure(self._step_metrics, micro_batch, layout, traces, batch, native)
         if not forward_only:
-            self._step_metrics.add_samples([not trace.covered_fraction for trace in traces])
-            add_logprobs(self._step_metrics, micro_batch, output["model_output"], replayed=True)
+            verl_batch.add_logprobs(self._step_metrics, micro_batch, output["model_output"], replayed=True)
         return loss, output
 
     def _recording_step(

@@ -20,16 +20,9 @@ from torch import Tensor
 
 from moe_replay.distributed.ranks import raise_on_all_ranks
 from moe_replay.distributed.traces import merge_traces
+from moe_replay.integrations import verl_batch
 from moe_replay.integrations.hosts import VERL, HostError, ReplaySettings
 from moe_replay.integrations.megatron_guard import RouterGuard, without_own_replay
-from moe_replay.integrations.verl_batch import (
-    SAMPLE,
-    add_logprobs,
-    compute_device,
-    read_traces,
-    replace_engine,
-    sampled_tokens,
-)
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.trace import RouteTrace
@@ -55,7 +48,7 @@ PARAMETERS = {
 def install(module: ModuleType) -> None:
     """Put an engine with the guard in the place of verl's."""
     VERL.check_parameters(module, PARAMETERS)
-    replace_engine(module.EngineRegistry, module.MegatronEngineWithLMHead, MegatronGuardMixin)
+    verl_batch.replace_engine(module.EngineRegistry, module.MegatronEngineWithLMHead, MegatronGuardMixin)
 
 
 class MegatronGuardMixin(_Engine):
@@ -72,14 +65,11 @@ class MegatronGuardMixin(_Engine):
         if data.get("routed_experts", None) is None:  # R2 records
             return super().forward_backward_batch(data, loss_function, forward_only)
         with raise_on_all_ranks("reading the routes in verl's batch"):
-            self._traces = read_traces(data, guard.topology)
+            self._traces = verl_batch.read_traces(data, guard.topology)
         if not forward_only and guard.metrics.compares and "rollout_log_probs" in data:
             self._forward_natively(data)
-        data[SAMPLE] = torch.arange(len(data))
-        try:
+        with verl_batch.numbered(data):
             output = super().forward_backward_batch(data, loss_function, forward_only)
-        finally:
-            del data[SAMPLE]
         metrics = guard.metrics.finish(is_update=not forward_only, report_tokens=self.is_mp_src_rank_with_outputs())
         if output and not forward_only:  # on the last stage
             output["metrics"] |= {name: [value] for name, value in metrics.items()}
@@ -123,9 +113,9 @@ class MegatronGuardMixin(_Engine):
             guard.add_logprobs(batch, result[0], replayed=False)
             return result
         traces = None
-        if SAMPLE in batch:
+        if verl_batch.SAMPLE in batch:
             assert self._traces is not None
-            traces = [self._traces[sample] for sample in batch[SAMPLE].tolist()]
+            traces = verl_batch.of_micro_batch(batch, self._traces)
         if guard.controller is None:
             return run() if traces is None else guard.check_verl(run, batch, chunk, traces)
         with without_own_replay(self):
@@ -145,7 +135,8 @@ class MegatronGuard(RouterGuard):
         self._is_packed = bool(engine.engine_config.use_remove_padding)
         compares_ids = not hasattr(engine.model_config.hf_config, "vision_config")  # packed after the embedding
         chunks = unwrap_model(engine.module)
-        super().__init__("verl", chunks, settings, _routers, compute_device(), compares_ids=compares_ids)
+        device = verl_batch.compute_device()
+        super().__init__("verl", chunks, settings, _routers, device, compares_ids=compares_ids)
 
     def check_verl(self, run: Callable[[], Any], batch: Any, chunk: Any, traces: list[RouteTrace]) -> Any:
         """Run verl's forward of a micro-batch; raise before the first layer if verl replays anything else."""
@@ -153,7 +144,7 @@ class MegatronGuard(RouterGuard):
         layers = tuple(layer for layer, _ in _routers(chunk))
         expected = RouteBatch.from_traces(traces, layout, layers).to(self.device)
         result, native = self.check(run, chunk, expected, observes=self.metrics.checks)
-        self._measure(expected, native, batch, layout, traces)
+        verl_batch.measure(self.metrics, batch, layout, traces, expected, native)
         self.add_logprobs(batch, result[0], replayed=True)
         return result
 
@@ -169,7 +160,7 @@ class MegatronGuard(RouterGuard):
             return run()
         layout = self._layout(batch, chunk)
         ids = [sample.tolist() for sample in batch["input_ids"].unbind()]
-        fed = None if chunk.pre_process else torch.from_numpy(layout.fed_token_ids(ids)).to(compute_device())
+        fed = None if chunk.pre_process else torch.from_numpy(layout.fed_token_ids(ids)).to(self.device)
         if traces is None:
             tensordict_utils.assign_non_tensor(batch, record_r2_routes=False)
             with self.controller.record(fed_ids=fed) as recording:
@@ -179,29 +170,19 @@ class MegatronGuard(RouterGuard):
             recorded.append(torch.nested.as_nested_tensor(rows, layout=torch.jagged))
             return result
         layers = self.controller.layers_of(chunk)
-        expected = RouteBatch.from_traces(traces, layout, layers).to(compute_device())
+        expected = RouteBatch.from_traces(traces, layout, layers).to(self.device)
         observes = self.metrics.checks
         with self.controller.replay(expected, fed_ids=fed, observe=observes) as replaying:
             result = run()
-        self._measure(expected, replaying.native() if observes else None, batch, layout, traces)
+        native = replaying.native() if observes else None
+        verl_batch.measure(self.metrics, batch, layout, traces, expected, native)
         self.add_logprobs(batch, result[0], replayed=True)
         return result
 
     def add_logprobs(self, batch: Any, output: Any, *, replayed: bool) -> None:
         """Add the log-probs of a micro-batch, which the last stage has."""
         if isinstance(output, dict):
-            add_logprobs(self.metrics, batch, output, replayed=replayed)
-
-    def _measure(
-        self,
-        expected: RouteBatch,
-        native: RouteBatch | None,
-        batch: Any,
-        layout: TokenLayout,
-        traces: list[RouteTrace],
-    ) -> None:
-        self.metrics.add_routes(expected, native, layout, sampled_tokens(batch, layout))
-        self.metrics.add_samples([not trace.covered_fraction for trace in traces])
+            verl_batch.add_logprobs(self.metrics, batch, output, replayed=replayed)
 
     def _layout(self, batch: Any, chunk: Any) -> TokenLayout:
         """Return where verl puts the tokens: its own packing, given the index of each token instead of its id."""
@@ -212,7 +193,7 @@ class MegatronGuard(RouterGuard):
 
         ids = batch["input_ids"]
         lengths = tuple(ids.offsets().diff().tolist())
-        numbers = torch.arange(1, sum(lengths) + 1, device=compute_device())  # 0 is padding
+        numbers = torch.arange(1, sum(lengths) + 1, device=self.device)  # 0 is padding
         index = torch.nested.nested_tensor_from_jagged(numbers, offsets=ids.offsets().to(numbers.device))
         fp8 = self._config.fp8 in ("e4m3", "hybrid")
         if self._is_packed:
