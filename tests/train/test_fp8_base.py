@@ -20,6 +20,7 @@ from moe_replay.train.backends.fp8_base import names_in_8_bits, round_weights
 from moe_replay.train.backends.fp8_weights import CODES, dequantise, quantise
 from moe_replay.train.backends.fsdp import FsdpBackend
 from moe_replay.train.backends.lora import plain_name
+from moe_replay.train.backends.offload import local_part
 from moe_replay.train.checkpoint.checkpoint import CheckpointError
 from moe_replay.train.config.file import to_toml
 from moe_replay.train.config.one_copy import check_alone, two_copies_because
@@ -168,6 +169,18 @@ def test_weights_take_a_byte_each(folders: dict[str, tuple[Path, Path]], group: 
     assert sum(parameter.nbytes for parameter in parameters) == expected
     assert policy.state_bytes() == 12 * sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     policy.close()
+
+
+def test_offload_moves_weights_in_8_bits(folders: dict[str, tuple[Path, Path]], group: None) -> None:
+    folder, _ = folders["qwen3_moe"]
+    plain, moved = (backend(folder, model=FP8["model"], backend={"offload": offload}) for offload in (False, True))
+    moved.offload()
+    assert not any(local_part(parameter).untyped_storage().nbytes() for parameter in moved.model.parameters())
+    moved.reload()
+    found, expected = logits_and_gradients(moved), logits_and_gradients(plain)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for policy in (plain, moved):
+        policy.close()
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path, group: None) -> None:
