@@ -262,6 +262,10 @@ PROMPTS = {"model": {"path": "m"}, "data": {"path": "d"}}
             {"model": {"base_dtype": "fp8", "lora_rank": 8}, "backend": MEGATRON},
             r"set model.lora_rank and backend.kind = fsdp",
         ),
+        (
+            {"model": {"gradient_checkpointing": "offload"}, "backend": MEGATRON},
+            "backend.megatron.fine_grained_activation_offloading with offload_modules",
+        ),
         ({"model": {"lora_rank": 8, "lora_target_modules": []}}, "model.lora_target_modules"),
         ({"model": {"lora_rank": 8, "lora_target_modules": ["self_attn.q_proj"]}}, "write e.g. q_proj"),
         ({"model": {"lora_rank": 8, "lora_target_modules": [""]}}, "model.lora_target_modules"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 pytest.importorskip("peft")
@@ -19,9 +20,15 @@ from moe_replay.train.backends.fp8_base import names_in_8_bits, round_weights
 from moe_replay.train.backends.fp8_weights import CODES, dequantise, quantise
 from moe_replay.train.backends.fsdp import FsdpBackend
 from moe_replay.train.backends.lora import plain_name
+from moe_replay.train.backends.offload import local_part
+from moe_replay.train.checkpoint.checkpoint import CheckpointError
+from moe_replay.train.config.file import to_toml
 from moe_replay.train.config.one_copy import check_alone, two_copies_because
+from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.loop import train
 from moe_replay.weights.model_folder import ModelError
+from tests.faults.forked import fork_command
+from tests.faults.processes import wait_for_line
 from tests.models import random_ids, tiny_qwen3_moe
 from tests.replay.adapters.families import tiny_model
 from tests.train.runs import tiny_config
@@ -164,6 +171,18 @@ def test_weights_take_a_byte_each(folders: dict[str, tuple[Path, Path]], group: 
     policy.close()
 
 
+def test_offload_moves_weights_in_8_bits(folders: dict[str, tuple[Path, Path]], group: None) -> None:
+    folder, _ = folders["qwen3_moe"]
+    plain, moved = (backend(folder, model=FP8["model"], backend={"offload": offload}) for offload in (False, True))
+    moved.offload()
+    assert not any(local_part(parameter).untyped_storage().nbytes() for parameter in moved.model.parameters())
+    moved.reload()
+    found, expected = logits_and_gradients(moved), logits_and_gradients(plain)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for policy in (plain, moved):
+        policy.close()
+
+
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path, group: None) -> None:
     model = tiny_qwen3_moe(num_hidden_layers=2)
     with torch.no_grad():
@@ -187,19 +206,57 @@ def test_there_is_no_one_copy_of_weights_in_8_bits(folders: dict[str, tuple[Path
 
 # ---- a run -----------------------------------------------------------------------------------------------------------
 
+RUN: dict[str, Any] = {
+    "model": {"base_dtype": "fp8", "lora_rank": 4, "lora_target_modules": ["all-linear"]},
+    "checkpoint": {"export": True, "every": 1},
+}
+
 
 @pytest.mark.slow
-def test_a_run_with_r3(demo_files: Any, tmp_path: Path) -> None:
-    overrides: dict[str, Any] = {
-        "model": {"base_dtype": "fp8", "lora_rank": 4, "lora_target_modules": ["all-linear"]},
-        "checkpoint": {"export": True},
-        "steps": 2,
-    }
-    made = train(tiny_config(demo_files.model, demo_files.train, tmp_path / "run", **overrides))
-    lines = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
-    assert len(lines) == 2
+def test_a_run_with_r3_is_killed_and_resumed(demo_files: Any, tmp_path: Path, metrics_of: Any) -> None:
+    """By SIGKILL, in the middle of whatever it does after its second step."""
+
+    def config(name: str, **overrides: Any) -> TrainConfig:
+        return tiny_config(demo_files.model, demo_files.train, tmp_path / name, **RUN | overrides)
+
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(to_toml(config("killed", steps=1000)))
+    with fork_command("train", str(recipe)) as run:
+        wait_for_line(run.stdout, "step 2/1000")
+        run.kill()
+    assert run.returncode == -signal.SIGKILL
+    steps = len(metrics_of(tmp_path / "killed")) + 1  # how far it came by then is up to the machine
+    with pytest.raises(CheckpointError, match=r"other settings: expected model.base_dtype None, found .* fp8"):
+        train(config("killed", steps=steps, model={**RUN["model"], "base_dtype": None}))
+    killed, whole = (train(config(name, steps=steps)) for name in ("killed", "whole"))
+    lines = metrics_of(whole)
+    assert metrics_of(killed) == lines
     assert all(line["routing/aligned"] != 0 and line["loss/grad_norm"] > 0 for line in lines)
     assert all(line["mismatch/rollout_vs_old/k3_kl"] < 1e-9 for line in lines), "the engine has the trainer's values"
-    exported = made / "checkpoints/step-00000002"
-    assert (exported / "hf/model.safetensors").is_file()
-    assert (exported / "adapter").is_dir()
+    of_killed, of_whole = (folder / f"checkpoints/step-{steps:08d}" for folder in (killed, whole))
+    for file in ("policy/rank-00000.safetensors", "hf/model.safetensors", "adapter/adapter_model.safetensors"):
+        expected, found = load_file(of_whole / file), load_file(of_killed / file)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected), file
+    assert all("lora_" in name for name in load_file(of_whole / "policy/rank-00000.safetensors"))
+    check_export(of_whole, demo_files.model)
+
+
+def check_export(checkpoint: Path, folder: Path) -> None:
+    """The merged weights are those of the rounded model with the exported adapter."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    original = {name: one.clone() for name, one in model.state_dict().items()}
+    round_weights(model)
+    rounded = {name: one.clone() for name, one in model.state_dict().items()}
+    merged = PeftModel.from_pretrained(model, str(checkpoint / "adapter")).merge_and_unload().state_dict()
+    exported = AutoModelForCausalLM.from_pretrained(checkpoint / "hf").state_dict()
+    assert exported.keys() == merged.keys()
+    in_8_bits = names_in_8_bits(AutoModelForCausalLM.from_pretrained(folder))
+    assert any(".experts." in name for name in in_8_bits)
+    for name, values in exported.items():
+        torch.testing.assert_close(values, merged[name], rtol=1e-5, atol=1e-7)
+        assert torch.equal(values, original[name]) is (name not in in_8_bits), name
+        assert torch.equal(values, rounded[name]) is (name not in in_8_bits), name

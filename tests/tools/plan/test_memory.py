@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -166,6 +167,29 @@ def test_logits_follow_the_chunk_and_activations_the_micro_batch(sizes: ModelSiz
     assert longer["activations"] == pytest.approx(2 * base["activations"])
     every_layer = plan(sizes, "fsdp", "--model.gradient_checkpointing", "false").phases["forward, backward"]
     assert every_layer["activations"] > 10 * base["activations"]
+
+
+def test_hidden_states_in_host_memory(sizes: ModelSizes, folder: Path) -> None:
+    def long(choice: str) -> MemoryPlan:
+        return plan(sizes, "long", "--model.gradient_checkpointing", choice)
+
+    config = load_config(RECIPES / "qwen3-30b-a3b-long.toml")
+    tokens = config.batch.tokens_per_micro_batch / config.backend.context_parallel
+    states = 2 * 2048 * tokens
+    kept, offloaded = long("true"), long("offload")
+    difference = kept.phases["forward, backward"]["activations"] - offloaded.phases["forward, backward"]["activations"]
+    assert difference == 47 * states, "of 48 layers those of one are on the device"
+    pinned = 2 ** math.ceil(math.log2(states))  # as torch's allocator of pinned memory rounds
+    assert offloaded.host - kept.host == 8 * 48 * pinned
+    assert kept.phases["score"] == offloaded.phases["score"]
+    proposed = propose(
+        load_config(RECIPES / "qwen3-30b-a3b-long.toml", ["--model.gradient_checkpointing", "offload"]),
+        sizes,
+        read_config(folder),
+        gpus=8,
+        gpu_gib=CARD_GIB,
+    )
+    assert 'gradient_checkpointing = "offload"' in str(proposed)
 
 
 def test_the_engine_on_the_same_cards(sizes: ModelSizes) -> None:

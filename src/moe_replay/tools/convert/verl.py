@@ -51,6 +51,9 @@ class _Verl(HydraCommand):
         ]
         self._backend()
         self.apply_options()
+        offload = f"{MODEL}.enable_activation_offload"
+        if self.is_true(offload) and self.draft.settings["backend.kind"].value == "fsdp":
+            self.draft.put("model.gradient_checkpointing", "offload", offload)
         self._replay()
         self._batches()
         self._loss()

@@ -17,6 +17,7 @@ from moe_replay.routes.router_families import setting
 from moe_replay.routes.topology import text_config
 from moe_replay.tools.plan.costs import Traffic, plan_traffic
 from moe_replay.tools.plan.layout import aligned, size
+from moe_replay.train.config.file import toml_value
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.setup.memory_plan import MemoryPlan, plan_memory, with_memory_used
 from moe_replay.utils.misc import GIB
@@ -43,7 +44,7 @@ class Layout:
             "backend.expert_parallel": backend.expert_parallel,
             "backend.context_parallel": backend.context_parallel,
             "backend.offload": backend.offload,
-            "model.gradient_checkpointing": bool(model.gradient_checkpointing),
+            "model.gradient_checkpointing": model.gradient_checkpointing,
             "batch.tokens_per_micro_batch": self.config.batch.tokens_per_micro_batch,
         }
 
@@ -97,7 +98,7 @@ def recipe_lines(settings: dict[str, Any]) -> list[str]:
     for key, value in sorted(settings.items()):
         section, _, name = key.partition(".")
         lines += [f"[{section}]"] * (section != last)
-        lines.append(f"{name} = {str(value).lower() if isinstance(value, bool) else value}")
+        lines.append(f"{name} = {toml_value(value)}")
         last = section
     return lines
 

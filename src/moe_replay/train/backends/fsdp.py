@@ -360,7 +360,7 @@ class FsdpBackend(Backend):
         )
         self._state = FsdpState(self.model, self._optimizer, moments=config.checkpoint.optimizer)
         self._offload = TrainerOffload(
-            config.backend.offload, device, weights=self._sharded_parameters, optimizer=self._optimizer_state
+            config.backend.offload, device, weights=self._movable_weights, optimizer=self._optimizer_state
         )
         self._layers = CompiledLayers()
         is_compiled = config.model.compile is True or (config.model.compile == "auto" and device.type == "cuda")
@@ -525,14 +525,14 @@ class FsdpBackend(Backend):
 
     # ---- host memory --------------------------------------------------------------------------------------------
 
-    def _sharded_parameters(self) -> Iterator[Tensor]:
-        """Yield the shards of policy and reference, after freeing what is gathered of them.
+    def _movable_weights(self) -> Iterator[Tensor]:
+        """Yield the shards of policy and reference, after freeing what is gathered of them, and weights in 8 bits.
 
-        Weights that are held outside of shards (`SharedBase`) are not the trainer's to move.
+        Of a policy in the engine's memory (`SharedBase`) the trainer moves the shards alone: its adapters.
         """
         for model in filter(None, (self.model, self._reference)):
             free_gathered(model)
-            yield from (parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
+            yield from (p for p in model.parameters() if self.shared_base is None or isinstance(p, DTensor))
 
     def _optimizer_state(self) -> Iterator[Tensor]:
         for state in self._optimizer.state.values():

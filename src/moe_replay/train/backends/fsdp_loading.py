@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,9 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from moe_replay.distributed.collectives import ACROSS, rank_grid
 from moe_replay.distributed.ranks import from_rank_0, raise_on_all_ranks
@@ -176,6 +178,32 @@ def can_compute_constants() -> bool:
     return find_spec("transformers.core_model_loading") is not None
 
 
+def recompute_layers(model: Any, *, offloaded: bool) -> None:
+    """Have the layers of a Transformers model in training recomputed in the backward.
+
+    offloaded   the hidden states that each layer was given wait in host memory
+    """
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if offloaded:
+        model._set_gradient_checkpointing(True, _checkpoint_on_host)
+
+
+def _checkpoint_on_host(layer: Callable[..., Any], *inputs: Any) -> Any:
+    """Run a layer that is recomputed in the backward; autograd keeps a copy of its inputs in host memory.
+
+    Masks and position embeddings are keywords, which all layers share: they stay where they are.
+    """
+    if not any(isinstance(one, Tensor) and one.is_floating_point() for one in inputs):
+        raise ModelError(
+            "model.gradient_checkpointing: the inputs of a layer cannot be offloaded",
+            expected="hidden states that the model hands to its layers as a positional argument",
+            found=", ".join(type(one).__name__ for one in inputs) or "keywords only",
+            remedy="Set model.gradient_checkpointing = true",
+        )
+    with save_on_cpu(pin_memory=True):  # inside the layer the hooks of the checkpoint apply, which keep nothing
+        return checkpoint(layer, *inputs, use_reentrant=False)
+
+
 # Scoring and training must compute the same function of the weights.
 _RANDOM_IN_TRAINING = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
 
@@ -234,8 +262,8 @@ def sharded_model(
             whole = lora.initialized(_prepared(_empty(settings, config), config, trained), seed)
         elif shards is None and dist.get_rank() == 0:
             whole = _prepared(_loaded(folder, settings, config), config, trained)
-    if trained and config.gradient_checkpointing is True:  # "auto" is decided before the start
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if trained and config.gradient_checkpointing in (True, "offload"):  # "auto" is decided before the start
+        recompute_layers(model, offloaded=config.gradient_checkpointing == "offload")
     if can_mix_dtypes() or base is not None:
         _narrow_frozen(model, dtype)
     frozen = [] if base is None else take_out(model)

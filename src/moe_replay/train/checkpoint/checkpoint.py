@@ -238,7 +238,7 @@ DAMAGED = ".damaged"
 logger = logging.getLogger(__name__)
 
 FIXED: dict[str, tuple[str, ...]] = {
-    "model": ("path", "dtype", "lora_rank", "lora_alpha", "lora_target_modules"),
+    "model": ("path", "dtype", "base_dtype", "lora_rank", "lora_alpha", "lora_target_modules"),
     "backend": ("kind",),
     "data": ("path", "max_prompt_length", "shuffle"),
 }

@@ -187,6 +187,11 @@ def _model(model: ModelConfig, backend: BackendConfig) -> Iterator[str]:
         yield "model.lora_target_modules: no layers to adapt; name some, or set model.lora_rank = 0"
     if model.base_dtype is not None and (not model.lora_rank or backend.kind != "fsdp"):
         yield "model.base_dtype: only of frozen weights on FSDP2; set model.lora_rank and backend.kind = fsdp"
+    if model.gradient_checkpointing == "offload" and backend.kind == "megatron":
+        yield (
+            "model.gradient_checkpointing: offload is of FSDP2; set true, or Megatron-Core's own "
+            "backend.megatron.fine_grained_activation_offloading with offload_modules"
+        )
     for name in model.lora_target_modules:
         if not name or "." in name:
             yield f"model.lora_target_modules: {name!r} is not the last part of a module name; write e.g. q_proj"

@@ -33,7 +33,7 @@ from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.utils.secrets import is_secret_name, mask_passwords
 
 METHOD: dict[str, tuple[str, ...]] = {
-    "model": ("gradient_checkpointing", "lora_rank", "lora_alpha", "lora_target_modules", "lora_merge"),
+    "model": ("base_dtype", "gradient_checkpointing", "lora_rank", "lora_alpha", "lora_target_modules", "lora_merge"),
     "backend": ("kind", "distributed_optimizer"),
     "rollout": ("temperature", "max_staleness", "max_turns", "reproducible"),
     "batch": ("packed",),

@@ -67,9 +67,10 @@ class ModelConfig(Section):
     """auto: the fastest of varlen, flex and blocks, sequence by sequence (fsdp); or of Transformers: sdpa, eager."""
     compile: bool | Literal["auto"] = "auto"
     """Compile decoder layers with torch.compile (fsdp); auto: on CUDA."""
-    gradient_checkpointing: bool | Literal["auto"] = "auto"
+    gradient_checkpointing: bool | Literal["auto", "offload"] = "auto"
     """Recompute activations in the backward pass, which saves memory and slows updates by about a quarter. auto: on a
-    GPU, unless 15 % of its memory stays free without, by the estimate of moe-replay plan; never on a CPU."""
+    GPU, unless 15 % of its memory stays free without, by the estimate of moe-replay plan; never on a CPU. offload
+    (fsdp): true, and what each layer was given waits in host memory."""
     router_family: RouterFamilyChoice = None
     """Router family of an unsupported model type (fsdp): "module:name", or the model type of a supported family."""
     reference: str | None = None

@@ -183,7 +183,7 @@ def with_memory_decided(
     model, backend = config.model, config.backend
     recomputed, resharded = model.gradient_checkpointing, backend.reshard_after_forward
     if device.type == "cpu":
-        recomputed, resharded = recomputed is True, resharded is not False
+        recomputed, resharded = recomputed != "auto" and recomputed, resharded is not False
 
     def decide() -> str:
         total = device_module(device).mem_get_info(device)[1] / GIB

@@ -120,7 +120,8 @@ def plan_memory(config: TrainConfig, sizes: ModelSizes, *, gpus: int, gpu_gib: f
     fullest = peaks.index(max(peaks))
     trainer = trainers[fullest]
     held = sum(trainer.weights + trainer.adapters + trainer.reference + trainer.optimizer for trainer in trainers)
-    host = held * gpus / len(trainers) if config.backend.offload else 0.0
+    host = sum(trainer.offloaded for trainer in trainers) * gpus
+    host += held * gpus / len(trainers) if config.backend.offload else 0.0
     if config.rollout.sleep and engine.total and not engine.is_shared:
         host += engine.weights * engine.gpus * (config.rollout.sleep_level == 1 or config.rollout.lora)
     checkpoint = config.checkpoint
@@ -203,6 +204,8 @@ def _changes(config: TrainConfig) -> Iterator[Change]:
         yield "rollout.sleep = true", {"rollout": {"sleep": True}}
     if not config.backend.offload:
         yield "backend.offload = true", {"backend": {"offload": True}}
+    if config.backend.kind == "fsdp" and config.model.gradient_checkpointing != "offload":
+        yield 'model.gradient_checkpointing = "offload"', {"model": {"gradient_checkpointing": "offload"}}
     doubled = 2 * config.backend.context_parallel
     yield f"backend.context_parallel = {doubled}", {"backend": {"context_parallel": doubled}}
     if config.backend.kind == "fsdp":
@@ -234,6 +237,7 @@ class _Trainer:
     kept_gradients   gradients kept between updates
     gathered         parameters gathered for a layer and the next one, and for embedding and head
     reduced          gradients being reduce-scattered
+    offloaded        hidden states in host memory
     sent             a layer being sent to the engine, and one gathered parameter of it
     saved_weights    in a checkpoint; `saved_optimizer` likewise
     """
@@ -249,6 +253,7 @@ class _Trainer:
     activations: float
     scoring: float
     logits: float
+    offloaded: float = 0.0
     sent: float
     saved_weights: float
     saved_optimizer: float
@@ -282,8 +287,9 @@ def _fsdp(config: TrainConfig, sizes: ModelSizes, ranks: int) -> _Trainer:
     working = sizes.layer_activations(tokens, compute)
     # rows on their way to experts and back, if every rank gets as many as it sends
     travelling = 2 * tokens * sizes.top_k * sizes.hidden * compute if experts > 1 else 0
-    inputs = sizes.layers * tokens * sizes.hidden * compute
-    recomputes = config.model.gradient_checkpointing
+    states = tokens * sizes.hidden * compute
+    recomputes, offloads = config.model.gradient_checkpointing, config.model.gradient_checkpointing == "offload"
+    inputs = states * (1 if offloads else sizes.layers)
     largest = sizes.largest if experts == 1 else sizes.embedding
     return _Trainer(
         weights=0 if is_shared else frozen / ranks,
@@ -297,6 +303,7 @@ def _fsdp(config: TrainConfig, sizes: ModelSizes, ranks: int) -> _Trainer:
         activations=(inputs + 2 * working if recomputes else (sizes.layers + 1) * working) + travelling,
         scoring=working + travelling,
         logits=_logits(config, sizes, 1),
+        offloaded=sizes.layers * 2 ** math.ceil(math.log2(states)) if offloads else 0,  # as torch pins memory
         sent=0 if config.rollout.lora else compute * (max(layer, sizes.embedding) + largest),
         saved_weights=4 * trained / ranks,
         saved_optimizer=8 * trained / ranks,

@@ -115,6 +115,7 @@ OPTIONS: dict[str, Option] = {
                 for name in ("mode", "enabled")
             },
             f"{ROLLOUT}.enable_rollout_routing_replay": ("replay.mode", "r3; needs nothing else here"),
+            f"{MODEL}.enable_activation_offload": ("model.gradient_checkpointing", "offload"),
             f"{ACTOR}.policy_loss.loss_mode": ("algorithm.loss", "gspo: algorithm.importance_sampling_level"),
             f"{ROLLOUT}.agent.default_agent_loop": (
                 "rollout.environment",
@@ -185,8 +186,7 @@ OPTIONS: dict[str, Option] = {
             "detected automatically: backend.device": "trainer.device",
             "environments run in threads: rollout.environment_threads": f"{ROLLOUT}.agent.num_workers",
             "kernels are chosen by torch, Transformers or Megatron-Core": (
-                f"{MODEL}.use_fused_kernels {MODEL}.use_liger {ACTOR}.use_torch_compile {ACTOR}.use_fused_kernels "
-                f"{MODEL}.enable_activation_offload"
+                f"{MODEL}.use_fused_kernels {MODEL}.use_liger {ACTOR}.use_torch_compile {ACTOR}.use_fused_kernels"
             ),
             "the reference model runs with the policy's settings": "actor_rollout_ref.ref",
             "processes are started by torchrun, without Ray": "ray_kwargs actor_rollout_ref.hybrid_engine",
