@@ -26,6 +26,7 @@ import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import accumulate, chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -41,8 +42,10 @@ from moe_replay.train.trajectories.store import RankStore
 from moe_replay.train.trajectories.wire import (
     batch_from_bytes,
     batch_to_bytes,
-    trajectories_from_bytes,
-    trajectories_to_bytes,
+    read_section,
+    record_parts,
+    table,
+    table_bytes,
 )
 
 LAYERS, TOP_K, EXPERTS = tuple(range(48)), 8, 128
@@ -85,6 +88,13 @@ def encoded_trace(tokens: int) -> bytes:
     return RouteTrace(ids, experts.astype(np.uint8), LAYERS, covered, num_experts=EXPERTS).to_bytes()
 
 
+def as_section(trajectories: Sequence[Trajectory]) -> bytes:
+    """All of them as bytes, with the routes of all layers."""
+    records = [record_parts(trajectory, None) for trajectory in trajectories]
+    sizes = [table_bytes(len(records)), *(sum(map(len, record)) for record in records)]
+    return b"".join([table(list(accumulate(sizes))), *chain.from_iterable(records)])
+
+
 def measured(way: str, rank: int, ranks: int, sequences: int, tokens: int) -> Cost:
     """Bring the sequences of each rank to it; all of them are on rank 0."""
     held: list[Trajectory] = []
@@ -97,8 +107,8 @@ def measured(way: str, rank: int, ranks: int, sequences: int, tokens: int) -> Co
         barrier()
         before, began, used, file = _reset_peak(), time.monotonic(), time.process_time(), 0
         if way == "broadcast":
-            content = broadcast_bytes(trajectories_to_bytes(held) if rank == 0 else None)
-            everything = trajectories_from_bytes(content)
+            content = broadcast_bytes(as_section(held) if rank == 0 else None)
+            everything = list(read_section(memoryview(content)))
             own, received = [everything[number] for number in numbers], len(content)
         else:
             batch = store.put(held) if rank == 0 else None

@@ -31,7 +31,7 @@ from moe_replay.train.config.sections import WeightSyncConfig
 from moe_replay.train.sync.synced_engine import SyncedEngine
 from moe_replay.train.sync.weight_sync import EngineSync, SyncReport
 from moe_replay.weights.identity import Probe
-from moe_replay.weights.source import Group, TensorInfo, layer_prefix
+from moe_replay.weights.source import Group, TensorInfo
 
 MODELS = {"tiny": TINY, "small": SMALL, "slice": SLICE}
 
@@ -77,7 +77,8 @@ class Source:
     def groups(self, receivers: Collection[int] = (0,)) -> Iterator[Group]:
         by_layer: dict[str, Group] = {}
         for name, tensor in self._weights.items():
-            by_layer.setdefault(layer_prefix(name) or name, []).append((name, tensor))
+            layer, inside, rest = name.partition("layers.")
+            by_layer.setdefault(layer + inside + rest.partition(".")[0], []).append((name, tensor))
         yield from by_layer.values()
 
 

@@ -30,6 +30,7 @@ from tests.distributed.megatron_training import (
     open_backend,
     without_last_routes,
 )
+from tests.support.policy import all_weights, save_state
 
 MODES = ("off", "r2", "r3")
 LORA = ["q_proj", "gate_proj", "up_proj", "down_proj", "router"]
@@ -101,7 +102,7 @@ def updates(
         losses: list[float] = []
         norms = [_counted_update(backend, mini, losses, routing).grad_norm for mini in minis]
         is_first = dist.get_rank() == 0
-        weights = {name: tensor.clone() for name, tensor in backend.weights()}
+        weights = {name: tensor.clone() for name, tensor in all_weights(backend)}
         found[mode] = {
             "losses": losses if backend.reports_metrics else [0.0] * len(minis),
             "norms": norms,
@@ -148,9 +149,9 @@ def saved_between(folder: str, data: bytes, settings: dict[str, Any], saved: str
     backend = ep_backend(folder, settings)
     minis = batches_of(backend, data, False)
     _counted_update(backend, minis[0], [])
-    backend.save(Path(saved))
+    save_state(backend, Path(saved))
     _counted_update(backend, minis[1], [])
-    weights = {name: tensor.clone() for name, tensor in backend.weights()}
+    weights = {name: tensor.clone() for name, tensor in all_weights(backend)}
     return weights if dist.get_rank() == 0 else {}
 
 
@@ -160,7 +161,7 @@ def resumed(folder: str, data: bytes, settings: dict[str, Any], saved: str) -> d
     minis = batches_of(backend, data, False)
     backend.load(Path(saved))
     _counted_update(backend, minis[1], [])
-    weights = {name: tensor.clone() for name, tensor in backend.weights()}
+    weights = {name: tensor.clone() for name, tensor in all_weights(backend)}
     return weights if dist.get_rank() == 0 else {}
 
 

@@ -12,6 +12,7 @@ from moe_replay.megatron.weights.checkpoint import Checkpoint
 from moe_replay.train.backends import fsdp_loading as sharded_model
 from tests.distributed.megatron_training import make_config, open_backend
 from tests.distributed.weight_sources import LiveMemory
+from tests.support.policy import all_weights
 
 
 def never(*_: Any, **__: Any) -> None:
@@ -49,6 +50,6 @@ def _whole(tensor: Any) -> Tensor:
 def exported(folder: str, kind: str, settings: dict[str, Any]) -> dict[str, Tensor]:
     """The weights of a policy that was loaded from a folder."""
     backend = open_backend(make_config(folder, kind, **settings))
-    weights = {name: tensor.clone() for name, tensor in backend.weights()}
+    weights = {name: tensor.clone() for name, tensor in all_weights(backend)}
     backend.close()
     return weights if dist.get_rank() == 0 else {}

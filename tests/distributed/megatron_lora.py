@@ -15,6 +15,7 @@ from moe_replay.train.backends.fsdp_loading import row_offset
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.weights.lora_adapter import module_names
 from tests.distributed.megatron_training import REPLAY, _counted_update, batches_of, by_row, make_config, open_backend
+from tests.support.policy import all_weights, save_state
 
 RANK, ALPHA = 4, 6.0
 
@@ -113,7 +114,7 @@ def two_updates(
             if scores is not None and backend.reports_metrics and not batch.is_dummy
         ),
         "adapter": adapter_of(backend),
-        "weights": {name: tensor.clone() for name, tensor in backend.weights()},
+        "weights": {name: tensor.clone() for name, tensor in all_weights(backend)},
     }
     backend.close()
     return found if dist.get_rank() == 0 else found | {"adapter": {}, "weights": {}}
@@ -137,7 +138,7 @@ def stop_and_go_on(
     give(backend, adapter)
     minis = batches_of(backend, data, config.batch.packed)
     _counted_update(backend, minis[0], [])
-    backend.save(Path(saved))
+    save_state(backend, Path(saved))
     _counted_update(backend, minis[1], [])
     at_once = adapter_of(backend)
     backend.close()

@@ -26,11 +26,11 @@ from moe_replay.train.trajectories.store import RankStore, TrajectoryStore
 from moe_replay.train.trajectories.wire import (
     batch_from_bytes,
     batch_to_bytes,
-    trajectories_from_bytes,
-    trajectories_to_bytes,
 )
 from tests.megatron.weights.models import VOCABULARY, save_checkpoint, tiny
 from tests.models import perturb_routers
+from tests.support.policy import all_weights, save_state
+from tests.support.trajectory_bytes import trajectories_from_bytes, trajectories_to_bytes
 from tests.train.trajectories import random_mask, stored
 
 LENGTHS = (9, 14, 5, 11, 7, 12, 6, 10)
@@ -44,7 +44,6 @@ REPLAY = Routing("replay", "rollout", observe=True)
 
 Routes = Literal["recorded", "gap", "engine"]
 """Replayed ones: recorded; on the last rank without one row in one layer; the rollout's without last tokens."""
-
 
 # ---- the whole model ------------------------------------------------------------------------------------------------
 
@@ -188,7 +187,7 @@ def two_updates(folder: str, data: bytes, kind: str = "megatron", settings: dict
     for batch in (batch for mini in minis for batch in mini):
         observed = tuple(batch.native_routes[chunk].layers for chunk in range(len(backend.chunk_layers)))
         assert observed == backend.chunk_layers
-    exported = {name: tensor.clone() for name, tensor in backend.weights()}
+    exported = {name: tensor.clone() for name, tensor in all_weights(backend)}
     backend.close()
     return {
         "losses": losses if backend.reports_metrics else [0.0] * len(minis),
@@ -229,7 +228,7 @@ def known_counts(folder: str, data: bytes, settings: dict[str, Any], routes: Rou
         with CountGathers() as gathers:
             scores = backend.score(mini, routing)
             norm = _counted_update(backend, mini, losses, routing).grad_norm
-        values = {name: tensor.clone() for name, tensor in backend.weights()}
+        values = {name: tensor.clone() for name, tensor in all_weights(backend)}
         values |= {f"scores {i}": one.logprobs for i, one in enumerate(scores) if one is not None}
         found.append({"values": values, "numbers": (norm, losses), "gathers": gathers.count})
         found[-1] |= {"batches": len(mini), "layers": len(backend.replay.layers)}
@@ -277,7 +276,7 @@ def balanced_update(folder: str, data: bytes, kind: str, settings: dict[str, Any
             "norms": norms,
             "scores": scores,
             "rows": [[[t.row for t in batch.trajectories if not batch.is_dummy] for batch in mini] for mini in minis],
-            "weights": {name: tensor.clone() for name, tensor in backend.weights()},
+            "weights": {name: tensor.clone() for name, tensor in all_weights(backend)},
             "metrics": {} if balance is None else balance.metrics,
             "exchange": tuple(backend.expert_exchange or ()),
             "data_rank": backend.data_rank,
@@ -314,9 +313,9 @@ def saved_between(folder: str, data: bytes, settings: dict[str, Any], saved: str
     backend = open_backend(config)
     minis = batches_of(backend, data, config.batch.packed)
     _counted_update(backend, minis[0], [])
-    backend.save(Path(saved))
+    save_state(backend, Path(saved))
     _counted_update(backend, minis[1], [])
-    weights = {name: tensor.clone() for name, tensor in backend.weights()}
+    weights = {name: tensor.clone() for name, tensor in all_weights(backend)}
     backend.close()
     return weights
 
@@ -329,7 +328,7 @@ def stop_and_go_on(folder: str, data: bytes, settings: dict[str, Any], saved: st
     again.score(batches_of(again, data, config.batch.packed)[0], REPLAY)  # as the probe does before a run resumes
     again.load(Path(saved))
     _counted_update(again, batches_of(again, data, config.batch.packed)[1], [])
-    later = {name: tensor.clone() for name, tensor in again.weights()}
+    later = {name: tensor.clone() for name, tensor in all_weights(again)}
     return {
         "different": [name for name in at_once if not torch.equal(at_once[name], later[name])],
         "bytes": again.state_bytes(),
@@ -342,9 +341,9 @@ def go_on(folder: str, data: bytes, settings: dict[str, Any], saved: str, again:
     backend = open_backend(config)
     minis = batches_of(backend, data, config.batch.packed)
     backend.load(Path(saved))
-    backend.save(Path(again))
+    save_state(backend, Path(again))
     _counted_update(backend, minis[1], [])
-    weights = {name: tensor.clone() for name, tensor in backend.weights()}
+    weights = {name: tensor.clone() for name, tensor in all_weights(backend)}
     backend.close()
     return {"weights": weights if dist.get_rank() == 0 else {}}
 
@@ -354,20 +353,20 @@ def refusals(folder: str, settings: dict[str, Any], saved: str) -> list[str]:
     from moe_replay.train.backends.rank_state import SavedStateError
 
     backend = open_backend(make_config(folder, tensor_parallel=2))
-    backend.save(Path(saved))
+    save_state(backend, Path(saved))
     pickled = Path(saved, "pickled")
-    backend.save(pickled)
+    save_state(backend, pickled)
     (pickled / ".metadata").touch()
     backend.close()
     other = open_backend(make_config(folder, **settings))
-    before = [tensor.clone() for _, tensor in other.weights()]
+    before = [tensor.clone() for _, tensor in all_weights(other)]
     said = []
     for path in (Path(saved), Path(saved, "nothing"), pickled):
         try:
             other.load(path)
         except SavedStateError as error:
             said.append(str(error))
-    assert all(torch.equal(old, now) for old, (_, now) in zip(before, other.weights(), strict=True))
+    assert all(torch.equal(old, now) for old, (_, now) in zip(before, all_weights(other), strict=True))
     return said
 
 
@@ -384,7 +383,7 @@ def bad_update(folder: str, data: bytes, settings: dict[str, Any]) -> dict[str, 
             backend.update(minis[1], lambda _, found: found.sum() * worth, REPLAY, LEARNING_RATE) if with_bad else None
         )
         _counted_update(backend, minis[1], [])
-        exported = {name: tensor.clone() for name, tensor in backend.weights()}
+        exported = {name: tensor.clone() for name, tensor in all_weights(backend)}
         backend.close()
         return exported, bad
 

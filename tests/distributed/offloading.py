@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from moe_replay.train.backends.base import Backend
 from tests.distributed.megatron_training import LEARNING_RATE, REPLAY, batches_of, loss_sum, make_config, open_backend
+from tests.support.policy import all_weights, save_state
 
 
 def storage_bytes(tensors: Any) -> int:
@@ -54,12 +55,12 @@ def updates_in_turns(folder: str, data: bytes, kind: str, settings: dict[str, An
         losses.append(0.0)
         backend.update(mini, loss_sum(losses), REPLAY, lr=LEARNING_RATE)
     saved = Path(folder) / f"saved-{config.backend.offload}"
-    backend.save(saved)
-    exported = {name: tensor.clone() for name, tensor in backend.weights()}
+    save_state(backend, saved)
+    exported = {name: tensor.clone() for name, tensor in all_weights(backend)}
     backend.load(saved)
     backend.offload()
     backend.reload()
-    again = {name: tensor.clone() for name, tensor in backend.weights()}
+    again = {name: tensor.clone() for name, tensor in all_weights(backend)}
     backend.close()
     assert exported.keys() == again.keys()
     assert all(torch.equal(exported[name], again[name]) for name in exported)

@@ -11,7 +11,8 @@ import numpy as np
 from moe_replay.distributed.collectives import broadcast_bytes, open_control_group
 from moe_replay.distributed.ranks import barrier, rank
 from moe_replay.records import Trajectory
-from moe_replay.train.trajectories.wire import batch_from_bytes, batch_to_bytes, trajectories_to_bytes
+from moe_replay.train.trajectories.wire import batch_from_bytes, batch_to_bytes
+from tests.support.trajectory_bytes import trajectories_to_bytes
 from tests.train.trajectories import LAYERS, random_mask, random_trajectory
 
 HALVES = (LAYERS[:1], LAYERS[1:])

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from moe_replay.train.learn.balance import LOAD, LOAD_BY_TOKENS, LOAD_LIMIT, Units, expert_rows, loads_of, spread_evenly
-from moe_replay.train.trajectories.wire import trajectories_from_bytes
 from tests.distributed import harness, megatron_training
+from tests.support.trajectory_bytes import trajectories_from_bytes
 from tests.train.runs import train_on_rank
 
 pytest.importorskip("transformers.integrations.moe", reason="Transformers 4 has no experts by name")

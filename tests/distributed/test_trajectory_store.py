@@ -21,13 +21,12 @@ from moe_replay.train.trajectories.wire import (
     batch_from_bytes,
     batch_to_bytes,
     header_of,
-    trajectories_from_bytes,
-    trajectories_to_bytes,
 )
 from tests.distributed import harness, megatron_models
 from tests.distributed.shares import HALVES, share_of, trajectories
 from tests.distributed.test_training import save_model
 from tests.faults.processes import LIMIT_S
+from tests.support.trajectory_bytes import trajectories_from_bytes, trajectories_to_bytes
 from tests.train.runs import train_on_rank
 from tests.train.trajectories import LAYERS
 

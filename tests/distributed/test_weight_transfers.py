@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_replay.weights.source import Weights, layer_prefix
+from moe_replay.weights.source import Weights
 from moe_replay.weights.staging import received_tensors
 from moe_replay.weights.transfer import Receivers, Transfer
 from tests.combinations import with_thorough, with_whole_runs
@@ -23,6 +23,7 @@ from tests.distributed.test_weight_sources import BF16, PP_EP, as_sent
 from tests.engines.serving import serving
 from tests.engines.test_weight_chunks import TOKEN, Receiver
 from tests.megatron.weights.models import assert_same_bytes, save_checkpoint, tiny
+from tests.support.weight_sources import layer_prefix
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers", minversion="5.0")

@@ -354,12 +354,12 @@ def test_memory_of_a_gpu_is_offered_by_the_endpoints_of_vllm(fails: bool, monkey
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-1"))
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
-    route = weight_route("ipc", ServerSettings(transfer_backend="ipc"), "http://a:1", post, None)
+    send = weight_route("ipc", ServerSettings(transfer_backend="ipc"), "http://a:1", post, None)
     if fails:
         with pytest.raises(EngineError, match="out of memory"):
-            route.send(WEIGHTS.items())
+            send(WEIGHTS.items())
     else:
-        route.send(WEIGHTS.items())
+        send(WEIGHTS.items())
     updates = 1 if fails else 2
     first, last = ["/init_weight_transfer_engine", "/start_weight_update"], "/finish_weight_update"
     assert [path for path, _ in asked] == [*first, *["/update_weights"] * updates, last]  # else it refuses the next one

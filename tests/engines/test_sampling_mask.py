@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,8 +16,8 @@ from moe_replay.engines.server.sample_wire import decode_samples, encode_samples
 from moe_replay.engines.session import Session
 from moe_replay.engines.sglang.wire import generate_request
 from moe_replay.engines.transformers import TransformersEngine
-from moe_replay.engines.vllm.masks import MASK_OPTION, MaskReturn, check_mask_option
-from moe_replay.errors import EngineError, EngineName, EngineOptionError, TraceFormatError
+from moe_replay.engines.vllm.masks import MASK_OPTION, MaskReturn
+from moe_replay.errors import EngineError, EngineName, TraceFormatError
 from moe_replay.records import FinishReason, Sample, SamplingParams
 from moe_replay.routes.topology import MoeLayer
 from moe_replay.sampling_mask import HEADER_BYTES, MaskLimits, SamplingMask, mask_from_bytes, mask_to_bytes
@@ -250,26 +248,9 @@ def test_sglang_refuses_masks() -> None:
         generate_request([1], SamplingParams(top_k=3, sampling_mask=True))
 
 
-@dataclasses.dataclass
-class WithMasks:
-    """vLLM's engine arguments from 0.30 on."""
-
-    return_sampling_mask: bool = False
-
-
-@dataclasses.dataclass
-class WithoutMasks:
-    """vLLM's engine arguments before."""
-
-
-def test_vllm_before_0_30_refuses_masks() -> None:
-    name = EngineName("vLLM", "0.29.0")
-    check_mask_option(name, {}, WithoutMasks)
-    check_mask_option(name, {MASK_OPTION: True}, WithMasks)
-    with pytest.raises(EngineOptionError, match=r"vLLM 0\.29\.0 cannot return sampling masks.*0\.30"):
-        check_mask_option(name, {MASK_OPTION: True}, WithoutMasks)
+def test_a_vllm_without_the_option_refuses_masks() -> None:
     with pytest.raises(EngineError, match="was not started to return sampling masks"):
-        MaskReturn(name, {}, 20).truncation(SamplingParams(top_k=3, sampling_mask=True))
+        MaskReturn(EngineName("vLLM", "0.32.0"), {}, 20).truncation(SamplingParams(top_k=3, sampling_mask=True))
 
 
 def test_requests_to_a_vllm_that_returns_masks_have_a_top_k() -> None:
@@ -284,9 +265,8 @@ def test_requests_to_a_vllm_that_returns_masks_have_a_top_k() -> None:
 def test_masks_of_vllm_are_checked() -> None:
     masked = MaskReturn(EngineName("vLLM", "0.32.0"), {MASK_OPTION: True}, 20)
     params, completion = SamplingParams(top_k=3, sampling_mask=True), np.array([2, 3])
-    output = SimpleNamespace(sampling_mask=SimpleNamespace(token_ids=[[2], [1, 3]]))
-    assert masked.mask(output, completion, params, 0) == SamplingMask.of_lists([[2], [1, 3]], 20)
+    assert masked.mask([[2], [1, 3]], completion, params, 0) == SamplingMask.of_lists([[2], [1, 3]], 20)
     with pytest.raises(EngineError, match=r"returned no sampling mask \[sample 4\]"):
-        masked.mask(SimpleNamespace(), completion, params, 4)
-    nothing = masked.mask(SimpleNamespace(sampling_mask=None), completion[:0], params, 0)
+        masked.mask(None, completion, params, 4)
+    nothing = masked.mask(None, completion[:0], params, 0)
     assert len(nothing) == 0

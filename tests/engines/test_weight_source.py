@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from moe_replay.weights.source import TensorInfo, layer_prefix, tensors_of
-from tests.support.weight_sources import IteratorSource
+from moe_replay.weights.source import TensorInfo, tensors_of
+from tests.support.weight_sources import IteratorSource, layer_prefix
 
 TENSORS = {
     "model.embed_tokens.weight": torch.zeros(4, 2),

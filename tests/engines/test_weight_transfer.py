@@ -22,6 +22,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.support.weight_sources import IteratorSource
+
 pytest.importorskip("uvicorn", reason="the server's own dependencies come with vLLM")
 
 from moe_replay.engines.base import StartRequest
@@ -41,7 +43,6 @@ from tests.engines import dying_trainer
 from tests.engines.tiny import assert_sampled_from, tiny_model
 from tests.faults.forked import Forked
 from tests.faults.processes import LIMIT_S
-from tests.support.weight_sources import IteratorSource
 
 pytestmark = pytest.mark.engine
 

@@ -24,7 +24,7 @@ from moe_replay.errors import ExitStatus
 from moe_replay.train.config.file import to_toml
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.rollout.environments import EpisodeError, run_environment
-from moe_replay.train.rollout.groups import SequenceSampler
+from moe_replay.train.rollout.groups import LocalGroups
 from moe_replay.train.rollout.prompts import Prompt, PromptStream
 from moe_replay.train.rollout.rewards import Reward, RewardError, load_reward, score
 from moe_replay.train.rollout.rollouts import Rollouts
@@ -160,12 +160,12 @@ def test_rollouts_end_when_an_environment_or_a_reward_does_not(kind: str, monkey
     config = TrainConfig.model_validate({"rollout": settings, "reward": {"workers": 0}})
     stream = PromptStream([Prompt(0, "p", (1,), {})])
 
-    async def run_episode(self: SequenceSampler, *arguments: Any) -> Any:
+    async def run_episode(self: LocalGroups, *arguments: Any) -> Any:
         if self._environment is not None:
             await self._environments.run(run_environment(self._environment, episode(), 600.0))
         return [replace(random_trajectory(0, prompt=1, completion=1), episode=arguments[-1])]
 
-    monkeypatch.setattr(SequenceSampler, "_run_episode", run_episode)
+    monkeypatch.setattr(LocalGroups, "_run_episode", run_episode)
     tokenizer = SimpleNamespace(decode=lambda ids, **_: "c")
     rewards = [Reward("exits", raising(SystemExit(1)), timeout_s=600)]
     rollouts = Rollouts(config, Engine(), stream, tokenizer, rewards, 8)  # type: ignore[arg-type]

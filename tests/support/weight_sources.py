@@ -7,7 +7,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from torch import Tensor
 
 from moe_replay.distributed.ranks import rank
-from moe_replay.weights.source import Group, TensorInfo, layer_prefix
+from moe_replay.weights.source import Group, TensorInfo
+
+
+def layer_prefix(name: str) -> str:
+    """Return the part of a tensor's name that all tensors of its layer share; empty outside of layers.
+
+    It ends with the first number: `model.layers.3.mlp.experts.7.up_proj.weight` is of `model.layers.3`.
+    """
+    parts = name.split(".")
+    index = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
+    return "" if index is None else ".".join(parts[: index + 1])
 
 
 class IteratorSource:

@@ -98,7 +98,7 @@ def test_a_forward_that_was_not_told_reads_sequences_off_positions() -> None:
 def test_a_layer_that_is_not_told_where_sequences_begin_is_refused() -> None:
     heads = torch.zeros(1, 2, 4, 8)
     with pytest.raises(MoeReplayError, match=r"not told where sequences begin.*found Identity.*'sdpa'"):
-        attention.blocks(nn.Identity(), heads, heads, heads, None)
+        attention.IMPLEMENTATIONS["blocks"](nn.Identity(), heads, heads, heads, None)
 
 
 # ---- functions -------------------------------------------------------------------------------------------------------
@@ -137,14 +137,14 @@ def test_the_flash_kernel_gets_what_it_documents(
 ) -> None:
     monkeypatch.setattr(attention._varlen, "kernel", kernel_by_blocks(shares_heads))
     monkeypatch.setattr(attention._varlen, "shares_heads", shares_heads)
-    check_function(attention.varlen, sizes, sliding_window=window)
+    check_function(attention.IMPLEMENTATIONS["varlen"], sizes, sliding_window=window)
 
 
 @pytest.mark.parametrize("settings", [{}, {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])}])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_gets_the_same_pairs_and_sinks(settings: dict[str, Any], window: int | None) -> None:
-    check_function(attention.flex, (16, 16), sliding_window=window, **settings)
+    check_function(attention.IMPLEMENTATIONS["flex"], (16, 16), sliding_window=window, **settings)
 
 
 def check_function(function: Callable[..., Any], sizes: tuple[int, int], **settings: Any) -> None:
@@ -156,7 +156,7 @@ def check_function(function: Callable[..., Any], sizes: tuple[int, int], **setti
         )
         arguments = {"packed_sequences": PackedSequences.of(lengths, CPU), "scaling": 0.3, **settings}
         found, _ = function(nn.Identity(), query, key, value, None, **arguments)
-        expected, _ = attention.blocks(nn.Identity(), query, key, value, None, **arguments)
+        expected, _ = attention.IMPLEMENTATIONS["blocks"](nn.Identity(), query, key, value, None, **arguments)
         assert found.shape == (rows, width, 4, sizes[1])
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -256,7 +256,7 @@ def whole_and_shared(function: Callable[..., Any], **settings: Any) -> tuple[lis
     for is_shared in (False, True):
         leaves = [part.clone().requires_grad_() for part in fed]
         heads = leaves if is_shared else [part[:, :, place] for part in leaves]
-        chosen = attention.blocks if not is_shared else function
+        chosen = attention.IMPLEMENTATIONS["blocks"] if not is_shared else function
         sequences = PackedSequences.sharing(SHARED, CPU) if is_shared else PackedSequences.of(SHARED.lengths, CPU)
         output, _ = chosen(nn.Identity(), *heads, None, packed_sequences=sequences, scaling=0.3, **settings)
         output = output if is_shared else output[:, own]
@@ -275,7 +275,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_shared_prefixes_are_seen_as_copies_are(settings: dict[str, Any]) -> None:
-    for expected, found in zip(*whole_and_shared(attention.blocks, **settings), strict=True):
+    for expected, found in zip(*whole_and_shared(attention.IMPLEMENTATIONS["blocks"], **settings), strict=True):
         is_rounded = bool(settings.keys() & {"s_aux", "softcap"})  # their softmax is in float32
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if is_rounded else 1e-12)
 
@@ -283,7 +283,7 @@ def test_shared_prefixes_are_seen_as_copies_are(settings: dict[str, Any]) -> Non
 @pytest.mark.parametrize("settings", SETTINGS[:4])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_sees_shared_prefixes_as_copies(settings: dict[str, Any]) -> None:
-    expected, found = whole_and_shared(_without_gradients(attention.flex), **settings)
+    expected, found = whole_and_shared(_without_gradients(attention.IMPLEMENTATIONS["flex"]), **settings)
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-5)
 
 
@@ -302,7 +302,7 @@ def test_the_flash_kernel_sees_shared_prefixes_as_copies(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     use_kernel(monkeypatch, "last")
-    for expected, found in zip(*whole_and_shared(attention.varlen, **settings), strict=True):
+    for expected, found in zip(*whole_and_shared(attention.IMPLEMENTATIONS["varlen"], **settings), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 

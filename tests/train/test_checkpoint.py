@@ -23,6 +23,7 @@ from moe_replay.train.checkpoint import checkpoint, manifest, rng
 from moe_replay.train.checkpoint.checkpoint import CheckpointError, Checkpoints, TrainerState
 from moe_replay.utils.files import sizes
 from tests.distributed.harness import run_ranks
+from tests.support.policy import save_random_state
 from tests.support.weight_sources import IteratorSource
 from tests.train.policy import SmallPolicy
 
@@ -459,7 +460,7 @@ def draw_after_loading(folder: str) -> list[float]:
 
 def save_and_draw(folder: str) -> list[float]:
     rng.seed(torch.distributed.get_rank())
-    rng.save(Path(folder), torch.device("cpu"))
+    save_random_state(Path(folder), torch.device("cpu"))
     torch.distributed.barrier()
     return draw_after_loading(folder)
 

@@ -16,14 +16,13 @@ from moe_replay.records import SamplingParams
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.rollout.groups import Group, GroupTask
 from moe_replay.train.rollout.prompts import Prompt
-from moe_replay.train.rollout.reward_worker import from_content, to_frame
+from moe_replay.train.rollout.reward_worker import error_to_content, from_content, to_frame
 from moe_replay.train.trajectories.wire import header_of, read_record, stored_parts
 from moe_replay.train.workers import wire as group_wire
 from moe_replay.train.workers.wire import (
     GroupWriter,
     WorkerError,
     error_from_content,
-    error_to_content,
     group_from_content,
     map_segment,
 )

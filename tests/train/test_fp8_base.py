@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.support.policy import all_weights
+
 pytest.importorskip("peft")
 pytest.importorskip("transformers", "5")
 
@@ -35,7 +37,6 @@ from tests.train.runs import tiny_config
 from tests.train.test_shared_base import backend, config_of, logits_and_gradients
 
 FP8 = {"model": {"base_dtype": "fp8"}}
-
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 
@@ -94,7 +95,7 @@ def test_a_policy_computes_as_one_with_rounded_weights(
     model = {"gradient_checkpointing": recomputed}
     folder, rounded = folders[family]
     plain = backend(rounded, model=model)
-    expected, sent = logits_and_gradients(plain), dict(plain.weights())
+    expected, sent = logits_and_gradients(plain), dict(all_weights(plain))
     policy = backend(folder, model=model | FP8["model"])
     in_8_bits = {plain_name(name) for name, one in policy.model.named_parameters() if one.dtype == CODES}
     assert any(".experts." in name for name in in_8_bits)
@@ -104,7 +105,7 @@ def test_a_policy_computes_as_one_with_rounded_weights(
     assert len([name for name in found if ".experts." in name]) > 2
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
-    merged = dict(policy.weights())
+    merged = dict(all_weights(policy))
     assert merged.keys() == sent.keys()
     assert all(torch.equal(merged[name], values) for name, values in sent.items())
     assert [info.dtype for info in policy.weight_source().metadata()] == [one.dtype for one in merged.values()]

@@ -201,7 +201,7 @@ def test_a_model_scored_by_slices_gives_the_values_and_gradients_of_whole_logits
 ) -> None:
     model, batch = plain_model(tied), micro_batch(packed, masked)
     scores = HeadScores(model, CHUNK)
-    assert scores.is_chunked
+    assert scores._head is not None
     found, wanted = scores(batch, 0.7), whole_scores(model, batch, 0.7)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     one, other = gradients_of(model, found.logprobs), gradients_of(model, wanted.logprobs)
@@ -268,7 +268,7 @@ def test_other_heads_are_scored_from_whole_logits_and_the_log_says_so(
     with caplog.at_level(logging.WARNING):
         scores = HeadScores(model, CHUNK)
     assert "batch.logit_chunk has no effect" in caplog.text
-    assert not scores.is_chunked
+    assert scores._head is None
     for masked in (False, True):
         batch = micro_batch(packed=True, masked=masked, vocabulary=model.config.vocab_size)
         torch.testing.assert_close(scores(batch, 0.7), whole_scores(model, batch, 0.7), rtol=1e-5, atol=1e-5)

@@ -10,17 +10,15 @@ import torch
 from moe_replay.train.output.interruption import InterruptHandler
 from tests.distributed.harness import run_ranks
 
-CPU = torch.device("cpu")
-
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_is_noted_and_the_second_interrupts(number: signal.Signals) -> None:
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(KeyboardInterrupt), InterruptHandler() as interruption:
-        assert not interruption.stop_requested(CPU)
+        assert not interruption.stop_requested()
         os.kill(os.getpid(), number)
-        assert interruption.stop_requested(CPU)
-        assert interruption.stop_requested(CPU)
+        assert interruption.stop_requested()
+        assert interruption.stop_requested()
         os.kill(os.getpid(), signal.SIGINT)
         pytest.fail("the second signal was only noted")
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
@@ -39,7 +37,7 @@ def test_in_another_thread_it_does_nothing() -> None:
 
     def work() -> None:
         with InterruptHandler() as interruption:
-            asked.append(interruption.stop_requested(CPU))
+            asked.append(interruption.stop_requested())
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -49,10 +47,10 @@ def test_in_another_thread_it_does_nothing() -> None:
 
 def one_rank_is_interrupted() -> list[bool]:
     with InterruptHandler() as interruption:
-        before = interruption.stop_requested(CPU)
+        before = interruption.stop_requested()
         if torch.distributed.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return [before, interruption.stop_requested(CPU)]
+        return [before, interruption.stop_requested()]
 
 
 @pytest.mark.distributed

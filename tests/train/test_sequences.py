@@ -18,7 +18,7 @@ from moe_replay.engines.transformers import TransformersEngine
 from moe_replay.errors import AlignmentError
 from moe_replay.records import SamplingParams
 from moe_replay.train.loop import train
-from moe_replay.train.rollout.groups import SequenceSampler
+from moe_replay.train.rollout.groups import LocalGroups
 from moe_replay.train.rollout.prompts import Prompt, PromptStream
 from moe_replay.train.rollout.rewards import load_reward
 from moe_replay.train.rollout.rollouts import Rollouts
@@ -50,9 +50,12 @@ class Held(TransformersEngine):
 
 
 def test_a_second_turn_begins_when_its_own_first_turn_has_ended(config: Config, demo_files: Any) -> None:
-    made = config(rollout={"environment": "tests.train.test_loop:calculator", "max_turns": 2, "max_tokens": 3})
+    made = config(
+        reward={"workers": 0},
+        rollout={"environment": "tests.train.test_loop:calculator", "max_turns": 2, "max_tokens": 3},
+    )
     engine = Held.from_pretrained(demo_files.model)
-    sampler = SequenceSampler(made, engine, load_tokenizer(str(demo_files.model)), max_length=32)
+    sampler = LocalGroups(made, engine, load_tokenizer(str(demo_files.model)), [], max_length=32)
     params = SamplingParams(n=3, max_tokens=3, seed=7)
     prompt = Prompt(0, "", (5, 6, 7), {})
     try:
@@ -96,9 +99,11 @@ class Reported(TransformersEngine):
 
 
 def test_an_environment_that_blocks_does_not_hold_up_sampling(config: Config, demo_files: Any) -> None:
-    made = config(rollout={"environment": "tests.train.test_sequences:blocking", "max_tokens": 3})
+    made = config(
+        reward={"workers": 0}, rollout={"environment": "tests.train.test_sequences:blocking", "max_tokens": 3}
+    )
     engine = Reported.from_pretrained(demo_files.model)
-    sampler = SequenceSampler(made, engine, load_tokenizer(str(demo_files.model)), max_length=32)
+    sampler = LocalGroups(made, engine, load_tokenizer(str(demo_files.model)), [], max_length=32)
     params = SamplingParams(n=1, max_tokens=3, seed=7)
     prompts = [Prompt(row, "", (5 + row, 6, 7), {}) for row in range(2)]
     try:

@@ -20,6 +20,7 @@ from moe_replay.train.config.one_copy import two_copies_because
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.weights.shared import ExportedWeights, NamedRows, OpenedWeights, digests, place_of
 from tests.models import random_ids, tiny_qwen3_moe
+from tests.support.policy import all_weights
 
 pytest.importorskip("peft")
 pytest.importorskip("transformers", "5")
@@ -105,7 +106,7 @@ def test_a_policy_in_memory_of_the_engine_computes_the_same_bit_for_bit(
     family: str, folders: dict[str, Path], group: None
 ) -> None:
     plain = backend(folders[family])
-    expected, sent = logits_and_gradients(plain), dict(plain.weights())
+    expected, sent = logits_and_gradients(plain), dict(all_weights(plain))
     exported = ExportedWeights(rows_of(weights_of(folders[family])), CPU)
     base = SharedBase(exported.message(), CPU)
     policy = backend(folders[family], base)
@@ -118,7 +119,7 @@ def test_a_policy_in_memory_of_the_engine_computes_the_same_bit_for_bit(
     assert found.keys() == expected.keys()
     assert len([name for name in found if ".experts." in name]) > 2
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    merged = dict(policy.weights())
+    merged = dict(all_weights(policy))
     assert all(torch.equal(merged[name], values) for name, values in sent.items())
     base.check(exported.digests())
     assert exported.digests() == before

@@ -15,7 +15,8 @@ from moe_replay.errors import EngineError
 from moe_replay.records import FinishReason, Sample
 from moe_replay.train.learn.batches import make_micro_batch
 from moe_replay.train.rollout.groups import check_versions
-from moe_replay.train.trajectories.wire import header_of, trajectories_from_bytes, trajectories_to_bytes
+from moe_replay.train.trajectories.wire import header_of
+from tests.support.trajectory_bytes import trajectories_from_bytes, trajectories_to_bytes
 from tests.train.trajectories import LAYERS, NUM_EXPERTS, random_mask, random_trajectory
 
 

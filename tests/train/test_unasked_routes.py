@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.trajectory_bytes import trajectories_from_bytes, trajectories_to_bytes
+
 pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -22,7 +24,7 @@ from moe_replay.records import Sample, SamplingParams, Trajectory
 from moe_replay.tools.plan import RouteBytes
 from moe_replay.train.learn.replay_mode import asks_for_routes
 from moe_replay.train.loop import train
-from moe_replay.train.trajectories.wire import record_parts, trajectories_from_bytes, trajectories_to_bytes
+from moe_replay.train.trajectories.wire import record_parts
 from tests.engines.serving import serving
 from tests.engines.tiny import tiny_model
 

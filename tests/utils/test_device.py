@@ -89,7 +89,7 @@ from moe_replay.utils.device import collective_backends
 config = TrainConfig.model_validate({"backend": {"device": sys.argv[1]}})
 device = choose_device(config)
 print(device, collective_backends(device), calls)
-rng.save(Path(sys.argv[2]), device)
+rng.stage(device)(Path(sys.argv[2]))
 rng.load(Path(sys.argv[2]), device)
 print(calls[-1], len(_gpus()), _gpus()[7].name)
 """

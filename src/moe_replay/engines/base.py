@@ -75,27 +75,22 @@ class Sampler(ABC):
         @property
         def name(self) -> EngineName:
             """Required. Engine and version, for labels and errors."""
-            ...
 
         @property
         def topology(self) -> MoeTopology:
             """Required. The layers of the model that route."""
-            ...
 
         @property
         def weight_version(self) -> int:
             """Required. Version of the weights that are sampled from now; samples are stamped with it."""
-            ...
 
         @property
         def is_serial(self) -> bool:
             """Whether calls must not overlap, or wait for each other: first turns then come in one `generate`."""
-            ...
 
         @property
         def vocab_size(self) -> int | None:
             """Tokens that the model knows; None: not known, and token ids are not checked."""
-            ...
 
     else:
         is_serial, vocab_size = False, None
@@ -127,37 +122,30 @@ class Engine(Sampler):
         @property
         def weights_id(self) -> str:
             """Required. Id of the update that the weights come from; samples are stamped with it. Empty: of none."""
-            ...
 
         @property
         def lora(self) -> LoraSpec | None:
             """Adapters that the engine has room for; None: it takes merged weights only."""
-            ...
 
         @property
         def receivers(self) -> Receivers | None:
             """Workers that take part in transfers of weights (`ipc`, `nccl`); None: it takes tensors only."""
-            ...
 
         @property
         def shares_weights(self) -> bool:
             """Whether a trainer on the same device may compute with the memory of the base weights."""
-            ...
 
         @property
         def bytes_sent(self) -> int | None:
             """Bytes that the last update sent to a server, the most to any; None: not known."""
-            ...
 
         @property
         def server_states(self) -> Mapping[str, ServerState]:
             """States of the servers that the engine consists of, by URL."""
-            ...
 
         @property
         def refusals(self) -> Refusals:
             """Requests so far whose answer was refused."""
-            ...
 
     else:
         lora = receivers = bytes_sent = None

@@ -118,7 +118,6 @@ class AsyncSampler(ABC):
         """Return `params.n` samples of one prompt; runs in the engine's own loop."""
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Sample]]:
-        """Return `params.n` samples for each prompt, in the order of the prompts."""
         return self._loop.run(self._sample_all(prompts, params))
 
     async def generate_one(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:

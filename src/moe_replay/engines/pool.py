@@ -89,7 +89,9 @@ class EnginePool(AsyncSampler, Engine):
         self._weights_id = ""  # of the last update
         self.bytes_sent = None  # by it to a server, the most to any
         self._barrier = RequestBarrier(self._loop.loop)  # closed while another process updates the servers
-        self._listed: ServerList | None = None
+        self._listed: Callable[[], Sequence[str]] | None = None  # servers that there are, where they may join and leave
+        self._client: Callable[[str], ServedEngine] | None = None  # connects to one that has joined
+        self._left: list[ServedEngine] = []
         with ExitStack() as undo:
             undo.callback(super().close)
             self._version = self._reach(min_servers or len(engines), any_version)
@@ -246,20 +248,28 @@ class EnginePool(AsyncSampler, Engine):
     # ---- joining and leaving ------------------------------------------------------------------------------------
 
     def follow(self, urls: Callable[[], Sequence[str]], client: Callable[[str], ServedEngine]) -> None:
-        """Let servers join and leave while the pool is used, by a list of those that there are (`ServerList`).
+        """Let servers join and leave while the pool is used, by a list of those that there are.
 
         The list is read by `lacks_weights`, before each step samples and every few seconds while it does, and by
         `wait_for_servers`. A server that has joined is used once it has the weights of the last update. One that has
         left gets no new requests, and those that it fails go to others; an empty list changes nothing.
+
+        urls     returns the addresses of all servers now; it may wait for the first one
+        client   connects to one that has joined
         """
-        self._listed = ServerList(urls, client)
+        self._listed, self._client = urls, client
 
     def _update_members(self) -> bool:
         """Return whether servers have joined or left."""
-        before, listed = self._members, self._listed
-        if listed is None or (members := listed.members(before)) is before:
+        if self._listed is None or self._client is None:
             return False
-        self._members = members  # other threads see the whole list, old or new
+        urls = list(dict.fromkeys(self._listed()))
+        by_url = {member.engine.url: member for member in self._members}
+        if not urls or set(urls) == by_url.keys():
+            return False
+        # Other threads see the whole list, old or new.
+        self._members = [by_url.pop(url) if url in by_url else _joined(self._client(url)) for url in urls]
+        self._left += [member.engine for member in by_url.values()]
         vars(self).pop("name", None)  # it counts them
         return True
 
@@ -433,7 +443,6 @@ class EnginePool(AsyncSampler, Engine):
         self._on_all(lambda engine: engine.wake())
 
     def wake_for_update(self) -> None:
-        """Prepare every engine for an update."""
         self._on_all(lambda engine: engine.wake_for_update())
 
     def abort(self) -> None:
@@ -448,7 +457,7 @@ class EnginePool(AsyncSampler, Engine):
     def close(self) -> None:
         """Close the connections; the servers keep running."""
         super().close()
-        for engine in [*(self._listed.left if self._listed else ()), *(member.engine for member in self._members)]:
+        for engine in [*self._left, *(member.engine for member in self._members)]:
             engine.close()
 
 
@@ -557,28 +566,6 @@ class Member:
             raise
         finally:
             self.active_requests -= 1
-
-
-class ServerList:
-    """A list of servers that changes, and the members of a pool by it.
-
-    urls     returns the addresses of all servers now; it may wait for the first one
-    client   connects to one that has joined
-    """
-
-    def __init__(self, urls: Callable[[], Sequence[str]], client: Callable[[str], ServedEngine]) -> None:
-        self._urls, self._client = urls, client
-        self.left: list[ServedEngine] = []
-
-    def members(self, current: list[Member]) -> list[Member]:
-        """Return the members that are listed now, or `current` itself if they are the same."""
-        urls = list(dict.fromkeys(self._urls()))
-        by_url = {member.engine.url: member for member in current}
-        if not urls or set(urls) == by_url.keys():
-            return current
-        members = [by_url.pop(url) if url in by_url else _joined(self._client(url)) for url in urls]
-        self.left += [member.engine for member in by_url.values()]
-        return members
 
 
 def _joined(engine: ServedEngine) -> Member:

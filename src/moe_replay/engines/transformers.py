@@ -151,7 +151,6 @@ class TransformersEngine(Engine):
 
     @property
     def weights_id(self) -> str:
-        """Id of the update that the weights come from."""
         return self._state.weights_id
 
     @property
@@ -159,10 +158,6 @@ class TransformersEngine(Engine):
         """The receiver of weight transfers: the process that this engine runs in."""
         device: torch.device = self.model.device
         return Receivers(device.type, (device_id(device),), tuple(openable_devices(device)))
-
-    def healthy(self) -> bool:
-        """Always: the engine runs in this process."""
-        return True
 
     # ---- sampling -----------------------------------------------------------------------------------------------
 
@@ -311,13 +306,11 @@ class TransformersEngine(Engine):
     # ---- weights and sleep ------------------------------------------------------------------------------------
 
     def update_weights(self, weights: Weights, version: int, probe: Probe | None = None, weights_id: str = "") -> None:
-        """Copy new weights into the module, in place."""
         self._load(read_tensors(weights), version, probe, weights_id)
 
     def receive_weights(
         self, transfer: Transfer, version: int, probe: Probe | None = None, weights_id: str = ""
     ) -> None:
-        """Copy the weights of a transfer, which another process sends, into the module."""
         with closing(received_tensors(transfer, self.model.device)) as received:
             self._load(received, version, probe, weights_id)
 

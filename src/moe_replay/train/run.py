@@ -272,7 +272,6 @@ class Job:
             self.sync_weights(version)
 
     def prepare(self, batch: RolloutBatch) -> list[list[MicroBatch]]:
-        """Return the micro-batches of this rank for each update; all passes of the step use the same ones."""
         return self.learner.prepare(batch, self._store)
 
     def exclude_servers(self) -> None:
@@ -307,16 +306,14 @@ class Job:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return mean rewards on the evaluation prompts if this step evaluates, else nothing."""
-        every = self.config.eval.every
-        if not every or step % every:
+        if not _is_due(step, self.config.eval.every):
             return {}
         resend = partial(self._resend_lost_weights, step)
         return evaluate(self._rollouts, self._eval_prompts, self.config.eval.temperature, resend_weights=resend)
 
     def should_compare(self, step: int) -> bool:
         """Whether this step also scores its samples without replay."""
-        every = self.config.replay.score_native_every
-        return bool(every) and step % every == 0
+        return _is_due(step, self.config.replay.score_native_every)
 
     # ---- logs and checkpoints -----------------------------------------------------------------------------------
 
@@ -369,8 +366,7 @@ class Job:
             ) from error
 
     def should_save(self, step: int) -> bool:
-        every = self.config.checkpoint.every
-        return bool(every) and step % every == 0
+        return _is_due(step, self.config.checkpoint.every)
 
     def save(self, step: int) -> None:
         """Write a checkpoint of this step unless there is one already; groups in flight are not in it."""
@@ -407,6 +403,10 @@ class Job:
     @property
     def _export_like(self) -> Path | None:
         return self._base if self.config.checkpoint.export else None
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
 
 def _start_engine(

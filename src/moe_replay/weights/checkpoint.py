@@ -79,7 +79,6 @@ class WeightChunk:
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
@@ -211,7 +210,7 @@ class CheckpointForm:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        conversions = _conversions(model) if _converts() else []
+        conversions = _conversions(model) if can_convert() else []
         self._model = _WithConversions(model, conversions) if conversions else None
 
     def tensors(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -323,5 +322,6 @@ def _only(value: Tensor | list[Tensor]) -> Tensor:
     return value[0] if isinstance(value, list) else value
 
 
-def _converts() -> bool:
+def can_convert() -> bool:
+    """Whether this version of Transformers converts checkpoints, and can compute the buffers that they do not hold."""
     return find_spec("transformers.core_model_loading") is not None

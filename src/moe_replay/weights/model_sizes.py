@@ -15,8 +15,9 @@ from moe_replay.weights.model_folder import build_model
 
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 _ROUTERS = {"gate", "router"}
-_FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj", "w3": "gate_up_proj"}
-_FUSED |= {"w2": "down_proj"}
+FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj", "w3": "gate_up_proj"}
+FUSED |= {"w2": "down_proj"}
+"""Projections of an expert -> the tensor of Transformers 5 with that of all experts of a layer; some hold two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,7 @@ class ModelSizes:
 
         split   of experts whose two input projections are one tensor, each has its own, as in an engine
         """
-        names = {_FUSED.get(name, name) for name in targets} | {*targets}
+        names = {FUSED.get(name, name) for name in targets} | {*targets}
         if "all-linear" in targets:
             names |= self.matrices.keys() - _ROUTERS
         if "router" in targets:

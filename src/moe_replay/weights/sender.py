@@ -120,11 +120,7 @@ class WeightSender:
             buffer = self._current()
             nbytes = sum(aligned(info.nbytes) for info in infos)
             yield ChunkMessage(
-                number=number,
-                nbytes=nbytes,
-                capacity=buffer.numel(),
-                tensors=describe(infos),
-                handles=handles,
+                number=number, nbytes=nbytes, capacity=buffer.numel(), tensors=describe(infos), handles=handles
             ).model_dump_json(exclude_defaults=True)
             if self._group is not None:
                 self._group.broadcast(buffer[:nbytes], self._check)
@@ -257,7 +253,6 @@ class HandOver(NamedTuple):
         return owner if owner is not None and owner in self.opened[device] else self.readers[device]
 
     def holders(self, owner: int | None) -> set[int]:
-        """Return the ranks that need the tensors of a group."""
         if owner is None:
             return {*self.receivers}
         return {owner, *(self.holder(device, owner) for device in self.readers)}

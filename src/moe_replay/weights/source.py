@@ -30,7 +30,6 @@ class TensorInfo(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size of the values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -39,7 +38,6 @@ class WeightSource(Protocol):
 
     def metadata(self) -> Sequence[TensorInfo]:
         """Return every tensor in checkpoint form, in the order of `groups`; the same on all ranks."""
-        ...
 
     def groups(self, receivers: Collection[int] = (0,)) -> Iterator[Group]:
         """Yield the full tensors, one layer at a time, from the start in every call; all ranks must exhaust it.
@@ -49,7 +47,6 @@ class WeightSource(Protocol):
 
         A group is valid until the next one is requested, and no rank holds more than one.
         """
-        ...
 
 
 class HandedGroup(NamedTuple):
@@ -71,7 +68,6 @@ class DividedSource(Protocol):
 
     def owners(self) -> tuple[int, ...]:
         """Return the ranks that hold such tensors; none: use `WeightSource.groups`."""
-        ...
 
     def owned_groups(
         self, receivers: Collection[int], copies: Callable[[int], Collection[int]], *, parts: bool
@@ -82,7 +78,6 @@ class DividedSource(Protocol):
         copies      returns the ranks that also get what an owner holds
         parts       a tensor that experts of several ranks make up is handed over by its rows, not gathered
         """
-        ...
 
 
 def owners_of(source: WeightSource) -> tuple[int, ...]:
@@ -112,16 +107,6 @@ class PerLayerReceivers(Collection[int]):
 
     def __len__(self) -> int:
         return len(self._holders[self._layer])
-
-
-def layer_prefix(name: str) -> str:
-    """Return the part of a tensor's name that all tensors of its layer share; empty outside of layers.
-
-    It ends with the first number: `model.layers.3.mlp.experts.7.up_proj.weight` is of `model.layers.3`.
-    """
-    parts = name.split(".")
-    index = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
-    return "" if index is None else ".".join(parts[: index + 1])
 
 
 def tensors_of(source: WeightSource, receivers: Collection[int] = (0,)) -> Iterator[tuple[str, Tensor]]:

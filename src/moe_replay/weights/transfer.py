@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -385,15 +385,15 @@ class TransferStore:
         del self.store, self.connect_again
 
 
-class _sender_alive:  # noqa: N801  a context manager, named as contextlib names its own
+@contextmanager
+def _sender_alive() -> Iterator[None]:
     """Turn the errors of a store whose sender is gone into ours."""
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, (dist.DistError, RuntimeError)) and not isinstance(error, EngineError):
-            raise TransferError("the sender of the weights is gone", found=str(error).splitlines()[0]) from error
+    try:
+        yield
+    except EngineError:
+        raise
+    except (dist.DistError, RuntimeError) as error:
+        raise TransferError("the sender of the weights is gone", found=str(error).splitlines()[0]) from error
 
 
 class BroadcastGroup:

@@ -49,21 +49,17 @@ class WeightTarget(Protocol):
 
     def update_weights(self, weights: Weights, version: int, probe: Probe | None = None) -> None:
         """Replace all weights by tensors or a folder."""
-        ...
 
     def receive_weights(self, transfer: Transfer, version: int, probe: Probe | None = None) -> None: ...
 
     def transfer_targets(self, version: int) -> Targets | None:
         """Return the workers that would take part in a transfer; None if an engine takes no transfers."""
-        ...
 
     def unreachable(self) -> list[str]:
         """Return the URLs of the servers that do not answer."""
-        ...
 
     def bytes_sent(self) -> int | None:
         """Return the bytes that the last update sent to a server; None: not known."""
-        ...
 
 
 class Transport(Protocol):
@@ -74,7 +70,6 @@ class Transport(Protocol):
 
     def send(self, source: WeightSource, engine: WeightTarget | None, version: int, probe: Probe | None) -> int:
         """Send all weights and return the bytes that an engine was sent; every rank reads all groups of the source."""
-        ...
 
 
 class Choice(NamedTuple):
@@ -175,13 +170,7 @@ class _TransferTransport(ABC):
     kind: ClassVar[TransferKind]
 
     def __init__(
-        self,
-        device: torch.device,
-        devices: list[str],
-        *,
-        chunk_bytes: int,
-        timeout_s: float,
-        falls_back: bool = False,
+        self, device: torch.device, devices: list[str], *, chunk_bytes: int, timeout_s: float, falls_back: bool = False
     ) -> None:
         self.device, self.devices = device, devices
         self.chunk_bytes, self.timeout_s, self.falls_back = chunk_bytes, timeout_s, falls_back

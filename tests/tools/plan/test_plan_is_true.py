@@ -20,9 +20,9 @@ from moe_replay.train.trajectories.wire import (
     batch_from_bytes,
     batch_to_bytes,
     table_bytes,
-    trajectories_to_bytes,
 )
 from tests.distributed.harness import run_ranks
+from tests.support.trajectory_bytes import trajectories_to_bytes
 
 SIZES = st.sampled_from([1, 2, 4])
 

@@ -130,7 +130,6 @@ class _Service:
         return JSONResponse({"alive": alive}, 200 if alive else 503)
 
     async def info(self, request: Request) -> Response:
-        """Engine, weight version and topology."""
         topology = self.engine.topology
         lora, receivers = self.engine.lora, self.engine.receivers
         return JSONResponse(
@@ -186,7 +185,6 @@ class _Service:
         return bytes(body)
 
     async def prompt_logprobs(self, request: Request) -> Response:
-        """Score a given sequence."""
         sequence = _TokenIds.model_validate_json(await self._body(request))
         self._check(sequence.token_ids)
         logprobs = await anyio.to_thread.run_sync(self.engine.prompt_logprobs, sequence.token_ids)
@@ -213,7 +211,6 @@ class _Service:
             self.engine.update_weights(read_tensors(read), *stamp)
 
     async def sleep(self, request: Request) -> Response:
-        """Free the engine's memory."""
         level = 2 if request.query_params.get("level") == "2" else 1
         return await self.command(partial(self.engine.sleep, level), request)
 
@@ -223,7 +220,6 @@ class _Service:
         return await self.command(self.engine.wake_for_update if before_update else self.engine.wake, request)
 
     async def command(self, work: Callable[[], None], request: Request) -> Response:
-        """Run a command without parameters."""
         await anyio.to_thread.run_sync(work)
         return await self.info(request)
 

@@ -132,7 +132,6 @@ class EngineProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids, in the order of the ports."""
         return [process.pid for process in self._processes]
 
     def wait(self, seconds: float) -> int | None:

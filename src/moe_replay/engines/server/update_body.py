@@ -74,11 +74,7 @@ class UpdateHeader(BaseModel):
 
 
 def write_update(
-    weights: Weights | Adapter | Transfer,
-    version: int,
-    probe: Probe | None,
-    weights_id: str = "",
-    url: str = "",
+    weights: Weights | Adapter | Transfer, version: int, probe: Probe | None, weights_id: str = "", url: str = ""
 ) -> Iterator[bytes]:
     """Yield the body of a request in chunks.
 
@@ -110,7 +106,6 @@ def write_update(
 
 
 def read_header(read: Read) -> UpdateHeader:
-    """Read the first frame of a body."""
     try:
         return UpdateHeader.model_validate_json(_read_frame(read, limit=2**24))
     except ValidationError as wrong:

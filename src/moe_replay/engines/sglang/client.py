@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,7 @@ from moe_replay.engines.http import HttpClient, reading_answer
 from moe_replay.engines.pool import connect
 from moe_replay.engines.requests import EngineState
 from moe_replay.engines.sglang.weights import SglangWeights, WeightCalls
-from moe_replay.engines.sglang.wire import (
-    NO_PENALTIES,
-    GenerateResponse,
-    generate_request,
-    request_seed,
-    was_retracted,
-)
+from moe_replay.engines.sglang.wire import NO_PENALTIES, GenerateResponse, generate_request, request_seed, was_retracted
 from moe_replay.errors import EngineError, EngineName
 from moe_replay.records import FinishReason, Sample, SamplingParams
 from moe_replay.routes.router_families import load_router_family
@@ -51,12 +45,8 @@ RETRACTIONS = 3
 
 
 def start(request: StartRequest) -> Engine:
-    """Connect to the servers at `request.urls`."""
     return connect(
-        SglangClient,
-        request,
-        router_family=request.router_family,
-        trust_remote_code=request.trust_remote_code,
+        SglangClient, request, router_family=request.router_family, trust_remote_code=request.trust_remote_code
     )
 
 
@@ -111,7 +101,6 @@ class SglangClient(HttpClient):
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        """The settings that the server was started with."""
         settings = self._call("GET", "/server_info")
         with reading_answer(self.url):
             return {"version": str(settings["version"]), "model_path": str(settings["model_path"]), **settings}
@@ -305,11 +294,10 @@ class SglangClient(HttpClient):
 
     @cached_property
     def _weight_calls(self) -> WeightCalls:
-        post = partial(self._call_json, "POST")
-        return WeightCalls(self._weight_kind, self._settings, self.url, post, self._timeout)
+        def post(path: str, content: dict[str, Any]) -> Any:
+            return self._call("POST", path, json=content)
 
-    def _call_json(self, method: str, path: str, content: dict[str, Any]) -> Any:
-        return self._call(method, path, json=content)
+        return WeightCalls(self._weight_kind, self._settings, self.url, post, self._timeout)
 
     @contextmanager
     def _updating(self, version: int, probe: Probe | None, weights_id: str) -> Iterator[None]:

@@ -103,7 +103,6 @@ class WeightCalls:
 
 
 def _check(kind: str, settings: Mapping[str, Any], url: str) -> None:
-    """Raise unless a server can take weights this way."""
     if kind not in get_args(SglangWeights):
         raise EngineOptionError("unknown weight transport", expected=", ".join(get_args(SglangWeights)), found=kind)
     split = {name: int(settings.get(name) or 1) for name in ("pp_size", "dp_size")}
@@ -129,7 +128,6 @@ def _device() -> torch.device:
 
 
 def _chunks(weights: Iterable[tuple[str, Tensor]], device: torch.device) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield the tensors on the device, some at a time."""
     chunk: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in weights:

@@ -14,15 +14,9 @@ from typing import Any
 import torch
 
 from moe_replay.engines.base import StartRequest
-from moe_replay.engines.vllm.masks import check_mask_option
 from moe_replay.engines.vllm.release import check_options, on_cpu
 from moe_replay.engines.vllm.shared import SHARED
-from moe_replay.errors import (
-    EngineError,
-    EngineName,
-    EngineOptionError,
-    EngineUnavailableError,
-)
+from moe_replay.errors import EngineError, EngineName, EngineOptionError, EngineUnavailableError
 from moe_replay.utils.device import accelerator, cpu_has_bfloat16, device_module
 from moe_replay.utils.misc import GIB, one_line
 
@@ -56,7 +50,6 @@ _LAUNCHER_VARIABLES = (
 def engine_arguments(
     engine: EngineName, model: str, capture: str, options: dict[str, Any], *, share_weights: bool = False
 ) -> Any:
-    """Return vLLM's engine arguments for a model, a capture, and the caller's options."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     fixed: dict[str, Any] = {
@@ -73,7 +66,6 @@ def engine_arguments(
     overridden = sorted(fixed.keys() & options.keys())
     if overridden:
         raise EngineOptionError("vLLM options that moe-replay sets itself", found=", ".join(overridden))
-    check_mask_option(engine, options, AsyncEngineArgs)
     unknown = sorted(options.keys() - {field.name for field in dataclasses.fields(AsyncEngineArgs)})
     if unknown:
         raise EngineOptionError(f"{engine} does not have these options", found=", ".join(unknown))

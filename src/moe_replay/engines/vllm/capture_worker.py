@@ -84,15 +84,12 @@ class Runner(Protocol):
 
     def slots(self, tokens: int) -> Tensor:
         """(tokens,) int64 on the device: KV slots of the tokens that the last forward computed."""
-        ...
 
     def blocks(self, request_ids: Sequence[str]) -> tuple[list[int], Tensor]:
         """Return how many KV blocks each request has (0: unknown), and the ids of all of them, in order."""
-        ...
 
     def progress(self, request_id: str) -> tuple[int, int]:
         """Return the tokens computed before the last step of a request that was resumed, and those it had before."""
-        ...
 
 
 class RunnerV1:

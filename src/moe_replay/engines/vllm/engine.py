@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -154,11 +154,9 @@ class VllmEngine(AsyncSampler, Engine):
 
     @property
     def weights_id(self) -> str:
-        """Id of the update that the weights come from."""
         return self._state.weights_id
 
     def healthy(self) -> bool:
-        """Whether vLLM's processes are alive."""
         return not self._closed and not self._llm.errored
 
     # ---- startup ------------------------------------------------------------------------------------------------
@@ -260,25 +258,14 @@ class VllmEngine(AsyncSampler, Engine):
                     await self._routes.routed_experts(request_id, completion, len(prompt)) if params.routes else None
                     for completion in completions
                 ]
+
+        def build() -> list[Sample]:
+            ids, outputs = np.asarray(prompt, np.int32), zip(completions, routed_experts, strict=True)
+            return [self._sample(ids, *output, weights, params, index) for index, output in enumerate(outputs)]
+
         # In a thread: the loop must stay free for the outputs of other requests.
-        build = partial(self._samples, prompt, completions, routed_experts, weights, params)
         samples = await asyncio.get_running_loop().run_in_executor(self._trace_thread, build)
         return samples * (params.n // params.draws)
-
-    def _samples(
-        self,
-        prompt: Sequence[int],
-        outputs: Sequence[Any],
-        routed_experts: Sequence[np.ndarray | None],
-        weights: CurrentWeights,
-        params: SamplingParams,
-    ) -> list[Sample]:
-        """Return one sample for each of vLLM's completions, with the routes (rows, decoder layers, K) of each."""
-        ids = np.asarray(prompt, np.int32)
-        return [
-            self._sample(ids, output, of_output, weights, params, index)
-            for index, (output, of_output) in enumerate(zip(outputs, routed_experts, strict=True))
-        ]
 
     def _sample(
         self,
@@ -289,6 +276,7 @@ class VllmEngine(AsyncSampler, Engine):
         params: SamplingParams,
         index: int,
     ) -> Sample:
+        """Return the sample of one of vLLM's completions, with its routes (rows, decoder layers, K)."""
         completion = np.asarray(output.token_ids, np.int32)
         reason = parse_finish_reason(output.finish_reason, self.name, index)
         aborted_before_prefill = reason is FinishReason.ABORT and not len(completion)
@@ -301,6 +289,7 @@ class VllmEngine(AsyncSampler, Engine):
             )
         else:
             trace = unrouted_trace(tokens, self.topology, weights.version)
+        supports = getattr(getattr(output, "sampling_mask", None), "token_ids", None)
         return Sample(
             prompt_ids=prompt,
             completion_ids=completion,
@@ -309,7 +298,7 @@ class VllmEngine(AsyncSampler, Engine):
             trace=trace,
             weight_version=weights.version,
             weights_id=weights.weights_id or "",
-            sampling_mask=self._masks.mask(output, completion, params, index) if params.sampling_mask else None,
+            sampling_mask=self._masks.mask(supports, completion, params, index) if params.sampling_mask else None,
         )
 
     def _check_seed(self, params: SamplingParams) -> None:
@@ -522,7 +511,6 @@ class VllmEngine(AsyncSampler, Engine):
             self._state.asleep = bool(self._asleep)
 
     def close(self) -> None:
-        """End vLLM's processes."""
         if not self._closed:
             self._closed = True
             with self._resources:
@@ -569,7 +557,6 @@ class Replicas:
             await self._llm.pause_generation(mode="abort", clear_cache=False)
 
     async def resume(self) -> None:
-        """Undo `pause`."""
         if self.count > 1:
             await self._llm.resume_generation()
 

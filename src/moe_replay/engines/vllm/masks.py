@@ -6,13 +6,12 @@ refuses requests without top_k and greedy ones, so they are sent in an equivalen
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from moe_replay.errors import EngineError, EngineName, EngineOptionError
+from moe_replay.errors import EngineError, EngineName
 from moe_replay.records import SamplingParams
 from moe_replay.sampling_mask import SamplingMask
 
@@ -23,14 +22,6 @@ _REMEDY = (
 )
 
 
-def check_mask_option(engine: EngineName, options: Mapping[str, Any], arguments: type[Any]) -> None:
-    """Raise if the options ask for masks and this vLLM cannot return them."""
-    if options.get(MASK_OPTION) and MASK_OPTION not in {field.name for field in dataclasses.fields(arguments)}:
-        raise EngineOptionError(
-            f"{engine} cannot return sampling masks", expected="vLLM 0.30 or later, on a GPU", remedy=_REMEDY
-        )
-
-
 class MaskReturn:
     """Sampling masks of one engine: whether it returns them, and the sampling parameters that requests then need."""
 
@@ -39,31 +30,28 @@ class MaskReturn:
         self._engine, self._vocab_size = engine, vocab_size
 
     def truncation(self, params: SamplingParams) -> dict[str, Any]:
-        """Return temperature, top_p and top_k of a request."""
         if params.sampling_mask and not self.is_on:
             raise EngineError(f"{self._engine} was not started to return sampling masks", remedy=_REMEDY)
         if not self.is_on:
             return {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
         if params.temperature == 0:
             return {"temperature": 1.0, "top_p": 1.0, "top_k": 1}
-        return {
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k or self._vocab_size,
-        }
+        return {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k or self._vocab_size}
 
     @property
     def scoring(self) -> dict[str, Any]:
         """Further parameters of a request that only scores its prompt; the token that it samples is not used."""
         return {"top_k": 1} if self.is_on else {}
 
-    def mask(self, output: Any, completion: np.ndarray, params: SamplingParams, sample: int) -> SamplingMask:
-        """Return the mask of one of vLLM's outputs; for a greedy sample, the whole vocabulary."""
+    def mask(self, supports: Any, completion: np.ndarray, params: SamplingParams, sample: int) -> SamplingMask:
+        """Return the mask of a sample; for a greedy one, the whole vocabulary.
+
+        supports   of each token, the ids that it could be, as vLLM returns them; None: it has returned none
+        """
         if params.temperature == 0 or not len(completion):
             return SamplingMask.whole(len(completion), self._vocab_size)
-        returned = getattr(output, "sampling_mask", None)
-        if returned is None:
+        if supports is None:
             raise EngineError(f"{self._engine} returned no sampling mask", sample=sample, remedy=_REMEDY)
-        mask = SamplingMask.of_lists(returned.token_ids, self._vocab_size, sample=sample)
+        mask = SamplingMask.of_lists(supports, self._vocab_size, sample=sample)
         mask.check_sampled(completion, sample=sample)
         return mask

@@ -58,10 +58,7 @@ _SOCKETS = "VLLM_RPC_BASE_PATH"
 _PARENT = "MOE_REPLAY_ENGINE_PARENT"
 _FOLDER = "MOE_REPLAY_ENGINE_FOLDER"
 _MARK = "MOE_REPLAY_ENGINE_MARK"
-_VARIANTS: dict[Any, Any] = {
-    UniProcExecutor: OwnGroupUniProcExecutor,
-    MultiprocExecutor: OwnGroupMultiprocExecutor,
-}
+_VARIANTS: dict[Any, Any] = {UniProcExecutor: OwnGroupUniProcExecutor, MultiprocExecutor: OwnGroupMultiprocExecutor}
 
 
 def start_llm(arguments: Any, folder: Path, is_interrupted: threading.Event) -> tuple[Any, Callable[[], None]]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +30,21 @@ _NOT_ADAPTED = (
     "vLLM computes {} routers without their adapters because experts have adapters too, among them {}; "
     "set rollout.lora = false, or leave routers or experts out of model.lora_target_modules"
 )
+_NOT_STARTED = "no update has been started"
 _SHARED = "the trainer computes with the memory of these weights; an update of them would change its own"
+
+
+def _returning_errors(work: Callable[..., str]) -> Callable[..., str]:
+    """Have a method return the text of its error; weights that do not fit the model can make vLLM raise anything."""
+
+    @wraps(work)
+    def method(*arguments: Any) -> str:
+        try:
+            return work(*arguments)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    return method
 
 
 class WeightUpdates:
@@ -76,32 +92,9 @@ class WeightUpdates:
         unhooked = unhooked_layers(self.model_runner.get_model())
         return json.dumps({"chosen": watch.chosen(by_layer, int(tokens)), "unhooked": unhooked})
 
-    def replay_begin_update(self) -> str:
-        """Start an update; nothing can be sampled until `finish`."""
-        return _error_text(self._replay_begin_update)
-
-    def replay_load(self, file: str) -> str:
-        """Load the tensors of one safetensors file, under their names in the checkpoint."""
-        return _error_text(lambda: self._replay_load(file))
-
-    def replay_finish_update(self) -> str:
-        """Convert all weights to the layout of the kernels; an error text if some are missing."""
-        return _error_text(self._replay_finish_update)
-
     def replay_device(self) -> str:
         """Return type and id of this worker's device, and the devices whose memory it can open, a line each."""
         return self._replay_loader().device_id()
-
-    def replay_join(self, settings: str) -> str:
-        """Start an update by a transfer, and wait until all participants have joined."""
-        return _error_text(lambda: self._replay_join(settings))
-
-    def replay_receive(self, message: str) -> str:
-        """Load one chunk of the transfer."""
-        error = _error_text(lambda: self._replay_receive(message))
-        if error:
-            self._replay_loader().fail(error)
-        return error
 
     def replay_share_weights(self) -> str:
         """Return what the trainer opens this worker's weights with, as JSON; they stay where they are from now on."""
@@ -117,37 +110,69 @@ class WeightUpdates:
         assert self.replay_shared is not None, "replay_share_weights comes first"
         return json.dumps(self.replay_shared.digests())
 
-    def _replay_loader(self) -> TransferLoader:
-        if self.replay_transfer is None:
-            self.replay_transfer = TransferLoader(self)
-        return self.replay_transfer
+    # ---- updates ------------------------------------------------------------------------------------------------
 
-    def _replay_join(self, settings: str) -> str:
+    @_returning_errors
+    def replay_begin_update(self) -> str:
+        """Start an update; nothing can be sampled until `finish`."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        if self.replay_shared is not None:
+            return _SHARED
+        if self.replay_updating and not self.replay_by_plan:
+            self._replay_finish_layers()  # of an interrupted update: its weights are overwritten now
+        self.replay_by_plan = False
+        model = self.model_runner.get_model()
+        forget_packed_experts(model)
+        with self._replay_vllm_config():
+            initialize_layerwise_reload(model)
+        self.replay_copied = CopiedWeights(model)
+        self.replay_updating = True
+        return OK
+
+    @_returning_errors
+    def replay_load(self, file: str) -> str:
+        """Load the tensors of one safetensors file, under their names in the checkpoint."""
+        from safetensors.torch import load_file
+
+        if not self.replay_updating:
+            return _NOT_STARTED
+        with self._replay_vllm_config(), torch.device(self.model_runner.device):
+            self.replay_load_tensors(load_file(file))
+        return OK
+
+    @_returning_errors
+    def replay_join(self, settings: str) -> str:
+        """Start an update by a transfer, and wait until all participants have joined."""
         if self.replay_shared is not None:
             return _SHARED
         loader = self._replay_loader()
         loader.join(settings)
-        if loader.by_plan:
-            if self.replay_updating and not self.replay_by_plan:
-                self._replay_finish_layers()  # of an interrupted update
-            self.replay_updating = self.replay_by_plan = True
-            return OK
-        return self._replay_begin_update()
+        if not loader.by_plan:
+            return self.replay_begin_update()
+        if self.replay_updating and not self.replay_by_plan:
+            self._replay_finish_layers()  # of an interrupted update
+        self.replay_updating = self.replay_by_plan = True
+        return OK
 
+    def replay_receive(self, message: str) -> str:
+        """Load one chunk of the transfer."""
+        error = self._replay_receive(message)
+        if error:
+            self._replay_loader().fail(error)
+        return error
+
+    @_returning_errors
     def _replay_receive(self, message: str) -> str:
-        from vllm.config import set_current_vllm_config
-
         if not self.replay_updating:
-            return "no update has been started"
-        with set_current_vllm_config(self.vllm_config), torch.device(self.model_runner.device):
+            return _NOT_STARTED
+        with self._replay_vllm_config(), torch.device(self.model_runner.device):
             self._replay_loader().receive(message)
         return OK
 
+    @_returning_errors
     def replay_load_adapter(self, folder: str) -> str:
         """Load a PEFT folder in place of the current adapter."""
-        return _error_text(lambda: self._replay_load_adapter(folder))
-
-    def _replay_load_adapter(self, folder: str) -> str:
         from vllm.lora.request import LoRARequest
 
         if not self.model_runner.add_lora(LoRARequest(ADAPTER_NAME, ADAPTER_ID, folder, load_inplace=True)):
@@ -162,41 +187,11 @@ class WeightUpdates:
         unadapted = sorted(loaded & unadapted_routers(layers))
         return _NOT_ADAPTED.format(len(unadapted), unadapted[0]) if unadapted else OK
 
-    def _replay_begin_update(self) -> str:
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-        if self.replay_shared is not None:
-            return _SHARED
-        if self.replay_updating and not self.replay_by_plan:
-            self._replay_finish_layers()  # of an interrupted update: its weights are overwritten now
-        self.replay_by_plan = False
-        model = self.model_runner.get_model()
-        forget_packed_experts(model)
-        with set_current_vllm_config(self.vllm_config):
-            initialize_layerwise_reload(model)
-        self.replay_copied = CopiedWeights(model)
-        self.replay_updating = True
-        return OK
-
-    def _replay_load(self, file: str) -> str:
-        from safetensors.torch import load_file
-        from vllm.config import set_current_vllm_config
-
+    @_returning_errors
+    def replay_finish_update(self) -> str:
+        """Convert all weights to the layout of the kernels; an error text if some are missing."""
         if not self.replay_updating:
-            return "no update has been started"
-        with set_current_vllm_config(self.vllm_config), torch.device(self.model_runner.device):
-            self.replay_load_tensors(load_file(file))
-        return OK
-
-    def replay_load_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Load tensors by vLLM's own loaders, with its configuration set."""
-        self.replay_copied.expect(tensors)
-        self.replay_copied.process(self.model_runner.get_model().load_weights(iter(tensors.items())))
-
-    def _replay_finish_update(self) -> str:
-        if not self.replay_updating:
-            return "no update has been started"
+            return _NOT_STARTED
         loader = self.replay_transfer
         if loader is not None and loader.joined and loader.by_plan:
             error = self._replay_finish_copies(loader)
@@ -206,24 +201,36 @@ class WeightUpdates:
             loader.leave(complete=not error)
         return error
 
-    def _replay_finish_copies(self, loader: TransferLoader) -> str:
+    def replay_load_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Load tensors by vLLM's own loaders, with its configuration set."""
+        self.replay_copied.expect(tensors)
+        self.replay_copied.process(self.model_runner.get_model().load_weights(iter(tensors.items())))
+
+    def _replay_vllm_config(self) -> AbstractContextManager[Any]:
         from vllm.config import set_current_vllm_config
 
+        return set_current_vllm_config(self.vllm_config)
+
+    def _replay_loader(self) -> TransferLoader:
+        if self.replay_transfer is None:
+            self.replay_transfer = TransferLoader(self)
+        return self.replay_transfer
+
+    def _replay_finish_copies(self, loader: TransferLoader) -> str:
         missing = loader.missing()
         if missing:
             return f"{len(missing)} tensors missing, among them {', '.join(missing[:3])}"
-        with set_current_vllm_config(self.vllm_config), torch.device(self.model_runner.device):
+        with self._replay_vllm_config(), torch.device(self.model_runner.device):
             loader.finish_by_plan()
         self.replay_updating = False
         return OK
 
     def _replay_finish_layers(self) -> str:
-        from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         model = self.model_runner.get_model()
         missing, tied = _unloaded(model)
-        with set_current_vllm_config(self.vllm_config), torch.device(self.model_runner.device):
+        with self._replay_vllm_config(), torch.device(self.model_runner.device):
             with self._replay_loader().recording():
                 finalize_layerwise_reload(model, self.model_runner.model_config)
             for name in tied:
@@ -262,11 +269,3 @@ def _unloaded(model: torch.nn.Module) -> tuple[list[str], list[str]]:
             complete |= memory
     tied = [name for name, memory in incomplete.items() if memory <= complete]  # an output head to the embedding
     return [name for name in incomplete if name not in tied], tied
-
-
-def _error_text(work: Callable[[], str]) -> str:
-    """Return the error text of `work`; weights that do not fit the model can make vLLM raise anything."""
-    try:
-        return work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,13 @@ from moe_replay.engines.pool import connect
 from moe_replay.engines.requests import EngineState, RequestBarrier
 from moe_replay.engines.vllm.masks import MASK_OPTION, MaskReturn
 from moe_replay.engines.vllm.release import check_version
-from moe_replay.engines.vllm_serve.weights import WeightKind, WeightRoute, weight_route
+from moe_replay.engines.vllm_serve.weights import Send, WeightKind, between, weight_route
 from moe_replay.engines.vllm_serve.wire import (
     PROCESSED,
-    ChoiceReader,
     ServerSettings,
     completions_request,
     generate_request,
+    read_choice,
     score_request,
     scored_logprobs,
     sorted_choices,
@@ -57,7 +57,6 @@ REPLICA_HEADER = "X-data-parallel-rank"
 
 
 def start(request: StartRequest) -> Engine:
-    """Connect to the servers at `request.urls`, which have the model `request.model`."""
     config = read_config(request.model, trust_remote_code=request.trust_remote_code)
     return connect(
         VllmServeClient,
@@ -160,7 +159,7 @@ class VllmServeClient(HttpClient):
         return MaskReturn(self.name, {MASK_OPTION: self.settings.returns_masks}, self._vocabulary)
 
     @cached_property
-    def _route(self) -> WeightRoute:
+    def _send_weights(self) -> Send:
         return weight_route(self._weight_kind, self.settings, self.url, self._post_json, self._shared_folder)
 
     def _developer_mode(self) -> AbstractContextManager[None]:
@@ -201,11 +200,9 @@ class VllmServeClient(HttpClient):
                 raise EngineError(f"{self.name} continued another prompt than it was sent")
             texts = [version_of(choice, self._state.engine) for choice in choices]
             current = None if all(texts) else await asyncio.to_thread(self.current_weights)
-        ids, reader = np.asarray(prompt, np.int32), ChoiceReader(self.name, self.topology, self._masks)
-        samples = [
-            reader.sample(ids, choice, self._weights_of(text, current), params)
-            for choice, text in zip(choices, texts, strict=True)
-        ]
+        about = (prompt, params, self.name, self.topology, self._masks)
+        weights = [self._weights_of(text, current) for text in texts]
+        samples = [read_choice(choice, of_choice, *about) for choice, of_choice in zip(choices, weights, strict=True)]
         self._ledger.check(samples)
         return samples * (params.n // params.draws)
 
@@ -218,11 +215,9 @@ class VllmServeClient(HttpClient):
             )
         self.settings.check_request(params, self._state.engine)
         answer = (await self._post(COMPLETIONS, completions_request(self._model, prompt, params))).json()
-        engine = EngineName("vLLM", f"at {self.url}")
-        ids, reader = np.asarray(prompt, np.int32), ChoiceReader(engine, self.topology, masks=None)
-        current = self.current_weights()
+        about = (self.current_weights(), prompt, params, EngineName("vLLM", f"at {self.url}"), self.topology)
         choices = sorted_choices(answer, params, self._state.engine)
-        return [reader.sample(ids, choice, current, params) for choice in choices] * (params.n // params.draws)
+        return [read_choice(choice, *about) for choice in choices] * (params.n // params.draws)
 
     def _weights_of(self, text: str | None, current: CurrentWeights | None) -> CurrentWeights:
         """Return the weights of a sample. Before 0.32 the server is asked; they do not change while a request runs."""
@@ -256,13 +251,13 @@ class VllmServeClient(HttpClient):
         vLLM's own endpoints do not notice missing weights: pass a `probe`.
         """
         self._require_updates()
-        route = self._route
+        send = self._send_weights
         self._ledger.record(version, weights_id)
         self._loop.run(self._barrier.close(self._abort))
         with self._barrier.open_on_error(), self._state.update_to(version, weights_id):
             with self._paused():
                 self._stamp(version, INCOMPLETE)
-                route.send(weights)
+                send(weights)
                 self._stamp(version, weights_id)
             self._check_taken(self.current_weights(), version, weights_id)
             if probe is not None:
@@ -284,19 +279,9 @@ class VllmServeClient(HttpClient):
                 remedy="Connect with takes_weights=True to a server with VLLM_SERVER_DEV_MODE=1",
             )
 
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
+    def _paused(self) -> AbstractContextManager[None]:
         """Abort running requests of all clients and drop cached prefixes; new requests wait in the server."""
-        self._post_json("/pause?mode=abort")
-        with ExitStack() as undo:
-            undo.callback(self._resume_after_error)
-            yield
-            undo.pop_all()
-        self._post_json("/resume")
-
-    def _resume_after_error(self) -> None:
-        with suppress(EngineError):  # what went wrong before says more
-            self._post_json("/resume")
+        return between(self._post_json, "/pause?mode=abort", "/resume")
 
     def _stamp(self, version: int, weights_id: str) -> None:
         """Name the weights to the server, which stamps its samples with it (0.32)."""

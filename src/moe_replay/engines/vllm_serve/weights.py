@@ -9,9 +9,10 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from moe_replay.distributed.network import LOOPBACK, address_towards, free_port
@@ -27,17 +28,11 @@ WeightKind = Literal["auto", "folder", "ipc", "nccl"]
 CHUNK_BYTES = 2**30
 Post = Callable[[str, object], Any]
 """(path, JSON) -> JSON of the answer."""
+Send = Callable[[Tensors | Path], None]
+"""Replaces all weights of a server, which is paused."""
 
 
-class WeightRoute(Protocol):
-    """One way of weights to one server."""
-
-    def send(self, weights: Tensors | Path) -> None:
-        """Replace all weights of the server, which is paused."""
-        ...
-
-
-def weight_route(kind: str, settings: ServerSettings, url: str, post: Post, folder: Path | None) -> WeightRoute:
+def weight_route(kind: str, settings: ServerSettings, url: str, post: Post, folder: Path | None) -> Send:
     """Return the way of weights to a server.
 
     folder   for weights on their way, which the server reads too; None: the temporary folder of this machine
@@ -48,69 +43,46 @@ def weight_route(kind: str, settings: ServerSettings, url: str, post: Post, fold
     if kind == "auto":
         kind = offered if offered in ("ipc", "nccl") and accelerator() == "cuda" else "folder"
     if kind == "folder":
-        return _LoadedFiles(post, folder) if settings.has_extension else _ReloadedFolder(post, folder)
+        return partial(_load_files if settings.has_extension else _reload_folder, post, folder)
     if offered != kind:
         raise EngineError(
             f"vLLM at {url} was not started to take weights by {kind}",
             found=f"weight transfer by {offered or 'nothing'}",
             remedy=f"Start it with --weight-transfer-config '{json.dumps({'backend': kind})}', or use weights = folder",
         )
-    return _IpcTransfer(post) if kind == "ipc" else _NcclTransfer(post, url)
+    client = _sync_client(post)
+    return partial(_send_by_ipc, post, client) if kind == "ipc" else _NcclTransfer(post, url, client).send
 
 
 # ---- folders ---------------------------------------------------------------------------------------------------------
 
 
-class _ReloadedFolder:
-    """A folder that the workers read by vLLM's own `reload_weights`, which does not notice missing weights."""
-
-    def __init__(self, post: Post, folder: Path | None) -> None:
-        self._post, self._folder = post, folder
-
-    def send(self, weights: Tensors | Path) -> None:
-        """See `WeightRoute`."""
-        if isinstance(weights, Path):
-            safetensors_files(weights)
-            self._reload(weights)
-            return
-        with owned_folder(self._folder) as folder:
-            folder.chmod(0o755)  # the server may belong to another user
-            for number, chunk in enumerate(packed(weights, CHUNK_BYTES)):
-                Path(folder, f"model-{number:05d}.safetensors").write_bytes(chunk)
-            self._reload(folder)
-
-    def _reload(self, folder: Path) -> None:
+def _reload_folder(post: Post, parent: Path | None, weights: Tensors | Path) -> None:
+    """Have the workers read a folder by vLLM's own `reload_weights`, which does not notice missing weights."""
+    if isinstance(weights, Path):
+        safetensors_files(weights)
+        given = nullcontext(weights)
+    else:
+        given = _written_folder(parent, weights)
+    with given as folder:
         kwargs = {"weights_path": str(folder.absolute())}
-        self._post("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
+        post("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
 
 
-class _LoadedFiles:
-    """Files that our extension of vLLM's workers reads one by one; it names weights that are missing or unknown."""
+@contextmanager
+def _written_folder(parent: Path | None, weights: Tensors) -> Iterator[Path]:
+    with owned_folder(parent) as folder:
+        folder.chmod(0o755)  # the server may belong to another user
+        for number, chunk in enumerate(packed(weights, CHUNK_BYTES)):
+            Path(folder, f"model-{number:05d}.safetensors").write_bytes(chunk)
+        yield folder
 
-    def __init__(self, post: Post, folder: Path | None) -> None:
-        self._post, self._folder = post, folder
 
-    def send(self, weights: Tensors | Path) -> None:
-        """See `WeightRoute`."""
-        self._call("replay_begin_update")
-        for file in self._files(weights):
-            self._call("replay_load", str(file.absolute()))
-        self._call("replay_finish_update")
+def _load_files(post: Post, parent: Path | None, weights: Tensors | Path) -> None:
+    """Have our extension of vLLM's workers read files one by one; it names weights that are missing or unknown."""
 
-    def _files(self, weights: Tensors | Path) -> Iterator[Path]:
-        if isinstance(weights, Path):
-            yield from safetensors_files(weights)
-            return
-        with owned_folder(self._folder) as folder:
-            folder.chmod(0o755)
-            file = folder / "weights.safetensors"
-            for chunk in packed(weights, CHUNK_BYTES):
-                file.write_bytes(chunk)
-                yield file
-                file.unlink()
-
-    def _call(self, method: str, *arguments: str) -> None:
-        answer = self._post("/collective_rpc", {"method": method, "args": list(arguments)})
+    def call(method: str, *arguments: str) -> None:
+        answer = post("/collective_rpc", {"method": method, "args": list(arguments)})
         failed = [text for text in answer["results"] if text]
         if failed:
             raise EngineError(
@@ -119,54 +91,54 @@ class _LoadedFiles:
                 remedy="Send every weight under its name in the checkpoint; the server must be able to read the folder",
             )
 
+    call("replay_begin_update")
+    for file in safetensors_files(weights) if isinstance(weights, Path) else _written_files(parent, weights):
+        call("replay_load", str(file.absolute()))
+    call("replay_finish_update")
+
+
+def _written_files(parent: Path | None, weights: Tensors) -> Iterator[Path]:
+    """Yield one file after the other, which is deleted when the next one is requested."""
+    with owned_folder(parent) as folder:
+        folder.chmod(0o755)
+        file = folder / "weights.safetensors"
+        for chunk in packed(weights, CHUNK_BYTES):
+            file.write_bytes(chunk)
+            yield file
+            file.unlink()
+
 
 # ---- weight transfer -------------------------------------------------------------------------------------------------
 
 
-class _IpcTransfer:
-    """Device memory of this process, which a server on the same GPU opens. vLLM pickles the handles for HTTP, so the
-    server must have been started with VLLM_ALLOW_INSECURE_SERIALIZATION=1."""
+def _send_by_ipc(post: Post, client: Any, weights: Tensors | Path) -> None:
+    """Show a server on the same GPU device memory of this process. vLLM pickles the handles for HTTP, so the server
+    must have been started with VLLM_ALLOW_INSECURE_SERIALIZATION=1."""
+    import torch
+    from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
 
-    def __init__(self, post: Post) -> None:
-        self._post = post
-        self._client = _sync_client(post)
-
-    def send(self, weights: Tensors | Path) -> None:
-        """See `WeightRoute`."""
-        import torch
-        from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
-
-        self._client.init_weight_transfer_engine({"packed": True})
-        with _weight_update(self._post):
-            chunks = packed_ipc_producer(
-                iterator=((name, tensor.detach()) for name, tensor in read_tensors(weights)),
-                gpu_uuid=str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid),
-                post_iter_func=lambda item: item[1],
-                buffer_size_bytes=CHUNK_BYTES,
-            )
-            for chunk in chunks:  # its memory is used again for the next one, after the server has answered
-                self._client.update_weights(
-                    {
-                        "names": chunk.names,
-                        "dtype_names": chunk.dtype_names,
-                        "shapes": chunk.shapes,
-                        "tensor_sizes": chunk.tensor_sizes,
-                        "ipc_handles": chunk.ipc_handle,
-                    }
-                )
-        torch.cuda.ipc_collect()
+    client.init_weight_transfer_engine({"packed": True})
+    with _weight_update(post):
+        chunks = packed_ipc_producer(
+            iterator=((name, tensor.detach()) for name, tensor in read_tensors(weights)),
+            gpu_uuid=str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid),
+            post_iter_func=lambda item: item[1],
+            buffer_size_bytes=CHUNK_BYTES,
+        )
+        for chunk in chunks:  # its memory is used again for the next one, after the server has answered
+            described = {name: getattr(chunk, name) for name in ("names", "dtype_names", "shapes", "tensor_sizes")}
+            client.update_weights(described | {"ipc_handles": chunk.ipc_handle})
+    torch.cuda.ipc_collect()
 
 
 class _NcclTransfer:
     """A broadcast from this process to all workers of the server, on other GPUs than this process has."""
 
-    def __init__(self, post: Post, url: str) -> None:
-        self._post, self._url = post, url
-        self._client = _sync_client(post)
+    def __init__(self, post: Post, url: str, client: Any) -> None:
+        self._post, self._url, self._client = post, url, client
         self._group: Any = None
 
     def send(self, weights: Tensors | Path) -> None:
-        """See `WeightRoute`."""
         import torch
 
         if self._group is None:
@@ -202,19 +174,23 @@ class _NcclTransfer:
 
 
 @contextmanager
-def _weight_update(post: Post) -> Iterator[None]:
-    """Open and end an update on the server; one that fails is ended too, or the server would refuse the next."""
-    post("/start_weight_update", None)
+def between(post: Post, begin: str, end: str) -> Iterator[None]:
+    """Post `begin` before the context and `end` after it, also where it fails: the server would refuse what follows."""
+
+    def end_after_error() -> None:
+        with suppress(EngineError):  # what went wrong before says more
+            post(end, None)
+
+    post(begin, None)
     with ExitStack() as undo:
-        undo.callback(_finish_after_error, post)
+        undo.callback(end_after_error)
         yield
         undo.pop_all()
-    post("/finish_weight_update", None)
+    post(end, None)
 
 
-def _finish_after_error(post: Post) -> None:
-    with suppress(EngineError):  # what went wrong before says more
-        post("/finish_weight_update", None)
+def _weight_update(post: Post) -> AbstractContextManager[None]:
+    return between(post, "/start_weight_update", "/finish_weight_update")
 
 
 def _sync_client(post: Post) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -127,7 +126,6 @@ def generate_request(prompt: Sequence[int], params: SamplingParams, masks: MaskR
 
 
 def completions_request(model: str, prompt: Sequence[int], params: SamplingParams) -> dict[str, Any]:
-    """Return a request for `params.draws` samples by the OpenAI route."""
     return {
         "model": model,
         "prompt": [int(token) for token in prompt],
@@ -153,7 +151,6 @@ def sorted_choices(answer: Any, params: SamplingParams, engine: str) -> list[Any
 
 
 def score_request(token_ids: Sequence[int], masks: MaskReturn) -> dict[str, Any]:
-    """Return a request for the log-probs of a prompt."""
     scoring = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False, **masks.scoring}
     return {"token_ids": [int(token) for token in token_ids], "sampling_params": scoring}
 
@@ -181,51 +178,50 @@ def version_of(choice: Any, engine: str) -> str | None:
     return next(iter(versions), None)
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceReader:
-    """Reads the choices of a response.
+def read_choice(
+    choice: Any,
+    weights: CurrentWeights,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    engine: EngineName,
+    topology: MoeTopology,
+    masks: MaskReturn | None = None,
+) -> Sample:
+    """Return the sample of a choice of a response.
 
     masks   None: the response has none, and its log-probs are in the form of the OpenAI route
     """
-
-    engine: EngineName
-    topology: MoeTopology
-    masks: MaskReturn | None
-
-    def sample(self, prompt: np.ndarray, choice: Any, weights: CurrentWeights, params: SamplingParams) -> Sample:
-        index, masks = choice["index"], self.masks
-        if choice.get("prompt_token_ids") not in (None, prompt.tolist()):
-            raise EngineError(f"{self.engine} continued another prompt than it was sent", sample=index)
-        reason = parse_finish_reason(choice["finish_reason"], self.engine, index)
-        encoded, wanted = choice.get("routed_experts"), params.routes  # which vLLM returns all the same
-        if encoded is None and wanted and reason is not FinishReason.ABORT:
-            raise no_routes(self.engine, choice, "routed_experts")
-        if choice.get("token_ids") is None:
-            raise no_routes(self.engine, choice, "token_ids and routed_experts")
-        # Without routes, an aborted request starts again from its prompt when it is resumed.
-        completion = np.asarray(choice["token_ids"] if encoded is not None or not wanted else [], np.int32)
-        ids = np.concatenate([prompt, completion])
-        answered = SimpleNamespace(sampling_mask=_token_lists(choice.get("sampling_mask")))
-        if wanted:
-            routed_experts = None if encoded is None else npy_routes(encoded, len(ids), self.topology, index)
-            trace = trace_from_capture(
-                routed_experts, ids, self.topology, self.engine, weight_version=weights.version, sample=index
-            )
-        else:
-            trace = unrouted_trace(ids, self.topology, weights.version)
-        mask = None
-        if params.sampling_mask and masks is not None:
-            mask = masks.mask(answered, completion, params, index)
-        return Sample(
-            prompt_ids=prompt,
-            completion_ids=completion,
-            logprobs=_logprobs(choice, len(completion), self.engine),
-            finish_reason=reason,
-            trace=trace,
-            weight_version=weights.version,
-            weights_id=weights.weights_id or "",
-            sampling_mask=mask,
-        )
+    index = choice["index"]
+    if choice.get("prompt_token_ids") not in (None, list(prompt)):
+        raise EngineError(f"{engine} continued another prompt than it was sent", sample=index)
+    reason = parse_finish_reason(choice["finish_reason"], engine, index)
+    encoded, wanted = choice.get("routed_experts"), params.routes  # which vLLM returns all the same
+    if encoded is None and wanted and reason is not FinishReason.ABORT:
+        raise no_routes(engine, choice, "routed_experts")
+    if choice.get("token_ids") is None:
+        raise no_routes(engine, choice, "token_ids and routed_experts")
+    # Without routes, an aborted request starts again from its prompt when it is resumed.
+    completion = np.asarray(choice["token_ids"] if encoded is not None or not wanted else [], np.int32)
+    prompt_ids = np.asarray(prompt, np.int32)
+    ids = np.concatenate([prompt_ids, completion])
+    if wanted:
+        routed_experts = None if encoded is None else npy_routes(encoded, len(ids), topology, index)
+        trace = trace_from_capture(routed_experts, ids, topology, engine, weight_version=weights.version, sample=index)
+    else:
+        trace = unrouted_trace(ids, topology, weights.version)
+    mask = None
+    if params.sampling_mask and masks is not None:
+        mask = masks.mask(choice.get("sampling_mask"), completion, params, index)
+    return Sample(
+        prompt_ids=prompt_ids,
+        completion_ids=completion,
+        logprobs=_logprobs(choice, len(completion), engine),
+        finish_reason=reason,
+        trace=trace,
+        weight_version=weights.version,
+        weights_id=weights.weights_id,
+        sampling_mask=mask,
+    )
 
 
 def no_routes(engine: EngineName, choice: Mapping[str, Any], fields: str) -> EngineError:
@@ -236,10 +232,6 @@ def no_routes(engine: EngineName, choice: Mapping[str, Any], fields: str) -> Eng
         found=sorted(key for key, value in choice.items() if value is not None),
         remedy="Start it with --enable-return-routed-experts; a gateway in between must pass all fields on",
     )
-
-
-def _token_lists(mask: Any) -> Any:
-    return None if mask is None else SimpleNamespace(token_ids=mask)
 
 
 def _logprobs(choice: Any, tokens: int, engine: EngineName) -> np.ndarray:

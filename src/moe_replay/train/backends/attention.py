@@ -76,7 +76,6 @@ class PackedSequences(NamedTuple):
     def of(
         cls, lengths: Sequence[int], device: torch.device, context: ContextParallel | None = None
     ) -> PackedSequences:
-        """Return the sequences of these lengths, one behind the other."""
         starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         return cls(starts.to(device, non_blocking=True), max(lengths), {}, context)
 
@@ -190,7 +189,6 @@ def mixing_problem(model: Any) -> str | None:
 
 
 def choose(model: Any, device: torch.device, dtype: torch.dtype) -> Choice:
-    """Return the attention for a model that computes in `dtype` on a device."""
     problem = _mask_problem(model)
     if problem is not None:
         usual = "sdpa" if model._supports_sdpa else "eager"
@@ -277,7 +275,7 @@ def _last_queries_problem(device: torch.device, dtype: torch.dtype) -> str | Non
             leaves = [part.to(device, dtype).requires_grad_() for part in heads]
             query, key, value = leaves
             try:
-                output, _ = function(nn.Identity(), query, key, value, None, sequences, sliding_window=window)
+                output = function(query, key, value, sequences, sliding_window=window)
                 gradients = torch.autograd.grad((output.float() * weights).sum(), leaves)
             except RuntimeError as error:
                 return f"varlen_attn does not take fewer queries than keys ({str(error).splitlines()[0]})"
@@ -334,22 +332,15 @@ def _add_sequences(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tup
 # ---- attention functions ---------------------------------------------------------------------------------------------
 
 
-def _known(sequences: PackedSequences | None, module: nn.Module) -> PackedSequences:
-    if sequences is None:
-        raise ModelError(
-            "an attention layer was not told where sequences begin",
-            expected="a model that passes the arguments of its forward on to its layers",
-            found=type(module).__name__,
-            remedy="Set model.attn_implementation = 'sdpa'",
-        )
-    return sequences
-
-
 Attention = Callable[..., tuple[Tensor, None]]
+"""Of Transformers: a layer, heads (B, heads, W, size), their mask and its arguments -> (B, W, heads, size)."""
 
 
-def _with_context(attend: Attention) -> Attention:
-    """Return an attention that exchanges heads with the ranks that have the other columns, where there are some."""
+def _of_layer(attend: Callable[..., Tensor]) -> Attention:
+    """Return an attention of Transformers from one that knows the sequences.
+
+    It exchanges heads with the ranks that have the other columns, where there are some.
+    """
 
     @wraps(attend)
     def attention(
@@ -361,29 +352,33 @@ def _with_context(attend: Attention) -> Attention:
         packed_sequences: PackedSequences | None = None,
         **other: Any,
     ) -> tuple[Tensor, None]:
-        context = None if packed_sequences is None else packed_sequences.context
+        if packed_sequences is None:
+            raise ModelError(
+                "an attention layer was not told where sequences begin",
+                expected="a model that passes the arguments of its forward on to its layers",
+                found=type(module).__name__,
+                remedy="Set model.attn_implementation = 'sdpa'",
+            )
+        context = packed_sequences.context
         if context is None:
-            return attend(module, query, key, value, attention_mask, packed_sequences, **other)
+            return attend(query, key, value, packed_sequences, **other), None
         if other.get("s_aux") is not None:
             other = other | {"s_aux": context.heads_of(other["s_aux"])}
-        heads = context.gather_columns(query, key, value)
-        found, _ = attend(module, *heads, attention_mask, packed_sequences, **other)
+        found = attend(*context.gather_columns(query, key, value), packed_sequences, **other)
         return context.scatter_columns(found, query.shape[1]), None
 
     return attention
 
 
 def varlen(
-    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: None,
-    packed_sequences: PackedSequences | None = None,
+    sequences: PackedSequences,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **other: Any,
-) -> tuple[Tensor, None]:
+) -> Tensor:
     """Heads (B, heads, W, size) -> (B, W, heads, size), by flash attention over all sequences."""
     kernel = _varlen.kernel
     assert kernel is not None, "varlen was chosen without its kernel"
@@ -396,7 +391,6 @@ def varlen(
     if not shared:
         key, value = (_repeated(heads, query.shape[1]) for heads in (key, value))
     flat = [pad(heads, (0, full - heads.shape[-1])).transpose(1, 2).flatten(0, 1) for heads in (query, key, value)]
-    sequences = _known(packed_sequences, module)
     starts, longest, keys = sequences.starts, sequences.longest, sequences.keys
     if keys is not None:  # of fewer queries than keys, the kernel takes the last ones: `sharing_problem` tests it
         flat = [flat[0], _gathered(flat[1], keys), _gathered(flat[2], keys)]
@@ -411,26 +405,23 @@ def varlen(
         window_size=window,
         **shared,
     )
-    return found[..., :value_size].unflatten(0, (batch, width)), None
+    return found[..., :value_size].unflatten(0, (batch, width))
 
 
 @torch.compiler.disable
 def blocks(
-    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: None,
-    packed_sequences: PackedSequences | None = None,
+    sequences: PackedSequences,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
-) -> tuple[Tensor, None]:
+) -> Tensor:
     """Heads (B, heads, W, size) -> (B, W, heads, size), sequence by sequence; those of one length together."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    sequences = _known(packed_sequences, module)
     lengths, keys = sequences.starts.diff().tolist(), sequences.keys
     rows = [part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)]
     if keys is not None:
@@ -447,7 +438,7 @@ def blocks(
         separate = [[part.transpose(0, 1)[None] for part in sequence] for sequence in cut]
         found = [_attend(sequence, scale, sliding_window, softcap, s_aux) for sequence in separate]
     together = torch.cat([part.transpose(1, 2).flatten(0, 1) for part in found])
-    return together.unflatten(0, (query.shape[0], query.shape[2])), None
+    return together.unflatten(0, (query.shape[0], query.shape[2]))
 
 
 def _attend(
@@ -479,23 +470,20 @@ def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
 
 @torch.compiler.disable
 def flex(
-    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: None,
-    packed_sequences: PackedSequences | None = None,
+    sequences: PackedSequences,
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     **other: Any,
-) -> tuple[Tensor, None]:
+) -> Tensor:
     """Heads (B, heads, W, size) -> (B, W, heads, size), by blocks of pairs that a sequence has."""
     assert other.get("softcap") is None, "flex has no soft caps"
     batch, _heads, width, _size = query.shape
     # (1, heads, B * W, size): sequences of all rows behind each other
     query, key, value = (heads.transpose(0, 1).flatten(1, 2)[None] for heads in (query, key, value))
-    sequences = _known(packed_sequences, module)
     masks = sequences.masks
     if sequences.keys is not None:
         key, value = (
@@ -508,7 +496,7 @@ def flex(
     found, normalizer = run(query, key, value, masks[sliding_window], scaling)
     if s_aux is not None:  # a sink takes its part of the probability, and has no value
         found = found * torch.sigmoid(normalizer - s_aux.float()[None, :, None])[..., None].to(found.dtype)
-    return found[0].unflatten(1, (batch, width)).permute(1, 2, 0, 3), None
+    return found[0].unflatten(1, (batch, width)).permute(1, 2, 0, 3)
 
 
 def _flex_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | None) -> tuple[Tensor, Tensor]:
@@ -584,4 +572,4 @@ def _repeated(heads: Tensor, count: int) -> Tensor:
     return heads if heads.shape[1] == count else heads.repeat_interleave(count // heads.shape[1], 1)
 
 
-IMPLEMENTATIONS = {attend.__name__: _with_context(attend) for attend in (varlen, flex, blocks)}
+IMPLEMENTATIONS = {attend.__name__: _of_layer(attend) for attend in (varlen, flex, blocks)}

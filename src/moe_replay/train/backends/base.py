@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from moe_replay.distributed.ranks import world_size
 from moe_replay.records import MicroBatch
 from moe_replay.replay.controller import Recording, Replaying, RouterReplay
 from moe_replay.replay.policy import IDS, ReplayPolicy
@@ -27,7 +25,7 @@ from moe_replay.routes.layout import Prefix, TokenLayout
 from moe_replay.routes.topology import MoeTopology
 from moe_replay.utils.files import Write
 from moe_replay.weights.lora_adapter import Adapter
-from moe_replay.weights.source import WeightSource, tensors_of
+from moe_replay.weights.source import WeightSource
 
 if TYPE_CHECKING:  # what a dry run does not need
     from moe_replay.train.backends.offload import TrainerOffload
@@ -204,10 +202,6 @@ class Backend(ABC):
     def weight_source(self) -> WeightSource:
         """Return all weights as the checkpoint names and shapes them, layer by layer. All ranks call it."""
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over all weights on every rank. All ranks must exhaust it."""
-        return tensors_of(self.weight_source(), range(world_size()))
-
     def adapter(self) -> Adapter | None:
         """Return the LoRA adapter, whose tensors all ranks must exhaust; None if all weights are trained."""
         return None
@@ -216,12 +210,6 @@ class Backend(ABC):
         """Copy weights and optimizer state to host memory; return what writes them to a folder, e.g. in a thread."""
         return self._state.stage(self._offload.content_of)
 
-    def save(self, folder: Path) -> None:
-        """Save weights and optimizer state, so that `load` resumes. All ranks call it."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self.stage()(folder)
-        dist.barrier()  # no rank reads before every file is written
-
     def load(self, folder: Path) -> None:
         """Load what the ranks of any layout wrote; bit for bit the same under the same layout. All ranks call it."""
         with self._offload.optimizer_on_device():
@@ -229,7 +217,7 @@ class Backend(ABC):
 
     @abstractmethod
     def state_bytes(self) -> int:
-        """Return the number of bytes that `save` writes on all ranks together."""
+        """Return the number of bytes that `stage` has written on all ranks together."""
 
     def close(self) -> None:
         """Detach routing replay from the model, and let go of memory of the engine."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +35,16 @@ from moe_replay.routes.plan import Dispatch, DispatchPlan
 from moe_replay.routes.router_families import load_router_family
 from moe_replay.train.backends.expert_adapters import move_adapters, with_adapter
 from moe_replay.train.backends.experts import NAME as WHOLE
-from moe_replay.train.backends.experts import _ToRows, _ToTokens, dispatch, named_experts, plan_slots, planned
+from moe_replay.train.backends.experts import (
+    _ToRows,
+    _ToTokens,
+    dispatch,
+    has_interface,
+    named_experts,
+    plan_slots,
+    planned,
+    through_experts,
+)
 from moe_replay.weights.model_folder import ModelError
 
 NAME = "moe_replay_expert_parallel"
@@ -60,7 +70,8 @@ def check_experts_can_be_divided(model: Any, size: int, router_family: str | Non
     layers = list(named_experts(model))
     rules = load_router_family(router_family)
     routers = router_numbers(dict(model.named_modules()), () if rules is None else rules.routers)
-    if not _has_interface(model) or not layers or len(layers) != len(routers):
+    has_experts = has_interface() and hasattr(model, "set_experts_implementation")
+    if not has_experts or not layers or len(layers) != len(routers):
         raise ModelError(
             f"backend.expert_parallel: the experts of {family} cannot be divided among ranks",
             expected="grouped experts by Transformers' experts interface, in every layer with a router",
@@ -83,16 +94,7 @@ def check_experts_can_be_divided(model: Any, size: int, router_family: str | Non
             )
 
 
-def _has_interface(model: Any) -> bool:
-    try:
-        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear  # noqa: F401
-    except ImportError:
-        return False
-    return hasattr(model, "set_experts_implementation")
-
-
 def is_expert_parallel(module: Any) -> bool:
-    """Return whether a module has the experts of one rank."""
     return isinstance(getattr(module, "expert_shard", None), ExpertShard)
 
 
@@ -229,41 +231,40 @@ class PlannedTravel(NamedTuple):
         return Travel(self.sent, self.received, by_expert, inverse, self.counts)
 
 
-class TravelPlanner:
-    """Exchanges the counts of all layers of a micro-batch in one collective. All ranks of the group call it."""
+def plan_travel(
+    group: dist.ProcessGroup, num_experts: Mapping[int, int], device: torch.device, plan: DispatchPlan | None
+) -> DispatchPlan | None:
+    """Return the plan with what travels; None, on all ranks, if one of them has no plan.
 
-    def __init__(self, group: dist.ProcessGroup, num_experts: Mapping[int, int], device: torch.device) -> None:
-        self._group, self._num_experts, self._device = group, num_experts, device
-
-    def __call__(self, plan: DispatchPlan | None) -> DispatchPlan | None:
-        """Return the plan with what travels; None, on all ranks, if one of them has no plan."""
-        size = self._group.size()
-        local = [count // size for count in self._num_experts.values()]
-        leaving = torch.full((size, sum(local)), -1, dtype=torch.int64, device=self._device)
-        if plan is not None:
-            of_layers = zip(plan.offsets.long(), plan.num_experts, strict=True)
-            ends = [offsets[:count] for offsets, count in of_layers]
-            parts = [torch.diff(end, prepend=end.new_zeros(1)).view(size, -1) for end in ends]
-            leaving = torch.cat(parts, 1)
-        arriving = torch.empty_like(leaving)
-        dist.all_to_all_single(arriving, leaving, group=self._group)
-        sent, received = torch.stack([leaving, arriving]).cpu().numpy()  # the host waits here
-        if plan is None or (received < 0).any():
-            return None
-        cuts = np.cumsum(local)[:-1]
-        layers = [
-            (one.sum(1).tolist(), other.sum(1).tolist(), *_blocks(other))
-            for one, other in zip(np.split(sent, cuts, 1), np.split(received, cuts, 1), strict=True)
-        ]
-        # One copy to the device for all layers.
-        flat = [part.ravel() for *_, blocks, counts in layers for part in (blocks, counts)]
-        numbers = torch.from_numpy(np.concatenate(flat))
-        pieces = iter(numbers.to(self._device).split([n for each in local for n in (4 * size * each, each)]))
-        exchanges = {
-            layer: PlannedTravel(one, other, next(pieces).view(4, -1), next(pieces))
-            for layer, (one, other, *_) in zip(self._num_experts, layers, strict=True)
-        }
-        return replace(plan, exchanges=exchanges)
+    The counts of all layers of a micro-batch are exchanged in one collective. All ranks of the group call it.
+    """
+    size = group.size()
+    local = [count // size for count in num_experts.values()]
+    leaving = torch.full((size, sum(local)), -1, dtype=torch.int64, device=device)
+    if plan is not None:
+        of_layers = zip(plan.offsets.long(), plan.num_experts, strict=True)
+        ends = [offsets[:count] for offsets, count in of_layers]
+        parts = [torch.diff(end, prepend=end.new_zeros(1)).view(size, -1) for end in ends]
+        leaving = torch.cat(parts, 1)
+    arriving = torch.empty_like(leaving)
+    dist.all_to_all_single(arriving, leaving, group=group)
+    sent, received = torch.stack([leaving, arriving]).cpu().numpy()  # the host waits here
+    if plan is None or (received < 0).any():
+        return None
+    cuts = np.cumsum(local)[:-1]
+    layers = [
+        (one.sum(1).tolist(), other.sum(1).tolist(), *_blocks(other))
+        for one, other in zip(np.split(sent, cuts, 1), np.split(received, cuts, 1), strict=True)
+    ]
+    # One copy to the device for all layers.
+    flat = [part.ravel() for *_, blocks, counts in layers for part in (blocks, counts)]
+    numbers = torch.from_numpy(np.concatenate(flat))
+    pieces = iter(numbers.to(device).split([n for each in local for n in (4 * size * each, each)]))
+    exchanges = {
+        layer: PlannedTravel(one, other, next(pieces).view(4, -1), next(pieces))
+        for layer, (one, other, *_) in zip(num_experts, layers, strict=True)
+    }
+    return replace(plan, exchanges=exchanges)
 
 
 def _blocks(arriving: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -285,7 +286,8 @@ def give_plans(model: Any, replay: RouterReplay, run: Callable[[], Any]) -> bool
     if name == NAME and slots:
         module: Any = next(module for _, module in named_experts(model))
         device = next(module.parameters()).device
-        planner = TravelPlanner(module.expert_shard.group, {slot.layer: slot.num_experts for slot in slots}, device)
+        num_experts = {slot.layer: slot.num_experts for slot in slots}
+        planner = partial(plan_travel, module.expert_shard.group, num_experts, device)
     replay.give_plans(slots, planner)
     return bool(slots)
 
@@ -339,8 +341,4 @@ def _computed(module: Any, rows: Tensor, counts: Tensor) -> Tensor:
         projected = _grouped_linear(rows, weight, offsets, bias=bias, is_transposed=module.is_transposed)
         return with_adapter(projected, module, name, rows, offsets, own)
 
-    if module.has_gate:
-        rows = module._apply_gate(project(rows, "gate_up_proj"))
-    else:
-        rows = module.act_fn(project(rows, "up_proj"))
-    return project(rows, "down_proj")
+    return through_experts(module, rows, project)

@@ -46,11 +46,16 @@ def use_experts(model: Any, device: torch.device, *, log: bool, has_adapters: bo
 
 def can_replace(model: Any) -> bool:
     """Return whether the experts of a model are the grouped ones of a Transformers release that is known."""
+    return has_interface() and getattr(model.config, "_experts_implementation", None) == REPLACED
+
+
+def has_interface() -> bool:
+    """Return whether this release of Transformers has the parts of its experts interface that are used here."""
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear  # noqa: F401
     except ImportError:
         return False
-    return getattr(model.config, "_experts_implementation", None) == REPLACED
+    return True
 
 
 # One operator, so that a compiled kernel reads its results and does not divide for every element that it gathers.
@@ -144,15 +149,19 @@ def grouped_experts(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_
         projected = grouped_linear(rows, module, name, order.offsets, bias)
         return with_adapter(projected, module, name, rows, order.offsets)
 
-    rows = _ToRows.apply(hidden, order.token, order.row)
+    rows = through_experts(module, _ToRows.apply(hidden, order.token, order.row), project)
+    if getattr(module, "has_post_expert_norm", False):
+        rows = module.post_expert_norm(rows)
+    return _ToTokens.apply(rows, top_k_weights, order.pair, order.token, order.row)
+
+
+def through_experts(module: Any, rows: Tensor, project: Callable[[Tensor, str], Tensor]) -> Tensor:
+    """Return rows after both projections of their experts; `project` multiplies them by a parameter of the module."""
     if module.has_gate:
         rows = module._apply_gate(project(rows, "gate_up_proj"))
     else:
         rows = module.act_fn(project(rows, "up_proj"))
-    rows = project(rows, "down_proj")
-    if getattr(module, "has_post_expert_norm", False):
-        rows = module.post_expert_norm(rows)
-    return _ToTokens.apply(rows, top_k_weights, order.pair, order.token, order.row)
+    return project(rows, "down_proj")
 
 
 # ---- rows that are planned before the forward ------------------------------------------------------------------------

@@ -32,7 +32,6 @@ def take_out(model: nn.Module) -> Frozen:
 
 
 def put_back(owners: list[Owner], values: Tensor) -> nn.Parameter:
-    """Give modules their parameter, and return it."""
     parameter = nn.Parameter(values, requires_grad=False)
     for owner in owners:
         owner.module._parameters[owner.leaf] = parameter

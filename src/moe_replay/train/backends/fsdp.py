@@ -81,7 +81,6 @@ class FsdpSource:
         self._metadata: list[TensorInfo] | None = None
 
     def metadata(self) -> Sequence[TensorInfo]:
-        """Return every tensor of the checkpoint, in the order of `groups`."""
         if self._metadata is None:
             state, form = self._state(), CheckpointForm(self._model)
             self._metadata = [
@@ -191,9 +190,6 @@ class FsdpSource:
         adapted = self._adapted.get(name)
         return plain_name(name) if adapted is None else adapted.plain
 
-    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
-        return _sent_dtype(tensor, self._dtype)
-
     def _group(
         self, state: Mapping[str, Tensor], parts: Sequence[_Part], receivers: Collection[int], form: CheckpointForm
     ) -> Group:
@@ -205,7 +201,7 @@ class FsdpSource:
                 whole = self._merged(adapted, state, receivers, part.experts)
             else:
                 tensor = self._value(state, part.name)
-                (whole,) = _gathered([(tensor, part.experts, self._dtype_of(tensor))], receivers)
+                (whole,) = _gathered([(tensor, part.experts, _sent_dtype(tensor, self._dtype))], receivers)
                 del tensor
             if whole is not None:
                 group.extend(self._named(form, part, whole).items())
@@ -454,13 +450,11 @@ class FsdpBackend(Backend):
 
     @property
     def chunk_layers(self) -> tuple[tuple[int, ...], ...]:
-        """Layers with a router; the whole model is one chunk."""
         return (self.replay.layers,)
 
     def score(
         self, batches: Sequence[MicroBatch], routing: Routing, temperature: float | None = None
     ) -> list[Scores | None]:
-        """Return log-probs and entropies, micro-batch by micro-batch."""
         scores: list[Scores | None] = []
         self.model.eval()
         with torch.no_grad(), self._layers.counted("scoring"):
@@ -474,7 +468,6 @@ class FsdpBackend(Backend):
         return self._layers.is_used and not self._layers.runs_eagerly
 
     def score_uncompiled(self, batches: Sequence[MicroBatch], routing: Routing) -> list[Scores | None]:
-        """Score with the layers' own code."""
         with self._layers.off():
             return self.score(batches, routing)
 
@@ -493,7 +486,6 @@ class FsdpBackend(Backend):
         lr: float,
         old_pass: OldPass | None = None,
     ) -> UpdateResult:
-        """Run forward and backward of each micro-batch, then one AdamW step."""
         self.model.train()
         self._optimizer.zero_grad()
         for number, batch in enumerate(batches):

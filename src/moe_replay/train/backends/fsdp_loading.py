@@ -11,7 +11,6 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from moe_replay.train.backends.shared_base import SharedBase
 from moe_replay.train.config.one_copy import check_alone
 from moe_replay.train.config.sections import ModelConfig
 from moe_replay.utils.tested_versions import release_numbers
-from moe_replay.weights.checkpoint import CheckpointForm, model_tensor
+from moe_replay.weights.checkpoint import CheckpointForm, can_convert, model_tensor
 from moe_replay.weights.model_folder import (
     ModelError,
     build_model,
@@ -173,11 +172,6 @@ def compute_constants(model: Any) -> None:
             assert torch.isfinite(getattr(module, name)).all(), f"{name} of {type(module).__name__} was not computed"
 
 
-def can_compute_constants() -> bool:
-    """Whether this version of Transformers has a way to compute such buffers."""
-    return find_spec("transformers.core_model_loading") is not None
-
-
 def recompute_layers(model: Any, *, offloaded: bool) -> None:
     """Have the layers of a Transformers model in training recomputed in the backward.
 
@@ -245,7 +239,7 @@ def sharded_model(
             expert_parallel.check_experts_can_be_divided(model, expert_size, config.router_family)
         else:
             experts.use_experts(model, device, log=is_logged, has_adapters=has_adapters)
-        shards = FolderShards.of(folder, model) if can_compute_constants() else None
+        shards = FolderShards.of(folder, model) if can_convert() else None
         if has_scales and shards is None:
             raise ModelError(
                 f"weights in 8 bits cannot be read from {folder}",

@@ -236,11 +236,6 @@ class HeadScores:
                 type(model).__name__,
             )
 
-    @property
-    def is_chunked(self) -> bool:
-        """Whether logits are computed slice by slice."""
-        return self._head is not None
-
     def __call__(self, batch: MicroBatch, temperature: float, *, entropy: bool = True) -> Scores:
         """Run the model on a micro-batch: log-probs (N,) with gradient; entropy (N,) without, or zeros."""
         if self._head is None:

@@ -17,22 +17,11 @@ from moe_replay.train.config.sections import ModelConfig
 from moe_replay.weights.checkpoint import CheckpointForm
 from moe_replay.weights.lora_adapter import PREFIX, module_names
 from moe_replay.weights.model_folder import build_model
+from moe_replay.weights.model_sizes import FUSED
 
 ALL_LINEAR = "all-linear"
 ROUTER = "router"
-# Transformers 5 keeps the projections of all experts of a layer in one tensor each, of which some hold two.
-_FUSED = {
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-    "w1": "gate_up_proj",
-    "w3": "gate_up_proj",
-    "w2": "down_proj",
-}
-_WHOLE: tuple[set[str], ...] = (
-    {"gate_up_proj", "down_proj"},
-    {"gate_proj", "up_proj", "down_proj"},
-    {"w1", "w2", "w3"},
-)
+_WHOLE = ({"gate_up_proj", "down_proj"}, {"gate_proj", "up_proj", "down_proj"}, {"w1", "w2", "w3"})
 """All projections of an expert, by the names of one model or another."""
 _HALVES = (("gate_proj", "up_proj"), ("w1", "w3"))
 _INSIDE_EXPERTS = re.compile(r"\.experts\.\d+\.")
@@ -70,7 +59,7 @@ def find_targets(model: Any, names: Sequence[str], router_family: str | None = N
     routers = set(_router_weights(model, router_family))
     linear, fused = set(_linear_layers(model)), set(_fused_experts(model))
     known = {_leaf(name) for name in linear | fused} | {_router_leaf(name) for name in routers}
-    known |= {name for name, whole in _FUSED.items() if whole in known and any(_leaf(one) == whole for one in fused)}
+    known |= {name for name, whole in FUSED.items() if whole in known and any(_leaf(one) == whole for one in fused)}
     found: set[str] = set()
     for name in names:
         if name == ROUTER and routers:
@@ -79,7 +68,7 @@ def find_targets(model: Any, names: Sequence[str], router_family: str | None = N
             matching = (linear | fused) - routers
         else:
             matching = {one for one in linear if _leaf(one) == name}
-            matching |= {one for one in fused if _leaf(one) == _FUSED.get(name, name)}
+            matching |= {one for one in fused if _leaf(one) == FUSED.get(name, name)}
             matching |= {one for one in routers if _router_leaf(one) == name}
         if not matching:
             raise LoraError(

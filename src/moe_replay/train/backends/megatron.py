@@ -82,13 +82,7 @@ def token_scores(
     targets = hidden.transpose(0, 1).flatten(0, 1)[batch.target_positions]
     head = Head(_output_weight(model), model.output_layer.bias, parallel_state.get_tensor_model_parallel_group())
     local = head_logprobs(
-        targets,
-        head,
-        batch.target_ids,
-        temperature=temperature,
-        chunk=rows,
-        entropy=entropy,
-        mask=batch.logit_mask,
+        targets, head, batch.target_ids, temperature=temperature, chunk=rows, entropy=entropy, mask=batch.logit_mask
     )
     every = torch.zeros_like(batch.loss_weights)
     scores = [every.index_copy(0, batch.target_index, values) for values in local]
@@ -119,7 +113,6 @@ class MegatronLora:
             return cls(plan, lora.add_adapters(chunks, plan, config.seed))
 
     def off(self) -> AbstractContextManager[None]:
-        """Disable the adapters inside a context."""
         return lora.adapters_off(self.adapters)
 
     def adapter(self, chunks: Sequence[nn.Module]) -> Adapter:
@@ -208,7 +201,6 @@ class MegatronBackend(Backend):
         return self._scored(self.models, batches, self._policy_forward(routing), temperature or self._temperature)
 
     def score_reference(self, batches: Sequence[MicroBatch]) -> list[Tensor | None]:
-        """Return log-probs on the last pipeline stage, None on the others."""
         if self._reference is not None:
             scores = self._scored(self._reference, batches, self._native_forward, self._temperature)
         elif self._lora is not None:
@@ -226,7 +218,6 @@ class MegatronBackend(Backend):
         lr: float,
         old_pass: OldPass | None = None,
     ) -> UpdateResult:
-        """Run one schedule of forwards and backwards, then one AdamW step."""
         # Megatron divides the loss by the number of micro-batches and gradients by the number of data-parallel ranks.
         scale = len(batches) * self.data_size
 
@@ -379,7 +370,6 @@ class MegatronBackend(Backend):
         return self._source
 
     def adapter(self) -> Adapter | None:
-        """Return the adapter, gathered when it is read; None if all weights are trained."""
         return None if self._lora is None else self._lora.adapter(self.models)
 
     def state_bytes(self) -> int:

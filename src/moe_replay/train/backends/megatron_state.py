@@ -111,11 +111,7 @@ def _contains(owner: Tensor, view: Tensor) -> bool:
 def _part(one: TensorSlice, swapped: bool) -> Part:
     target = _region(one.target)
     return Part(
-        one.name,
-        one.tensor_shape,
-        _region(one.source),
-        target[::-1] if swapped else target,
-        one.transposed != swapped,
+        one.name, one.tensor_shape, _region(one.source), target[::-1] if swapped else target, one.transposed != swapped
     )
 
 

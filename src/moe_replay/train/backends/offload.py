@@ -69,7 +69,6 @@ class HostMemory:
         self._release_cached_memory()
 
     def give_back(self) -> None:
-        """Move everything back to the device."""
         for block in self._blocks.values():
             block.storage.resize_(block.size)
             content = _bytes_of(block.storage)
@@ -132,10 +131,6 @@ def _pinned(size: int, device: torch.device) -> Tensor:
     return memory
 
 
-def no_tensors() -> Iterable[Tensor]:
-    return ()
-
-
 class TrainerOffload:
     """Moves weights to the host while the engine samples; gradients are on the device for updates only, and optimizer
     state for its steps.
@@ -147,20 +142,13 @@ class TrainerOffload:
     """
 
     def __init__(
-        self,
-        enabled: bool,
-        device: torch.device,
-        *,
-        weights: Tensors,
-        optimizer: Tensors,
-        gradients: Tensors = no_tensors,
+        self, enabled: bool, device: torch.device, *, weights: Tensors, optimizer: Tensors, gradients: Tensors = tuple
     ) -> None:
         self.enabled = enabled
         self._sources = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
         self._memory = {name: HostMemory(device, discard=name == "gradients") for name in self._sources}
 
     def offload(self) -> None:
-        """Move everything to the host."""
         if self.enabled:
             for name, tensors in self._sources.items():  # weights first: the optimizer may step them in place
                 self._memory[name].take(map(local_part, tensors()))
@@ -180,7 +168,6 @@ class TrainerOffload:
 
     @contextmanager
     def optimizer_on_device(self) -> Iterator[None]:
-        """Have optimizer state on the device inside this context."""
         self._memory["optimizer"].give_back()
         yield
         self._take_optimizer_state()

@@ -188,7 +188,6 @@ class Reading:
                 )
 
     def run(self) -> None:
-        """Read and copy what was found."""
         for file, stored, source, target in self._copies:
             values = file.get_slice(stored)[source] if source else file.get_tensor(stored)
             target.copy_(values)
@@ -237,8 +236,6 @@ class Reading:
             left += regions.without(missing, common)
         one.missing = left
 
-
-__all__ = ["RankState", "SavedStateError"]
 
 LAYOUT = "layout.json"
 STEP = "step."

@@ -40,7 +40,6 @@ class RegionMap(Protocol):
 
     def regions(self, values: Tensor) -> Iterator[TensorRegion]:
         """Yield what the values on this rank are in the whole model."""
-        ...
 
 
 class Rows(NamedTuple):
@@ -77,7 +76,6 @@ def _plain(one: range) -> str:
 
 
 def numel(region: Region) -> int:
-    """Return the number of elements."""
     return math.prod(map(len, region))
 
 

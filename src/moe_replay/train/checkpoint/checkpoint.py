@@ -2,7 +2,7 @@
 
     checkpoints/
       step-00000050/
-        policy/                    written by `Backend.save`: weights and optimizer
+        policy/                    written by `Backend.stage`: weights and optimizer
         rng/rank-00000.safetensors random generator states of each rank
         hf/                        optional: the weights as a folder that Transformers and vLLM load
         adapter/                   optional, with LoRA: the adapter as a folder that PEFT and vLLM load
@@ -438,11 +438,7 @@ class Checkpoints:
         return json.dumps(record, indent=1) + "\n"
 
     def _invariants(self, policy: Backend) -> dict[str, Any]:
-        return {
-            "device": policy.device.type,
-            "routers": describe_routers(policy.topology),
-            **self._settings,
-        }
+        return {"device": policy.device.type, "routers": describe_routers(policy.topology), **self._settings}
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 

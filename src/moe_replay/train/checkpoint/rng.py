@@ -22,11 +22,6 @@ def seed(number: int) -> None:
     random.seed(number)
 
 
-def save(folder: Path, device: torch.device) -> None:
-    """Write the generator states of this rank to its own file."""
-    stage(device)(folder)
-
-
 def stage(device: torch.device) -> Write:
     """Copy the generator states of this rank, and return what writes them to its own file."""
     states = {"cpu": torch.get_rng_state(), **_python_states()}
@@ -45,7 +40,7 @@ def _write(path: Path, states: dict[str, Tensor]) -> list[Path]:
 
 
 def load(folder: Path, device: torch.device) -> None:
-    """Restore the generator states that `save` wrote; ranks beyond those that saved get their own streams."""
+    """Restore the generator states that were saved; ranks beyond those that saved get their own streams."""
     from safetensors.torch import load_file
 
     saved = len(list(folder.glob("rank-*.safetensors")))

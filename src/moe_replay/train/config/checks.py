@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from moe_replay.engines.registry import (
-    EngineSpec,
-    engine_names,
-    engine_spec,
-    server_engines,
-    trainable_engines,
-)
+from moe_replay.engines.registry import EngineSpec, engine_names, engine_spec, server_engines, trainable_engines
 from moe_replay.errors import EngineOptionError
 from moe_replay.train.config.foreign.options import PARALLEL_SIZES
 from moe_replay.train.config.registries import WEIGHT_TRANSPORTS, PluginName
@@ -64,7 +58,9 @@ def problems(config: Sections) -> Iterator[str]:
     yield from unusable
     if unusable:
         return  # so that the other checks need not handle such values
-    yield from _plugins(config)
+    for key, plugin, name in plugin_names(config):
+        if problem := plugin.problem(name):
+            yield f"{key}: {problem}"
     yield from _model(config.model, config.backend)
     yield from _backend(config.backend)
     is_apart = config.backend.kind == "megatron" or not config.batch.packed or config.backend.context_parallel > 1
@@ -173,13 +169,14 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _plugins(config: Sections) -> Iterator[str]:
-    for name, section in config:
+def plugin_names(config: Sections) -> Iterator[tuple[str, PluginName, str]]:
+    """Yield key, annotation and name of every implementation that the settings name."""
+    for section_name, section in config:
         for key, field in type(section).model_fields.items() if isinstance(section, Section) else ():
             if (plugin := PluginName.of(field)) is not None:
                 value = getattr(section, key)
                 names = [value] if isinstance(value, str) else value or ()
-                yield from (f"{name}.{key}: {problem}" for problem in map(plugin.problem, names) if problem)
+                yield from ((f"{section_name}.{key}", plugin, name) for name in names)
 
 
 def _model(model: ModelConfig, backend: BackendConfig) -> Iterator[str]:
@@ -336,7 +333,7 @@ def _adapters(config: Sections) -> Iterator[str]:
 def _spec(rollout: RolloutConfig) -> EngineSpec | None:
     try:
         return engine_spec(rollout.engine)
-    except PluginError:  # reported by _plugins
+    except PluginError:  # reported by `problems`
         return None
 
 

@@ -12,13 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from moe_replay.train.config.keys import (
-    ALIASES,
-    ConfigError,
-    all_fields,
-    enclosing_table,
-    suggestion,
-)
+from moe_replay.train.config.keys import ALIASES, ConfigError, all_fields, enclosing_table, suggestion
 from moe_replay.train.config.registries import PluginName
 from moe_replay.utils.secrets import READABLE_BY_ALL, has_password, is_secret_name
 

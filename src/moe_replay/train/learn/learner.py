@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
@@ -90,18 +90,9 @@ class Learner:
         self._has_checked_forward = False
         self._first_update = FirstUpdateCheck(config.replay.first_ratio_tolerance, config.model.dtype)
         self._policy_loss = load_loss(config.algorithm.loss)
-        self._loss_settings = LossSettings(
-            importance_sampling_level=config.algorithm.importance_sampling_level,
-            clip_low=config.algorithm.clip_low,
-            clip_high=config.algorithm.clip_high,
-            delta=config.algorithm.delta,
-            tau_pos=config.algorithm.tau_pos,
-            tau_neg=config.algorithm.tau_neg,
-            beta=config.algorithm.beta,
-            rollout_correction=self.plan.correction,
-            rollout_correction_low=config.algorithm.rollout_correction_low,
-            rollout_correction_high=config.algorithm.rollout_correction_high,
-        )
+        settings = {field.name: getattr(config.algorithm, field.name) for field in fields(LossSettings)}
+        self._loss_settings = LossSettings(**settings | {"rollout_correction": self.plan.correction})
+        self._servers = ServerChecks(config, backend, needs_routes=self.plan.mode == "r3")
 
     @cached_property
     def _sharing(self) -> Sharing | None:
@@ -129,11 +120,6 @@ class Learner:
         """The alignment tests, whose evidence accumulates over steps."""
         return Alignment(self.backend)
 
-    @cached_property
-    def _servers(self) -> ServerChecks:
-        """The checks of what rollout servers report."""
-        return ServerChecks(self._config, self.backend, needs_routes=self.plan.mode == "r3")
-
     def new_metrics(self) -> MetricAccumulator:
         """Return an empty accumulator of the metrics of one step, with the same layout on every rank."""
         return MetricAccumulator(
@@ -146,7 +132,6 @@ class Learner:
         )
 
     def prepare(self, batch: RolloutBatch, store: TrajectoryStore) -> list[list[MicroBatch]]:
-        """Return the micro-batches of this rank for each update; all passes of the step use the same ones."""
         config = self._config
         self._servers.begin(batch.servers)
         return mini_batches(

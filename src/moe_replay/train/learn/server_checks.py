@@ -36,7 +36,6 @@ class ServerCheckError(EngineError):
 
 
 def server_metric(url: str, name: str) -> str:
-    """Return the name of a metric of one server."""
     return f"servers/{url.partition('://')[2] or url}/{name}"
 
 

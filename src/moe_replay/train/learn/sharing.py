@@ -42,7 +42,6 @@ class Tree:
 
     @classmethod
     def single(cls, index: int, tokens: int) -> Tree:
-        """Return a sequence that shares nothing."""
         return cls([index], [Prefix()], tokens)
 
     def add(self, other: Tree) -> None:

@@ -61,24 +61,16 @@ class ConsoleProgress:
             self._live.show(f"step {self._current + 1}/{self._steps}  {name}", done, total)
 
     def step(self, step: int, metrics: Metrics) -> None:
-        """Print the line of a completed step."""
         self._current = step
         self.message(step_line(step, self._steps, metrics))
 
     def completions(self, completions: Sequence[Completion]) -> None:
         """Print a table of completions with their rewards and advantages; nothing if there are none."""
         if completions and self._is_shown:
-            self._print_table(completions)
-
-    def _print_table(self, completions: Sequence[Completion]) -> None:
-        table = completion_table(completions)
-        if self._live is not None:
-            self._live.print(table)
-        else:
-            _console(self._file).print(table)
+            console = _console(self._file) if self._live is None else self._live.console
+            console.print(completion_table(completions))
 
     def message(self, text: str) -> None:
-        """Print one line of text."""
         if self._live is not None:
             self._live.message(text)
         elif self._is_shown:
@@ -89,11 +81,11 @@ class _LiveLine:
     """The line that is redrawn at the bottom of a terminal."""
 
     def __init__(self, file: IO[str]) -> None:
-        console = _console(file)
+        self.console = _console(file)
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._rich: Any = Progress(*columns, console=console, transient=True)
+        self._rich: Any = Progress(*columns, console=self.console, transient=True)
         self._task = self._rich.add_task("", visible=False)
         self._text = ""
 
@@ -113,10 +105,7 @@ class _LiveLine:
         self._rich.refresh()
 
     def message(self, text: str) -> None:
-        self._rich.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def print(self, table: Any) -> None:
-        self._rich.console.print(table)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _console(file: IO[str]) -> Any:

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-import torch
-
 from moe_replay.distributed.ranks import any_rank
 from moe_replay.utils.signals import EndSignals
 
@@ -49,10 +47,7 @@ class InterruptHandler:
         if self._raises or (again and not self._ends_process):
             raise KeyboardInterrupt
         if not again and os.environ.get("RANK", "0") == "0":
-            os.write(
-                2,
-                f"\nmoe-replay: {number.name}: finishing the step, then saving; repeat to exit now\n".encode(),
-            )
+            os.write(2, f"\nmoe-replay: {number.name}: finishing the step, then saving; repeat to exit now\n".encode())
 
     @contextmanager
     def nothing_to_save(self) -> Iterator[None]:
@@ -68,6 +63,6 @@ class InterruptHandler:
         finally:
             self._raises = False
 
-    def stop_requested(self, device: torch.device | None = None) -> bool:
-        """Return whether any rank has received a signal. All ranks call it; the device does not matter any more."""
+    def stop_requested(self) -> bool:
+        """Return whether any rank has received a signal. All ranks call it."""
         return any_rank(self._received)

@@ -96,7 +96,6 @@ class Run:
         self._sinks.log(step, metrics)
 
     def close(self) -> None:
-        """Close the sinks and release the folder."""
         self._resources.close()
 
     def __enter__(self) -> Run:

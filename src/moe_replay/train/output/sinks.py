@@ -153,7 +153,6 @@ class Sinks:
             self._opened = opened.pop_all()
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Pass the metrics of one step to every sink."""
         for name, sink in self._sinks.items():
             with user_code(f"metric sink {name!r}", SinkError, found=f"metrics of step {step}"):
                 sink.log(step, metrics)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 from moe_replay.train.output.sinks import Metrics, SinkContext
@@ -21,14 +22,19 @@ class TensorBoard:
         self._writer = SummaryWriter(str(context.folder / "tensorboard"), purge_step=context.last_step + 1)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Add one scalar per metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the event file."""
         self._writer.close()
+
+
+def _kept(file: Path, new: str) -> str:
+    """Return what a file of the run folder has since the run was new."""
+    if not file.exists():
+        write_whole(file, new)
+    return file.read_text().strip()
 
 
 class WeightsAndBiases:
@@ -39,14 +45,11 @@ class WeightsAndBiases:
     def __init__(self, context: SinkContext) -> None:
         import wandb
 
-        id_file = context.folder / "wandb-id.txt"
-        if not id_file.exists():
-            write_whole(id_file, secrets.token_hex(8))
         self._run: Any = wandb.init(
             project=context.project,
             name=context.name,
             dir=str(context.folder),
-            id=id_file.read_text().strip(),
+            id=_kept(context.folder / "wandb-id.txt", secrets.token_hex(8)),
             resume="allow",
         )
         # Its own step counter cannot go back to the step of a checkpoint; a metric of ours can.
@@ -56,7 +59,6 @@ class WeightsAndBiases:
         self._run.log({"step": step, **metrics})
 
     def close(self) -> None:
-        """Finish the run there."""
         self._run.finish()
 
 
@@ -68,12 +70,9 @@ class Trackio:
     def __init__(self, context: SinkContext) -> None:
         import trackio
 
-        name_file = context.folder / "trackio-name.txt"
-        if not name_file.exists():  # names are unique in a project
-            write_whole(name_file, f"{context.name}-{secrets.token_hex(4)}")
         self._run: Any = trackio.init(
             project=context.project,
-            name=name_file.read_text().strip(),
+            name=_kept(context.folder / "trackio-name.txt", f"{context.name}-{secrets.token_hex(4)}"),  # unique there
             resume="allow",
             embed=False,
             auto_log_gpu=False,
@@ -119,5 +118,4 @@ class Mlflow:
             self._client.log_batch(self._run, metrics=values[first : first + MOST_METRICS])
 
     def close(self) -> None:
-        """Finish the run there."""
         self._client.set_terminated(self._run)

@@ -148,7 +148,6 @@ class Episode:
         return [] if self.session.finish_reason is None else [self.session.finish()]
 
     async def generate(self) -> FinishReason:
-        """Sample another turn."""
         if not self.can_continue:
             raise EpisodeError(
                 "no further turn is allowed",

@@ -99,128 +99,14 @@ class GroupSampler(Protocol):
 
     def submit(self, tasks: Sequence[GroupTask], *, together: bool) -> list[RunningGroup]:
         """Start groups; `together`: a serial engine samples their first turns in one call."""
-        ...
 
     def wait(self, future: Future[Any], should_stop: ShouldStop | None = None) -> bool:
         """Wait for a result; return False if `should_stop`, called from time to time, returns True."""
-        ...
 
     def result(self, future: Future[T]) -> T: ...
 
     def close(self) -> None:
         """End everything that runs."""
-        ...
-
-
-class LocalGroups:
-    """Groups that this process samples, in its own event loops."""
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        engine: Sampler,
-        tokenizer: Any,
-        rewards: Sequence[Reward],
-        max_length: int,
-        tools: ToolSet | None = None,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._rewards = rewards
-        self._sampler = SequenceSampler(config, engine, tokenizer, max_length, tools)
-        self._scorer = open_scorer(config.reward, rewards)
-        self._sampler.start(self._scorer.start())
-
-    @property
-    def timeouts(self) -> int:
-        return self._scorer.timeouts
-
-    def submit(self, tasks: Sequence[GroupTask], *, together: bool) -> list[RunningGroup]:
-        prompts, params = [task.prompt for task in tasks], [task.params for task in tasks]
-        turns = self._sampler.first_turns(prompts, params, together=together)
-        return [self._start(task, first_turns) for task, first_turns in zip(tasks, turns, strict=True)]
-
-    def wait(self, future: Future[Any], should_stop: ShouldStop | None = None) -> bool:
-        return self._sampler.wait(future, should_stop)
-
-    def result(self, future: Future[T]) -> T:
-        return self._sampler.result(future)
-
-    def check_environments(self) -> None:
-        """Raise if an environment has blocked its event loop for too long; to be called every few seconds."""
-        self._sampler.check_environments()
-
-    def close(self) -> None:
-        self._sampler.close()
-        self._scorer.close()
-
-    def _start(self, task: GroupTask, turns: FirstTurns) -> RunningGroup:
-        sampled: Future[None] = Future()
-        return RunningGroup(self._sampler.start(self._run(task, turns, sampled)), sampled)
-
-    async def _run(self, task: GroupTask, turns: FirstTurns, sampled: Future[None]) -> Group:
-        try:
-            sequences = await self._sampler.sample(task.prompt, task.params, turns)
-        finally:
-            sampled.set_result(None)
-        for sequence in sequences:
-            check_mask(sequence, task.params, task.prompt.row)
-        scores = await self._score(task.prompt, sequences)
-        if not task.is_kept:
-            return Group([], scores)
-        rewards = total(self._rewards, scores).tolist()
-        trajectories = [
-            replace(sequence, row=task.prompt.row, group=task.index, reward=rewards[sequence.episode])
-            for sequence in sequences
-        ]
-        for trajectory in trajectories:
-            check_versions(trajectory)
-        return Group(trajectories, scores)
-
-    async def _score(self, prompt: Prompt, sequences: Sequence[Trajectory]) -> Scores:
-        parts = [_after_prompt(sequence) for sequence in sequences]
-        completions = [np.concatenate([parts[index] for index in episode]) for episode in episodes_of(sequences)]
-        samples = await asyncio.to_thread(Samples.of, prompt, completions, self._tokenizer)
-        return await self._scorer.score(samples)
-
-
-def check_versions(trajectory: Trajectory) -> None:
-    """Raise unless each log-prob and the route that led to it come from the same weights.
-
-    The log-prob of token p was computed by the pass over token p - 1, so that token's route must have the weight
-    version that sampled p. Earlier tokens may have been routed by earlier weights: they are kept as sampled.
-    """
-    routed = trajectory.trace.token_versions
-    leading = trajectory.sampled[1:] & trajectory.trace.valid[:-1].any(axis=1)
-    wrong = np.flatnonzero(leading & (routed[:-1] != trajectory.versions[1:]))
-    if wrong.size:
-        token = int(wrong[0])
-        raise AlignmentError(
-            "a token was routed by other weights than those its log-prob was computed with",
-            sample=f"row {trajectory.row}",
-            token=token,
-            expected=f"routes of weight version {trajectory.versions[token + 1]}",
-            found=f"version {routed[token]} ({wrong.size} tokens)",
-            remedy="Keep routes as_sampled when a sequence is resumed after a weight update",
-        )
-
-
-def _after_prompt(sequence: Trajectory) -> np.ndarray:
-    """Return the tokens of a sequence from the first sampled one on."""
-    return sequence.token_ids[int(np.flatnonzero(sequence.sampled).min(initial=len(sequence))) :]
-
-
-def check_mask(sequence: Trajectory, params: SamplingParams, row: int) -> None:
-    """Raise if a sequence has no mask although its parameters request it; `row` of the data set is for errors."""
-    if params.sampling_mask and sequence.sampling_mask is None:
-        raise EngineError(
-            "the engine returned samples without their sampling mask",
-            sample=f"row {row}",
-            expected=f"the support of each token under top_p {params.top_p}, top_k {params.top_k}",
-            remedy='Use an engine that returns it, or accept the bias with rollout.sampling_mask = "off"',
-        )
-
-
-# ---- sequences -------------------------------------------------------------------------------------------------------
 
 
 class FirstTurns:
@@ -260,31 +146,79 @@ class FirstTurns:
         return await self._engine.generate_one(self._prompt.token_ids, self._params)
 
 
-class SequenceSampler:
-    """Samples sequences in its own event loop.
+class LocalGroups:
+    """Groups that this process samples, in its own event loops.
 
     A serial engine (`Sampler.is_serial`) is given the first turns of a step in one call.
     """
 
     def __init__(
-        self, config: TrainConfig, engine: Sampler, tokenizer: Any, max_length: int, tools: ToolSet | None = None
+        self,
+        config: TrainConfig,
+        engine: Sampler,
+        tokenizer: Any,
+        rewards: Sequence[Reward],
+        max_length: int,
+        tools: ToolSet | None = None,
     ) -> None:
-        self.engine = engine
+        self._engine = engine
         self._config = config.rollout
         self._tokenizer = tokenizer
+        self._rewards = rewards
         self._max_length = max_length
         self._tools = tools
         self._environment = load_environment(config.rollout.environment)
         self._loop = LoopThread("rollouts")
         self._environments = EnvironmentLoops(config.rollout.environment_threads if self._environment else 0)
         self._engine_for_episodes = LoopBoundSampler(engine, self._loop.loop)
+        self._scorer = open_scorer(config.reward, rewards)
+        self.start(self._scorer.start())
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop.loop)
 
+    @property
+    def timeouts(self) -> int:
+        return self._scorer.timeouts
+
+    def submit(self, tasks: Sequence[GroupTask], *, together: bool) -> list[RunningGroup]:
+        prompts, params = [task.prompt for task in tasks], [task.params for task in tasks]
+        turns = self.first_turns(prompts, params, together=together)
+        return [self._start(task, first_turns) for task, first_turns in zip(tasks, turns, strict=True)]
+
     def close(self) -> None:
         self._environments.close()
         self._loop.close()
+        self._scorer.close()
+
+    def _start(self, task: GroupTask, turns: FirstTurns) -> RunningGroup:
+        sampled: Future[None] = Future()
+        return RunningGroup(self.start(self._run(task, turns, sampled)), sampled)
+
+    async def _run(self, task: GroupTask, turns: FirstTurns, sampled: Future[None]) -> Group:
+        try:
+            sequences = await self.sample(task.prompt, task.params, turns)
+        finally:
+            sampled.set_result(None)
+        for sequence in sequences:
+            check_mask(sequence, task.params, task.prompt.row)
+        scores = await self._score(task.prompt, sequences)
+        if not task.is_kept:
+            return Group([], scores)
+        rewards = total(self._rewards, scores).tolist()
+        trajectories = [
+            replace(sequence, row=task.prompt.row, group=task.index, reward=rewards[sequence.episode])
+            for sequence in sequences
+        ]
+        for trajectory in trajectories:
+            check_versions(trajectory)
+        return Group(trajectories, scores)
+
+    async def _score(self, prompt: Prompt, sequences: Sequence[Trajectory]) -> Scores:
+        parts = [_after_prompt(sequence) for sequence in sequences]
+        completions = [np.concatenate([parts[index] for index in episode]) for episode in episodes_of(sequences)]
+        samples = await asyncio.to_thread(Samples.of, prompt, completions, self._tokenizer)
+        return await self._scorer.score(samples)
 
     # ---- first turns --------------------------------------------------------------------------------------------
 
@@ -298,11 +232,11 @@ class SequenceSampler:
 
         together   a serial engine gets one call for all; none of its results is there before the last one
         """
-        is_serial = self.engine.is_serial
+        is_serial = self._engine.is_serial
         calls_each = self._environment is not None and not is_serial
         batch = self.start(self._sample_serially(prompts, params)) if together and is_serial else None
         return [
-            FirstTurns(self.engine, prompt, of_prompt, calls_each=calls_each, batch=batch, index=index)
+            FirstTurns(self._engine, prompt, of_prompt, calls_each=calls_each, batch=batch, index=index)
             for index, (prompt, of_prompt) in enumerate(zip(prompts, params, strict=True))
         ]
 
@@ -310,7 +244,7 @@ class SequenceSampler:
         """Return the samples of each prompt, from one call for all; their parameters differ in seeds alone."""
         of_call = replace(params[0], seeds=tuple(own.seed for own in params if own.seed is not None))
         token_ids = [prompt.token_ids for prompt in prompts]
-        return await asyncio.to_thread(self.engine.generate, token_ids, of_call)
+        return await asyncio.to_thread(self._engine.generate, token_ids, of_call)
 
     # ---- sequences ----------------------------------------------------------------------------------------------
 
@@ -369,6 +303,43 @@ class SequenceSampler:
                 f"environment {environment_name(self._environment)} has blocked the event loop for {limit_s:g} s",
                 remedy="Await what takes long, e.g. with asyncio.to_thread, or raise rollout.environment_timeout_s",
             )
+
+
+def check_versions(trajectory: Trajectory) -> None:
+    """Raise unless each log-prob and the route that led to it come from the same weights.
+
+    The log-prob of token p was computed by the pass over token p - 1, so that token's route must have the weight
+    version that sampled p. Earlier tokens may have been routed by earlier weights: they are kept as sampled.
+    """
+    routed = trajectory.trace.token_versions
+    leading = trajectory.sampled[1:] & trajectory.trace.valid[:-1].any(axis=1)
+    wrong = np.flatnonzero(leading & (routed[:-1] != trajectory.versions[1:]))
+    if wrong.size:
+        token = int(wrong[0])
+        raise AlignmentError(
+            "a token was routed by other weights than those its log-prob was computed with",
+            sample=f"row {trajectory.row}",
+            token=token,
+            expected=f"routes of weight version {trajectory.versions[token + 1]}",
+            found=f"version {routed[token]} ({wrong.size} tokens)",
+            remedy="Keep routes as_sampled when a sequence is resumed after a weight update",
+        )
+
+
+def _after_prompt(sequence: Trajectory) -> np.ndarray:
+    """Return the tokens of a sequence from the first sampled one on."""
+    return sequence.token_ids[int(np.flatnonzero(sequence.sampled).min(initial=len(sequence))) :]
+
+
+def check_mask(sequence: Trajectory, params: SamplingParams, row: int) -> None:
+    """Raise if a sequence has no mask although its parameters request it; `row` of the data set is for errors."""
+    if params.sampling_mask and sequence.sampling_mask is None:
+        raise EngineError(
+            "the engine returned samples without their sampling mask",
+            sample=f"row {row}",
+            expected=f"the support of each token under top_p {params.top_p}, top_k {params.top_k}",
+            remedy='Use an engine that returns it, or accept the bias with rollout.sampling_mask = "off"',
+        )
 
 
 def _is_done(future: Future[Any], limit_s: float) -> bool:

@@ -81,9 +81,6 @@ class Chat:
         return [{"role": "system", "content": self.system}, *content]
 
 
-NO_PROMPT = 'Rename the column of the prompts, e.g. data.columns = {problem = "prompt"}'
-
-
 class Rows(list[dict[str, Any]]):
     """The rows of a data set, and where each stands, for errors.
 
@@ -195,13 +192,7 @@ def load_prompts(
         location = rows.location(number) if isinstance(rows, Rows) else f"row {number}"
         key = "prompt" if "prompt" in row else "messages"
         if key not in row:
-            raise DataError(
-                "a row has no prompt",
-                sample=location,
-                expected="a column 'prompt' or 'messages'",
-                found=f"columns {sorted(row)}",
-                remedy=NO_PROMPT,
-            )
+            raise no_prompt(row, location)
         content = row[key]
         _check_size(content, max_prompt_length, location)
         if isinstance(content, str) and chat.system and not has_turns:
@@ -229,6 +220,16 @@ def load_prompts(
             remedy="Raise data.max_prompt_length",
         )
     return prompts
+
+
+def no_prompt(row: Mapping[str, Any], location: str) -> DataError:
+    return DataError(
+        "a row has no prompt",
+        sample=location,
+        expected="a column 'prompt' or 'messages'",
+        found=f"columns {sorted(row)}",
+        remedy='Rename the column of the prompts, e.g. data.columns = {problem = "prompt"}',
+    )
 
 
 @dataclass(slots=True)

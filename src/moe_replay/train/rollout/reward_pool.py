@@ -7,14 +7,11 @@ replaced, and the sample is named in an error or left unscored.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import os
 import signal
-import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -86,7 +83,6 @@ class Scorer(Protocol):
 
     async def start(self) -> None:
         """Prepare for the first samples."""
-        ...
 
     async def score(self, samples: Samples) -> Scores: ...
 
@@ -318,16 +314,7 @@ class RewardProcess:
     """
 
     def __init__(self, rewards: Sequence[str]) -> None:
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            settings = {"path": sys.path, "socket": theirs.fileno(), "parent": os.getpid(), "rewards": list(rewards)}
-            program = worker.START.format(module=worker.__name__)
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", program, json.dumps(settings)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                process_group=0,
-            )
+        self.process, self._socket = worker.start_process(worker.__name__, rewards=list(rewards))
         self._socket.setblocking(False)
         self._loaded = False
         self.killed = False
@@ -359,7 +346,7 @@ class RewardProcess:
         except (EOFError, OSError) as error:
             raise RewardLostError(await self._ending()) from error
         if "error" in message:
-            raise _as_error(message)
+            raise _as_error(message["error"])
         return message
 
     async def _read(self, count: int) -> bytes:
@@ -399,8 +386,8 @@ class RewardProcess:
         self.process.wait()
 
 
-def _as_error(message: Mapping[str, Any]) -> RewardError:
-    error = RewardError(**message["error"])
-    if message["traceback"]:
-        error.add_note(f"In the reward process:\n{message['traceback']}")
+def _as_error(content: Mapping[str, Any]) -> RewardError:
+    error = RewardError(**content["parts"])
+    if content["traceback"]:
+        error.add_note(f"In the reward process:\n{content['traceback']}")
     return error

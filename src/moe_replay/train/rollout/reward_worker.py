@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import struct
+import subprocess
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,7 @@ from moe_replay.utils.processes import end_with_parent
 
 LENGTH = struct.Struct("<Q")
 _TAG = "\0moe-replay"
+_PARTS = ("problem", "sample", "layer", "token", "expected", "found", "remedy")
 
 
 class RewardWireError(MoeReplayError):
@@ -129,24 +131,45 @@ def _text(content: bytes) -> str:
 # ---- the process -----------------------------------------------------------------------------------------------------
 
 
-START = "import json, sys; sys.path[:] = json.loads(sys.argv[1])['path']; from {module} import main; main(sys.argv[1])"
+_START = "import json, sys; sys.path[:] = json.loads(sys.argv[1])['path']; from {module} import main; main(sys.argv[1])"
 """Program of the process: modules are found where the trainer finds them."""
 
 
-def main(settings: str) -> None:
-    """Serve requests; `settings` is JSON with the socket, the parent's process id and the names of the rewards."""
+def start_process(module: str, **settings: Any) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Run `main` of a module in a process with its own process group; return that and the socket to it."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        setup = {"path": sys.path, "socket": theirs.fileno(), "parent": os.getpid(), **settings}
+        process = subprocess.Popen(
+            [sys.executable, "-c", _START.format(module=module), json.dumps(setup)],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            process_group=0,
+        )
+    return process, ours
+
+
+def open_connection(settings: str) -> tuple[dict[str, Any], socket.socket]:
+    """Return the settings of this process, which ends with its parent, and the socket to it; `main` begins with it."""
     setup = json.loads(settings)
     end_with_parent(setup["parent"])
     for output in (sys.stdout, sys.stderr):
         output.reconfigure(line_buffering=True)  # type: ignore[union-attr]  what it prints before it is killed
-    with socket.socket(fileno=setup["socket"]) as connection, connection.makefile("rwb") as stream:
-        connection.set_inheritable(False)
+    connection = socket.socket(fileno=setup["socket"])
+    connection.set_inheritable(False)
+    return setup, connection
+
+
+def main(settings: str) -> None:
+    """Serve requests for the rewards that the settings name."""
+    setup, connection = open_connection(settings)
+    with connection, connection.makefile("rwb") as stream:
         try:
             rewards = {name: load_reward(name) for name in setup["rewards"]}
             for reward in rewards.values():
                 prepare(reward)
         except MoeReplayError as error:
-            _send(stream, _as_message(error))
+            _send(stream, {"error": error_to_content(error)})
             return
         _send(stream, {"ready": True})
         while (length := stream.read(LENGTH.size)) and len(length) == LENGTH.size:
@@ -165,7 +188,7 @@ def _answers(reward: Reward, request: Mapping[str, Any]) -> Iterator[dict[str, A
         try:
             yield {"values": _values(reward, prompts[part], completions[part], part_columns)}
         except MoeReplayError as error:
-            yield _as_message(error)
+            yield {"error": error_to_content(error)}
             return
 
 
@@ -181,11 +204,16 @@ def _values(reward: Reward, prompts: list[Any], completions: list[Any], columns:
     return checked(reward, values, len(completions))
 
 
-def _as_message(error: MoeReplayError) -> dict[str, Any]:
-    parts = {name: getattr(error, name) for name in ("problem", "sample", "expected", "found", "remedy")}
+def error_to_content(error: BaseException) -> dict[str, Any]:
+    """Return an error as JSON has it: its class, its parts, and the traceback of its cause."""
+    if not isinstance(error, MoeReplayError):
+        trace = "".join(traceback.format_exception(error))
+        return {"kind": "", "parts": {"problem": f"{type(error).__name__}: {one_line(error)}"}, "traceback": trace}
+    parts = {name: getattr(error, name) for name in _PARTS}
     cause = error.__cause__
     return {
-        "error": {name: None if part is None else str(part) for name, part in parts.items()},
+        "kind": f"{type(error).__module__}:{type(error).__qualname__}",
+        "parts": {name: part if isinstance(part, int | None) else str(part) for name, part in parts.items()},
         "traceback": "".join(traceback.format_exception(cause)) if cause is not None else "",
     }
 

@@ -124,10 +124,6 @@ class Rollouts:
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Begin to sample the batch of the next step, if that has not begun; `next` returns it."""
-        self._begun()
-
     @property
     def has_begun(self) -> bool:
         """Whether groups are being sampled, or have been, that `next` has not returned."""
@@ -140,7 +136,8 @@ class Rollouts:
             self._cancel_pending()
             self.restore(before)
 
-    def _begun(self) -> _Collected:
+    def begin(self) -> _Collected:
+        """Begin to sample the batch of the next step, if that has not begun; `next_batch` returns it."""
         if self._collected is None:
             before = self.state
             ahead = 1 + self._config.rollout.max_staleness
@@ -158,7 +155,7 @@ class Rollouts:
 
         version   of the weights that will be trained on the batch
         """
-        collected = self._begun()
+        collected = self.begin()
         try:
             if not self._collect(collected, should_stop, progress):
                 return None
@@ -319,7 +316,11 @@ class Rollouts:
             drawn.append((prompt, state, self._next_group))
             self._next_group += 1
         together = self._config.rollout.max_staleness == 0
-        tasks = [GroupTask(prompt=prompt, index=index, params=self._seeded(index)) for prompt, _, index in drawn]
+        # The seed of a group depends only on the run and its index; its samples still differ.
+        tasks = [
+            GroupTask(prompt=prompt, index=index, params=replace(self._params, seed=self._seed(index)))
+            for prompt, _, index in drawn
+        ]
         started = self._groups.submit(tasks, together=together)
         for (_, state, index), running in zip(drawn, started, strict=True):
             self._pending.append(_PendingGroup(running, state, index))
@@ -328,10 +329,6 @@ class Rollouts:
         """Wait until all groups in flight are sampled, so that each comes from one version of the weights."""
         for pending in self._pending:
             self._groups.result(pending.running.sampled)
-
-    def _seeded(self, group: int) -> SamplingParams:
-        """Return parameters whose seed depends only on the run and a group; a group's samples still differ."""
-        return replace(self._params, seed=self._seed(group))
 
     def _seed(self, *indices: int) -> int | None:
         """Return the seed of a group of the run with these indices; None if samples need not be reproducible."""
@@ -379,10 +376,7 @@ def texts_of(trajectory: Trajectory, tokenizer: Any) -> tuple[str, str]:
         return trajectory.encoded.texts
     start = int(trajectory.sampled.argmax())
     before, after = trajectory.token_ids[:start], trajectory.token_ids[start:]
-    return (
-        tokenizer.decode(before, skip_special_tokens=False),
-        tokenizer.decode(after, skip_special_tokens=False),
-    )
+    return (tokenizer.decode(before, skip_special_tokens=False), tokenizer.decode(after, skip_special_tokens=False))
 
 
 def sampling_params(rollout: RolloutConfig) -> SamplingParams:

@@ -51,16 +51,12 @@ def check_sizes(config: TrainConfig, model: Any) -> None:
 
 def within_model(tokens: int, folder: str, *, trust_remote_code: bool = False) -> int:
     """Return `tokens`, but no more than the context of the model in the folder."""
-    return min(tokens, _context_length(folder, trust_remote_code) or tokens)
+    return min(tokens, getattr(_text_config(folder, trust_remote_code), "max_position_embeddings", None) or tokens)
 
 
 def vocabulary_size(folder: str, *, trust_remote_code: bool = False) -> int | None:
     """Return the number of tokens that the model in the folder knows; None if its config does not say."""
     return getattr(_text_config(folder, trust_remote_code), "vocab_size", None)
-
-
-def _context_length(folder: str, trust_remote_code: bool) -> int | None:
-    return getattr(_text_config(folder, trust_remote_code), "max_position_embeddings", None)
 
 
 def _text_config(folder: str, trust_remote_code: bool) -> Any:
@@ -83,7 +79,6 @@ class EngineStarter(Protocol):
 
     def start(self, engine: str, request: StartRequest) -> StartedEngines:
         """Start the engines, and wait until they are ready."""
-        ...
 
 
 @contextmanager

@@ -10,12 +10,11 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-from moe_replay.train.config.checks import warmup_problem
-from moe_replay.train.config.keys import ConfigError, all_fields
-from moe_replay.train.config.registries import PluginName
+from moe_replay.train.config.checks import plugin_names, warmup_problem
+from moe_replay.train.config.keys import ConfigError
 from moe_replay.train.config.sections import BackendConfig
 from moe_replay.train.config.train_config import TrainConfig
-from moe_replay.train.rollout.prompts import NO_PROMPT, Chat, DataError, Prompt, Rows, load_prompts, read_rows
+from moe_replay.train.rollout.prompts import Chat, DataError, Prompt, Rows, load_prompts, no_prompt, read_rows
 from moe_replay.train.rollout.reward_pool import check_columns
 from moe_replay.train.rollout.rewards import Reward, load_reward
 from moe_replay.train.rollout.tools import ToolSet, load_tools
@@ -60,14 +59,10 @@ def _check_path(key: str, path: str, kind: str) -> None:
 
 def _paths(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
     """Yield key, `module:name` and kind of every user-defined implementation."""
-    for key, field in all_fields().items():
-        if (plugin := PluginName.of(field)) is not None:
-            section, _, name = key.rpartition(".")
-            value = getattr(getattr(config, section), name)
-            for path in [value] if isinstance(value, str) else value or ():
-                path = path.removeprefix("verl:") if path.count(":") > 1 else path
-                if path not in plugin.registry() and is_path(path):
-                    yield key, path, plugin.kind
+    for key, plugin, name in plugin_names(config):
+        path = name.removeprefix("verl:") if name.count(":") > 1 else name
+        if path not in plugin.registry() and is_path(path):
+            yield key, path, plugin.kind
 
 
 def _check_attention(name: str) -> None:
@@ -150,7 +145,6 @@ def epochs_in_words(config: TrainConfig, num_prompts: int, unit: str = "prompts"
 
 
 def load_rewards(config: TrainConfig) -> list[Reward]:
-    """Return the reward functions with their weights."""
     weights = config.reward.weights or (1.0,) * len(config.reward.functions)
     return [
         load_reward(name, weight, config.reward.timeout_s)
@@ -162,13 +156,7 @@ def check_reward_columns(rewards: Sequence[Reward], rows: Rows) -> None:
     """Raise for the first row that lacks a column without which a reward function cannot be called, or a prompt."""
     for number, row in enumerate(rows):
         if "prompt" not in row and "messages" not in row:
-            raise DataError(
-                "a row has no prompt",
-                sample=rows.location(number),
-                expected="a column 'prompt' or 'messages'",
-                found=f"columns {sorted(row)}",
-                remedy=NO_PROMPT,
-            )
+            raise no_prompt(row, rows.location(number))
     for reward in rewards:
         needed = needed_columns(reward.function)
         for number, row in enumerate(rows):

@@ -108,7 +108,6 @@ def find_problems(config: TrainConfig) -> Problems:
 
 
 def needed_packages(config: TrainConfig, *, starts_engine: bool = True) -> Iterator[Need]:
-    """Yield the optional packages a configuration needs on this host."""
     rollout, spec = config.rollout, engine_spec(config.rollout.engine)
     yield Need("training", "transformers", "train")
     if config.model.lora_rank and config.backend.kind == "fsdp":

@@ -39,7 +39,6 @@ def find_sources(config: TrainConfig, status: StatusCallback) -> Sources:
 
 
 def load_tokenizer(folder: str, *, trust_remote_code: bool = False) -> Any:
-    """Return the tokenizer in the model's folder."""
     from transformers import AutoTokenizer
 
     remedy = "Put the tokenizer into the folder"

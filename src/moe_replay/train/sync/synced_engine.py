@@ -24,16 +24,13 @@ class Followers(Protocol):
 
     def follow_update(self, version: int, weights_id: str) -> None:
         """Hold requests back, and accept samples of this update from now on; returns when all do."""
-        ...
 
     def follow_servers(self, states: Mapping[str, ServerState]) -> None:
         """Resume after an update, with the servers that have taken it."""
-        ...
 
     @property
     def refusals(self) -> Refusals:
         """Requests so far whose answer was refused in these processes."""
-        ...
 
 
 class SyncedEngine(Sampler):

@@ -63,23 +63,18 @@ class TrajectoryStore(Protocol):
     @property
     def layer_sets(self) -> Sequence[Layers | None]:
         """Sets of layers that trajectories are encoded for, one for each pipeline stage; None: all of them."""
-        ...
 
     def put(self, trajectories: Sequence[Trajectory]) -> RolloutBatch:
         """Keep the trajectories of a step, and no longer those of the step before."""
-        ...
 
     def get(self, batch: RolloutBatch, indices: Sequence[int], layers: Sequence[int]) -> list[Trajectory]:
         """Return some trajectories, in this order, with the routes of at least these layers."""
-        ...
 
     def whole(self, batch: RolloutBatch, indices: Sequence[int]) -> list[Trajectory]:
         """Return some trajectories with the routes of all layers; where they were put."""
-        ...
 
     def close(self) -> None:
         """Free everything."""
-        ...
 
 
 class InProcessStore:

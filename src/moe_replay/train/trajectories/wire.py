@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -147,17 +147,6 @@ def stored_parts(trajectory: Trajectory, layers: Layers) -> Buffers:
     head = bytearray(record[: _HEADER.size])
     _ADVANTAGE.pack_into(head, _ADVANTAGE_AT, trajectory.advantage)  # known only once the whole group is scored
     return [memoryview(head), record[_HEADER.size :]]
-
-
-def trajectories_to_bytes(trajectories: Sequence[Trajectory], layers: Sequence[int] | None = None) -> bytes:
-    """Return a section of trajectories, with the routes of some layers."""
-    records = [record_parts(trajectory, layers) for trajectory in trajectories]
-    sizes = [table_bytes(len(records)), *(sum(map(len, record)) for record in records)]
-    return b"".join([table(list(accumulate(sizes))), *chain.from_iterable(records)])
-
-
-def trajectories_from_bytes(data: bytes) -> list[Trajectory]:
-    return list(read_section(memoryview(data)))
 
 
 def read_section(section: memoryview, indices: Iterable[int] | None = None) -> Iterator[Trajectory]:

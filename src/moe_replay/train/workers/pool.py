@@ -6,14 +6,12 @@ that ends go to the others.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -26,7 +24,7 @@ from moe_replay.engines.base import Refusals, ServerState
 from moe_replay.errors import MoeReplayError
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.rollout.groups import STOP_CHECK_S, Group, GroupTask, RunningGroup, ShouldStop
-from moe_replay.train.rollout.reward_worker import START, RewardWireError
+from moe_replay.train.rollout.reward_worker import RewardWireError, start_process
 from moe_replay.train.setup.engines import StartedEngines
 from moe_replay.train.workers import worker as worker_program
 from moe_replay.train.workers.wire import (
@@ -50,17 +48,10 @@ class _Worker:
     """One worker process, and the groups that it has, by their id."""
 
     def __init__(self, index: int, count: int, setup: Mapping[str, Any]) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            settings = {"path": sys.path, "socket": theirs.fileno(), "parent": os.getpid()}
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", START.format(module=worker_program.__name__), json.dumps(settings)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                process_group=0,  # Ctrl-C is for rank 0, which ends its workers in order
-            )
+        # In its own process group: Ctrl-C is for rank 0, which ends its workers in order.
+        self.process, connection = start_process(worker_program.__name__)
         self.name = f"rollout worker {index + 1} of {count} (process {self.process.pid})"
-        self.channel = Channel(ours)
+        self.channel = Channel(connection)
         self.followed: Future[None] = Future()
         self.groups: dict[int, _Sent] = {}
         self.segment = memoryview(b"")

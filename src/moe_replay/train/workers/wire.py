@@ -11,12 +11,12 @@ import mmap
 import os
 import socket
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from moe_replay.distributed.network import receive_into
 from moe_replay.errors import ExitStatus, MoeReplayError
 from moe_replay.records import EncodedTrajectory, Layers, SamplingParams, Trajectory
 from moe_replay.train.rollout.groups import Group, GroupTask
@@ -24,9 +24,6 @@ from moe_replay.train.rollout.prompts import Prompt
 from moe_replay.train.rollout.reward_worker import LENGTH, from_content, to_frame
 from moe_replay.train.trajectories.wire import Buffers, read_record, record_parts
 from moe_replay.utils.files import anonymous_file, write_at
-from moe_replay.utils.misc import one_line
-
-_PARTS = ("problem", "sample", "layer", "token", "expected", "found", "remedy")
 
 
 class WorkerError(MoeReplayError):
@@ -73,30 +70,12 @@ class Channel:
                 return None
             head += received
         content = bytearray(*LENGTH.unpack(head))
-        view = memoryview(content)
-        while view:
-            received_bytes = self.connection.recv_into(view)
-            if not received_bytes:
-                return None
-            view = view[received_bytes:]
+        if receive_into(self.connection, memoryview(content)) < len(content):
+            return None
         return Message(from_content(bytes(content)), file)
 
     def close(self) -> None:
         self.connection.close()
-
-
-def error_to_content(error: BaseException) -> dict[str, Any]:
-    trace = "".join(traceback.format_exception(error))
-    if not isinstance(error, MoeReplayError):
-        return {"kind": "", "parts": {"problem": f"{type(error).__name__}: {one_line(error)}"}, "traceback": trace}
-    parts = {name: getattr(error, name) for name in _PARTS}
-    texts = {name: part if part is None or isinstance(part, int) else str(part) for name, part in parts.items()}
-    cause = error.__cause__
-    return {
-        "kind": f"{type(error).__module__}:{type(error).__qualname__}",
-        "parts": texts,
-        "traceback": "".join(traceback.format_exception(cause)) if cause is not None else "",
-    }
 
 
 def error_from_content(content: Mapping[str, Any], worker: str) -> MoeReplayError:
@@ -176,10 +155,7 @@ class GroupWriter:
             }
             for trajectory, sets in zip(trajectories, records, strict=True)
         ]
-        return {
-            "trajectories": described,
-            "scores": {name: values.tolist() for name, values in group.scores.items()},
-        }
+        return {"trajectories": described, "scores": {name: values.tolist() for name, values in group.scores.items()}}
 
     def _make_room(self, size: int) -> None:
         """Begin another segment if a group does not fit into this one."""

@@ -5,11 +5,8 @@ Weights, versions and the data stay with rank 0, which sends tasks and says when
 
 from __future__ import annotations
 
-import json
 import math
 import select
-import socket
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,27 +17,23 @@ from moe_replay.engines.base import ServerState
 from moe_replay.errors import MoeReplayError
 from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.rollout.groups import Group, LocalGroups, RunningGroup
+from moe_replay.train.rollout.reward_worker import error_to_content, open_connection
 from moe_replay.train.rollout.rollouts import texts_of
 from moe_replay.train.rollout.tools import load_tools
 from moe_replay.train.setup.engines import StartedEngines, open_engine
 from moe_replay.train.setup.inputs import load_rewards
 from moe_replay.train.setup.sources import load_tokenizer
 from moe_replay.train.sync.synced_engine import SyncedEngine
-from moe_replay.train.workers.wire import Channel, GroupWriter, error_to_content, task_from_content
-from moe_replay.utils.processes import WATCH, end_with_parent
+from moe_replay.train.workers.wire import Channel, GroupWriter, task_from_content
+from moe_replay.utils.processes import WATCH
 
 CHECK_S = 1.0
 """Seconds between two looks at environments."""
 
 
 def main(settings: str) -> None:
-    """Serve rank 0; `settings` is JSON with the socket and the parent's process id."""
-    setup_ids = json.loads(settings)
-    end_with_parent(setup_ids["parent"])
-    for output in (sys.stdout, sys.stderr):
-        output.reconfigure(line_buffering=True)  # type: ignore[union-attr]  what it prints before it is killed
-    connection = socket.socket(fileno=setup_ids["socket"])
-    connection.set_inheritable(False)
+    """Serve rank 0."""
+    _, connection = open_connection(settings)
     channel = Channel(connection)
     setup = channel.receive()
     if setup is None:

@@ -47,15 +47,15 @@ def without(reasons: Mapping[str, str]) -> dict[str, Option]:
     return {theirs: Option(note=reason) for reason, names in reasons.items() for theirs in names.split()}
 
 
-def only(subject: str, reasons: Mapping[str, str]) -> dict[str, Option]:
+def only(subject: str, reason: str, names: str) -> dict[str, Option]:
     """Options without a counterpart that make another run, unless they have the value here.
 
-    reasons   reason -> name=value, with spaces between; a name alone has no harmless value
+    names   name=value, with spaces between; a name alone has no harmless value
     """
+    words = (word.partition("=") for word in names.split())
     return {
         name: Option(values=dict.fromkeys([harmless] if equals else []), note=reason, subject=subject)
-        for reason, words in reasons.items()
-        for name, equals, harmless in (word.partition("=") for word in words.split())
+        for name, equals, harmless in words
     }
 
 

@@ -112,23 +112,16 @@ OPTIONS: dict[str, Option] = {
     ),
     **only(
         "environment",
-        {
-            "an environment that calls episode.rewrite has samples step by step: docs/environments.md": (
-                "generator.step_wise_trajectories=false"
-            )
-        },
+        "an environment that calls episode.rewrite has samples step by step: docs/environments.md",
+        "generator.step_wise_trajectories=false",
     ),
     **only(
         "reward",
-        {"an environment of SkyRL scores its answers: name a function in reward.functions": "environment.env_class"},
+        "an environment of SkyRL scores its answers: name a function in reward.functions",
+        "environment.env_class",
     ),
-    **only(
-        "loss",
-        {
-            "KL is a loss term, not part of the reward": f"{ALGORITHM}.use_kl_in_reward=false",
-            "an entropy bonus needs a custom loss: docs/extending.md": f"{ALGORITHM}.use_entropy_loss=false",
-        },
-    ),
+    **only("loss", "KL is a loss term, not part of the reward", f"{ALGORITHM}.use_kl_in_reward=false"),
+    **only("loss", "an entropy bonus needs a custom loss: docs/extending.md", f"{ALGORITHM}.use_entropy_loss=false"),
 }
 
 GROUPS: dict[str, Option] = {
@@ -138,12 +131,9 @@ GROUPS: dict[str, Option] = {
             "there is no critic": "trainer.critic.",
         }
     ),
-    **only(
-        "environment",
-        {"environments are functions: rollout.environment, docs/environments.md": "environment."},
-    ),
-    **only("loss", {"not implemented": f"{ALGORITHM}."}),
-    **only("data", {"not implemented": "data."}),
+    **only("environment", "environments are functions: rollout.environment, docs/environments.md", "environment."),
+    **only("loss", "not implemented", f"{ALGORITHM}."),
+    **only("data", "not implemented", "data."),
 }
 """Reasons by prefix, for options that are not in the table."""
 

@@ -177,56 +177,36 @@ OPTIONS: dict[str, Option] = {
     ),
     **only(
         "sampling",
-        {
-            "not supported: the engine would sample from another distribution than the trainer scores": (
-                "min_p=0 repetition_penalty=1 stop_words structured_outputs_regex"
-            )
-        },
+        "not supported: the engine would sample from another distribution than the trainer scores",
+        "min_p=0 repetition_penalty=1 stop_words structured_outputs_regex",
     ),
     **only(
         "environment",
-        {
-            "environments are functions or tools: rollout.environment, docs/environments.md": (
-                "use_gym_env=false gym_env vllm_server_pass_dataset=false"
-            )
-        },
+        "environments are functions or tools: rollout.environment, docs/environments.md",
+        "use_gym_env=false gym_env vllm_server_pass_dataset=false",
     ),
-    **only(
-        "data",
-        {
-            "the chat template in the model's folder is used": "template agent_template",
-            "the training data is not split": "split_dataset_ratio=0",
-        },
-    ),
-    **only("reward", {"call it from a reward function, module:name": "reward_model reward_model_plugin"}),
+    **only("data", "the chat template in the model's folder is used", "template agent_template"),
+    **only("data", "the training data is not split", "split_dataset_ratio=0"),
+    **only("reward", "call it from a reward function, module:name", "reward_model reward_model_plugin"),
     **only(
         "model",
-        {
-            "adapters have no dropout and no bias, and are scaled by alpha / rank": (
-                "lora_dropout=0 lora_bias=none use_rslora=false use_dora=false"
-            ),
-            "the newest revision is used": "model_revision=main",
-        },
+        "adapters have no dropout and no bias, and are scaled by alpha / rank",
+        "lora_dropout=0 lora_bias=none use_rslora=false use_dora=false",
     ),
+    **only("model", "the newest revision is used", "model_revision=main"),
     **only(
         "loss",
-        {
-            "not implemented: write a policy loss, docs/extending.md": (
-                "top_entropy_quantile=1 off_policy_sequence_mask_delta real_tau fipo_decay_rate fipo_clip_range "
-                "fipo_clip_high_only fipo_safety_threshold"
-            ),
-            "the reference model is frozen": "sync_ref_model=false",
-            "KL is a loss term, not part of the reward": "kl_in_reward=false",
-            "there is no teacher": "teacher_model teacher_model_server teacher_kl_coef",
-        },
+        "not implemented: write a policy loss, docs/extending.md",
+        (
+            "top_entropy_quantile=1 off_policy_sequence_mask_delta real_tau fipo_decay_rate fipo_clip_range "
+            "fipo_clip_high_only fipo_safety_threshold"
+        ),
     ),
-    **only(
-        "optimizer",
-        {
-            "the learning rate decays to 0": "min_lr=0 lr_decay_iters lr_warmup_init=0",
-            "the optimizer is AdamW": "optimizer=adam",
-        },
-    ),
+    **only("loss", "the reference model is frozen", "sync_ref_model=false"),
+    **only("loss", "KL is a loss term, not part of the reward", "kl_in_reward=false"),
+    **only("loss", "there is no teacher", "teacher_model teacher_model_server teacher_kl_coef"),
+    **only("optimizer", "the learning rate decays to 0", "min_lr=0 lr_decay_iters lr_warmup_init=0"),
+    **only("optimizer", "the optimizer is AdamW", "optimizer=adam"),
 }
 
 RENAMED = {

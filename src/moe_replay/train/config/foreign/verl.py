@@ -195,40 +195,30 @@ OPTIONS: dict[str, Option] = {
     ),
     **only(
         "sampling",
-        {
-            "not supported: the engine would sample from another distribution than the trainer scores": (
-                f"{ROLLOUT}.do_sample=true {ROLLOUT}.ignore_eos=false"
-            )
-        },
+        "not supported: the engine would sample from another distribution than the trainer scores",
+        f"{ROLLOUT}.do_sample=true {ROLLOUT}.ignore_eos=false",
     ),
-    **only("data", {"all rows are used": "data.train_max_samples=-1"}),
+    **only("data", "all rows are used", "data.train_max_samples=-1"),
     **only(
         "environment",
-        {
-            "tools are functions: rollout.environment = tools, rollout.tools = module:name, docs/environments.md": (
-                f"{ROLLOUT}.multi_turn.enable=false {ROLLOUT}.multi_turn.tool_config_path "
-                f"{ROLLOUT}.multi_turn.format=hermes {ROLLOUT}.multi_turn.function_tool_path "
-                f"{ROLLOUT}.agent.agent_loop_config_path data.tool_config_path"
-            )
-        },
+        "tools are functions: rollout.environment = tools, rollout.tools = module:name, docs/environments.md",
+        (
+            f"{ROLLOUT}.multi_turn.enable=false {ROLLOUT}.multi_turn.tool_config_path "
+            f"{ROLLOUT}.multi_turn.format=hermes {ROLLOUT}.multi_turn.function_tool_path "
+            f"{ROLLOUT}.agent.agent_loop_config_path data.tool_config_path"
+        ),
     ),
     **only(
         "reward",
-        {
-            "call it from a reward function: reward.functions = module:name": (
-                "reward_model.enable=false reward.reward_model.enable=false reward_model.reward_manager=naive "
-                "reward.reward_manager.name=naive"
-            ),
-            "the column that names the reward is data_source": "data.reward_fn_key=data_source",
-        },
+        "call it from a reward function: reward.functions = module:name",
+        (
+            "reward_model.enable=false reward.reward_model.enable=false reward_model.reward_manager=naive "
+            "reward.reward_manager.name=naive"
+        ),
     ),
-    **only(
-        "loss",
-        {
-            "KL is a loss term, not part of the reward": "algorithm.use_kl_in_reward=false",
-            "an entropy bonus needs a custom loss: docs/extending.md": f"{ACTOR}.entropy_coeff=0",
-        },
-    ),
+    **only("reward", "the column that names the reward is data_source", "data.reward_fn_key=data_source"),
+    **only("loss", "KL is a loss term, not part of the reward", "algorithm.use_kl_in_reward=false"),
+    **only("loss", "an entropy bonus needs a custom loss: docs/extending.md", f"{ACTOR}.entropy_coeff=0"),
 }
 
 GROUPS: dict[str, Option] = {
@@ -250,26 +240,15 @@ GROUPS: dict[str, Option] = {
         }
     ),
     **only(
-        "environment",
-        {"environments are functions: docs/environments.md": f"{ROLLOUT}.multi_turn. {ROLLOUT}.agent."},
+        "environment", "environments are functions: docs/environments.md", f"{ROLLOUT}.multi_turn. {ROLLOUT}.agent."
     ),
-    **only("optimizer", {"AdamW: [optim]": f"{ACTOR}.optim.override_optimizer_config."}),
-    **only("model", {"the model's config.json is used": f"{MODEL}.override_config."}),
-    **only(
-        "loss",
-        {
-            "not implemented: write a policy loss, docs/extending.md": f"{ACTOR}.policy_loss.",
-            "not implemented": "algorithm.",
-        },
-    ),
-    **only("data", {"not implemented": "data."}),
-    **only(
-        "reward",
-        {
-            "call it from a reward function: reward.functions = module:name": "reward_model.",
-            "rewards are functions: reward.functions": "reward.",
-        },
-    ),
+    **only("optimizer", "AdamW: [optim]", f"{ACTOR}.optim.override_optimizer_config."),
+    **only("model", "the model's config.json is used", f"{MODEL}.override_config."),
+    **only("loss", "not implemented: write a policy loss, docs/extending.md", f"{ACTOR}.policy_loss."),
+    **only("loss", "not implemented", "algorithm."),
+    **only("data", "not implemented", "data."),
+    **only("reward", "call it from a reward function: reward.functions = module:name", "reward_model."),
+    **only("reward", "rewards are functions: reward.functions", "reward."),
 }
 """Reasons by prefix, for options that are not in the table."""
 
