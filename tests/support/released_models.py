@@ -44,11 +44,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "co": {"rollout": {"sleep": True, "lora": True, "share_weights": True}, "backend": {"offload": True}},
     "s": {"rollout": {"engine": "rollout_server", "urls": ["http://engine:8000"]}},
     "so": {"rollout": {"engine": "rollout_server", "urls": ["http://engine:8000"]}, "backend": {"offload": True}},
+    "8o": {"rollout": {"sleep": True}, "backend": {"offload": True}, "model": {"base_dtype": "fp8"}},
+    "8s": {"rollout": {"engine": "rollout_server", "urls": ["http://engine:8000"]}, "model": {"base_dtype": "fp8"}},
 }
 """Mark in the table -> settings, in the order in which they are tried."""
 ONE_COPY = ("mixtral", "olmoe", "qwen3_moe")
 """Model types whose tensors are laid out in vLLM as in Transformers (tests/real_vllm/test_one_copy.py)."""
-TWO_COPIES = tuple(mark for mark in SETTINGS if "c" not in mark)
+TWO_COPIES = tuple(mark for mark in SETTINGS if not {*mark} & {*"c8"})
 TRAINING: dict[str, dict[str, Any]] = {"LoRA": {"lora_rank": 16}, "full": {}}
 
 
@@ -87,8 +89,9 @@ def plan_released() -> Iterator[ReleasedModel]:
         sizes = ModelSizes.of(config)
         inactive = sizes.experts * (1 - sizes.top_k / sizes.num_experts)
         for training in TRAINING:
-            has_one_copy = training == "LoRA" and config.model_type in ONE_COPY
-            tried = tuple(SETTINGS) if has_one_copy else TWO_COPIES
+            tried = TWO_COPIES
+            if training == "LoRA":
+                tried = tuple(mark for mark in SETTINGS if "c" not in mark or config.model_type in ONE_COPY)
             counts = (2**power for power in range(MOST_GPUS.bit_length()))
             yield ReleasedModel(
                 name=name,
@@ -105,6 +108,8 @@ def find_fit(
 ) -> Fit | None:
     """Return the first of the tried `SETTINGS` with which a run fits."""
     for mark in tried:
+        if "8" in mark and gpus > 1:
+            continue  # weights in 8 bits are of one rank
         plan = plan_memory(_config(training, SETTINGS[mark], gpus), sizes, gpus=gpus, gpu_gib=gpu_gib)
         if plan.fits:
             return Fit(mark, max(plan.totals.values()) / GIB)
@@ -117,7 +122,7 @@ def _config(training: str, settings: Mapping[str, Any], gpus: int) -> TrainConfi
         options = {"tensor_parallel_size": min(gpus, GPUS_PER_NODE), "kv_cache_memory_bytes": KV_CACHE_GIB * GIB}
         rollout |= {"engine": "vllm", "dtype": "bfloat16", "options": options}
     tables = {
-        "model": {"path": "released", "dtype": "bfloat16", **TRAINING[training]},
+        "model": {"path": "released", "dtype": "bfloat16", **TRAINING[training], **settings.get("model", {})},
         "data": {"path": "prompts.jsonl", "max_prompt_length": 1024},
         "batch": {"tokens_per_micro_batch": 8192},
         "rollout": rollout,
