@@ -123,7 +123,7 @@ def ours(folder: Path, output: Path, device: str, steps: int, mode: str) -> list
         *(sys.executable, "-m", "moe_replay.cli.main", "train", "--name", "whole-run", "--steps", str(steps)),
         *("--output", str(output), "--model.path", str(folder / "model"), "--model.dtype", dtype),
         *("--data.path", str(folder / "train.jsonl"), "--reward.functions", REWARD, *engine),
-        *("--rollout.dtype", dtype, "--rollout.reproducible", "false", "--rollout.max_tokens", str(size.tokens)),
+        *("--rollout.dtype", dtype, "--rollout.max_tokens", str(size.tokens)),
         *("--rollout.prompts_per_step", str(size.prompts), "--rollout.num_generations", str(size.samples)),
         *("--replay.mode", mode, "--backend.device", device, "--optim.lr", "1e-6"),
         *(

@@ -517,7 +517,6 @@ SERVE_ONE_SIBLING = {
     "integrations.verl_megatron": "a guard for verl's own replay; what it shares with FSDP is in verl_batch",
     "integrations.verl_fsdp": "needs torch and verl's engine; the module that verl loads imports neither",
     "integrations.trl_generation": "engines behind TRL, which rest on other methods of TRL than the trainer does",
-    "replay.active": "which pass is active: the one place that asks autograd",
     "train.backends.compilation": "compiled layers, and what happens where the compiler fails",
     "train.backends.fsdp_loading": "reading a model folder into shards",
     "train.backends.megatron_counts": "what dispatchers know before the forward; the backend trains without it too",

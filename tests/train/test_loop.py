@@ -127,7 +127,9 @@ def test_packed_and_padded_batches_give_the_same_loss(config: Config, metrics_of
 
 def test_a_ratio_other_than_one_in_the_first_update_stops_the_run(config: Config) -> None:
     class Anything:
-        """Not asked for anything by the check."""
+        """Not asked for anything else by the check."""
+
+        device = torch.device("cpu")
 
     learner = Learner(config(), Anything())  # type: ignore[arg-type]
     learner.check_first_update(0.0)

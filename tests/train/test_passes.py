@@ -53,6 +53,7 @@ def test_passes_over_mini_batches_come_one_after_the_other(config: Config) -> No
         """A backend that notes what it is given."""
 
         seen: list[object] = []  # noqa: RUF012
+        device = torch.device("cpu")
 
         def update(self, batches: Any, loss: Any, routing: Any, lr: float) -> UpdateResult:
             self.seen.append(batches[0])

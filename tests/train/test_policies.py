@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -141,7 +142,8 @@ def test_tokens_without_a_route_leave_the_loss(config: Config) -> None:
     whole = gradient(batch.loss_weights)
     topology = mr.MoeTopology(4, tuple(mr.routes.MoeLayer(layer, NUM_EXPERTS, 2) for layer in LAYERS))
     metrics = MetricAccumulator(topology, torch.device("cpu"), means=["routing/dropped_tokens"])
-    learner = Learner(config(replay={"mode": "r3", "policy": "drop"}), None)  # type: ignore[arg-type]
+    backend: Any = SimpleNamespace(device=torch.device("cpu"))
+    learner = Learner(config(replay={"mode": "r3", "policy": "drop"}), backend)
     learner._drop_unrouted(batch, metrics)
     assert torch.equal(gradient(batch.loss_weights), whole.masked_fill(torch.tensor(dropped), 0.0))
     assert metrics.reduce().metrics["routing/dropped_tokens"] == sum(dropped) / len(dropped)

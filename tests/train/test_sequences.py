@@ -261,6 +261,23 @@ def test_each_group_of_a_run_has_its_own_seed_whatever_the_engine_and_after_a_re
     assert {seed for call in resumed.calls for seed in call} >= set(seeds[4:8])
 
 
+@pytest.mark.parametrize(
+    ("reproducible", "device", "has_seeds"),
+    [("auto", "cpu", True), ("auto", "cuda", False), (True, "cuda", True), (False, "cpu", False)],
+)
+def test_requests_have_seeds_on_a_cpu_unless_set_otherwise(
+    reproducible: Any, device: str, has_seeds: bool, config: Config, demo_files: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moe_replay.train.rollout.rollouts.device_type", lambda requested: device)
+    reward = {"functions": ["tests.train.test_sequences:keeping"]}
+    made = config(rollout={"num_generations": 2, "reproducible": reproducible}, reward=reward)
+    engine = Serial.from_pretrained(demo_files.model)
+    batches_from(engine, made, None, 1, [Prompt(row, "", (5, 6, 7), {}) for row in range(2)])
+    seeds = [seed for call in engine.calls for seed in call]
+    assert seeds
+    assert {seed is not None for seed in seeds} == {has_seeds}
+
+
 def says_twelve(prompts: list, completions: list[str], **_: Any) -> list[float]:
     """Whether the environment has spoken."""
     return [float("12" in text) for text in completions]

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import secrets
+import select
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ STEPS = 2
 VOCABULARY = 128
 OPTIONS = {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2**26, "gpu_memory_utilization": 0.3}
 _TRANSPORT = re.compile(r"weights reach the engine by (\w+) \((.*)\)")
-_DYING_S, _ENDING_S = 5.0, 10.0
+_DYING_S, _ENDING_S = 30.0, 10.0
 """Seconds in which the processes of an item that hangs write where they stand, and in which one ends when told."""
 
 
@@ -262,15 +263,20 @@ def _started(command: list[str], environment: dict[str, str], output: IO[bytes])
 
 
 def _dump_stacks(process: subprocess.Popen[bytes]) -> None:
-    """Have a process and all below it write their stacks; they end by it."""
-    everyone = [process.pid, *descendants(process.pid)]
+    """Have a process and all below it write their stacks; they end by it, and are waited for."""
+    running: list[int] = []
+    for pid in [process.pid, *descendants(process.pid)]:
+        with suppress(ProcessLookupError):
+            running.append(os.pidfd_open(pid))
     # All are held first: a parent that sees its child die would otherwise end before its own signal comes.
     for number in (signal.SIGSTOP, signal.SIGABRT, signal.SIGCONT):
-        for pid in everyone:
+        for descriptor in running:
             with suppress(ProcessLookupError):
-                os.kill(pid, number)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_DYING_S)
+                signal.pidfd_send_signal(descriptor, number)
+    deadline = time.monotonic() + _DYING_S
+    for descriptor in running:
+        select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        os.close(descriptor)
 
 
 def _wait_for_server(url: str, server: subprocess.Popen[bytes], deadline: float) -> None:

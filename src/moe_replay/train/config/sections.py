@@ -189,8 +189,9 @@ class RolloutConfig(Section):
     capture: Capture = "auto"
     """Route capture (vllm). kv_slot: ours, in vLLM's worker; vllm: its own; cross_check: both, which must agree (slow);
     auto: kv_slot unless other engine options rule it out; checked: auto with a self-test at the start."""
-    reproducible: bool = True
-    """Seed every request so that runs are repeatable; large GPU batches sample faster without."""
+    reproducible: bool | Literal["auto"] = "auto"
+    """Seed every request so that runs are repeatable; auto: on a CPU. On a GPU kernels depend on the batch, and vLLM
+    launches a kernel for each sequence with a seed in every step."""
     max_staleness: int = Field(0, ge=0, le=1000)
     """Maximum age of samples in steps; above 0, sampling and training overlap."""
     partial_rollout: bool = True

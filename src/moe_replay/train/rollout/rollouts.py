@@ -29,6 +29,7 @@ from moe_replay.train.rollout.rewards import Reward, total
 from moe_replay.train.rollout.tools import ToolSet
 from moe_replay.train.sync.synced_engine import SyncedEngine
 from moe_replay.train.trajectories.store import InProcessStore, TrajectoryStore
+from moe_replay.utils.device import device_type
 from moe_replay.utils.misc import ProgressCallback
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,8 @@ class Rollouts:
         """Sample with an engine, or with `groups` where that is not this process; batches go into a store."""
         self.engine = engine
         self._config = config
+        reproducible = config.rollout.reproducible
+        self._is_reproducible = device_type(config.backend.device) == "cpu" if reproducible == "auto" else reproducible
         self._stream = stream
         self._tokenizer = tokenizer
         self._rewards = rewards
@@ -332,7 +335,7 @@ class Rollouts:
 
     def _seed(self, *indices: int) -> int | None:
         """Return the seed of a group of the run with these indices; None if samples need not be reproducible."""
-        if not self._config.rollout.reproducible:
+        if not self._is_reproducible:
             return None
         return int(np.random.SeedSequence([self._config.seed, *indices]).generate_state(1)[0] >> 1)
 
