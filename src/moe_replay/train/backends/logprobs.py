@@ -243,7 +243,7 @@ class HeadScores:
 
         def score(hidden: Tensor, head: Head) -> Tensor:
             rows = hidden.flatten(0, 1)[batch.target_positions]
-            found = head_logprobs(
+            scores = head_logprobs(
                 rows,
                 head,
                 batch.target_ids,
@@ -253,7 +253,7 @@ class HeadScores:
                 mask=batch.logit_mask,
                 math=self._math,
             )
-            return torch.stack(found, dim=-1)
+            return torch.stack(scores, dim=-1)
 
         with _in_place_of_logits(self._head, score):
             logprobs, entropies = _forward(self._model, batch, context=self._context).unbind(-1)

@@ -190,8 +190,8 @@ class TrainerOffload:
     def content_of(self, tensor: Tensor) -> Tensor:
         """Return the values of this rank's part of a tensor, wherever they are."""
         local = local_part(tensor)
-        found = (memory.content_of(local) for memory in self._memory.values())
-        return next((values for values in found if values is not None), local)
+        contents = (memory.content_of(local) for memory in self._memory.values())
+        return next((values for values in contents if values is not None), local)
 
 
 def local_part(tensor: Tensor) -> Tensor:

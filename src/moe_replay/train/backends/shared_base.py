@@ -73,16 +73,16 @@ class SharedBase:
 
     def check(self, of_engine: Mapping[str, str]) -> None:
         """Raise unless both sides see the memory as it was when it was first compared, by their digests of now."""
-        own = digests(self._views)
-        self._digests = self._digests or own
-        for side, found in {"trainer": own, "engine": self._of_rows(of_engine)}.items():
-            changed = [place for place, known in self._digests.items() if found.get(place, known) != known]
+        of_trainer = digests(self._views)
+        self._digests = self._digests or of_trainer
+        for side, current in {"trainer": of_trainer, "engine": self._of_rows(of_engine)}.items():
+            changed = [place for place, original in self._digests.items() if current.get(place, original) != original]
             if changed:
                 layer, _, weight = changed[0].partition(":")
                 first = f"{weight} of layer {layer}" if layer else weight
                 raise SharedWeightsError(
                     f"frozen weights that trainer and engine share have changed, as the {side} sees them",
-                    found=f"{len(changed)} of {len(own)} tensors, the first: {first}",
+                    found=f"{len(changed)} of {len(of_trainer)} tensors, the first: {first}",
                     remedy=f"Adapters of this step may come of other weights: resume from a checkpoint. {REMEDY}",
                 )
 
