@@ -75,7 +75,7 @@ def shared_bins(
         trees += _trees(list(members), bodies, budget, sharing)
     bins: list[list[Tree]] = []
     for tree in sorted(trees, key=lambda tree: (-tree.cost, tree.indices[0])):
-        bin_ = next((bin_ for bin_ in bins if sum(one.cost for one in bin_) + tree.cost <= budget), None)
+        bin_ = next((bin_ for bin_ in bins if sum(member.cost for member in bin_) + tree.cost <= budget), None)
         if bin_ is None:
             bins.append([tree])
         else:
@@ -192,11 +192,11 @@ def _parts(headers: Sequence[TrajectoryHeader], limit: int) -> list[tuple[int, l
         prompt = min(headers[i].length - headers[i].num_scored for i in members)
         cost, part = 0, list[int]()
         for index in sorted(members, key=lambda i: (-headers[i].length, i)):
-            own = headers[index].length - prompt
-            if part and cost + own > limit:
+            suffix = headers[index].length - prompt
+            if part and cost + suffix > limit:
                 parts.append((cost, part))
                 cost, part = 0, []
-            cost += own if part else own + prompt
+            cost += suffix if part else suffix + prompt
             part.append(index)
         parts.append((cost, part))
     return parts

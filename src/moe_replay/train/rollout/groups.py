@@ -242,7 +242,7 @@ class LocalGroups:
 
     async def _sample_serially(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[list[Sample]]:
         """Return the samples of each prompt, from one call for all; their parameters differ in seeds alone."""
-        of_call = replace(params[0], seeds=tuple(own.seed for own in params if own.seed is not None))
+        of_call = replace(params[0], seeds=tuple(of_sample.seed for of_sample in params if of_sample.seed is not None))
         token_ids = [prompt.token_ids for prompt in prompts]
         return await asyncio.to_thread(self._engine.generate, token_ids, of_call)
 
@@ -285,14 +285,14 @@ class LocalGroups:
             wait([future])
             return True
         limit_s = math.inf if self._environment is None else self._config.environment_timeout_s
-        asked = time.monotonic()
+        last_asked = time.monotonic()
         with WATCH.waiting(limit_s):  # without a gap between the waits inside, each of which restarts its timer
             while not _is_done(future, limit_s):
                 self.check_environments()
-                if should_stop is not None and time.monotonic() - asked >= STOP_CHECK_S:
+                if should_stop is not None and time.monotonic() - last_asked >= STOP_CHECK_S:
                     if should_stop():
                         return False
-                    asked = time.monotonic()
+                    last_asked = time.monotonic()
         return True
 
     def check_environments(self) -> None:

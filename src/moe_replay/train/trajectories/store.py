@@ -198,8 +198,8 @@ class RankStore:
             return self._fetch_alone(batch, chosen, indices) if mapped is None else mapped
         trajectories = self._fetch_alone(batch, chosen, indices)
         location[0], location[1] = self._file, os.fstat(self._file).st_size
-        for other in sharing[1:]:
-            dist.send(location, other, group=control_group())
+        for peer in sharing[1:]:
+            dist.send(location, peer, group=control_group())
         return trajectories
 
     def _fetch_alone(self, batch: RolloutBatch, chosen: int, indices: Sequence[int]) -> list[Trajectory]:
