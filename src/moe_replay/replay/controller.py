@@ -469,10 +469,10 @@ class _Forward:
         The mean over layers and the experts taken then of the distance between logarithms of routing weights.
         """
         shifts = [routes.shift for routes in self._run().values()]
-        found = [shift for shift in shifts if shift is not None]
-        if not found or len(found) < len(shifts):
+        measured = [shift for shift in shifts if shift is not None]
+        if not measured or len(measured) < len(shifts):
             raise ReplayStateError("nothing was compared", remedy="Open the context with since=routing_weights()")
-        return torch.stack(found).mean(0)
+        return torch.stack(measured).mean(0)
 
 
 class Recording(_Forward):

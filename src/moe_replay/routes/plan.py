@@ -108,14 +108,14 @@ class DispatchPlan:
     def check(self, routes: RouteBatch, num_experts: Mapping[int, int]) -> None:
         """Raise unless this plan was made of these routes, as they are, for layers with so many experts each."""
         of = self.routes
-        for name, expected, found in (
+        for name, expected, actual in (
             ("layers", tuple(sorted(num_experts)), self.layers),
             ("experts", tuple(num_experts[layer] for layer in sorted(num_experts)), self.num_experts),
             ("rows", routes.num_rows, of.num_rows),
             ("experts per token", routes.top_k, of.top_k),
         ):
-            if expected != found:
-                raise _not_of_these_routes(f"other {name}", f"{name} {expected}", f"{name} {found}")
+            if expected != actual:
+                raise _not_of_these_routes(f"other {name}", f"{name} {expected}", f"{name} {actual}")
         if of.routed_experts is not routes.routed_experts:
             raise _not_of_these_routes("another micro-batch", routes.layout or "these routes", of.layout or "others")
         if self.version != _version(routes.routed_experts):
