@@ -467,11 +467,11 @@ class MaskCollector:
 def uniforms(prompts: Sequence[Sequence[int]], steps: int, params: SamplingParams) -> Tensor:
     """(prompts * n, steps) in [0, 1). A seeded row depends only on the seed, its prompt and its sample index."""
     rows = []
-    for prompt, own in zip(prompts, per_prompt(params, len(prompts)), strict=True):
-        if own.seed is None:
+    for prompt, own_params in zip(prompts, per_prompt(params, len(prompts)), strict=True):
+        if own_params.seed is None:
             rows.append(torch.rand(params.n, steps, dtype=torch.float64))
             continue
         for sample in range(params.n):
-            random = np.random.default_rng([own.seed, prompt_hash(prompt), sample])
+            random = np.random.default_rng([own_params.seed, prompt_hash(prompt), sample])
             rows.append(torch.from_numpy(random.random((1, steps))))
     return torch.cat(rows)

@@ -294,7 +294,11 @@ def _conversions(model: Any) -> list[Any]:
     if attached is not None:
         return attached
     prefixes = getattr(core_model_loading, "PrefixChange", ())  # only a loaded model knows whether it had the prefix
-    return [one for one in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(one, prefixes)]
+    return [
+        conversion
+        for conversion in get_model_conversion_mapping(model, add_legacy=False)
+        if not isinstance(conversion, prefixes)
+    ]
 
 
 def model_tensor(model: Any, target: str, parts: dict[str, Tensor]) -> Tensor:

@@ -361,8 +361,10 @@ def planned(tensors: Group, rows: Mapping[str, tuple[int, int]], chunk_bytes: in
     messages = []
     for infos in chunks:
         nbytes = max(ALIGNMENT, sum(aligned(info.nbytes) for info in infos))
-        own = {info.name: rows[info.name] for info in infos if info.name in rows}
-        messages.append(ChunkMessage(number=0, nbytes=nbytes, capacity=nbytes, tensors=describe(infos), rows=own))
+        chunk_rows = {info.name: rows[info.name] for info in infos if info.name in rows}
+        messages.append(
+            ChunkMessage(number=0, nbytes=nbytes, capacity=nbytes, tensors=describe(infos), rows=chunk_rows)
+        )
     return messages
 
 

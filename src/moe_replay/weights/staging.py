@@ -47,10 +47,10 @@ def openable_devices(device: torch.device) -> list[str]:
     """
     if device.type != "cuda":
         return [device_id(device)]
-    own = torch.cuda.current_device() if device.index is None else device.index
+    index = torch.cuda.current_device() if device.index is None else device.index
     others = range(torch.cuda.device_count())
-    found = [other for other in others if other == own or torch.cuda.can_device_access_peer(own, other)]
-    return [device_id(torch.device("cuda", other)) for other in found]
+    openable = [peer for peer in others if peer == index or torch.cuda.can_device_access_peer(index, peer)]
+    return [device_id(torch.device("cuda", peer)) for peer in openable]
 
 
 class StagingBuffer:

@@ -181,5 +181,5 @@ class GenerateResponse:
             )
         try:
             return int32_rows(encoded, tokens, topology, str(self.engine), self.index)
-        except RouteFormatError as wrong:
-            raise self._error(f"returned {wrong}") from wrong
+        except RouteFormatError as error:
+            raise self._error(f"returned {error}") from error
