@@ -284,16 +284,16 @@ def _guarded_scoring(original: Method) -> Method:
             return original(self, model, data_iterator, no_grad, temperature)
         data, chunk = next(data_iterator), language_model(model)
 
-        def run(given: dict[str, Any]) -> Any:
-            return original(self, model, iter([given]), no_grad, temperature)
+        def run(micro_batch: dict[str, Any]) -> Any:
+            return original(self, model, iter([micro_batch]), no_grad, temperature)
 
         with printed_before_raised():
             batch = guard.micro_batch(data)
             traces = None if records else batch.traces(data.get("routed_experts"), guard)
         if guard.compares_next():
             with without_own_replay(self), _routers_choose():
-                given = _without_routes(deepcopy(data))
-                self.moe_replay_native, _ = original(self, model, iter([given]), True, temperature)
+                native_data = _without_routes(deepcopy(data))
+                self.moe_replay_native, _ = original(self, model, iter([native_data]), True, temperature)
         if traces is None:
             result, traces = _record(guard, self, batch, chunk, lambda: run(data))
         elif guard.controller is None:

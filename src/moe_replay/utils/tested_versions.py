@@ -93,13 +93,13 @@ def notice_if_newer(package: str, version: str = "") -> None:
     version   of a server, where it is not the installed package
     """
     try:
-        found = version or metadata.version(package)
+        installed = version or metadata.version(package)
     except metadata.PackageNotFoundError:
         return
-    if is_newer(package, found):
+    if is_newer(package, installed):
         name = NAMES.get(package, package)
         print(
-            f"{name} {found} is newer than the newest tested ({dotted(TESTED[package][1])}); it is tried",
+            f"{name} {installed} is newer than the newest tested ({dotted(TESTED[package][1])}); it is tried",
             file=sys.stderr,
             flush=True,
         )

@@ -116,12 +116,12 @@ def weighed(history: EvidenceHistory) -> Verdict:
     fault = history.strongest()
     rows = ("prompts", "sampled tokens", "parts of sequences")[fault.segment]
     routes = late(fault.shift, "token") if fault.shift else _ALTERNATIVES[fault.alternative]
-    seen = f"{fault.suspects} of the {fault.units} looked at are affected; " if fault.suspects else ""
+    affected = f"{fault.suspects} of the {fault.units} looked at are affected; " if fault.suspects else ""
     span = "one step" if history.steps == 1 else f"{history.steps} steps"
     return Verdict(
         status="misaligned",
         cause=_CAUSES[fault.alternative],
-        detail=f"routes of {rows} are {routes}{fault.part} ({seen}evidence 1e{history.log10:.0f} over {span})",
+        detail=f"routes of {rows} are {routes}{fault.part} ({affected}evidence 1e{history.log10:.0f} over {span})",
         token_shift=fault.shift,
     )
 
@@ -174,11 +174,11 @@ def _shifts(table: ShiftTable) -> list[tuple[int, int] | None]:
     level, ahead = table.above_chance, -table.margin  # NaN compares as False
     beats = (ahead > MIN_MARGIN) & (ahead > CERTAIN * table.margin_deviation) & (level > FLOOR)
     beats &= (table.effective_rows >= FEWEST_ROWS)[:, None, None]
-    found: list[tuple[int, int] | None] = [None] * len(beats)
+    shifts: list[tuple[int, int] | None] = [None] * len(beats)
     for slot in np.flatnonzero(beats.any((1, 2))):
         row, column = np.unravel_index(np.where(beats[slot], level[slot], -1).argmax(), level.shape[1:])
-        found[slot] = SHIFTS[row], SHIFTS[column]
-    return found
+        shifts[slot] = SHIFTS[row], SHIFTS[column]
+    return shifts
 
 
 def _moved(table: ShiftTable, wrong: list[int], shifts: list[tuple[int, int] | None]) -> Verdict:
@@ -187,8 +187,8 @@ def _moved(table: ShiftTable, wrong: list[int], shifts: list[tuple[int, int] | N
     # A layer whose routes would stand outside the model can show no shift; most of the others must show this one.
     explained = [
         slot
-        for slot, found in zip(wrong, shifts, strict=True)
-        if shift and (found == shift or (found is None and not 0 <= slot + shift[0] < len(table.layers)))
+        for slot, slot_shift in zip(wrong, shifts, strict=True)
+        if shift and (slot_shift == shift or (slot_shift is None and not 0 <= slot + shift[0] < len(table.layers)))
     ]
     if shift is None or len(explained) < 0.6 * len(wrong):
         detail = "routes agree with native routing no better than chance"
@@ -235,13 +235,13 @@ def seen_layers(table: ShiftTable) -> list[int]:
     return [layer for layer, count in zip(table.layers, table.counts[:, HERE, HERE], strict=True) if count]
 
 
-def range_of_layers(wrong: list[int], seen: list[int]) -> str:
+def range_of_layers(wrong: list[int], examined: list[int]) -> str:
     """Return layers in words: "from layer 3 on", "up to layer 5", "in all layers", "in layers 2, 7"."""
-    if wrong == seen:
-        return "in all layers" if len(seen) > 1 else f"in layer {seen[0]}"
-    if wrong == seen[-len(wrong) :]:
+    if wrong == examined:
+        return "in all layers" if len(examined) > 1 else f"in layer {examined[0]}"
+    if wrong == examined[-len(wrong) :]:
         return f"from layer {wrong[0]} on"
-    if len(wrong) > 1 and wrong == seen[: len(wrong)]:
+    if len(wrong) > 1 and wrong == examined[: len(wrong)]:
         return f"up to layer {wrong[-1]}"
     return f"in layer{'s' if len(wrong) > 1 else ''} {listed(wrong)}"
 

@@ -59,8 +59,8 @@ class Mismatch:
             difference = difference[mask.bool()]
         terms = mismatch_terms(difference)
         _, _, _, distance, ratio, *_ = terms
-        seen = difference.numel() > 0
-        maxima = torch.stack([distance.max(), ratio.max()]) if seen else difference.new_zeros(2)
+        has_tokens = difference.numel() > 0
+        maxima = torch.stack([distance.max(), ratio.max()]) if has_tokens else difference.new_zeros(2)
         return cls(terms.sum(1), maxima)
 
     def __add__(self, other: Mismatch) -> Mismatch:

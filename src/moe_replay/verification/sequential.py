@@ -128,23 +128,23 @@ class RowSample:
 
 
 def _split(
-    own: np.ndarray, sampled: np.ndarray | None, each: int, chance: np.random.Generator
+    rows: np.ndarray, sampled: np.ndarray | None, each: int, chance: np.random.Generator
 ) -> list[tuple[int, np.ndarray]]:
     """Return two units of one sequence, `each` rows together: prompt and sampled tokens, or two halves.
 
     own       (T,) rows of its tokens, PADDING for those that are not drawn from
     sampled   (T,) bool, or None where not known
     """
-    here = own != PADDING
+    here = rows != PADDING
     if sampled is None:
-        allowed = own[here]
+        allowed = rows[here]
         half = len(allowed) // 2
-        parts, wanted = (allowed[:half], allowed[half:]), each // 2
+        parts, num_sampled = (allowed[:half], allowed[half:]), each // 2
         segments = (UNKNOWN, UNKNOWN)
     else:
-        parts, wanted = (own[here & ~sampled], own[here & sampled]), round(SAMPLED_FRACTION * each)
+        parts, num_sampled = (rows[here & ~sampled], rows[here & sampled]), round(SAMPLED_FRACTION * each)
         segments = (PROMPT, SAMPLED)
-    last = min(len(parts[1]), max(wanted, each - len(parts[0])))
+    last = min(len(parts[1]), max(num_sampled, each - len(parts[0])))
     return [
         (segment, chance.choice(part, count, replace=False))
         for segment, part, count in zip(segments, parts, (min(each - last, len(parts[0])), last), strict=True)
@@ -267,11 +267,13 @@ class PlaceCounts(NamedTuple):
 
 def count_places(native: Tensor, given: Tensor, num_experts: int) -> PlaceCounts:
     """Return the counts of native routes (L, 1 + P + C, U, M, K) and given ones (L, 1, U, M, K), int64 both."""
-    own = torch.cat([native[:, :1], given], 1)
-    member = torch.zeros(*own.shape[:-1], num_experts, dtype=torch.int64, device=own.device).scatter_(-1, own, 1)
+    experts = torch.cat([native[:, :1], given], 1)
+    member = torch.zeros(*experts.shape[:-1], num_experts, dtype=torch.int64, device=experts.device).scatter_(
+        -1, experts, 1
+    )
     # What is known of each expert in one number: its name, whether the row itself has it, whether the given routes do.
     # Then one gather and one sum serve three counts.
-    facts = _names(num_experts, own.device).add(member[:, :1], alpha=1 << _BITS).add_(member[:, 1:])
+    facts = _names(num_experts, experts.device).add(member[:, :1], alpha=1 << _BITS).add_(member[:, 1:])
     sums = facts.expand(-1, native.shape[1], -1, -1, -1).gather(-1, native).sum(-1)
     return PlaceCounts((sums >> (2 * _BITS)).int(), (sums >> _BITS) & _MASK, sums & _MASK)
 
@@ -300,8 +302,8 @@ def evidence_of(counts: PlaceCounts, covered: Tensor, known: Tensor, top_k: int)
     ahead = torch.cat([at_alternative - AHEAD, mean + BEHIND], 1)  # (L, H, U, M)
     weight = torch.cat([weights[:, :NUM_ALTERNATIVES], used.clamp(max=1)], 1)
     # Of a row that is compared with random ones, it is itself the question.
-    own = counts.name[:, :1]
-    question = torch.cat([counts.name[:, 1 : 1 + NUM_ALTERNATIVES], own], 1).add_(own, alpha=31)
+    own_name = counts.name[:, :1]
+    question = torch.cat([counts.name[:, 1 : 1 + NUM_ALTERNATIVES], own_name], 1).add_(own_name, alpha=31)
     counted = weight > 0
     weight = weight / _times_asked(question, counted)
 

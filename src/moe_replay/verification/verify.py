@@ -82,18 +82,18 @@ def compare(native: Sequence[RouteTrace], given: Sequence[RouteTrace], *, width:
     else:
         scores = row_scores(ours, theirs, torch.from_numpy(table.chance[:, HERE]))
         lost = np.flatnonzero(misrouted_rows(ours, theirs, scores, layout.starts))
-        wrong = verdict.layers or ours.layers
+        wrong_layers = verdict.layers or ours.layers
         evidence = Evidence(
             native=ours,
             given=theirs,
             starts=layout.starts,
             chance=table.chance[:, HERE],
             rows=np.flatnonzero(covered),
-            slots=np.array([ours.layers.index(layer) for layer in wrong]),
+            slots=np.array([ours.layers.index(layer) for layer in wrong_layers]),
             width=width,
         )
         if verdict.status == "misaligned" or len(lost):
-            some_rows = len(wrong) == len(ours.layers) and _only_these(lost, scores, evidence.rows)
+            some_rows = len(wrong_layers) == len(ours.layers) and _only_these(lost, scores, evidence.rows)
             verdict = _better(verdict, explain(replace(evidence, rows=lost) if some_rows else evidence))
         elif affected := affected_parts(evidence, layout):
             verdict = explain(replace(evidence, rows=affected.rows, slots=affected.slots))

@@ -149,9 +149,12 @@ def affected_parts(evidence: Evidence, layout: TokenLayout) -> Affected | None:
     step = max(1, CELLS // cells)
     for first in range(0, len(sample.rows), step):
         part = sample.part(first, first + step)
-        found = unit_evidence(ours, theirs, part, num_experts).summed(torch.from_numpy(part.segments))
-        log_wealth, unit_counts = log_wealth + found.log_wealth.numpy(), unit_counts + found.unit_counts.numpy()
-        suspects.append(found.suspects.numpy())
+        evidence_of_part = unit_evidence(ours, theirs, part, num_experts).summed(torch.from_numpy(part.segments))
+        log_wealth, unit_counts = (
+            log_wealth + evidence_of_part.log_wealth.numpy(),
+            unit_counts + evidence_of_part.unit_counts.numpy(),
+        )
+        suspects.append(evidence_of_part.suspects.numpy())
     history.add(log_wealth, unit_counts)
     if history.log10 < -math.log10(FALSE_ALARMS):
         return None
@@ -170,8 +173,8 @@ def _rows_of_units(evidence: Evidence, sample: RowSample, units: np.ndarray) -> 
     of_row = evidence.sample_of(evidence.rows)
     halves = []
     for unit in units:
-        own = evidence.rows[of_row == sample.sequence[unit]]
-        halves.append(own[len(own) // 2 :] if unit % 2 else own[: len(own) // 2])
+        of_sequence = evidence.rows[of_row == sample.sequence[unit]]
+        halves.append(of_sequence[len(of_sequence) // 2 :] if unit % 2 else of_sequence[: len(of_sequence) // 2])
     return np.sort(np.concatenate(halves))
 
 

@@ -131,15 +131,15 @@ def trace_files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     folder = path / "traces" if (path / "traces").is_dir() else path
-    found = sorted(folder.glob("*.mrt"))
-    if not found:
+    paths = sorted(folder.glob("*.mrt"))
+    if not paths:
         raise TraceFormatError(
             "the folder has no traces",
             expected="files traces/*.mrt",
             found=path,
             remedy="A run writes them with log.traces = 64, the number of samples per step",
         )
-    return found
+    return paths
 
 
 def run_budget(path: Path) -> int:
