@@ -57,7 +57,7 @@ class GatheredKeys(NamedTuple):
 
 
 class PackedSequences(NamedTuple):
-    """Where the sequences of a micro-batch begin in its flattened rows.
+    """Bounds of the sequences of a micro-batch in its flattened rows.
 
     starts    (S + 1,) int32: the first token of each sequence, and the number of all tokens
     longest   tokens of the longest sequence
@@ -317,7 +317,7 @@ _varlen = _Varlen()
 
 
 def _add_sequences(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """Add the sequences to a forward that was not told: by positions that begin again, else each row is one."""
+    """Add the sequences to a forward without them: a sequence begins where positions restart, else each row is one."""
     if "packed_sequences" in kwargs:
         return None
     ids, positions = kwargs.get("input_ids", args[0] if args else None), kwargs.get("position_ids")
@@ -467,8 +467,8 @@ def _attend(
 
 def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
     """(L, L): whether a token (row) attends to another (column)."""
-    every = torch.ones(length, length, dtype=torch.bool, device=device)
-    return every.tril() if window is None else every.tril().triu(1 - window)
+    all_pairs = torch.ones(length, length, dtype=torch.bool, device=device)
+    return all_pairs.tril() if window is None else all_pairs.tril().triu(1 - window)
 
 
 @torch.compiler.disable
@@ -485,7 +485,7 @@ def flex(
     """Heads (B, heads, W, size) -> (B, W, heads, size), by blocks of pairs that a sequence has."""
     assert options.get("softcap") is None, "flex has no soft caps"
     batch, _heads, width, _size = query.shape
-    # (1, heads, B * W, size): sequences of all rows behind each other
+    # (1, heads, B * W, size): sequences of all rows concatenated
     query, key, value = (heads.transpose(0, 1).flatten(1, 2)[None] for heads in (query, key, value))
     masks = sequences.masks
     if sequences.keys is not None:

@@ -51,7 +51,7 @@ NAME = "moe_replay_expert_parallel"
 
 
 class ExpertShard(NamedTuple):
-    """What a layer's experts know of the ranks.
+    """Ranks that share the experts of a layer, and this rank's part.
 
     group   ranks that have all experts of the layer together
     first   the first expert of this rank
@@ -144,7 +144,7 @@ def _chunk(rows: range, parts: int, index: int) -> range:
 
 
 class _Exchange(Function):
-    """Rows to the ranks of a group, so many to each: (S, H) -> (R, H)."""
+    """Exchange of rows among the ranks of a group: (S, H) -> (R, H)."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
@@ -195,7 +195,7 @@ def _local(module: Any, name: str) -> Tensor:
 
 
 class Travel(NamedTuple):
-    """How the rows of one layer travel: to the ranks of their experts, and there into the order of the experts.
+    """Exchange of the rows of one layer: to the ranks of their experts, and there into the order of the experts.
 
     sent, received   rows to and from each rank of the group
     by_expert        (R,) which of the R rows that arrive, by rank and then by expert, is the next by expert
@@ -211,7 +211,7 @@ class Travel(NamedTuple):
 
 
 class PlannedTravel(NamedTuple):
-    """What is known of `Travel` before the forward: a few numbers for each expert of each rank.
+    """The part of `Travel` that is known before the forward: a few numbers for each expert of each rank.
 
     blocks   (4, ranks * experts) rows that arrive of each rank for each expert, how far they go, and both by expert
     """
@@ -259,7 +259,7 @@ def plan_travel(
     # One copy to the device for all layers.
     flat = [part.ravel() for *_, blocks, counts in layers for part in (blocks, counts)]
     numbers = torch.from_numpy(np.concatenate(flat))
-    pieces = iter(numbers.to(device).split([n for each in local for n in (4 * size * each, each)]))
+    pieces = iter(numbers.to(device).split([n for count in local for n in (4 * size * count, count)]))
     exchanges = {
         layer: PlannedTravel(sent_counts, received_counts, next(pieces).view(4, -1), next(pieces))
         for layer, (sent_counts, received_counts, *_) in zip(num_experts, layers, strict=True)
@@ -326,7 +326,7 @@ def parallel_experts(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k
 
 
 def _computed(module: Any, rows: Tensor, counts: Tensor) -> Tensor:
-    """Return the rows of this rank's experts, so many of each, after their projections."""
+    """Return the rows of this rank's experts, `counts` of each, after their projections."""
     from transformers.integrations.moe import _grouped_linear
 
     offsets = counts.cumsum(0, dtype=torch.int32)

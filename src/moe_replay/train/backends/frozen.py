@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Owner(NamedTuple):
-    """Where a frozen parameter belongs: a module, its name there, and its full name."""
+    """Place of a frozen parameter: a module, its name there, and its full name."""
 
     module: nn.Module
     leaf: str
@@ -16,7 +16,7 @@ class Owner(NamedTuple):
 
 
 Frozen = list[tuple[list[Owner], nn.Parameter]]
-"""Parameters of a model on the meta device, and where each belongs: a tied one to several modules."""
+"""Parameters of a model on the meta device, each with its owners: a tied one has several."""
 
 
 def take_out(model: nn.Module) -> Frozen:

@@ -185,8 +185,8 @@ class FsdpSource:
 
     def _state(self) -> dict[str, Tensor]:
         """Return the parameters and buffers of the model by name, tied parameters once."""
-        every = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
-        tied = every - {name for name, _ in self._model.named_parameters()}
+        names = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        tied = names - {name for name, _ in self._model.named_parameters()}
         return {name: tensor for name, tensor in self._model.state_dict().items() if name not in tied}
 
     def _plain_name(self, name: str) -> str:

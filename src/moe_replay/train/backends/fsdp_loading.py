@@ -145,8 +145,8 @@ def without_scales(settings: Any) -> bool:
 
 
 def _tied(model: nn.Module) -> set[str]:
-    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return every - {name for name, _ in model.named_parameters()}
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return names - {name for name, _ in model.named_parameters()}
 
 
 # ---- what no checkpoint has ------------------------------------------------------------------------------------------

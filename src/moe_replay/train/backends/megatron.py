@@ -84,8 +84,8 @@ def token_scores(
     local = head_logprobs(
         targets, head, batch.target_ids, temperature=temperature, chunk=rows, entropy=entropy, mask=batch.logit_mask
     )
-    every = torch.zeros_like(batch.loss_weights)
-    scores = [every.index_copy(0, batch.target_index, values) for values in local]
+    zeros = torch.zeros_like(batch.loss_weights)
+    scores = [zeros.index_copy(0, batch.target_index, values) for values in local]
     context_group: Any = parallel_state.get_context_parallel_group()
     if context_group.size() > 1:
         scores = [sum_over_ranks(values, context_group) for values in scores]

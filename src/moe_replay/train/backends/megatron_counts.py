@@ -70,11 +70,13 @@ class CountsPlanner:
         held = torch.full((len(self._layers), dispatcher.num_experts), -1, dtype=torch.int64, device=self._device)
         if plan is not None:
             held = plan.offsets.long().diff(dim=1, prepend=plan.offsets.new_zeros(len(self._layers), 1).long())
-        every = held.new_empty(dispatcher.ep_size * dispatcher.tp_size * held.shape[0], held.shape[1])
-        torch.distributed.all_gather_into_tensor(every, held.contiguous(), group=dispatcher.tp_ep_group)
+        gathered = held.new_empty(dispatcher.ep_size * dispatcher.tp_size * held.shape[0], held.shape[1])
+        torch.distributed.all_gather_into_tensor(gathered, held.contiguous(), group=dispatcher.tp_ep_group)
         local = slice(dispatcher.local_expert_indices[0], dispatcher.local_expert_indices[-1] + 1)
         here = (
-            every.view(dispatcher.ep_size, dispatcher.tp_size, *held.shape).permute(2, 1, 0, 3)[..., local].contiguous()
+            gathered.view(dispatcher.ep_size, dispatcher.tp_size, *held.shape)
+            .permute(2, 1, 0, 3)[..., local]
+            .contiguous()
         )
         sent = held.view(len(self._layers), dispatcher.ep_size, -1).sum(2)
         on_host, sent = torch.cat([here.flatten(), sent.flatten()]).cpu().split([here.numel(), sent.numel()])

@@ -131,12 +131,12 @@ def _adapter_runs(adapter: WeightAdapter, first_column: int, width: int) -> Iter
     ups = [
         Part(
             f"{part.name}.lora.up",
-            (each.tensor_shape[0], rank),
-            (*_region(each.source[:1]), range(rank)),
-            (*_region(each.target[:1]), range(rank)),
+            (slice_.tensor_shape[0], rank),
+            (*_region(slice_.source[:1]), range(rank)),
+            (*_region(slice_.target[:1]), range(rank)),
         )
         for part in adapter.parts
-        for each in part.slices
+        for slice_ in part.slices
     ]
     names = {part.group: part.name for part in reversed(adapter.parts)}  # the first of a group names it
     columns = range(first_column, first_column + down.shape[1])

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 logger = logging.getLogger(__name__)
 
 Tensors = Callable[[], Iterable[Tensor]]
-"""Tensors of a backend as of now; those of the optimizer come with its first step."""
+"""Current tensors of a backend; those of the optimizer come with its first step."""
 _ALIGNMENT = 256
 
 

@@ -244,7 +244,7 @@ LAYOUT = "layout.json"
 STEP = "step."
 """Beginning of the names of numbers that count steps of the optimizer."""
 PICKLED = ".metadata"
-"""What torch.distributed.checkpoint leaves in a folder; reading it would run any code it names."""
+"""File that torch.distributed.checkpoint leaves in a folder; reading it would run any code it names."""
 _LOCAL = "local."
 """Beginning of the names of buffers that belong to no tensor of the whole model."""
 _REQUIRED = ("kind", "dtype")

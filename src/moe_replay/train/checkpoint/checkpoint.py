@@ -313,19 +313,19 @@ class Checkpoints:
 
     def check_room(self, policy: Backend, export_like: Path | None = None) -> None:
         """Raise unless all checkpoints that will exist together fit on the disk; call it before training."""
-        each = policy.state_bytes()
+        checkpoint_bytes = policy.state_bytes()
         if export_like is not None and self._merge:
-            each += sum(file.stat().st_size for file in export_like.glob("*.safetensors"))
-        from_rank_0(lambda: self._check_room(each), "checking the disk space for checkpoints")
+            checkpoint_bytes += sum(file.stat().st_size for file in export_like.glob("*.safetensors"))
+        from_rank_0(lambda: self._check_room(checkpoint_bytes), "checking the disk space for checkpoints")
 
-    def _check_room(self, each: int) -> str:
+    def _check_room(self, checkpoint_bytes: int) -> str:
         try:
             write_whole(self.folder / ".writable", "")
             (self.folder / ".writable").unlink()
         except OSError as error:
             raise CheckpointError(f"checkpoints cannot be written to {self.folder}: {error}") from error
         replaced = sum(size for name, size in sizes(self.folder).items() if DAMAGED not in name)
-        needed = (self._keep + 1) * each - replaced
+        needed = (self._keep + 1) * checkpoint_bytes - replaced
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise CheckpointError(

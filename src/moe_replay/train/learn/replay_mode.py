@@ -1,4 +1,4 @@
-"""Which routes each pass of the trainer takes: off, R2 or R3, and how `auto` chooses between them."""
+"""Routes that each pass of the trainer uses: off, R2 or R3, and the choice that `auto` makes."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ ALL_SERVERS = "all servers together"
 
 
 class ServerCheckError(EngineError):
-    """What the rollout reports of its samples is not what the trainer computes, or routes are missing."""
+    """Log-probs or routes that the rollout reports differ from those of the trainer, or routes are missing."""
 
     exit_status = ExitStatus.CHECK_FAILED
 

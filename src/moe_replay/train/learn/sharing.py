@@ -19,9 +19,9 @@ from moe_replay.routes.layout import Prefix
 
 
 class Sharing(NamedTuple):
-    """What sequences must have in common to share a prefix, besides its tokens.
+    """Conditions for sharing a prefix, besides equal tokens.
 
-    same_routes   its routes: those of the rollout are replayed
+    same_routes   its routes must be equal: those of the rollout are replayed
     """
 
     same_routes: bool

@@ -79,7 +79,7 @@ class FirstUpdateCheck:
 
     @property
     def limit(self) -> float:
-        """The largest difference that is accepted as of now."""
+        """Largest difference that is accepted at present."""
         return NOISE_MARGIN * self.noise if self._tolerance == "auto" else self._tolerance
 
     def check(self, largest: float, backend: Backend, batches: Sequence[MicroBatch], routing: Routing) -> None:

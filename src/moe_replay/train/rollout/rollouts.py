@@ -273,7 +273,7 @@ class Rollouts:
         return {"servers/refused": float(new.total()), **by_server}
 
     def _duplicates(self, trajectories: Sequence[Trajectory]) -> int:
-        """Return how many trajectories are copies of another one that nobody draws twice; the first is logged."""
+        """Return the number of copies among trajectories that are too unlikely to be sampled twice; log the first."""
         if not self._params.temperature:
             return 0
         first: dict[bytes, Trajectory] = {}

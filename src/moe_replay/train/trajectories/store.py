@@ -122,7 +122,9 @@ class RankStore:
     def __init__(self, data_rank: int, layers: Layers, timeout_s: float, machine: str | None = None) -> None:
         self._own = _RankLocation(os.getpid(), machine_id() if machine is None else machine, data_rank, layers)
         gathered = map(json.loads, all_gather_text(json.dumps(self._own)))
-        self._locations = [_RankLocation(pid, where, share, tuple(some)) for pid, where, share, some in gathered]
+        self._locations = [
+            _RankLocation(pid, where, share, tuple(layers_of_rank)) for pid, where, share, layers_of_rank in gathered
+        ]
         self._sets = sorted({location.layers for location in self._locations})
         self._timeout_s = timeout_s
         self._file = -1
