@@ -401,9 +401,9 @@ def _bit_sets(counts: np.ndarray, ids: np.ndarray, vocab_size: int) -> list[byte
     ends = np.concatenate([[0], np.cumsum(counts)])
     packed = []
     for first in range(0, len(counts), _BIT_SETS_AT_ONCE):
-        some = counts[first : first + _BIT_SETS_AT_ONCE]
-        kept = np.zeros((len(some), vocab_size), np.uint8)
-        kept[np.repeat(np.arange(len(some)), some), ids[ends[first] : ends[first + len(some)]]] = 1
+        block = counts[first : first + _BIT_SETS_AT_ONCE]
+        kept = np.zeros((len(block), vocab_size), np.uint8)
+        kept[np.repeat(np.arange(len(block)), block), ids[ends[first] : ends[first + len(block)]]] = 1
         packed.append(np.packbits(kept, axis=1, bitorder="little").tobytes())
     return packed
 

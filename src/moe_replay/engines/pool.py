@@ -470,7 +470,9 @@ def _require_equal(subject: str, facts: Mapping[str, Mapping[str, object]]) -> N
     first = next(iter(facts.values()))
     different = [name for name in first if any(of_server[name] != first[name] for of_server in facts.values())]
     if different:
-        of_servers = (f"{url}: {', '.join(f'{name} {of[name]}' for name in different)}" for url, of in facts.items())
+        of_servers = (
+            f"{url}: {', '.join(f'{name} {values[name]}' for name in different)}" for url, values in facts.items()
+        )
         raise EngineError(
             f"the servers of a pool have different {subject}",
             expected=f"the same {', '.join(different)}",

@@ -178,7 +178,7 @@ def check_option_names(name: str, options: Mapping[str, Any]) -> None:
 def _keyword_arguments(client: type) -> set[str]:
     """Return the keyword arguments of a class and of the classes that it passes others on to."""
     constructors = [vars(base)["__init__"] for base in client.mro() if "__init__" in vars(base)]
-    parameters = [parameter for each in constructors for parameter in inspect.signature(each).parameters.values()]
+    parameters = [parameter for init in constructors for parameter in inspect.signature(init).parameters.values()]
     return {parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
 
 

@@ -43,7 +43,7 @@ from moe_replay.weights.staging import device_id, openable_devices, received_ten
 from moe_replay.weights.transfer import Receivers, Transfer
 
 _ABANDONED: ContextVar[threading.Event | None] = ContextVar("abandoned", default=None)
-"""Event that is set when nobody waits for the samples of this call any more."""
+"""Event that is set when the caller no longer waits for the samples."""
 
 
 def _is_abandoned() -> bool:
@@ -268,12 +268,12 @@ class TransformersEngine(Engine):
         ids, logprobs = [], []
         collector = MaskCollector() if params.sampling_mask and params.is_truncated else None
         for step in range(steps):
-            every = sampled_logprobs(logits, params)
-            token = draw(every, randoms[:, step], params)
+            all_logprobs = sampled_logprobs(logits, params)
+            token = draw(all_logprobs, randoms[:, step], params)
             if collector is not None:
-                collector.add(every)
+                collector.add(all_logprobs)
             ids.append(token)
-            logprobs.append(every.gather(-1, token[:, None])[:, 0])
+            logprobs.append(all_logprobs.gather(-1, token[:, None])[:, 0])
             count += alive
             stopped |= alive & torch.isin(token, ends)
             alive &= ~stopped & (count < limit)

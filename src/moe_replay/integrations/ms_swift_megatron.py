@@ -207,8 +207,8 @@ class MicroBatch:
 
         Traces of R2 have the layers of this pipeline stage only.
         """
-        every = guard.topology.layers
-        return RouteBatch.from_traces(traces, self.layout, layers, source_layers=every).to(guard.device)
+        all_layers = guard.topology.layers
+        return RouteBatch.from_traces(traces, self.layout, layers, source_layers=all_layers).to(guard.device)
 
     def fed_ids(self, chunk: Any, device: torch.device) -> Tensor | None:
         """Return the ids for a chunk that is not fed any; None for the first."""
@@ -314,7 +314,7 @@ def _guarded_scoring(original: Method) -> Method:
 
 @contextmanager
 def _routers_choose() -> Iterator[None]:
-    """Let the routers neither replay nor record: ms-swift has told all of them what to do in this pass."""
+    """Let the routers neither replay nor record: ms-swift has set the action of all of them for this pass."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
     routers = RouterReplay.global_router_replay_instances

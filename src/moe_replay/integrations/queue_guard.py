@@ -47,7 +47,7 @@ def install(guard: type[QueueGuard], args: Any) -> None:
 
 
 class QueueGuard(ABC):
-    """What the routers of this rank are to be given, one entry a micro-batch: (R, layers, K), and which rows count.
+    """Guard of a trainer's packing: the expected routes of each micro-batch (R, layers, K), and which rows count.
 
     trainer      its name, in errors
     actor        its module that has the function whose place the guard takes

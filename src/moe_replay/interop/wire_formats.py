@@ -207,8 +207,8 @@ def from_router_trace(
         wide[:, layer] = rows
     if len(layers) == len(topology.layers):
         return trace_of(wide, ids, topology, "Megatron's router trace", weight_version=weight_version)
-    some = sorted(layers)
-    trace = RouteTrace(ids, wide[:, some], some, None, weight_version, num_experts=topology.num_experts)
+    present = sorted(layers)
+    trace = RouteTrace(ids, wide[:, present], present, None, weight_version, num_experts=topology.num_experts)
     return trace.with_uncaptured_layers(topology.layers)
 
 
@@ -246,7 +246,7 @@ def _records(lines: Iterable[str], limit: int, source: str) -> Iterator[tuple[in
 
 
 class SpanDigest(NamedTuple):
-    """What NeMo-RL wrote about one sample at one place."""
+    """One line of NeMo-RL's trace: the digest of a sample's routes at one stage."""
 
     line: int  # in the file
     event: str  # "rollout_payload_sample", or "tq_fetch_sample" with a stage

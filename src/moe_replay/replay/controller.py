@@ -188,7 +188,7 @@ class RouterReplay:
 
     @contextmanager
     def any_plan(self, rows: int) -> Iterator[None]:
-        """Give experts a plan for so many rows, whatever routers choose: for code that is compiled before a replay.
+        """Give experts a plan for `rows` rows, whatever routers choose: for code that is compiled before a replay.
 
         What they compute is of no use.
         """
@@ -445,7 +445,7 @@ def _of_layer(since: RoutingWeights | None, layer: int) -> tuple[torch.Tensor, t
 
 
 class _Forward:
-    """What the routers did in the forward of a context."""
+    """Choices of the routers in the forward of a context."""
 
     def __init__(self, topology: MoeTopology, rows: RowOrder, forward_pass: ForwardPass) -> None:
         self._topology = topology

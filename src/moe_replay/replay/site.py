@@ -49,7 +49,7 @@ class Chunk:
 
 
 class PlanSlot:
-    """Where the experts of one layer find the plan of the pass that their router is in.
+    """Holder of the dispatch plan for the experts of one layer, in the pass that their router is in.
 
     layer         its decoder index
     num_experts   that rows are ordered by

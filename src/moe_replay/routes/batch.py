@@ -172,8 +172,8 @@ class RouteBatch:
         gates   decoder layer -> (R, K) floating point, where they were recorded
         """
         layers = tuple(sorted(routed_experts))
-        nothing = torch.zeros((0, 0, topology.top_k), dtype=torch.uint8)  # of a pipeline stage without routers
-        stacked = torch.stack([routed_experts[layer] for layer in layers]) if layers else nothing
+        empty = torch.zeros((0, 0, topology.top_k), dtype=torch.uint8)  # of a pipeline stage without routers
+        stacked = torch.stack([routed_experts[layer] for layer in layers]) if layers else empty
         if stacked.dtype not in (torch.uint8, torch.int16):
             stacked = stacked.to(torch.uint8 if topology.num_experts <= 256 else torch.int16)
         every_row = torch.ones((1, stacked.shape[1]), dtype=torch.bool, device=stacked.device)
@@ -258,7 +258,7 @@ class RouteBatch:
         return self.valid.stride(0) == 0
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> RouteBatch:
-        """Return a batch whose tensors are changed alike."""
+        """Return a batch with the same change applied to all tensors."""
         fed, gates = self.fed_token_ids, self.gates
         return replace(
             self,

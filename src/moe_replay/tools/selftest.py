@@ -95,7 +95,7 @@ class ItemError(MoeReplayError):
 
 
 class Machine(NamedTuple):
-    """What items run on."""
+    """Devices and settings that all items run with."""
 
     device: str  # cpu or cuda
     gpus: tuple[str, ...]  # two entries of CUDA_VISIBLE_DEVICES

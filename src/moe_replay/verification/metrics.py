@@ -308,8 +308,8 @@ def _reduced(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
     rows[dist.get_rank()] = maxima
     everything = torch.cat([sums, rows.flatten()])
     dist.all_reduce(everything)
-    total, every = everything.split([len(sums), rows.numel()])
-    return total, every.view_as(rows).amax(0)
+    total, of_ranks = everything.split([len(sums), rows.numel()])
+    return total, of_ranks.view_as(rows).amax(0)
 
 
 def _routed_tokens(routes: RouteBatch, layout: TokenLayout) -> Tensor:

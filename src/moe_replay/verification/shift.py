@@ -248,13 +248,13 @@ def pair_sums(shared: Tensor, both: Tensor) -> Tensor:
     return torch.stack([pairs, first[0], second[0], first[1], second[1]], -1)
 
 
-def foreign_pairs(own: Any, other: Any, same_token: Any, top_k: int) -> tuple[Any, Any]:
+def foreign_pairs(loads: Any, other_loads: Any, same_token: Any, top_k: int) -> tuple[Any, Any]:
     """Return what pairs of different tokens share, summed, and their number, (...) each; arrays, or tensors.
 
-    own, other   (..., E + 1) of `ShiftTable.loads`
-    same_token   (..., 5) of `ShiftTable.pairs`: the pairs to leave out
+    loads, other_loads   (..., E + 1) of `ShiftTable.loads`
+    same_token           (..., 5) of `ShiftTable.pairs`: the pairs to leave out
     """
-    product = own * other
+    product = loads * other_loads
     common = product[..., :-1].sum(-1) / top_k - same_token[..., _SHARED]
     return common, product[..., -1] - same_token[..., _PAIRS]
 

@@ -133,7 +133,7 @@ def is_beyond(numbers: Mapping[str, Any], field: str, limits: GateLimits = GATE)
 
 
 def gate(attribution: Attribution, limits: GateLimits = GATE) -> list[str]:
-    """Return what `judge` says of an attribution; without log-probs, of its agreement alone."""
+    """Return the lines of `judge` for an attribution; without log-probs, of its agreement alone."""
     return judge(Signature.of(attribution), tuple(NUMBERS) if attribution.passes else LOWER, limits)
 
 

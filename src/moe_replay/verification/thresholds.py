@@ -1,4 +1,4 @@
-"""What makes `moe-replay verify` fail: limits on mismatch and agreement, misaligned routes, bits that differ."""
+"""Failures of `moe-replay verify`: limits on mismatch and agreement, misaligned routes, bits that differ."""
 
 from __future__ import annotations
 

@@ -170,9 +170,7 @@ class AlignmentCheck:
         if verdict.status != "misaligned":
             return verdict
         explained = [self.watch.explain(*routes).verdict for routes in micro_batches.values()]
-        causes = "".join(
-            f"; {verdict_of_batch.detail}" for verdict_of_batch in explained if verdict_of_batch.status == "misaligned"
-        )
+        causes = "".join(f"; {finding.detail}" for finding in explained if finding.status == "misaligned")
         error = AlignmentError(
             f"the rollout's routes are not those of the tokens they are used for: {verdict.detail}{causes}",
             expected="routes that agree best with the trainer's own at the same token and layer",

@@ -85,12 +85,12 @@ def misrouted_rows(native: RouteBatch, given: RouteBatch, scores: RowScores, sta
 
 def constant_rows(native: RouteBatch, given: RouteBatch) -> np.ndarray:
     """Return which rows name the same experts in every layer, as rows filled with a constant do, (R,) bool."""
-    nothing = np.zeros(native.num_rows, bool)
+    no_rows = np.zeros(native.num_rows, bool)
     if len(native.layers) < 3:
-        return nothing
+        return no_rows
     filled = _same_in_all_layers(given) & given.valid.all(0).numpy()
     in_native = _same_in_all_layers(native)
-    return filled & ~in_native if filled.sum() > 2 + 4 * in_native.sum() else nothing
+    return filled & ~in_native if filled.sum() > 2 + 4 * in_native.sum() else no_rows
 
 
 def _same_in_all_layers(batch: RouteBatch) -> np.ndarray:
@@ -135,8 +135,8 @@ def affected_parts(evidence: Evidence, layout: TokenLayout) -> Affected | None:
     chance = np.random.default_rng(0)
     layers = sorted(chance.choice(native.layers, min(LAYERS, len(native.layers)), replace=False).tolist())
     count = len(evidence.lengths)
-    each = int(np.clip(ROWS // count, *ROWS_OF_SEQUENCE))
-    sample = RowSample.draw(layout, chance, sequences=count, rows=each * count, allowed=evidence.rows)
+    per_sequence = int(np.clip(ROWS // count, *ROWS_OF_SEQUENCE))
+    sample = RowSample.draw(layout, chance, sequences=count, rows=per_sequence * count, allowed=evidence.rows)
     ours, theirs = native.select_layers(layers), given.select_layers(layers)
     num_experts = max(
         native.num_experts or 0, int(native.routed_experts.max()) + 1, int(given.routed_experts.max()) + 1
@@ -149,12 +149,9 @@ def affected_parts(evidence: Evidence, layout: TokenLayout) -> Affected | None:
     step = max(1, CELLS // cells)
     for first in range(0, len(sample.rows), step):
         part = sample.part(first, first + step)
-        evidence_of_part = unit_evidence(ours, theirs, part, num_experts).summed(torch.from_numpy(part.segments))
-        log_wealth, unit_counts = (
-            log_wealth + evidence_of_part.log_wealth.numpy(),
-            unit_counts + evidence_of_part.unit_counts.numpy(),
-        )
-        suspects.append(evidence_of_part.suspects.numpy())
+        tested = unit_evidence(ours, theirs, part, num_experts).summed(torch.from_numpy(part.segments))
+        log_wealth, unit_counts = log_wealth + tested.log_wealth.numpy(), unit_counts + tested.unit_counts.numpy()
+        suspects.append(tested.suspects.numpy())
     history.add(log_wealth, unit_counts)
     if history.log10 < -math.log10(FALSE_ALARMS):
         return None

@@ -178,14 +178,16 @@ def send_chunks(
     """
     with ThreadPoolExecutor(len(engines) or 1) as threads:
         queues = [_ChunkQueue() for _ in engines]
-        calls = [threads.submit(each.run, update, engine) for each, engine in zip(queues, engines, strict=True)]
+        calls = [
+            threads.submit(chunk_queue.run, update, engine) for chunk_queue, engine in zip(queues, engines, strict=True)
+        ]
         try:
             for chunk in chunks_of(tensors):
-                for each in queues:
-                    each.put(chunk)
+                for chunk_queue in queues:
+                    chunk_queue.put(chunk)
         finally:
-            for each in queues:
-                each.put(None)
+            for chunk_queue in queues:
+                chunk_queue.put(None)
     return calls
 
 

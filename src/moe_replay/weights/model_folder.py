@@ -1,7 +1,7 @@
 """Model folders of Transformers: read completely, or refused with the names of what is missing.
 
 Transformers initializes weights that a folder lacks at random, and reports it in a table; here it is an error.
-Code that comes with a model is run where `trust_remote_code` says so, and nowhere else: nobody is asked at a prompt.
+Code that comes with a model is run where `trust_remote_code` says so, and nowhere else: there is no prompt for it.
 """
 
 from __future__ import annotations
@@ -235,13 +235,13 @@ def _check_layers(model: Any, unexpected: Iterable[str], folder: str | Path) -> 
 def _misshapen(model: Any, reported: Iterable[Any], folder: str | Path) -> Iterator[tuple[str, Shape, Shape]]:
     """Yield name, stored shape and shape in the model; Transformers before 5 reports the names alone."""
     named = list(reported)
-    stored = _stored(Path(folder)) if any(isinstance(each, str) for each in named) else {}
-    for each in named:
-        if isinstance(each, str):
-            _, shape = stored.get(each, ("", ()))
-            yield each, shape, tuple(model.state_dict()[each].shape)
+    stored = _stored(Path(folder)) if any(isinstance(entry, str) for entry in named) else {}
+    for entry in named:
+        if isinstance(entry, str):
+            _, shape = stored.get(entry, ("", ()))
+            yield entry, shape, tuple(model.state_dict()[entry].shape)
         else:
-            name, stored_shape, model_shape = each
+            name, stored_shape, model_shape = entry
             yield name, tuple(stored_shape), tuple(model_shape)
 
 

@@ -347,7 +347,7 @@ class DividedSender(WeightSender):
 
 
 def planned(tensors: Group, rows: Mapping[str, tuple[int, int]], chunk_bytes: int) -> list[ChunkMessage]:
-    """Return the chunks that tensors are sent in, one behind the other; a larger tensor is alone in its chunk."""
+    """Return the chunks that tensors are sent in, one after another; a larger tensor is alone in its chunk."""
     chunks: list[list[TensorInfo]] = []
     room = 0
     for name, tensor in tensors:

@@ -159,7 +159,7 @@ class GenerateResponse:
                 found=f"{len(reported)} log-probs",
             )
         truncated = self.meta.get("output_token_sampling_logprobs")
-        logprobs = np.asarray([each for each, *_ in reported] if truncated is None else truncated, np.float32)
+        logprobs = np.asarray([logprob for logprob, *_ in reported] if truncated is None else truncated, np.float32)
         if not np.isfinite(logprobs).all():  # JSON has null for NaN
             raise self._error(
                 "computed log-probs that are not finite",

@@ -1,4 +1,4 @@
-"""What vLLM's own server says of itself, and its token-in, token-out route `/inference/v1/generate`."""
+"""Messages of vLLM's own server: about itself, and of its token-in, token-out route `/inference/v1/generate`."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class ServerSettings:
 
 
 def generate_request(prompt: Sequence[int], params: SamplingParams, masks: MaskReturn) -> dict[str, Any]:
-    """Return a request for `params.draws` samples; everything that a server could have a default for is said."""
+    """Return a request for `params.draws` samples; everything that a server could have a default for is set."""
     return {
         "token_ids": [int(token) for token in prompt],
         "sampling_params": {

@@ -114,7 +114,7 @@ REFUSALS = (
     Refusal("moe_router_fusion", "the fused kernel chooses the experts itself and never calls the replay object"),
     Refusal(
         "moe_router_load_balancing_type",
-        "sinkhorn and the like balance experts over the batch and never call the replay object",
+        "sinkhorn and similar types balance experts over the batch and never call the replay object",
         f"Use one of {sorted(TOP_K_BALANCING)}",
         lambda config: not balancing_kinds(config) <= TOP_K_BALANCING,
     ),

@@ -1,4 +1,4 @@
-"""What `batch.balance = "experts"` would gain in a layout, from recorded traces."""
+"""Gain from `batch.balance = "experts"` in a layout, from recorded traces."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ExpertCounts(NamedTuple):
     top_k: int  # experts per token
 
     def units(self, ranks: int) -> Units:
-        """Return the samples with the rows of each of so many expert-parallel ranks."""
+        """Return the samples with the rows of each of a number of expert-parallel ranks."""
         by_rank = self.rows.reshape(*self.rows.shape[:2], ranks, -1).sum(3)
         return Units(self.tokens, spread_evenly(by_rank, self.tokens, self.top_k))
 

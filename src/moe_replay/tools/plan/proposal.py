@@ -24,7 +24,7 @@ from moe_replay.utils.misc import GIB
 from moe_replay.weights.model_sizes import ModelSizes
 
 MOST_GPUS = 64
-"""How many times the GPUs are tried if no layout fits on those that there are."""
+"""Largest multiple of the available GPUs that is tried if no layout fits on them."""
 SHOWN = 8
 
 
@@ -64,7 +64,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What was planned."""
+    """Layouts for a number of GPUs: the available ones, or more if none fits on those."""
 
     gpus: int  # for which `layouts` were planned
     available: int  # GPUs that there are
