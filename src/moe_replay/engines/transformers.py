@@ -257,8 +257,8 @@ class TransformersEngine(Engine):
             cache.batch_repeat_interleave(params.n)
         batch = batch.repeated(params.n)
         rows, device = len(logits), logits.device
-        room = torch.tensor([self.max_length - len(prompt) for prompt in prompts], device=device)
-        limit = room.clamp(max=params.max_tokens).repeat_interleave(params.n)
+        free_tokens = torch.tensor([self.max_length - len(prompt) for prompt in prompts], device=device)
+        limit = free_tokens.clamp(max=params.max_tokens).repeat_interleave(params.n)
         steps = int(limit.max())
         randoms = uniforms(prompts, steps, params).to(device)
         ends = torch.tensor(sorted({*params.stop_token_ids, *self._end_tokens(params)}), device=device)

@@ -130,16 +130,16 @@ class QueueGuard(ABC):
                 expected=tuple(expected.shape),
                 found=tuple(packed.shape),
             )
-        wrong = (packed != expected).any(-1) & covered[:, None]
+        wrong_rows = (packed != expected).any(-1) & covered[:, None]
         slices = [0] if packed.shape[1] == 1 else list(layers)
-        if not bool(wrong[:, slices].any()):
+        if not bool(wrong_rows[:, slices].any()):
             return
-        row, place = wrong[:, slices].nonzero()[0].tolist()
+        row, place = wrong_rows[:, slices].nonzero()[0].tolist()
         raise AlignmentError(
             f"{self.trainer} replays routes of other tokens or layers, {where}, row {row}",
             layer=layers[place],
             expected=sorted(expected[row, slices[place]].tolist()),
-            found=f"{sorted(packed[row, slices[place]].tolist())}; {int(wrong[:, slices].any(1).sum())} of "
+            found=f"{sorted(packed[row, slices[place]].tolist())}; {int(wrong_rows[:, slices].any(1).sum())} of "
             f"{int(covered.sum())} rows are wrong",
         )
 

@@ -335,8 +335,8 @@ class RouteBatch:
         expected = expected.to(fed_ids.device)
         padding = expected == PADDING
         tokens = padding & (_differs_from_padding(fed_ids, padding) if mask is None else mask.to(fed_ids.device) != 0)
-        wrong, unknown = torch.stack([((expected != fed_ids) & ~padding).sum(), tokens.sum()]).tolist()
-        if wrong:
+        differing, unknown = torch.stack([((expected != fed_ids) & ~padding).sum(), tokens.sum()]).tolist()
+        if differing:
             compare_fed(expected.cpu().numpy(), fed_ids.cpu().numpy(), self.layout)
         if unknown and not allow_unknown:
             row, column = tokens.nonzero()[0].tolist()

@@ -68,19 +68,19 @@ def above_chance(shared: Tensor, covered: Tensor, chance: Tensor, top_k: int) ->
 def misrouted_rows(native: RouteBatch, given: RouteBatch, scores: RowScores, starts: np.ndarray) -> np.ndarray:
     """Return which rows have the wrong routes, (R,) bool; `starts` are the bounds of the packed sequences."""
     agreement, max_agreement = scores.agreement.numpy(), scores.max_agreement.numpy()
-    wrong = constant_rows(native, given)
+    misrouted = constant_rows(native, given)
     halfway = float(np.clip(agreement.sum() / max(max_agreement.sum(), 1e-9) / 2, 0.1, 0.5))
     for begin, end in pairwise(starts):
         run = _worst_run(halfway * max_agreement[begin:end] - agreement[begin:end])
         if _at_chance(scores, np.arange(begin + run.start, begin + run.stop)):
-            wrong[begin + run.start : begin + run.stop] = True
+            misrouted[begin + run.start : begin + run.stop] = True
     covered = max_agreement > 0
     filled = [begin + np.flatnonzero(covered[begin:end]) for begin, end in pairwise(starts)]
     for position in (0, -1):  # conventions differ at the first and last token of a sequence
         ends = np.array([rows[position] for rows in filled if len(rows)], np.int64)
         if _at_chance(scores, ends):
-            wrong[ends] = True
-    return wrong & covered
+            misrouted[ends] = True
+    return misrouted & covered
 
 
 def constant_rows(native: RouteBatch, given: RouteBatch) -> np.ndarray:

@@ -160,13 +160,13 @@ def check_routes(
         )
     recorded = {layer: routed_experts[:tokens, layer] for layer in layers if layer < routed_experts.shape[1]}
     agreements = {layer: agreement(recorded[layer], reference[layer]) if layer in recorded else 0.0 for layer in layers}
-    wrong = {layer: share for layer, share in agreements.items() if share < AGREEMENT}
-    if wrong:
+    disagreeing = {layer: share for layer, share in agreements.items() if share < AGREEMENT}
+    if disagreeing:
         raise EngineError(
             f"self-test of {engine}: recorded routes are not those of the model's routers: "
-            f"{_cause(recorded, reference, wrong, unhooked)}",
+            f"{_cause(recorded, reference, disagreeing, unhooked)}",
             expected=f"at least {AGREEMENT:.0%} of choices equal in every layer",
-            found=", ".join(f"layer {layer} {share:.0%}" for layer, share in list(wrong.items())[:4]),
+            found=", ".join(f"layer {layer} {share:.0%}" for layer, share in list(disagreeing.items())[:4]),
             remedy=remedy,
         )
 
@@ -179,12 +179,12 @@ def agreement(recorded: np.ndarray, reference: np.ndarray) -> float:
 def _cause(
     recorded: Mapping[int, np.ndarray],
     reference: Mapping[int, np.ndarray],
-    wrong: Mapping[int, float],
+    disagreeing: Mapping[int, float],
     unhooked: list[str],
 ) -> str:
     """Return what explains the routes of the wrong layers: no hook, other layers, or other tokens."""
-    zero = [layer for layer in wrong if layer not in recorded or not recorded[layer].any()]
-    filled = [layer for layer in wrong if layer not in zero]
+    zero = [layer for layer in disagreeing if layer not in recorded or not recorded[layer].any()]
+    filled = [layer for layer in disagreeing if layer not in zero]
     moved = {}
     for layer in filled:
         best = max(reference, key=lambda candidate: agreement(recorded[layer], reference[candidate]))

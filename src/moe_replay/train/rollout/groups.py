@@ -313,15 +313,15 @@ def check_versions(trajectory: Trajectory) -> None:
     """
     routed = trajectory.trace.token_versions
     leading = trajectory.sampled[1:] & trajectory.trace.valid[:-1].any(axis=1)
-    wrong = np.flatnonzero(leading & (routed[:-1] != trajectory.versions[1:]))
-    if wrong.size:
-        token = int(wrong[0])
+    mismatched = np.flatnonzero(leading & (routed[:-1] != trajectory.versions[1:]))
+    if mismatched.size:
+        token = int(mismatched[0])
         raise AlignmentError(
             "a token was routed by other weights than those its log-prob was computed with",
             sample=f"row {trajectory.row}",
             token=token,
             expected=f"routes of weight version {trajectory.versions[token + 1]}",
-            found=f"version {routed[token]} ({wrong.size} tokens)",
+            found=f"version {routed[token]} ({mismatched.size} tokens)",
             remedy="Keep routes as_sampled when a sequence is resumed after a weight update",
         )
 
