@@ -88,9 +88,8 @@ def entry_modules(model: nn.Module, sites: Sequence[RouterSite]) -> tuple[nn.Mod
     prefixes = [path[: next(i for i, part in enumerate(path) if part.isdigit())] for path in paths]
     common = prefixes[0]
     for prefix in prefixes:
-        common = common[
-            : next((i for i, (a, b) in enumerate(zip(common, prefix, strict=False)) if a != b), len(common))
-        ]
+        differing = (i for i, (a, b) in enumerate(zip(common, prefix, strict=False)) if a != b)
+        common = common[: next(differing, len(common))]
     return tuple(model.get_submodule(".".join(common[:depth])) for depth in range(len(common) + 1))
 
 
