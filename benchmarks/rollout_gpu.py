@@ -27,7 +27,6 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -236,7 +235,7 @@ class RoutedEngine:
             told = {name: value for name, value in self.timed.items() if name != "last_token"}
             return told | self.time_steps(on)
         self.time_steps(on)
-        output, build, timed = self.engine._output, self.engine._outputs.samples, self.timed
+        output, build, timed = self.engine._output, self.engine._sample, self.timed
         timed.update(last_token=0.0, traces_s=0.0)
 
         async def timed_output(*arguments: Any) -> Any:
@@ -250,7 +249,7 @@ class RoutedEngine:
             timed["traces_s"] += time.perf_counter() - began
             return found
 
-        vars(self.engine).update(_output=timed_output, _outputs=SimpleNamespace(samples=timed_build))
+        vars(self.engine).update(_output=timed_output, _sample=timed_build)
         return {}
 
     def time_steps(self, on: bool) -> dict[str, float]:

@@ -199,7 +199,7 @@ def loaded_by_a_worker(layers: dict[str, Any]) -> str:
     runner = SimpleNamespace(add_lora=lambda request: True, lora_manager=SimpleNamespace(_adapter_manager=manager))
     config = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=1))
     worker: Any = SimpleNamespace(model_runner=runner, vllm_config=config)
-    return WeightUpdates._replay_load_adapter(worker, "folder")
+    return WeightUpdates.replay_load_adapter(worker, "folder")
 
 
 @pytest.mark.parametrize("with_experts", [False, True], ids=["routers", "routers and experts"])

@@ -24,8 +24,9 @@ from moe_replay.routes.layout import Prefix, TokenLayout
 from moe_replay.train.backends.attention import use_attention
 from moe_replay.train.backends.base import Routing, apply_routing, captured_routes
 from moe_replay.train.backends.logprobs import HeadScores
+from moe_replay.train.learn import sharing
 from moe_replay.train.learn.batches import mini_batches
-from moe_replay.train.learn.sharing import Sharing, divide_groups, num_differing
+from moe_replay.train.learn.sharing import Sharing, divide_groups, num_differing, shared_bins
 from tests.models import gradients, perturb_routers, tiny_qwen3_moe
 from tests.train.trajectories import LAYERS, NUM_EXPERTS, TOP_K, stored
 
@@ -358,6 +359,44 @@ def test_recorded_routes_of_a_shared_prompt_are_those_of_every_sample() -> None:
         assert np.array_equal(trace.routed_experts[:9], traces[0].routed_experts[:9])
     every = recording.batch().unshared(batch.layout)
     assert np.array_equal(every.routed_experts[0].numpy(), np.concatenate([t.routed_experts[:, 0] for t in traces]))
+
+
+# ---- micro-batches -----------------------------------------------------------------------------------------------
+
+
+def bins_of(groups: Sequence[Group], budget: int) -> tuple[list[list[sharing.Tree]], list[Trajectory]]:
+    trajectories = samples_of(groups, 1.0)
+    bodies = dict(enumerate(trajectories))
+    return shared_bins(list(bodies), bodies, budget, Sharing(same_routes=True)), trajectories
+
+
+def same(prompt: int, completion: int, samples: int) -> Group:
+    return Group(prompt, (completion,) * samples, (None,) * samples, (None,) * samples)
+
+
+def test_a_group_is_split_to_fill_micro_batches_where_that_makes_fewer() -> None:
+    bins, _ = bins_of([same(2, 50, 8)] * 8, budget=800)  # a group has 402 tokens: two are a little too many
+    costs = [sum(tree.cost for tree in bin_) for bin_ in bins]
+    assert len(bins) == 5, costs  # 3,216 tokens; one for each group before
+    assert sorted(costs)[1] > 700
+    bins, _ = bins_of([same(2, 50, 8)] * 2, budget=800)
+    assert [[tree.cost for tree in bin_] for bin_ in bins] == [[402], [402]]  # two in any case
+
+
+def test_a_group_is_not_split_where_that_costs_long_copies_of_its_prompt() -> None:
+    bins, _ = bins_of([same(200, 25, 8)] * 8, budget=700)
+    assert [[len(tree.indices) for tree in bin_] for bin_ in bins] == [[8]] * 8
+
+
+@given(chosen=st.lists(groups(), min_size=1, max_size=6), budget=st.integers(5, 60))
+def test_micro_batches_have_every_sample_once_within_the_budget(chosen: list[Group], budget: int) -> None:
+    bins, trajectories = bins_of(chosen, budget)
+    assert sorted(i for bin_ in bins for tree in bin_ for i in tree.indices) == list(range(len(trajectories)))
+    for bin_ in bins:
+        assert sum(tree.cost for tree in bin_) <= budget or [len(tree.indices) for tree in bin_] == [1]
+        for tree in bin_:
+            again = sharing.tree_again(tree, dict(enumerate(trajectories)), max(budget, tree.cost), Sharing(True))
+            assert (again.indices, again.prefixes, again.cost) == (tree.indices, tree.prefixes, tree.cost)
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------

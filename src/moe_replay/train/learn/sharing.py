@@ -8,14 +8,18 @@ same routes, and keeps a copy of the rest, so that every sequence is trained on 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from moe_replay.records import MicroBatch, Trajectory, TrajectoryHeader
 from moe_replay.routes.batch import common_routes
 from moe_replay.routes.layout import Prefix
+
+TOKENS_PER_COPIED = 8
+"""Tokens that fill up a micro-batch, for each token computed once more because its group is split for that."""
 
 
 class Sharing(NamedTuple):
@@ -67,20 +71,58 @@ def shared_bins(
 ) -> list[list[Tree]]:
     """Divide sequences into micro-batches of `budget` tokens, those of a group together as far as they fit.
 
-    Shared tokens count once. A sequence longer than the budget gets its own micro-batch.
+    Shared tokens count once. A sequence longer than the budget gets its own micro-batch. Where that makes fewer
+    micro-batches, a group is split to fill one up, unless copies of its prompt cost too much.
     """
     ordered = sorted(indices, key=lambda i: (bodies[i].group, _first_sampled(bodies[i]), len(bodies[i]), i))
     trees: list[Tree] = []
     for _, members in groupby(ordered, key=lambda i: bodies[i].group):
         trees += _trees(list(members), bodies, budget, sharing)
+    whole = _first_fit(trees, budget)
+    if sum(tree.cost for tree in trees) > budget * (len(whole) - 1):
+        return whole  # there cannot be fewer
+    filled = _first_fit(trees, budget, lambda tree, tokens: _split(tree, tokens, bodies, budget, sharing))
+    return filled if len(filled) < len(whole) else whole
+
+
+def _first_fit(
+    trees: Sequence[Tree], budget: int, split: Callable[[Tree, int], list[Tree]] | None = None
+) -> list[list[Tree]]:
+    """Divide trees into bins, the costliest first, each into the first bin that it fits into.
+
+    split   divides a tree that fits nowhere, given the tokens left in the emptiest bin, where the first part goes
+    """
     bins: list[list[Tree]] = []
-    for tree in sorted(trees, key=lambda tree: (-tree.cost, tree.indices[0])):
-        bin_ = next((bin_ for bin_ in bins if sum(member.cost for member in bin_) + tree.cost <= budget), None)
-        if bin_ is None:
-            bins.append([tree])
-        else:
-            bin_.append(tree)
+    left: list[int] = []  # tokens, in each bin
+    waiting = sorted(trees, key=lambda tree: (tree.cost, -tree.indices[0]))
+    while waiting:
+        tree = waiting.pop()
+        number = next((number for number, tokens in enumerate(left) if tree.cost <= tokens), None)
+        if number is None and split is not None and left:
+            emptiest = max(range(len(left)), key=left.__getitem__)
+            if parts := split(tree, left[emptiest]):
+                tree, *rest = parts
+                waiting += reversed(rest)
+                number = emptiest
+        if number is None:
+            number = len(bins)
+            bins.append([])
+            left.append(budget)
+        bins[number].append(tree)
+        left[number] -= tree.cost
     return bins
+
+
+def _split(tree: Tree, limit: int, bodies: Mapping[int, Trajectory], budget: int, sharing: Sharing) -> list[Tree]:
+    """Return a part of at most `limit` tokens and the rest of a tree, or nothing if too much would be copied."""
+    costs = [len(bodies[i]) - prefix.length for i, prefix in zip(tree.indices, tree.prefixes, strict=True)]
+    count = bisect_right(list(accumulate(costs)), limit)
+    if not count:
+        return []
+    part = Tree(tree.indices[:count], tree.prefixes[:count], sum(costs[:count]))  # its prefixes are of earlier ones
+    rest = _trees(tree.indices[count:], bodies, budget, sharing)
+    num_copied = sum(tree.cost for tree in rest) - sum(costs[count:])
+    return [part, *rest] if num_copied * TOKENS_PER_COPIED <= part.cost else []
 
 
 def tree_again(tree: Tree, bodies: Mapping[int, Trajectory], budget: int, sharing: Sharing) -> Tree:
