@@ -28,7 +28,7 @@ NOT_SAMPLED = -1  # in place of a weight version, for tokens that the model did 
 
 
 class FinishReason(StrEnum):
-    """Why a sample ended."""
+    """Reason why a sample ended."""
 
     STOP = "stop"  # a stop token, which is part of the completion
     LENGTH = "length"  # max_tokens
@@ -37,7 +37,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How an engine samples. Log-probs are those of the distribution sampled from, temperature included.
+    """Sampling settings of a request. Log-probs are those of the distribution sampled from, temperature included.
 
     >>> SamplingParams(n=8, max_tokens=512, top_p=0.9).is_truncated
     True
@@ -164,7 +164,7 @@ class Trajectory:
 
 
 class TrajectoryHeader(NamedTuple):
-    """What every rank knows of every trajectory of a step, to divide them in the same way: 61 bytes each."""
+    """Numbers of a trajectory that every rank has, so that all divide a step in the same way: 61 bytes."""
 
     row: int
     group: int

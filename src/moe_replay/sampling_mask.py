@@ -322,17 +322,17 @@ def mask_from_bytes(
     as_bits = shape.is_bit_set(counts)
     if counts.max(initial=0) >= shape.vocab_size:
         raise _error("counts", "a support as large as the vocabulary is written as 0", sample)
-    found = (int(counts[~as_bits].sum()), int(as_bits.sum()))
-    if found != (shape.listed, shape.bit_sets):
-        raise _error("counts", "do not add up", sample, f"{shape.listed} ids, {shape.bit_sets} bit sets", found)
+    sizes_found = (int(counts[~as_bits].sum()), int(as_bits.sum()))
+    if sizes_found != (shape.listed, shape.bit_sets):
+        raise _error("counts", "do not add up", sample, f"{shape.listed} ids, {shape.bit_sets} bit sets", sizes_found)
     ids = np.empty(int(counts.sum()), np.int32)
     in_bits = np.repeat(as_bits, counts)
     ids[~in_bits] = _unpack(np.frombuffer(ids_at, np.uint8), shape.listed, shape.id_bits, sample)
     ids[in_bits] = _ids_of_bit_sets(np.frombuffer(bits_at, np.uint8), counts[as_bits], shape.vocab_size, sample)
     try:
         return SamplingMask(shape.vocab_size, counts, ids, sample=sample)
-    except EngineError as wrong:
-        raise TraceFormatError(f"sampling mask: {wrong.problem}", sample=sample, token=wrong.token) from wrong
+    except EngineError as error:
+        raise TraceFormatError(f"sampling mask: {error.problem}", sample=sample, token=error.token) from error
 
 
 def _read_header(view: memoryview, sample: int | None, limits: MaskLimits) -> _Shape:
@@ -401,9 +401,9 @@ def _bit_sets(counts: np.ndarray, ids: np.ndarray, vocab_size: int) -> list[byte
     ends = np.concatenate([[0], np.cumsum(counts)])
     packed = []
     for first in range(0, len(counts), _BIT_SETS_AT_ONCE):
-        some = counts[first : first + _BIT_SETS_AT_ONCE]
-        kept = np.zeros((len(some), vocab_size), np.uint8)
-        kept[np.repeat(np.arange(len(some)), some), ids[ends[first] : ends[first + len(some)]]] = 1
+        block = counts[first : first + _BIT_SETS_AT_ONCE]
+        kept = np.zeros((len(block), vocab_size), np.uint8)
+        kept[np.repeat(np.arange(len(block)), block), ids[ends[first] : ends[first + len(block)]]] = 1
         packed.append(np.packbits(kept, axis=1, bitorder="little").tobytes())
     return packed
 

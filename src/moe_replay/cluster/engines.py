@@ -91,7 +91,7 @@ def _last_line(log: Path, start: int) -> str:
 
 
 class EnginePlacement(NamedTuple):
-    """Where an engine runs: a bundle of a placement group, and the variables that name its devices there."""
+    """Place of an engine: a bundle of a placement group, and the variables that name its devices there."""
 
     group: Any
     bundle: int

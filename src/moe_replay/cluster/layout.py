@@ -87,7 +87,7 @@ def actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
 
 
 class RankPlacement(NamedTuple):
-    """Where Ray put a rank."""
+    """Node, devices and port that Ray gave a rank."""
 
     node: str  # Ray's node id
     address: str

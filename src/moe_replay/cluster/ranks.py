@@ -37,7 +37,7 @@ CHUNK = 2**16
 
 
 class Outcome(NamedTuple):
-    """How a rank has ended."""
+    """Exit status and error of a rank that has ended."""
 
     status: int
     error: str = ""  # text of its error; empty if there is none

@@ -210,10 +210,10 @@ class RankWatch:
         processes_of_ranks = [
             json.loads(text) for text in all_gather_text(json.dumps([here, own_pid, start_time(own_pid)]))
         ]
-        for other, (machine, pid, started) in enumerate(processes_of_ranks):
-            if processes and here and machine == here and other != self._rank and start_time(pid) == started:
+        for peer, (machine, pid, started) in enumerate(processes_of_ranks):
+            if processes and here and machine == here and peer != self._rank and start_time(pid) == started:
                 with suppress(ProcessLookupError):  # it has just ended, and so will the connection to it
-                    self._ranks[os.pidfd_open(pid)] = other
+                    self._ranks[os.pidfd_open(pid)] = peer
         self._channel = FailureChannel(self._rank, silence_s)
         server = open_rank_server([machine for machine, *_ in processes_of_ranks], "listening for the other ranks")
         self._channel.open(server, len(processes_of_ranks))

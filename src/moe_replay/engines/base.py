@@ -36,7 +36,7 @@ REFUSALS = {
     "foreign_weights": "samples of weights that it was not sent (it restarted, or someone else updates it)",
     "answer": "answers that cannot be true, or cannot be read",
 }
-"""Why the answer of a server is refused."""
+"""Reasons for refusing answers of a server: name in metrics -> text."""
 Refusals = Mapping[tuple[str, str], int]
 """Number of refused answers by (URL of the server, reason in `REFUSALS`)."""
 T = TypeVar("T")
@@ -188,7 +188,7 @@ class Engine(Sampler):
         raise EngineError(f"{self.name} does not share its weights", remedy="Set rollout.share_weights = false")
 
     def shared_digests(self) -> Mapping[str, str]:
-        """Return digests of the weights that `share_weights` has named, by their place in the model, as of now."""
+        """Return digests of the weights that `share_weights` has named, by their place in the model."""
         return {}
 
     # ---- memory -------------------------------------------------------------------------------------------------

@@ -122,12 +122,12 @@ class AsyncSampler(ABC):
 
     async def generate_one(self, prompt: Sequence[int], params: SamplingParams) -> list[Sample]:
         """Return the samples of one prompt; may run concurrently with other calls, from any event loop."""
-        (own,) = per_prompt(params, 1)
-        return await self._loop.run_async(self.sample(prompt, own))
+        (own_params,) = per_prompt(params, 1)
+        return await self._loop.run_async(self.sample(prompt, own_params))
 
     async def _sample_all(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[Sample]]:
         calls = zip(prompts, per_prompt(params, len(prompts)), strict=True)
-        tasks = [asyncio.ensure_future(self.sample(prompt, own)) for prompt, own in calls]
+        tasks = [asyncio.ensure_future(self.sample(prompt, own_params)) for prompt, own_params in calls]
         try:
             return await asyncio.gather(*tasks)
         finally:  # nothing keeps running if a sample failed or the caller was cancelled

@@ -212,9 +212,9 @@ def reading_answer(url: str) -> Iterator[None]:
         yield
     except EngineError:
         raise
-    except (MoeReplayError, ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as wrong:
-        kind = "" if isinstance(wrong, MoeReplayError) else f"{type(wrong).__name__}: "
-        raise EngineAnswerError(f"{url} returned an answer that cannot be read: {kind}{one_line(wrong)}") from wrong
+    except (MoeReplayError, ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
+        kind = "" if isinstance(error, MoeReplayError) else f"{type(error).__name__}: "
+        raise EngineAnswerError(f"{url} returned an answer that cannot be read: {kind}{one_line(error)}") from error
 
 
 def check_samples(

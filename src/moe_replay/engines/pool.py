@@ -199,8 +199,8 @@ class EnginePool(AsyncSampler, Engine):
             except EngineError as refusal:
                 refusals[member] = refusal
                 continue
-            for other, refusal in refusals.items():
-                other.take_out(refusal, math.inf)
+            for refuser, refusal in refusals.items():
+                refuser.take_out(refusal, math.inf)
             return member, samples
 
     async def _least_loaded(self, refusals: Mapping[Member, EngineError] | None = None) -> Member:
@@ -315,7 +315,9 @@ class EnginePool(AsyncSampler, Engine):
         if isinstance(weights, Path):
             with ThreadPoolExecutor(len(members) or 1) as threads:
                 engines = [member.engine for member in members]
-                calls = [threads.submit(one.update_weights, weights, version, probe, weights_id) for one in engines]
+                calls = [
+                    threads.submit(engine.update_weights, weights, version, probe, weights_id) for engine in engines
+                ]
             self._apply_outcomes(calls, members)
             return
         self._send_tensors(
@@ -346,7 +348,9 @@ class EnginePool(AsyncSampler, Engine):
         """Return the members that an update goes to: all of them, or after a repetition those that lack it."""
         is_repetition = bool(weights_id) and weights_id == self._weights_id
         self._version, self._weights_id, self.bytes_sent = version, weights_id, None
-        return self._without_weights() if is_repetition else [one for one in self._members if not one.is_excluded]
+        if is_repetition:
+            return self._without_weights()
+        return [member for member in self._members if not member.is_excluded]
 
     def _send_tensors(
         self,
@@ -466,7 +470,9 @@ def _require_equal(subject: str, facts: Mapping[str, Mapping[str, object]]) -> N
     first = next(iter(facts.values()))
     different = [name for name in first if any(of_server[name] != first[name] for of_server in facts.values())]
     if different:
-        of_servers = (f"{url}: {', '.join(f'{name} {of[name]}' for name in different)}" for url, of in facts.items())
+        of_servers = (
+            f"{url}: {', '.join(f'{name} {values[name]}' for name in different)}" for url, values in facts.items()
+        )
         raise EngineError(
             f"the servers of a pool have different {subject}",
             expected=f"the same {', '.join(different)}",
@@ -526,10 +532,10 @@ class Member:
         if self.is_quarantined:
             logger.warning("rollout server quarantined until its next weight update: %s", self)
 
-    def refuse(self, wrong: EngineAnswerError) -> None:
+    def refuse(self, error: EngineAnswerError) -> None:
         """Quarantine the engine because of an answer."""
         self.refusals["answer"] += 1
-        self.take_out(wrong, math.inf)
+        self.take_out(error, math.inf)
 
     def put_back(self) -> None:
         """Use the engine again, unless it is excluded."""
@@ -561,8 +567,8 @@ class Member:
             self.refusals["foreign_weights"] += isinstance(failure, ForeignWeightsError)
             self.take_out(failure, cooldown_s)
             raise
-        except EngineAnswerError as wrong:
-            self.refuse(wrong)
+        except EngineAnswerError as error:
+            self.refuse(error)
             raise
         finally:
             self.active_requests -= 1

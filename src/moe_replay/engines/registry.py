@@ -178,8 +178,8 @@ def check_option_names(name: str, options: Mapping[str, Any]) -> None:
 def _keyword_arguments(client: type) -> set[str]:
     """Return the keyword arguments of a class and of the classes that it passes others on to."""
     constructors = [vars(base)["__init__"] for base in client.mro() if "__init__" in vars(base)]
-    parameters = [one for each in constructors for one in inspect.signature(each).parameters.values()]
-    return {one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY}
+    parameters = [parameter for init in constructors for parameter in inspect.signature(init).parameters.values()]
+    return {parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
 def engine_names(condition: Callable[[EngineSpec], bool]) -> list[str]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from moe_replay.records import FinishReason, SamplingParams
 
 ROUNDING = 1e-3  # log-probs may exceed 0 by this much: engines subtract two large numbers
-LOWEST_LOGPROB = -80.0  # of a sampled token: nobody sees one of probability 1e-35, and its ratios are finite
+LOWEST_LOGPROB = -80.0  # of a sampled token: a token of probability 1e-35 is never sampled, and its ratios are finite
 DIGEST_HEADER = "content-digest"
 
 

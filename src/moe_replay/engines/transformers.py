@@ -43,7 +43,7 @@ from moe_replay.weights.staging import device_id, openable_devices, received_ten
 from moe_replay.weights.transfer import Receivers, Transfer
 
 _ABANDONED: ContextVar[threading.Event | None] = ContextVar("abandoned", default=None)
-"""Event that is set when nobody waits for the samples of this call any more."""
+"""Event that is set when the caller no longer waits for the samples."""
 
 
 def _is_abandoned() -> bool:
@@ -257,8 +257,8 @@ class TransformersEngine(Engine):
             cache.batch_repeat_interleave(params.n)
         batch = batch.repeated(params.n)
         rows, device = len(logits), logits.device
-        room = torch.tensor([self.max_length - len(prompt) for prompt in prompts], device=device)
-        limit = room.clamp(max=params.max_tokens).repeat_interleave(params.n)
+        free_tokens = torch.tensor([self.max_length - len(prompt) for prompt in prompts], device=device)
+        limit = free_tokens.clamp(max=params.max_tokens).repeat_interleave(params.n)
         steps = int(limit.max())
         randoms = uniforms(prompts, steps, params).to(device)
         ends = torch.tensor(sorted({*params.stop_token_ids, *self._end_tokens(params)}), device=device)
@@ -268,12 +268,12 @@ class TransformersEngine(Engine):
         ids, logprobs = [], []
         collector = MaskCollector() if params.sampling_mask and params.is_truncated else None
         for step in range(steps):
-            every = sampled_logprobs(logits, params)
-            token = draw(every, randoms[:, step], params)
+            all_logprobs = sampled_logprobs(logits, params)
+            token = draw(all_logprobs, randoms[:, step], params)
             if collector is not None:
-                collector.add(every)
+                collector.add(all_logprobs)
             ids.append(token)
-            logprobs.append(every.gather(-1, token[:, None])[:, 0])
+            logprobs.append(all_logprobs.gather(-1, token[:, None])[:, 0])
             count += alive
             stopped |= alive & torch.isin(token, ends)
             alive &= ~stopped & (count < limit)
@@ -467,11 +467,11 @@ class MaskCollector:
 def uniforms(prompts: Sequence[Sequence[int]], steps: int, params: SamplingParams) -> Tensor:
     """(prompts * n, steps) in [0, 1). A seeded row depends only on the seed, its prompt and its sample index."""
     rows = []
-    for prompt, own in zip(prompts, per_prompt(params, len(prompts)), strict=True):
-        if own.seed is None:
+    for prompt, own_params in zip(prompts, per_prompt(params, len(prompts)), strict=True):
+        if own_params.seed is None:
             rows.append(torch.rand(params.n, steps, dtype=torch.float64))
             continue
         for sample in range(params.n):
-            random = np.random.default_rng([own.seed, prompt_hash(prompt), sample])
+            random = np.random.default_rng([own_params.seed, prompt_hash(prompt), sample])
             rows.append(torch.from_numpy(random.random((1, steps))))
     return torch.cat(rows)

@@ -57,12 +57,12 @@ class Host:
             function: Any = module
             for part in name.split("."):
                 function = getattr(function, part, None)
-            found = None if function is None else tuple(inspect.signature(function).parameters)
-            if found != tuple(parameters):
+            actual = None if function is None else tuple(inspect.signature(function).parameters)
+            if actual != tuple(parameters):
                 raise HostError(
                     f"{module.__name__}.{name} of {self.package} {metadata.version(self.package)} is another function",
                     expected=f"({', '.join(parameters)})",
-                    found="none" if found is None else f"({', '.join(found)})",
+                    found="none" if actual is None else f"({', '.join(actual)})",
                     remedy=f"Install {self.package} {' or '.join(self.versions)}",
                 )
 
@@ -117,8 +117,8 @@ class ReplaySettings:
                 raise HostError(f"unknown setting router_replay.{name}", expected=", ".join(names), found=value)
             values[name] = value
         hints = get_type_hints(cls)
-        given = {name: value for name, value in values.items() if name in names and value not in (None, "")}
-        return cls(**{name: _checked(name, value, hints[name]) for name, value in given.items()})
+        set_values = {name: value for name, value in values.items() if name in names and value not in (None, "")}
+        return cls(**{name: _checked(name, value, hints[name]) for name, value in set_values.items()})
 
 
 def _checked(name: str, value: Any, kind: Any) -> Any:

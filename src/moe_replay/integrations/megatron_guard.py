@@ -101,38 +101,38 @@ class RouterGuard:
         """Compare what the trainer has put on each router. One device sync."""
         if fed is not None:
             expected.check_fed(fed)
-        wrong = []
+        wrong_rows = []
         for layer, router in self._routers(chunk):
-            want, valid, _ = expected.layer(layer)
-            given, mask = router.target_topk_idx, getattr(router, "target_replay_mask", None)
-            if given is None or given.shape != want.shape:
+            expected_ids, valid, _ = expected.layer(layer)
+            target, mask = router.target_topk_idx, getattr(router, "target_replay_mask", None)
+            if target is None or target.shape != expected_ids.shape:
                 raise AlignmentError(
                     f"{self._trainer} gives a router another number of rows than it will see",
                     layer=layer,
-                    expected=tuple(want.shape),
-                    found=None if given is None else tuple(given.shape),
+                    expected=tuple(expected_ids.shape),
+                    found=None if target is None else tuple(target.shape),
                 )
             replayed = valid if mask is None else valid & mask.to(valid.device).bool().flatten()
-            wrong.append((given.to(valid.device) != want).any(1) & replayed)
-        if wrong:
-            self._raise_if_wrong(expected, chunk, torch.stack(wrong))
+            wrong_rows.append((target.to(valid.device) != expected_ids).any(1) & replayed)
+        if wrong_rows:
+            self._raise_if_wrong(expected, chunk, torch.stack(wrong_rows))
 
-    def _raise_if_wrong(self, expected: RouteBatch, chunk: Any, wrong: Tensor) -> None:
-        if not bool(wrong.any()):
+    def _raise_if_wrong(self, expected: RouteBatch, chunk: Any, wrong_rows: Tensor) -> None:
+        if not bool(wrong_rows.any()):
             return
-        slot, row = wrong.nonzero()[0].tolist()
+        slot, row = wrong_rows.nonzero()[0].tolist()
         layer, layout = expected.layers[slot], expected.layout
         assert layout is not None
         sample, token = layout.locate(int(layout.rows[row]))
-        given = dict(self._routers(chunk))[layer].target_topk_idx[row].tolist()
-        counts = wrong.sum(1).tolist()
+        target = dict(self._routers(chunk))[layer].target_topk_idx[row].tolist()
+        counts = wrong_rows.sum(1).tolist()
         raise AlignmentError(
             f"{self._trainer} replays routes of other tokens or layers",
             sample=sample,
             layer=layer,
             token=token,
             expected=sorted(expected.layer(layer)[0][row].tolist()),
-            found=f"{sorted(given)}; wrong rows by layer: {dict(zip(expected.layers, counts, strict=True))}",
+            found=f"{sorted(target)}; wrong rows by layer: {dict(zip(expected.layers, counts, strict=True))}",
             remedy=f"MOE_REPLAY_GUARD=fix replays without {self._trainer}'s packing of routes",
         )
 

@@ -49,21 +49,23 @@ class MilesGuard(QueueGuard):
 
         return Replay
 
-    def run(self, **given: Any) -> None:
-        if given["data_key"] != ROUTES:  # of sparse attention
-            self.packing(**given)
+    def run(self, **kwargs: Any) -> None:
+        if kwargs["data_key"] != ROUTES:  # of sparse attention
+            self.packing(**kwargs)
             return
-        iterator, register = given["data_iterator"][0], given["register_replay_list_func"]
+        iterator, register = kwargs["data_iterator"][0], kwargs["register_replay_list_func"]
         iterator.reset()
-        batches = [iterator.get_next([ROUTES, "tokens", "max_seq_lens"]) for _ in range(sum(given["num_microbatches"]))]
+        batches = [
+            iterator.get_next([ROUTES, "tokens", "max_seq_lens"]) for _ in range(sum(kwargs["num_microbatches"]))
+        ]
         packed: list[Tensor] = []
 
-        def seen(replay_list: list[Any], replay_data: Tensor, **settings: Any) -> None:
+        def register_and_keep(replay_list: list[Any], replay_data: Tensor, **settings: Any) -> None:
             packed.append(replay_data)
             register(replay_list, replay_data, **settings)
 
         self.expected.clear()
-        self.packing(**given | {"register_replay_list_func": seen})
+        self.packing(**kwargs | {"register_replay_list_func": register_and_keep})
         for batch, routes in zip(batches, packed, strict=True):
             self.check_packed(batch[ROUTES], batch["tokens"], routes, max_seq_lens=batch["max_seq_lens"])
 

@@ -207,8 +207,8 @@ class MicroBatch:
 
         Traces of R2 have the layers of this pipeline stage only.
         """
-        every = guard.topology.layers
-        return RouteBatch.from_traces(traces, self.layout, layers, source_layers=every).to(guard.device)
+        all_layers = guard.topology.layers
+        return RouteBatch.from_traces(traces, self.layout, layers, source_layers=all_layers).to(guard.device)
 
     def fed_ids(self, chunk: Any, device: torch.device) -> Tensor | None:
         """Return the ids for a chunk that is not fed any; None for the first."""
@@ -284,16 +284,16 @@ def _guarded_scoring(original: Method) -> Method:
             return original(self, model, data_iterator, no_grad, temperature)
         data, chunk = next(data_iterator), language_model(model)
 
-        def run(given: dict[str, Any]) -> Any:
-            return original(self, model, iter([given]), no_grad, temperature)
+        def run(micro_batch: dict[str, Any]) -> Any:
+            return original(self, model, iter([micro_batch]), no_grad, temperature)
 
         with printed_before_raised():
             batch = guard.micro_batch(data)
             traces = None if records else batch.traces(data.get("routed_experts"), guard)
         if guard.compares_next():
             with without_own_replay(self), _routers_choose():
-                given = _without_routes(deepcopy(data))
-                self.moe_replay_native, _ = original(self, model, iter([given]), True, temperature)
+                native_data = _without_routes(deepcopy(data))
+                self.moe_replay_native, _ = original(self, model, iter([native_data]), True, temperature)
         if traces is None:
             result, traces = _record(guard, self, batch, chunk, lambda: run(data))
         elif guard.controller is None:
@@ -314,7 +314,7 @@ def _guarded_scoring(original: Method) -> Method:
 
 @contextmanager
 def _routers_choose() -> Iterator[None]:
-    """Let the routers neither replay nor record: ms-swift has told all of them what to do in this pass."""
+    """Let the routers neither replay nor record: ms-swift has set the action of all of them for this pass."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
     routers = RouterReplay.global_router_replay_instances

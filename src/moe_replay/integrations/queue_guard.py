@@ -32,22 +32,22 @@ def install(guard: type[QueueGuard], args: Any) -> None:
         return  # without it the trainer replays what it has recorded itself, in its own order
     actor = sys.modules.get(guard.actor)
     packing = None if actor is None else vars(actor).get(guard.function)
-    found = None if packing is None else tuple(inspect.signature(packing).parameters)
-    if actor is None or packing is None or found != guard.parameters:
+    actual = None if packing is None else tuple(inspect.signature(packing).parameters)
+    if actor is None or packing is None or actual != guard.parameters:
         raise HostError(
             f"this {guard.trainer} packs routes in another way: "
             f"no {guard.actor}.{guard.function} as it was in August 2026",
             expected=f"({', '.join(guard.parameters)})",
-            found="none" if found is None else f"({', '.join(found)})",
+            found="none" if actual is None else f"({', '.join(actual)})",
             remedy=f"Leave the hooks of moe-replay out, or use that {guard.trainer}",
         )
-    made = guard(args, packing)
-    vars(actor)[guard.function] = made.run
-    vars(args)[GUARD] = made
+    instance = guard(args, packing)
+    vars(actor)[guard.function] = instance.run
+    vars(args)[GUARD] = instance
 
 
 class QueueGuard(ABC):
-    """What the routers of this rank are to be given, one entry a micro-batch: (R, layers, K), and which rows count.
+    """Guard of a trainer's packing: the expected routes of each micro-batch (R, layers, K), and which rows count.
 
     trainer      its name, in errors
     actor        its module that has the function whose place the guard takes
@@ -72,7 +72,7 @@ class QueueGuard(ABC):
         """Return the type of the object on a router that has its queue."""
 
     @abstractmethod
-    def run(self, *given: Any, **named: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         """Pack the routes as the trainer does; raise unless they are those of the packed tokens."""
 
     @abstractmethod
@@ -90,11 +90,11 @@ class QueueGuard(ABC):
             from_slime(rows, tokens, topology, sample=sample)  # all zero, routes in dense layers, ids out of range
         ends = torch.tensor([len(tokens) for tokens in ids]).cumsum(0) - 1  # the last token of a sample has no route
         covered = (index >= 0) & ~torch.isin(index, ends)
-        known = torch.cat([torch.cat([rows, rows[:1] * 0]) for rows in routes]).cpu()
-        wanted = known[index.clamp_min(0)]
+        with_last = torch.cat([torch.cat([rows, rows[:1] * 0]) for rows in routes]).cpu()
+        expected = with_last[index.clamp_min(0)]
         with self._stopping():
-            self._compare(packed.cpu(), wanted, covered, f"micro-batch {len(self.expected)}", topology.layers)
-        self.expected.append((wanted, covered))
+            self._compare(packed.cpu(), expected, covered, f"micro-batch {len(self.expected)}", topology.layers)
+        self.expected.append((expected, covered))
 
     def check_queues(self, model: Sequence[Any]) -> None:
         """Raise unless the queue of each router has the routes of its layer, for every micro-batch."""
@@ -108,9 +108,11 @@ class QueueGuard(ABC):
                         expected=len(self.expected),
                         found=len(queue),
                     )
-                for number, (given, (wanted, covered)) in enumerate(zip(queue, self.expected, strict=True)):
-                    one = slice(layer, layer + 1)
-                    self._compare(given.cpu()[:, None], wanted[:, one], covered, f"micro-batch {number}", (layer,))
+                for number, (queued, (expected, covered)) in enumerate(zip(queue, self.expected, strict=True)):
+                    own_layer = slice(layer, layer + 1)
+                    self._compare(
+                        queued.cpu()[:, None], expected[:, own_layer], covered, f"micro-batch {number}", (layer,)
+                    )
 
     def routers(self, model: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """Yield (decoder layer, the object with its queue) of every router of this rank."""
@@ -120,24 +122,24 @@ class QueueGuard(ABC):
                     if isinstance(value, self.queue):
                         yield module.layer_number - 1, value
 
-    def _compare(self, given: Tensor, wanted: Tensor, covered: Tensor, where: str, layers: Sequence[int]) -> None:
+    def _compare(self, packed: Tensor, expected: Tensor, covered: Tensor, where: str, layers: Sequence[int]) -> None:
         """Compare routes (R, layers, K); a single layer is given under its own number."""
-        if given.shape != wanted.shape:
+        if packed.shape != expected.shape:
             raise AlignmentError(
                 f"{self.trainer} packs routes and tokens into different rows, {where}",
-                expected=tuple(wanted.shape),
-                found=tuple(given.shape),
+                expected=tuple(expected.shape),
+                found=tuple(packed.shape),
             )
-        wrong = (given != wanted).any(-1) & covered[:, None]
-        slices = [0] if given.shape[1] == 1 else list(layers)
-        if not bool(wrong[:, slices].any()):
+        wrong_rows = (packed != expected).any(-1) & covered[:, None]
+        slices = [0] if packed.shape[1] == 1 else list(layers)
+        if not bool(wrong_rows[:, slices].any()):
             return
-        row, place = wrong[:, slices].nonzero()[0].tolist()
+        row, place = wrong_rows[:, slices].nonzero()[0].tolist()
         raise AlignmentError(
             f"{self.trainer} replays routes of other tokens or layers, {where}, row {row}",
             layer=layers[place],
-            expected=sorted(wanted[row, slices[place]].tolist()),
-            found=f"{sorted(given[row, slices[place]].tolist())}; {int(wrong[:, slices].any(1).sum())} of "
+            expected=sorted(expected[row, slices[place]].tolist()),
+            found=f"{sorted(packed[row, slices[place]].tolist())}; {int(wrong_rows[:, slices].any(1).sum())} of "
             f"{int(covered.sum())} rows are wrong",
         )
 

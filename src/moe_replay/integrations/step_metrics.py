@@ -49,13 +49,13 @@ class StepMetrics:
         return self._settings.compare_every > 0 and self._updates % self._settings.compare_every == 0
 
     def add_routes(
-        self, given: RouteBatch, native: RouteBatch | None, layout: TokenLayout, sampled: np.ndarray | None = None
+        self, replayed: RouteBatch, native: RouteBatch | None, layout: TokenLayout, sampled: np.ndarray | None = None
     ) -> None:
         """Add a micro-batch that has replayed `given`; native choices where they were observed."""
-        self._sums.add_coverage(given, layout, replayed=True)
+        self._sums.add_coverage(replayed, layout, replayed=True)
         if native is not None:
-            self._sums.add_agreement(given, native)
-            self._alignment.add(native, given, layout, self._passes, sampled)
+            self._sums.add_agreement(replayed, native)
+            self._alignment.add(native, replayed, layout, self._passes, sampled)
 
     def add_samples(self, without_routes: Sequence[bool]) -> None:
         """Count the samples of a micro-batch that have no routes at all."""
@@ -70,27 +70,27 @@ class StepMetrics:
 
         report_tokens   whether samples and log-probs of this rank count: only one of the ranks that share them may
         """
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if self.checks:
             verdict = self._alignment.check()
-            found["evidence"] = round(self._alignment.evidence, 2)
+            metrics["evidence"] = round(self._alignment.evidence, 2)
             if verdict.status != "unclear":
-                found["aligned"] = verdict.metric
+                metrics["aligned"] = verdict.metric
         self._passes += 1
         if is_update:
-            found |= self._reduced(report_tokens)
+            metrics |= self._reduced(report_tokens)
             self._updates += 1
         self._sums.clear()
-        return {PREFIX + name: value for name, value in found.items()}
+        return {PREFIX + name: value for name, value in metrics.items()}
 
     def _reduced(self, report_tokens: bool) -> dict[str, float]:
         metrics = self._sums.reduce(report_tokens=report_tokens).metrics
-        found = {_NAMES[name]: value for name, value in metrics.items() if name in _NAMES}
+        reported = {_NAMES[name]: value for name, value in metrics.items() if name in _NAMES}
         if "routing/unrouted_fraction" in metrics:
-            found["covered"] = 1 - metrics["routing/unrouted_fraction"]
+            reported["covered"] = 1 - metrics["routing/unrouted_fraction"]
         by_layer = {name: value for name, value in metrics.items() if name.startswith(_LAYER)}
         if by_layer:
             worst = min(by_layer, key=by_layer.__getitem__)
-            found["worst_agreement"] = by_layer[worst]
-            found["worst_layer"] = float(worst.removeprefix(_LAYER))
-        return found
+            reported["worst_agreement"] = by_layer[worst]
+            reported["worst_layer"] = float(worst.removeprefix(_LAYER))
+        return reported

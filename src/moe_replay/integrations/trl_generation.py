@@ -75,8 +75,8 @@ class GenerationWatch:
     def _of(self, tokens: Tensor) -> Tensor:
         """Return (B,) log-probs of tokens after the last pass."""
         assert self._logits is not None
-        every = (self._logits.float() / self.temperature).log_softmax(-1)
-        return every.gather(-1, tokens[:, None])[:, 0]
+        all_logprobs = (self._logits.float() / self.temperature).log_softmax(-1)
+        return all_logprobs.gather(-1, tokens[:, None])[:, 0]
 
     def samples(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int

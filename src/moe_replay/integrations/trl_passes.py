@@ -165,6 +165,6 @@ def rollout_logprobs(samples: Sequence[RoutedSample], like: Tensor) -> Tensor | 
         return None
     padded = torch.full(like.shape, torch.nan)
     for row, sample in enumerate(samples):
-        known = [torch.nan if value is None else float(value) for value in sample.logprobs or ()]
-        padded[row, : len(known)] = torch.tensor(known)
+        reported = [torch.nan if value is None else float(value) for value in sample.logprobs or ()]
+        padded[row, : len(reported)] = torch.tensor(reported)
     return padded.to(like.device)

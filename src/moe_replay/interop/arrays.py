@@ -88,17 +88,17 @@ def trace_of(
     rows_at = np.arange(len(routed_experts)) if positions is None else positions
     try:
         captured = trace_from_capture(routed_experts, ids[rows_at], topology, source, sample=sample)
-    except EngineError as wrong:  # its token is an index into the rows
-        token = int(rows_at[wrong.token]) if isinstance(wrong.token, int) else None
+    except EngineError as error:  # its token is an index into the rows
+        token = int(rows_at[error.token]) if isinstance(error.token, int) else None
         raise RouteFormatError(
-            wrong.problem,
+            error.problem,
             sample=sample,
-            layer=wrong.layer,
+            layer=error.layer,
             token=token,
-            expected=wrong.expected,
-            found=wrong.found,
-            remedy=wrong.remedy,
-        ) from wrong
+            expected=error.expected,
+            found=error.found,
+            remedy=error.remedy,
+        ) from error
     whole = np.zeros((len(ids), *captured.routed_experts.shape[1:]), captured.routed_experts.dtype)
     valid = np.zeros(whole.shape[:2], bool)
     whole[rows_at], valid[rows_at] = captured.routed_experts, captured.valid
@@ -198,10 +198,10 @@ def from_base64(text: Any, limit: int, project: str, sample: int | None = None) 
         )
     try:
         return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as wrong:
+    except (binascii.Error, ValueError) as error:
         raise RouteFormatError(
-            f"routes of {project} cannot be read: {wrong}", sample=sample, expected="base64"
-        ) from wrong
+            f"routes of {project} cannot be read: {error}", sample=sample, expected="base64"
+        ) from error
 
 
 def to_base64(array: np.ndarray) -> str:

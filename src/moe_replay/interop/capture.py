@@ -55,18 +55,18 @@ def trace_from_capture(
         check.unwritten()
     try:
         trace = RouteTrace(token_ids, by_token, layers, covered, weight_version, num_experts=topology.num_experts)
-    except TraceError as wrong:
+    except TraceError as error:
         if topology.top_k > 1:
             check.unwritten()  # says more than "a duplicate expert"
         raise check.error(
-            f"returned routes that cannot be true: {wrong.problem}",
+            f"returned routes that cannot be true: {error.problem}",
             "Ids beyond the experts are those of physical copies that an expert load balancer makes (capture logical "
             "ids, or switch it off); a duplicate expert within a row means a buffer overwritten while it was read",
-            layer=wrong.layer,
-            token=wrong.token,
-            expected=wrong.expected,
-            found=wrong.found,
-        ) from wrong
+            layer=error.layer,
+            token=error.token,
+            expected=error.expected,
+            found=error.found,
+        ) from error
     return trace if tuple(layers) == topology.layers else trace.with_uncaptured_layers(topology.layers)
 
 

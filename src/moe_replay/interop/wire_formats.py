@@ -75,17 +75,17 @@ def from_dynamo(
 
 def _from_base85(text: Any, limit: int, sample: int | None) -> bytes:
     if not isinstance(text, str) or len(text) > 5 * -(-limit // 4):
-        found = f"{len(text)} characters" if isinstance(text, str) else type(text).__name__
+        actual = f"{len(text)} characters" if isinstance(text, str) else type(text).__name__
         raise RouteFormatError(
             "routes of Dynamo are no base85 text of these tokens",
             sample=sample,
             expected=f"at most {limit} bytes",
-            found=found,
+            found=actual,
         )
     try:
         return base64.b85decode(text)
-    except ValueError as wrong:
-        raise RouteFormatError(f"routes of Dynamo cannot be read: {wrong}", sample=sample, expected="base85") from wrong
+    except ValueError as error:
+        raise RouteFormatError(f"routes of Dynamo cannot be read: {error}", sample=sample, expected="base85") from error
 
 
 def _dtype_by_size(size: int, shape: Any) -> str:
@@ -207,18 +207,18 @@ def from_router_trace(
         wide[:, layer] = rows
     if len(layers) == len(topology.layers):
         return trace_of(wide, ids, topology, "Megatron's router trace", weight_version=weight_version)
-    some = sorted(layers)
-    trace = RouteTrace(ids, wide[:, some], some, None, weight_version, num_experts=topology.num_experts)
+    present = sorted(layers)
+    trace = RouteTrace(ids, wide[:, present], present, None, weight_version, num_experts=topology.num_experts)
     return trace.with_uncaptured_layers(topology.layers)
 
 
 def _rows(rows: Any, shape: tuple[int, int], line: int) -> np.ndarray:
-    found = (len(rows), *{len(row) for row in rows if isinstance(row, list)}) if isinstance(rows, list) else None
-    if found != shape or any(type(expert) is not int or not 0 <= expert < 2**31 for row in rows for expert in row):
+    actual = (len(rows), *{len(row) for row in rows if isinstance(row, list)}) if isinstance(rows, list) else None
+    if actual != shape or any(type(expert) is not int or not 0 <= expert < 2**31 for row in rows for expert in row):
         raise RouteFormatError(
             f"line {line} of Megatron's router trace does not fit the tokens",
             expected=f"ids of shape {shape}",
-            found=found,
+            found=actual,
         )
     return np.array(rows, np.int64)
 
@@ -234,8 +234,8 @@ def _records(lines: Iterable[str], limit: int, source: str) -> Iterator[tuple[in
             continue
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError) as wrong:
-            raise RouteFormatError(f"line {number} of {source} is no JSON: {one_line(wrong)}") from wrong
+        except (ValueError, RecursionError) as error:
+            raise RouteFormatError(f"line {number} of {source} is no JSON: {one_line(error)}") from error
         if not isinstance(record, dict):
             raise RouteFormatError(f"line {number} of {source} is no object", found=type(record).__name__)
         yield number, record
@@ -246,7 +246,7 @@ def _records(lines: Iterable[str], limit: int, source: str) -> Iterator[tuple[in
 
 
 class SpanDigest(NamedTuple):
-    """What NeMo-RL wrote about one sample at one place."""
+    """One line of NeMo-RL's trace: the digest of a sample's routes at one stage."""
 
     line: int  # in the file
     event: str  # "rollout_payload_sample", or "tq_fetch_sample" with a stage
@@ -260,10 +260,10 @@ def check_nemo_rl_digests(
     """Compare the digests that NeMo-RL has written with traces, by the key of a sample; other samples are left out."""
     digests = []
     for number, record in _records(lines, 2**20, "NeMo-RL's trace"):
-        given, key = record.get("routed_experts"), record.get("key")
+        digest, key = record.get("routed_experts"), record.get("key")
         if record.get("event") not in ("rollout_payload_sample", "tq_fetch_sample") or key not in traces:
             continue
-        span: dict[str, Any] = given if isinstance(given, dict) else {}
+        span: dict[str, Any] = digest if isinstance(digest, dict) else {}
         dtype, shape = str(span.get("dtype")).removeprefix("torch."), span.get("valid_shape")
         if dtype not in ("uint8", "int8", "int16", "int32", "int64") or not isinstance(shape, list) or len(shape) != 3:
             raise RouteFormatError(

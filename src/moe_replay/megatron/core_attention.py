@@ -115,8 +115,10 @@ class PlainCoreAttention(nn.Module):
         """Attend to the tokens of all ranks, in Megatron's zigzag order, (s, b, heads, dim)."""
         rank, size = self.context_group.rank(), self.context_group.size()
         shards = [_token_positions(lengths, shard, size) for shard in range(size)]
-        mine, everyone = shards[rank].to(query.device), torch.cat(shards).to(query.device)
-        visible = self._is_visible(mine[:, None, 1] - everyone[:, 1]) & (mine[:, None, 0] == everyone[:, 0])
+        own_tokens, all_tokens = shards[rank].to(query.device), torch.cat(shards).to(query.device)
+        visible = self._is_visible(own_tokens[:, None, 1] - all_tokens[:, 1]) & (
+            own_tokens[:, None, 0] == all_tokens[:, 0]
+        )
         return self._attend(query, self._gathered(key), self._gathered(value), visible)
 
     def _is_visible(self, distance: Tensor) -> Tensor:

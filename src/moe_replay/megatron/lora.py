@@ -310,7 +310,7 @@ def add_adapters(chunks: Chunks, plan: LoraPlan, seed: int = 0) -> dict[Paramete
         width, length = shard.full_shape[1], shard.shape[1]
         first = shard.rank * length if spec.partition_dim == 1 else 0
         adapters[spec].initialize(slice(first, first + length), width, seed)
-    trained = {id(one) for adapter in adapters.values() for one in (adapter.layer.down, adapter.layer.up)}
+    trained = {id(parameter) for adapter in adapters.values() for parameter in (adapter.layer.down, adapter.layer.up)}
     for model in models:
         _freeze(model, trained)
     return adapters

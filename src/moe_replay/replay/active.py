@@ -81,9 +81,9 @@ class ActivePass:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ActivePass:
         """Return a new one without any pass: a copy of a model has nothing to do with the contexts of the original."""
-        own = ActivePass(recompute_only=self.recompute_only)
-        own.slots = copy.deepcopy(self.slots, memo)
-        return own
+        copied = ActivePass(recompute_only=self.recompute_only)
+        copied.slots = copy.deepcopy(self.slots, memo)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ReplayStateError(
@@ -201,16 +201,16 @@ class ActivePass:
         backward.enter(forward_pass, is_guess)
         backward.set(self._thread.slot)
 
-    def follow_backward(self, seen: Sequence[ForwardPass | Gone | None] = ()) -> None:
+    def follow_backward(self, passes: Sequence[ForwardPass | Gone | None] = ()) -> None:
         """Use the pass of the forward that is recomputed now.
 
-        seen   passes in which the module was given these inputs. The same inputs may have gone through several: then
+        passes   passes in which the module was given these inputs. The same inputs may have gone through several: then
                the one that autograd has reached counts
         """
         backward = self._backwards.get(torch._C._current_graph_task_id())
-        if seen and (backward is None or backward.is_guess or backward.forward_pass not in seen):
-            forward_pass = seen[-1]
-            is_guess = len(seen) > 1 or isinstance(forward_pass, Gone)
+        if passes and (backward is None or backward.is_guess or backward.forward_pass not in passes):
+            forward_pass = passes[-1]
+            is_guess = len(passes) > 1 or isinstance(forward_pass, Gone)
             self.enter_backward(None if isinstance(forward_pass, Gone) else forward_pass, is_guess=is_guess)
         self.for_router()  # raises in a backward that is not known
         backward = self._backwards.get(torch._C._current_graph_task_id())
@@ -445,8 +445,8 @@ class TensorPasses:
         for tensor in tensors:
             entry = self._passes.get(tensor.untyped_storage()._cdata) if tensor.is_floating_point() else None
             if entry is not None:
-                common = [one for one in entry[1] if common is None or one in common]
-        return [None if one is None else one() or GONE for one in common or ()]
+                common = [pass_ref for pass_ref in entry[1] if common is None or pass_ref in common]
+        return [None if pass_ref is None else pass_ref() or GONE for pass_ref in common or ()]
 
 
 class _TensorHook:

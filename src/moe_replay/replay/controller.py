@@ -188,7 +188,7 @@ class RouterReplay:
 
     @contextmanager
     def any_plan(self, rows: int) -> Iterator[None]:
-        """Give experts a plan for so many rows, whatever routers choose: for code that is compiled before a replay.
+        """Give experts a plan for `rows` rows, whatever routers choose: for code that is compiled before a replay.
 
         What they compute is of no use.
         """
@@ -445,7 +445,7 @@ def _of_layer(since: RoutingWeights | None, layer: int) -> tuple[torch.Tensor, t
 
 
 class _Forward:
-    """What the routers did in the forward of a context."""
+    """Choices of the routers in the forward of a context."""
 
     def __init__(self, topology: MoeTopology, rows: RowOrder, forward_pass: ForwardPass) -> None:
         self._topology = topology
@@ -469,10 +469,10 @@ class _Forward:
         The mean over layers and the experts taken then of the distance between logarithms of routing weights.
         """
         shifts = [routes.shift for routes in self._run().values()]
-        found = [shift for shift in shifts if shift is not None]
-        if not found or len(found) < len(shifts):
+        measured = [shift for shift in shifts if shift is not None]
+        if not measured or len(measured) < len(shifts):
             raise ReplayStateError("nothing was compared", remedy="Open the context with since=routing_weights()")
-        return torch.stack(found).mean(0)
+        return torch.stack(measured).mean(0)
 
 
 class Recording(_Forward):

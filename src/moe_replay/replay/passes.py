@@ -299,10 +299,10 @@ class _ChunkForward:
         """Return whether a module is given ids that were copied before, here or further out, and are unchanged."""
         if ids is self._fed.get(depth):  # the forward has ended: the model may write to its ids
             return True
-        known = self._latest is not None and ids is self._latest[0] and _version(ids) == self._latest[1]
-        if known:
+        unchanged = self._latest is not None and ids is self._latest[0] and _version(ids) == self._latest[1]
+        if unchanged:
             self._fed[depth] = ids
-        return known
+        return unchanged
 
 
 def _version(tensor: torch.Tensor) -> int:

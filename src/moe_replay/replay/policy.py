@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayPolicy:
-    """What a replay takes of the routes that it is given. The default takes the experts, with current gate weights.
+    """Parts of the recorded routes that a replay uses. Default: the experts, with current gate weights.
 
     gates    take the recorded gate weights too; the router gets no gradient from what is replayed. Needs routes with
              gates: `record(gates=True)`

@@ -49,7 +49,7 @@ class Chunk:
 
 
 class PlanSlot:
-    """Where the experts of one layer find the plan of the pass that their router is in.
+    """Holder of the dispatch plan for the experts of one layer, in the pass that their router is in.
 
     layer         its decoder index
     num_experts   that rows are ordered by
@@ -85,10 +85,11 @@ class PlanSlot:
 def entry_modules(model: nn.Module, sites: Sequence[RouterSite]) -> tuple[nn.Module, ...]:
     """Return the modules from the model down to the list of decoder layers: every forward goes through one of them."""
     paths = [site.name.split(".") for site in sites]
-    ways = [path[: next(i for i, part in enumerate(path) if part.isdigit())] for path in paths]
-    common = ways[0]
-    for way in ways:
-        common = common[: next((i for i, (a, b) in enumerate(zip(common, way, strict=False)) if a != b), len(common))]
+    prefixes = [path[: next(i for i, part in enumerate(path) if part.isdigit())] for path in paths]
+    common = prefixes[0]
+    for prefix in prefixes:
+        differing = (i for i, (a, b) in enumerate(zip(common, prefix, strict=False)) if a != b)
+        common = common[: next(differing, len(common))]
     return tuple(model.get_submodule(".".join(common[:depth])) for depth in range(len(common) + 1))
 
 

@@ -274,11 +274,11 @@ class RouterCall(TopKHandler):
         routes = self.routes
         # The same number of columns in every mode; naming a group twice unmasks it once.
         width = max(self.site.top_k, self.site.groups_kept)
-        groups = own = _widened(_native_topk(func, args, kwargs), width)
+        groups = native = _widened(_native_topk(func, args, kwargs), width)
         if routes.routed_experts is not None:
             groups = _widened(self.choice.replayed(scores) // (self.site.num_experts // self.site.num_groups), width)
             if routes.valid is not None:
-                groups = torch.where(routes.valid.view(*scores.shape[:-1], 1), groups, own)
+                groups = torch.where(routes.valid.view(*scores.shape[:-1], 1), groups, native)
         return torch.return_types.topk((scores.gather(-1, groups), groups))
 
 

@@ -185,8 +185,8 @@ def attribution_figures(attribution: Attribution) -> Iterator[RenderedFigure]:
 def scatter(points: dict[str, tuple[tuple[float, float], ...]]) -> RenderedFigure:
     """Plot log-probs of the rollout against those of the trainer, one panel per pass."""
     shown = {name: np.array(pairs[:MAX_DOTS], float) for name, pairs in points.items() if pairs}
-    every = np.concatenate(list(shown.values()))
-    low = float(every[np.isfinite(every)].min(initial=-1.0))
+    values = np.concatenate(list(shown.values()))
+    low = float(values[np.isfinite(values)].min(initial=-1.0))
 
     def plot(panels: Any) -> None:
         for axes, (name, pairs) in zip(panels if len(shown) > 1 else [panels], shown.items(), strict=True):

@@ -207,11 +207,11 @@ def plot_curves(
             axes.plot(steps, moving_average(values, len(values) // 12 + 1), label=label, **look)
         else:
             axes.plot(steps, values, label=label, marker="o", **look)
-    every = np.concatenate([curve.series.finite for curve in curves])
+    finite = np.concatenate([curve.series.finite for curve in curves])
     if log:
-        _set_log(axes, every)
+        _set_log(axes, finite)
     elif percent:
-        _set_percent(axes, every)
+        _set_percent(axes, finite)
     _label_axes(axes, "step", unit)
     integer_ticks(axes.xaxis)
     if mark is not None:

@@ -132,7 +132,9 @@ def _settings(path: Path) -> dict[str, Any]:
         raise ReportError(f"{path} is not valid TOML: {error}") from error
     flat: dict[str, Any] = {}
     for name, value in tables.items():
-        flat |= {f"{name}.{key}": of for key, of in value.items()} if isinstance(value, dict) else {name: value}
+        flat |= (
+            {f"{name}.{key}": setting for key, setting in value.items()} if isinstance(value, dict) else {name: value}
+        )
     return flat
 
 

@@ -347,8 +347,10 @@ def reward_figures(run: RunRecord) -> Iterator[RenderedFigure]:
     )
     if len(parts) > 1:
         roles: tuple[Role, ...] = ("plain", "second", "third", "fifth", "sixth", "seventh", "fourth")
-        each = [Curve(run[name], name.removeprefix("reward/"), role) for name, role in zip(parts, roles, strict=False)]
-        yield from curve_figure("rewards", "Rewards by function", "One curve per reward function.", each)
+        of_functions = [
+            Curve(run[name], name.removeprefix("reward/"), role) for name, role in zip(parts, roles, strict=False)
+        ]
+        yield from curve_figure("rewards", "Rewards by function", "One curve per reward function.", of_functions)
 
 
 def mismatch_figures(run: RunRecord) -> Iterator[RenderedFigure]:

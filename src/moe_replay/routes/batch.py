@@ -172,8 +172,8 @@ class RouteBatch:
         gates   decoder layer -> (R, K) floating point, where they were recorded
         """
         layers = tuple(sorted(routed_experts))
-        nothing = torch.zeros((0, 0, topology.top_k), dtype=torch.uint8)  # of a pipeline stage without routers
-        stacked = torch.stack([routed_experts[layer] for layer in layers]) if layers else nothing
+        empty = torch.zeros((0, 0, topology.top_k), dtype=torch.uint8)  # of a pipeline stage without routers
+        stacked = torch.stack([routed_experts[layer] for layer in layers]) if layers else empty
         if stacked.dtype not in (torch.uint8, torch.int16):
             stacked = stacked.to(torch.uint8 if topology.num_experts <= 256 else torch.int16)
         every_row = torch.ones((1, stacked.shape[1]), dtype=torch.bool, device=stacked.device)
@@ -212,8 +212,8 @@ class RouteBatch:
 
     def select_layers(self, layers: Iterable[int]) -> RouteBatch:
         """Return only these decoder layers, e.g. of one pipeline chunk; a view where they are adjacent."""
-        wanted = tuple(layers)
-        indices = [self._index(layer) for layer in wanted]
+        selected_layers = tuple(layers)
+        indices = [self._index(layer) for layer in selected_layers]
         selected = as_slice(indices)
         coverage = self.coverage
         if coverage is not None:
@@ -221,9 +221,9 @@ class RouteBatch:
             coverage = replace(coverage, replayed_in_layer=replayed)
         return replace(
             self,
-            layers=wanted,
+            layers=selected_layers,
             routed_experts=self.routed_experts[selected],
-            valid=self.valid[:1].expand(len(wanted), -1) if self._shares_valid else self.valid[selected],
+            valid=self.valid[:1].expand(len(selected_layers), -1) if self._shares_valid else self.valid[selected],
             all_valid=tuple(self.all_valid[index] for index in indices),
             coverage=coverage,
             gates=None if self.gates is None else self.gates[selected],
@@ -258,7 +258,7 @@ class RouteBatch:
         return self.valid.stride(0) == 0
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> RouteBatch:
-        """Return a batch whose tensors are changed alike."""
+        """Return a batch with the same change applied to all tensors."""
         fed, gates = self.fed_token_ids, self.gates
         return replace(
             self,
@@ -335,8 +335,8 @@ class RouteBatch:
         expected = expected.to(fed_ids.device)
         padding = expected == PADDING
         tokens = padding & (_differs_from_padding(fed_ids, padding) if mask is None else mask.to(fed_ids.device) != 0)
-        wrong, unknown = torch.stack([((expected != fed_ids) & ~padding).sum(), tokens.sum()]).tolist()
-        if wrong:
+        differing, unknown = torch.stack([((expected != fed_ids) & ~padding).sum(), tokens.sum()]).tolist()
+        if differing:
             compare_fed(expected.cpu().numpy(), fed_ids.cpu().numpy(), self.layout)
         if unknown and not allow_unknown:
             row, column = tokens.nonzero()[0].tolist()
@@ -388,8 +388,10 @@ class RouteBatch:
         """Raise unless these ids, laid out like this, are what the model was fed."""
         if self.fed_token_ids is None:
             raise _ids_unknown()
-        own = self.layout
-        order = self.row_order or (None if own is None else RowOrder(own.order, own.sequence_shard or (0, 1)))
+        own_layout = self.layout
+        order = self.row_order or (
+            None if own_layout is None else RowOrder(own_layout.order, own_layout.sequence_shard or (0, 1))
+        )
         if order is not None:
             order.check(layout)
         compare_fed(layout.fed_token_ids(token_ids), self.fed_token_ids.cpu().numpy(), layout)
@@ -433,10 +435,10 @@ def _check_one_model(traces: Sequence[RouteTrace]) -> int | None:
     return num_experts
 
 
-def common_routes(one: RouteTrace, other: RouteTrace, tokens: int) -> int:
+def common_routes(first: RouteTrace, second: RouteTrace, tokens: int) -> int:
     """Return how many of the first `tokens` of two traces have the same experts, in any order, in all layers."""
-    ours, theirs = one.routed_experts[:tokens], other.routed_experts[:tokens]
-    same = (one.valid[:tokens] == other.valid[:tokens]).all(1)
+    ours, theirs = first.routed_experts[:tokens], second.routed_experts[:tokens]
+    same = (first.valid[:tokens] == second.valid[:tokens]).all(1)
     reordered = np.flatnonzero((ours != theirs).any((1, 2)))
     same[reordered] &= (np.sort(ours[reordered]) == np.sort(theirs[reordered])).all((1, 2))
     return tokens if same.all() else int(same.argmin())
@@ -521,8 +523,8 @@ def to_token_major(batch: np.ndarray, layout: TokenLayout, runs: Sequence[Run]) 
     out = [np.zeros((length, len(batch)), batch.dtype) for length in layout.lengths]
     for sequence, tokens, rows in runs:
         out[sequence][tokens] = batch[:, rows].T
-    for own, (sequence, length) in zip(out, layout.prefixes, strict=False):
-        own[:length] = out[sequence][:length]
+    for values, (sequence, length) in zip(out, layout.prefixes, strict=False):
+        values[:length] = out[sequence][:length]
     return out
 
 

@@ -269,22 +269,22 @@ def read_header(source: BlobSource, limits: Limits) -> tuple[Shape, int]:
     _check_crc(source, "header_crc", 60, raw[:60], header_crc)
     shape = Shape(num_tokens, num_layers, top_k, num_experts, id_bits, coverage, num_spans)
     _check_shape(source, shape, limits)
-    for field, at, expected, found in (
+    for field, at, expected, actual in (
         ("codec", 10, _CODEC_PLANES, codec),
         ("flags", 13, 0, flags),
         ("reserved", 36, 0, reserved),
         ("blob_bytes", 40, shape.blob_bytes, blob_bytes),
         ("reserved", 48, 0, reserved_too),
     ):
-        if found != expected:
-            raise source.error(field, at, "wrong value", expected, found)
+        if actual != expected:
+            raise source.error(field, at, "wrong value", expected, actual)
     return shape, sections_crc
 
 
 def _check_shape(source: BlobSource, shape: Shape, limits: Limits) -> None:
     least_bits = smallest_id_bits(shape.num_experts or 1)
     most_bits = least_bits if shape.num_experts else smallest_id_bits(MAX_EXPERTS)
-    for field, at, least, most, found in (
+    for field, at, least, most, actual in (
         ("num_experts", 20, 0, MAX_EXPERTS, shape.num_experts),
         ("id_bits", 11, least_bits, most_bits, shape.id_bits),
         ("coverage", 12, _ALL, _PER_TOKEN_AND_LAYER if shape.tokens else _ALL, shape.coverage),
@@ -293,8 +293,8 @@ def _check_shape(source: BlobSource, shape: Shape, limits: Limits) -> None:
         ("num_tokens", 24, 0, limits.tokens, shape.tokens),
         ("num_spans", 32, 1, min(limits.spans, max(shape.tokens, 1)), shape.spans),
     ):
-        if not least <= found <= most:
-            raise source.error(field, at, "out of range", f"{least} to {most}", found)
+        if not least <= actual <= most:
+            raise source.error(field, at, "out of range", f"{least} to {most}", actual)
     if shape.blob_bytes > limits.blob_bytes:
         raise source.error("blob_bytes", 40, "out of range", f"at most {limits.blob_bytes}", shape.blob_bytes)
 
@@ -328,8 +328,8 @@ def _read_sections(source: BlobSource, shape: Shape, crc: int) -> _Sections:
     token_ids = array("<i4", offsets.token_ids, offsets.bitmap)
     if token_ids.min(initial=0) < 0:
         token = int(np.argmax(token_ids < 0))
-        at, found = offsets.token_ids + 4 * token, int(token_ids[token]) + 2**32
-        raise source.error("token ids", at, "id out of range", "below 2**31", found, token)
+        at, token_id = offsets.token_ids + 4 * token, int(token_ids[token]) + 2**32
+        raise source.error("token ids", at, "id out of range", "below 2**31", token_id, token)
     if array("u1", offsets.padding, offsets.payload).any():
         raise source.error("padding", offsets.padding, "not empty", "zero bytes", "others")
     return _Sections(
@@ -402,5 +402,5 @@ def _check_uncovered(
 
 
 def _check_crc(source: BlobSource, field: str, at: int, raw: bytes | memoryview, expected: int) -> None:
-    if (found := zlib.crc32(raw)) != expected:
-        raise source.error(field, at, "corrupted", f"checksum {expected:08x}", f"{found:08x}")
+    if (actual := zlib.crc32(raw)) != expected:
+        raise source.error(field, at, "corrupted", f"checksum {expected:08x}", f"{actual:08x}")

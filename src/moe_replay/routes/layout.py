@@ -117,9 +117,9 @@ class TokenLayout:
         counts = _checked_lengths(lengths)
         shared = tuple(Prefix(*prefix) for prefix in prefixes)
         _check_prefixes(shared, tuple(counts.tolist()))
-        own = counts - np.array([prefix.length for prefix in shared], np.int64)
-        fed = _ranges(np.cumsum(counts) - own, own)[None]  # the last tokens of each sequence
-        return cls(fed, tuple(counts.tolist()), tuple(own.tolist()), prefixes=shared)
+        fed_counts = counts - np.array([prefix.length for prefix in shared], np.int64)
+        fed = _ranges(np.cumsum(counts) - fed_counts, fed_counts)[None]  # the last tokens of each sequence
+        return cls(fed, tuple(counts.tolist()), tuple(fed_counts.tolist()), prefixes=shared)
 
     # ---- what is fed --------------------------------------------------------------------------------------------
 
@@ -131,14 +131,14 @@ class TokenLayout:
         self._require_outside_model("pad_to")
         present = self.fed.shape[1]
         multiple = _positive("multiple_of", multiple_of)
-        wanted = -(-max(present, width or 0) // multiple) * multiple
-        if width is not None and wanted != width:
+        padded = -(-max(present, width or 0) // multiple) * multiple
+        if width is not None and padded != width:
             raise LayoutError(
                 "cannot pad to this width",
                 expected=f"at least {present} and a multiple of {multiple}",
                 found=width,
             )
-        added = wanted - present
+        added = padded - present
         return replace(
             self,
             fed=np.pad(self.fed, ((0, 0), (0, added)), constant_values=PADDING),
@@ -312,15 +312,15 @@ class TokenLayout:
     # ---- checks -------------------------------------------------------------------------------------------------
 
     def _check_shared_ids(self, ids: np.ndarray) -> None:
-        wrong = np.flatnonzero(ids != ids[self.fed_as])
-        if wrong.size:
-            sample, position = self.locate(int(wrong[0]))
+        differing = np.flatnonzero(ids != ids[self.fed_as])
+        if differing.size:
+            sample, position = self.locate(int(differing[0]))
             raise AlignmentError(
                 "a sequence has other tokens than the one whose prefix it shares",
                 sample=sample,
                 token=position,
-                expected=f"token id {ids[self.fed_as[wrong[0]]]}, as in sequence {self.prefixes[sample].sequence}",
-                found=f"token id {ids[wrong[0]]}",
+                expected=f"token id {ids[self.fed_as[differing[0]]]}, as in sequence {self.prefixes[sample].sequence}",
+                found=f"token id {ids[differing[0]]}",
                 remedy="Share no more than the tokens that both sequences begin with",
             )
 
@@ -441,12 +441,12 @@ def _check_each_token_once(fed: np.ndarray, is_fed: np.ndarray, *, whole: bool) 
     if fed.size and (int(fed.min()) < PADDING or int(fed.max()) >= tokens):
         raise LayoutError("fed names a token that does not exist", expected=f"-1 to {tokens - 1}", found=fed.max())
     times = np.bincount(fed.ravel() + 1, minlength=tokens + 1)[1:]
-    wrong = np.flatnonzero(times != is_fed if whole else times > is_fed)
-    if wrong.size:
+    differing = np.flatnonzero(times != is_fed if whole else times > is_fed)
+    if differing.size:
         raise LayoutError(
             "every token must be fed exactly once",
-            expected="once" if is_fed[wrong[0]] else "not at all: it is shared",
-            found=f"token {wrong[0]} of {tokens}: {times[wrong[0]]} times",
+            expected="once" if is_fed[differing[0]] else "not at all: it is shared",
+            found=f"token {differing[0]} of {tokens}: {times[differing[0]]} times",
             remedy="A rank that holds part of the tokens needs context_parallel in its layout",
         )
 

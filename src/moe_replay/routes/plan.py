@@ -71,7 +71,7 @@ class DispatchPlan:
 
     @classmethod
     def of(cls, routes: RouteBatch, num_experts: Mapping[int, int]) -> DispatchPlan | None:
-        """Return the plan of layers with so many experts each, on the device of the routes; no device sync.
+        """Return the plan of layers with these numbers of experts, on the device of the routes; no device sync.
 
         None where a row of any layer has neither a route nor a stand-in: where it goes is known only when its router
         has run.
@@ -106,18 +106,20 @@ class DispatchPlan:
         return replace(self, pair=self.pair.to(device), row=self.row.to(device), offsets=self.offsets.to(device))
 
     def check(self, routes: RouteBatch, num_experts: Mapping[int, int]) -> None:
-        """Raise unless this plan was made of these routes, as they are, for layers with so many experts each."""
-        of = self.routes
-        for name, expected, found in (
+        """Raise unless this plan was made of these routes, as they are, for layers with these numbers of experts."""
+        planned = self.routes
+        for name, expected, actual in (
             ("layers", tuple(sorted(num_experts)), self.layers),
             ("experts", tuple(num_experts[layer] for layer in sorted(num_experts)), self.num_experts),
-            ("rows", routes.num_rows, of.num_rows),
-            ("experts per token", routes.top_k, of.top_k),
+            ("rows", routes.num_rows, planned.num_rows),
+            ("experts per token", routes.top_k, planned.top_k),
         ):
-            if expected != found:
-                raise _not_of_these_routes(f"other {name}", f"{name} {expected}", f"{name} {found}")
-        if of.routed_experts is not routes.routed_experts:
-            raise _not_of_these_routes("another micro-batch", routes.layout or "these routes", of.layout or "others")
+            if expected != actual:
+                raise _not_of_these_routes(f"other {name}", f"{name} {expected}", f"{name} {actual}")
+        if planned.routed_experts is not routes.routed_experts:
+            raise _not_of_these_routes(
+                "another micro-batch", routes.layout or "these routes", planned.layout or "others"
+            )
         if self.version != _version(routes.routed_experts):
             raise _not_of_these_routes("changed since", f"version {self.version}", _version(routes.routed_experts))
 

@@ -212,10 +212,10 @@ def _experts_without_weights(config: Config) -> int:
 
 def _by_any_name(config: Config, names: tuple[str, ...]) -> int | Sequence[int]:
     values = {name: value for name in names if (value := setting(config, name)) is not None}
-    found = list(values.values())
-    if not found or any(value != found[0] for value in found):
+    numbers = list(values.values())
+    if not numbers or any(value != numbers[0] for value in numbers):
         raise not_understood(" / ".join(values or names), "one number, the same under each name", values)
-    return found[0]
+    return numbers[0]
 
 
 # ---- errors -----------------------------------------------------------------------------------------------------

@@ -185,20 +185,20 @@ class RouteTrace:
 
     def select_layers(self, layers: Iterable[int]) -> RouteTrace:
         """Return only these decoder layers, e.g. those of one pipeline stage."""
-        wanted = checked_layers(layers)
-        indices = self.layer_indices(wanted)
+        selected = checked_layers(layers)
+        indices = self.layer_indices(selected)
         coverage = self._coverage if self._coverage.shape[1] == 1 else self._coverage[:, indices]
         routed_experts = np.take(self.routed_experts, indices, axis=1)  # token-major in memory too, unlike [:, indices]
-        return self._derived(routed_experts=routed_experts, coverage=coverage, layers=wanted)
+        return self._derived(routed_experts=routed_experts, coverage=coverage, layers=selected)
 
     def with_uncaptured_layers(self, layers: Iterable[int]) -> RouteTrace:
         """Return the same trace over more layers; the added ones are uncovered and will route natively."""
-        wanted = checked_layers(set(layers) | set(self.layers))
-        indices = [wanted.index(layer) for layer in self.layers]
-        routed_experts = np.zeros((len(self), len(wanted), self.top_k), self.routed_experts.dtype)
-        valid = np.zeros((len(self), len(wanted)), bool)
+        all_layers = checked_layers(set(layers) | set(self.layers))
+        indices = [all_layers.index(layer) for layer in self.layers]
+        routed_experts = np.zeros((len(self), len(all_layers), self.top_k), self.routed_experts.dtype)
+        valid = np.zeros((len(self), len(all_layers)), bool)
         routed_experts[:, indices], valid[:, indices] = self.routed_experts, self.valid
-        return self._derived(routed_experts=routed_experts, coverage=valid, layers=wanted)
+        return self._derived(routed_experts=routed_experts, coverage=valid, layers=all_layers)
 
     def layer_indices(self, layers: Sequence[int]) -> list[int]:
         """Return the position of each decoder layer on the layer axis."""
@@ -249,9 +249,9 @@ class RouteTrace:
         if keep not in ("as_sampled", "latest"):
             raise TraceError("unknown way to continue a trace", expected="'as_sampled' or 'latest'", found=repr(keep))
         self._require_same_routers(later)
-        seen = len(self)
-        if len(later) < seen or not np.array_equal(later.token_ids[:seen], self.token_ids):
-            common = min(seen, len(later))
+        length = len(self)
+        if len(later) < length or not np.array_equal(later.token_ids[:length], self.token_ids):
+            common = min(length, len(later))
             differing = np.flatnonzero(later.token_ids[:common] != self.token_ids[:common])
             position = int(differing[0]) if differing.size else common
             raise TraceError(
@@ -261,10 +261,10 @@ class RouteTrace:
                 found=f"token id {later.token_ids[position]}" if position < len(later) else "the end of the sequence",
                 remedy="Send token ids to the engine, not text: re-tokenising can change earlier ids",
             )
-        prefix = later[:seen]
+        prefix = later[:length]
         take_later = prefix.valid & ~self.valid if keep == "as_sampled" else prefix.valid
         if not take_later.any():
-            return self.extend(later[seen:])
+            return self.extend(later[length:])
         newer = take_later.any(axis=1)
         if keep == "as_sampled":
             newer &= ~self.valid.any(axis=1)
@@ -275,7 +275,7 @@ class RouteTrace:
             versions=spans_of(versions),
         )
         merged._rows_distinct = self._rows_distinct and later._rows_distinct
-        return merged.extend(later[seen:])
+        return merged.extend(later[length:])
 
     @classmethod
     def merge(cls, shards: Sequence[RouteTrace]) -> RouteTrace:
@@ -436,9 +436,9 @@ def first_duplicate(routed_experts: np.ndarray, valid: np.ndarray) -> tuple[int,
         twice = np.zeros(len(rows), bool)
         equal = np.empty(columns.shape, bool)
         for further in range(1, top_k):
-            found = np.equal(columns[further:], columns[:-further], out=equal[further:])
-            if found.any():
-                twice |= found.any(axis=0)
+            matches = np.equal(columns[further:], columns[:-further], out=equal[further:])
+            if matches.any():
+                twice |= matches.any(axis=0)
         if twice.any():
             twice &= valid[start : start + block].reshape(-1)
             if twice.any():

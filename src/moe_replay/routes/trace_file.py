@@ -191,9 +191,9 @@ def _read_index(file: FileIO, limits: Limits) -> list[int]:
     if index_at < len(FILE_HEAD):
         raise whole.error("number of records", tail_at, "too many", f"what fits {len(whole)} bytes", count)
     index = whole.take(index_at, tail_at)
-    found = _index_crc(index, count)
-    if found != crc:
-        raise whole.error("index", index_at, "corrupted", f"checksum {crc:08x}", f"{found:08x}")
+    actual_crc = _index_crc(index, count)
+    if actual_crc != crc:
+        raise whole.error("index", index_at, "corrupted", f"checksum {crc:08x}", f"{actual_crc:08x}")
     if reserved:
         raise whole.error("reserved", tail_at + 12, "wrong value", 0, reserved)
     offsets = np.frombuffer(index, "<u8")

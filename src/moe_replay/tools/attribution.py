@@ -194,28 +194,30 @@ def _unscored(trace: RouteTrace, number: int) -> Trajectory:
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
-def _attribution(given: Sequence[RouteTrace], parts: Sequence[_Part], labels: Mapping[str, str] | None) -> Attribution:
+def _attribution(
+    recorded: Sequence[RouteTrace], parts: Sequence[_Part], labels: Mapping[str, str] | None
+) -> Attribution:
     rollout = torch.cat([part.rollout for part in parts])
     logprobs = {name: torch.cat([part.logprobs[name] for part in parts]) for name in parts[0].logprobs}
     routes: dict[str, list[RouteTrace]] = {}
     for name in parts[0].routes:
         by_number = {number: trace for part in parts for number, trace in part.routes[name].items()}
-        routes[name] = [by_number[number] for number in range(len(given))]
+        routes[name] = [by_number[number] for number in range(len(recorded))]
     shown = np.unique(np.linspace(0, len(rollout) - 1, POINTS).astype(np.int64))
     return Attribution(
-        samples=len(given),
-        tokens=sum(map(len, given)),
+        samples=len(recorded),
+        tokens=sum(map(len, recorded)),
         scored=len(rollout),
         passes={name: _scores(rollout, scored, logprobs[NATIVE], name) for name, scored in logprobs.items()},
-        routing=_routing(given, routes),
-        alignment=_alignment(compare(routes[NATIVE], given)),
+        routing=_routing(recorded, routes),
+        alignment=_alignment(compare(routes[NATIVE], recorded)),
         scatter={
             name: tuple((round(a, 6), round(b, 6)) for a, b in torch.stack([rollout, scored], 1)[shown].tolist())
             for name, scored in logprobs.items()
             if name in (NATIVE, R3)
         },
         differences=_differences(
-            given,
+            recorded,
             routes[NATIVE],
             (rollout != logprobs.get(NATIVE, rollout)).numpy(),
             np.concatenate([part.places for part in parts]),
@@ -225,11 +227,11 @@ def _attribution(given: Sequence[RouteTrace], parts: Sequence[_Part], labels: Ma
 
 
 def _differences(
-    given: Sequence[RouteTrace], native: Sequence[RouteTrace], is_unequal: np.ndarray, places: np.ndarray
+    recorded: Sequence[RouteTrace], native: Sequence[RouteTrace], is_unequal: np.ndarray, places: np.ndarray
 ) -> Differences:
     """Return what differs bit for bit; `is_unequal` (N,) says it of log-probs, at `places` (N, 2)."""
-    layout = TokenLayout.packed([len(trace) for trace in given])
-    ours, theirs = (RouteBatch.from_traces(traces, layout) for traces in (native, given))
+    layout = TokenLayout.packed([len(trace) for trace in recorded])
+    ours, theirs = (RouteBatch.from_traces(traces, layout) for traces in (native, recorded))
     slots, tokens = (ours.valid & theirs.valid & ~same_experts(ours, theirs)).numpy().nonzero()  # layer by layer
     first_route = None
     if len(slots):
@@ -254,17 +256,17 @@ def _scores(rollout: Tensor, scored: Tensor, native: Tensor, name: str) -> PassS
     )
 
 
-def _routing(given: Sequence[RouteTrace], routes: Mapping[str, list[RouteTrace]]) -> RoutingScores:
-    layout = TokenLayout.packed([len(trace) for trace in given])
-    theirs = RouteBatch.from_traces(given, layout)
+def _routing(recorded: Sequence[RouteTrace], routes: Mapping[str, list[RouteTrace]]) -> RoutingScores:
+    layout = TokenLayout.packed([len(trace) for trace in recorded])
+    theirs = RouteBatch.from_traces(recorded, layout)
     chosen = {name: RouteBatch.from_traces(traces, layout) for name, traces in routes.items()}
     ours = chosen[NATIVE]
     covered = (ours.valid & theirs.valid).numpy()  # (L, tokens)
     agrees = same_experts(ours, theirs).numpy() & covered
     unknown = (float("nan"),) * len(ours.layers)
 
-    position = np.concatenate([np.arange(len(trace)) for trace in given])
-    longest = max(map(len, given))
+    position = np.concatenate([np.arange(len(trace)) for trace in recorded])
+    longest = max(map(len, recorded))
     edges = np.unique(np.linspace(0, longest, min(POSITIONS, longest) + 1).astype(np.int64))
     place = np.searchsorted(edges, position, side="right") - 1
     differing = (covered & ~agrees).sum(0)[covered.any(0)]

@@ -223,12 +223,12 @@ def _megatron(system: SystemInfo) -> Finding:
         "moe_router_fusion, capacity factors and CUDA graphs around routers are rejected"
     )
     absent = "no training with tensor, pipeline, context or expert parallelism"
-    found = _package(system, "megatron-core", text, absent, "pip install 'moe-replay[megatron]'")
-    if not version or found.status is Status.BROKEN:
-        return found
-    if found.status is Status.NOTE:  # newer
-        return replace(found, remedy="make test-megatron-versions")
-    note = replace(found, status=Status.NOTE)
+    finding = _package(system, "megatron-core", text, absent, "pip install 'moe-replay[megatron]'")
+    if not version or finding.status is Status.BROKEN:
+        return finding
+    if finding.status is Status.NOTE:  # newer
+        return replace(finding, remedy="make test-megatron-versions")
+    note = replace(finding, status=Status.NOTE)
     if version < MEGATRON_TRAINER:
         least = dotted(MEGATRON_TRAINER)
         text = f'routers only: the trainer\'s backend.kind = "megatron" needs {least}; {text}'
@@ -236,7 +236,7 @@ def _megatron(system: SystemInfo) -> Finding:
     if system.gpus and system.versions.get("transformer-engine") is None:
         text = f"{text}; no context parallelism on GPUs without Transformer Engine"
         return replace(note, text=text, remedy="Install transformer-engine")
-    return found
+    return finding
 
 
 def _vllm(system: SystemInfo) -> Finding:
@@ -301,12 +301,12 @@ def _host(host: Host) -> Callable[[SystemInfo], Finding]:
     """Return the check of a trainer that loads us."""
 
     def check(system: SystemInfo) -> Finding:
-        version, known = system.versions.get(host.package), ", ".join(host.versions)
+        version, supported = system.versions.get(host.package), ", ".join(host.versions)
         if version is None:
             return Finding(host.package, Status.NOTE, "none", f"no replay inside {host.package}")
         if version not in host.versions:
             text = "too old" if release_numbers(version) < release_numbers(host.versions[0]) else "not tested"
-            remedy = f"Install {host.package} {known}"
+            remedy = f"Install {host.package} {supported}"
             return Finding(host.package, Status.BROKEN, version, f"{text}: refused when it is loaded", remedy)
         changes = "; ".join(f"{engine}: {change}" for engine, change in host.changes.items())
         return Finding(host.package, Status.OK, version, f"{changes}; loaded by {host.load}")

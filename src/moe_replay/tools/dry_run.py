@@ -30,7 +30,7 @@ from moe_replay.weights.model_folder import ModelError, read_config
 
 
 class DryRun(NamedTuple):
-    """What a run would do, and everything known now that would stop it before its first step."""
+    """Description of a run, and the problems known now that would stop it before its first step."""
 
     report: str
     problems: list[MoeReplayError]
@@ -209,12 +209,12 @@ def _engines(config: TrainConfig) -> str:
     if not config.starts_servers:
         return ""
     devices = devices_per_engine(rollout.options)
-    each = f", {devices} GPUs each" if devices > 1 else ""
+    per_engine = f", {devices} GPUs each" if devices > 1 else ""
     if not cluster.starts_engines:
-        return f" ({rollout.engines_per_node} on every trainer node{each})"
+        return f" ({rollout.engines_per_node} on every trainer node{per_engine})"
     where = f"on the {cluster.trainer_nodes} trainer" if cluster.placement == "colocated" else "on separate GPUs"
     machines = f" node{'s' * (cluster.trainer_nodes > 1)}" if cluster.placement == "colocated" else ""
-    return f" ({cluster.engines} {where}{machines}{each})"
+    return f" ({cluster.engines} {where}{machines}{per_engine})"
 
 
 def _step(config: TrainConfig) -> str:

@@ -139,7 +139,7 @@ class TraceSummary:
 
 def summarize(traces: Iterable[RouteTrace]) -> TraceSummary:
     """Summarize traces in one pass, with one trace in memory at a time."""
-    summary, seen = TraceSummary(), set()
+    summary, digests = TraceSummary(), set()
     for trace in traces:
         tokens, valid = len(trace), trace.valid
         summary.traces += 1
@@ -152,8 +152,8 @@ def summarize(traces: Iterable[RouteTrace]) -> TraceSummary:
             summary.versions[int(version)] += int(count)
         summary.duplicates += _duplicates(trace)
         digest = blake2b(trace.token_ids.tobytes(), digest_size=16).digest()
-        summary.repeated += digest in seen
-        seen.add(digest)
+        summary.repeated += digest in digests
+        digests.add(digest)
         for slot, layer in enumerate(trace.layers):
             covered = trace.routed_experts[valid[:, slot], slot]
             load = np.bincount(covered.ravel(), minlength=trace.num_experts or 0)

@@ -96,7 +96,7 @@ class ItemError(MoeReplayError):
 
 
 class Machine(NamedTuple):
-    """What items run on."""
+    """Devices and settings that all items run with."""
 
     device: str  # cpu or cuda
     gpus: tuple[str, ...]  # two entries of CUDA_VISIBLE_DEVICES
@@ -112,11 +112,11 @@ class Machine(NamedTuple):
 
     def environment(self, gpus: Sequence[str]) -> dict[str, str]:
         """Return the environment of a process that sees these GPUs."""
-        own = {"PYTHONFAULTHANDLER": "1"}
+        always_set = {"PYTHONFAULTHANDLER": "1"}
         if self.device == "cuda":
-            return {**os.environ, **own, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+            return {**os.environ, **always_set, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         threads = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        return {**threads, **os.environ, **own, "CUDA_VISIBLE_DEVICES": ""}
+        return {**threads, **os.environ, **always_set, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run_items(items: Sequence[Item], machine: Machine, show: Callable[[Result], None]) -> list[Result]:
@@ -308,13 +308,13 @@ def _judged(item: Item, machine: Machine, log: str) -> str:
         raise ItemError("a step changed nothing: the norm of its gradient is 0")
     sent = _TRANSPORT.search(log)
     transport, reason = sent.groups() if sent else ("", "")
-    wanted = recipe(item, machine, "" if item.is_apart else None)["weight_sync"]["transport"]
-    if wanted not in ("auto", transport):
-        raise ItemError("weights took another transport", expected=wanted, found=f"{transport} ({reason})")
+    configured = recipe(item, machine, "" if item.is_apart else None)["weight_sync"]["transport"]
+    if configured not in ("auto", transport):
+        raise ItemError("weights took another transport", expected=configured, found=f"{transport} ({reason})")
     return f"routes agree in {agreement:.3f}, {STEPS} updates, weights by {transport}"
 
 
 def _last_error(log: str) -> str:
     """Return the last line of a log that names an error."""
-    found = [line.strip() for line in log.splitlines() if re.match(r"(error\b|[\w.]+Error: )", line.strip())]
-    return found[-1] if found else ""
+    errors = [line.strip() for line in log.splitlines() if re.match(r"(error\b|[\w.]+Error: )", line.strip())]
+    return errors[-1] if errors else ""

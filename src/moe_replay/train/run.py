@@ -348,7 +348,7 @@ class Job:
         self._progress.completions(best_and_worst(completions, self.config.log.num_completions_to_print))
 
     @contextmanager
-    def _writing(self, what: str) -> Iterator[None]:
+    def _writing(self, content: str) -> Iterator[None]:
         """Turn a failed write into an error that names the newest checkpoint."""
         try:
             yield
@@ -358,7 +358,7 @@ class Job:
             self._checkpoints.settle()
             steps = self._checkpoints.steps()
             raise RunWriteError(
-                f"{what} could not be written to {self._run.folder}: {error}",
+                f"{content} could not be written to {self._run.folder}: {error}",
                 found=f"{shutil.disk_usage(self._run.folder).free / 1e9:.2f} GB free",
                 remedy=f"The checkpoint of step {steps[-1]} is kept: resume from it once there is space"
                 if steps

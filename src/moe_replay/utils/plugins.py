@@ -38,9 +38,9 @@ def resolve(name: str, known: Mapping[str, Any], *, kind: str, key: str, forms: 
     key     the setting that holds the name, for errors: "reward.functions"
     forms   what is accepted besides names in the registry, for errors
     """
-    found = known.get(name, name)
-    if not isinstance(found, str):
-        return found
+    implementation = known.get(name, name)
+    if not isinstance(implementation, str):
+        return implementation
     if name not in known and not is_path(name):
         near = difflib.get_close_matches(name, known, n=1)
         raise PluginError(
@@ -48,7 +48,7 @@ def resolve(name: str, known: Mapping[str, Any], *, kind: str, key: str, forms: 
             expected=f"{key}: {', '.join(sorted(known)) or 'nothing is built in'}, or {forms}",
             remedy=f"Did you mean {near[0]!r}?" if near else None,
         )
-    return import_path(found, kind=kind, key=key)
+    return import_path(implementation, kind=kind, key=key)
 
 
 def requires(*packages: str) -> Callable[[Function], Function]:

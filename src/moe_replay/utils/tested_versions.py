@@ -35,7 +35,7 @@ IN_CI: dict[str, tuple[Release, ...]] = {
     "peft": ((0, 21),),
     "ray": ((2, 60),),
 }
-"""Package -> the versions that `make test-all` runs; others were run by `make test-oldest` and the like, or by hand."""
+"""Package -> the versions that `make test-all` runs; others by targets such as `make test-oldest`, or by hand."""
 NAMES = {
     "torch": "torch",
     "transformers": "Transformers",
@@ -88,18 +88,18 @@ def check_megatron_trainer(version: str | None = None) -> None:
 
 @cache
 def notice_if_newer(package: str, version: str = "") -> None:
-    """Say once, on stderr, that a package is newer than what was run; an absent package is nobody's business here.
+    """Print a notice once, on stderr, if a package is newer than what was run; absent packages are ignored.
 
     version   of a server, where it is not the installed package
     """
     try:
-        found = version or metadata.version(package)
+        installed = version or metadata.version(package)
     except metadata.PackageNotFoundError:
         return
-    if is_newer(package, found):
+    if is_newer(package, installed):
         name = NAMES.get(package, package)
         print(
-            f"{name} {found} is newer than the newest tested ({dotted(TESTED[package][1])}); it is tried",
+            f"{name} {installed} is newer than the newest tested ({dotted(TESTED[package][1])}); it is tried",
             file=sys.stderr,
             flush=True,
         )

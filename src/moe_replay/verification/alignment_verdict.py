@@ -116,12 +116,12 @@ def weighed(history: EvidenceHistory) -> Verdict:
     fault = history.strongest()
     rows = ("prompts", "sampled tokens", "parts of sequences")[fault.segment]
     routes = late(fault.shift, "token") if fault.shift else _ALTERNATIVES[fault.alternative]
-    seen = f"{fault.suspects} of the {fault.units} looked at are affected; " if fault.suspects else ""
+    affected = f"{fault.suspects} of the {fault.units} looked at are affected; " if fault.suspects else ""
     span = "one step" if history.steps == 1 else f"{history.steps} steps"
     return Verdict(
         status="misaligned",
         cause=_CAUSES[fault.alternative],
-        detail=f"routes of {rows} are {routes}{fault.part} ({seen}evidence 1e{history.log10:.0f} over {span})",
+        detail=f"routes of {rows} are {routes}{fault.part} ({affected}evidence 1e{history.log10:.0f} over {span})",
         token_shift=fault.shift,
     )
 
@@ -143,9 +143,9 @@ def _judge_step(table: ShiftTable) -> Verdict:
         return Verdict(status="unclear", cause=Cause.LITTLE_EVIDENCE, detail="no row with a recorded route was seen")
     shifts = _shifts(table)
     lost = lost_slots(table)
-    wrong = sorted(set(lost) | {slot for slot, shift in enumerate(shifts) if shift})
-    if wrong:
-        return _moved(table, wrong, [shifts[slot] for slot in wrong])
+    wrong_slots = sorted(set(lost) | {slot for slot, shift in enumerate(shifts) if shift})
+    if wrong_slots:
+        return _moved(table, wrong_slots, [shifts[slot] for slot in wrong_slots])
     level, deviation = _pooled(table)
     if level + CERTAIN * deviation < FLOOR:
         return _misaligned(table, range(len(table.layers)), "routes agree with native routing no better than chance")
@@ -174,39 +174,39 @@ def _shifts(table: ShiftTable) -> list[tuple[int, int] | None]:
     level, ahead = table.above_chance, -table.margin  # NaN compares as False
     beats = (ahead > MIN_MARGIN) & (ahead > CERTAIN * table.margin_deviation) & (level > FLOOR)
     beats &= (table.effective_rows >= FEWEST_ROWS)[:, None, None]
-    found: list[tuple[int, int] | None] = [None] * len(beats)
+    shifts: list[tuple[int, int] | None] = [None] * len(beats)
     for slot in np.flatnonzero(beats.any((1, 2))):
         row, column = np.unravel_index(np.where(beats[slot], level[slot], -1).argmax(), level.shape[1:])
-        found[slot] = SHIFTS[row], SHIFTS[column]
-    return found
+        shifts[slot] = SHIFTS[row], SHIFTS[column]
+    return shifts
 
 
-def _moved(table: ShiftTable, wrong: list[int], shifts: list[tuple[int, int] | None]) -> Verdict:
+def _moved(table: ShiftTable, wrong_slots: list[int], shifts: list[tuple[int, int] | None]) -> Verdict:
     """Return the verdict on layers that are wrong, each with the shift that explains it, if one does."""
     (shift, _), *_ = Counter(shift for shift in shifts if shift).most_common(1) or [(None, 0)]
     # A layer whose routes would stand outside the model can show no shift; most of the others must show this one.
     explained = [
         slot
-        for slot, found in zip(wrong, shifts, strict=True)
-        if shift and (found == shift or (found is None and not 0 <= slot + shift[0] < len(table.layers)))
+        for slot, slot_shift in zip(wrong_slots, shifts, strict=True)
+        if shift and (slot_shift == shift or (slot_shift is None and not 0 <= slot + shift[0] < len(table.layers)))
     ]
-    if shift is None or len(explained) < 0.6 * len(wrong):
+    if shift is None or len(explained) < 0.6 * len(wrong_slots):
         detail = "routes agree with native routing no better than chance"
-        return _misaligned(table, wrong, f"{detail} {_range_of_layers(table, wrong)}")
+        return _misaligned(table, wrong_slots, f"{detail} {_range_of_layers(table, wrong_slots)}")
     layer_shift, token_shift = shift
     distances = [late(shift, unit) for shift, unit in ((layer_shift, "layer"), (token_shift, "token")) if shift]
     return Verdict(
         status="misaligned",
         cause=Cause.LAYER_SHIFT if layer_shift else Cause.TOKEN_SHIFT,
-        detail=f"routes are {' and '.join(distances)} {_range_of_layers(table, wrong)}",
-        layers=tuple(table.layers[slot] for slot in wrong),
+        detail=f"routes are {' and '.join(distances)} {_range_of_layers(table, wrong_slots)}",
+        layers=tuple(table.layers[slot] for slot in wrong_slots),
         layer_shift=layer_shift,
         token_shift=token_shift,
     )
 
 
-def _misaligned(table: ShiftTable, wrong: list[int] | range, detail: str) -> Verdict:
-    layers = tuple(table.layers[slot] for slot in wrong)
+def _misaligned(table: ShiftTable, wrong_slots: list[int] | range, detail: str) -> Verdict:
+    layers = tuple(table.layers[slot] for slot in wrong_slots)
     return Verdict(status="misaligned", cause=Cause.OTHER_TOKENS, detail=detail, layers=layers)
 
 
@@ -226,24 +226,24 @@ def late(shift: int, unit: str) -> str:
     return f"{number} {'late' if shift > 0 else 'early'}"
 
 
-def _range_of_layers(table: ShiftTable, wrong: list[int]) -> str:
+def _range_of_layers(table: ShiftTable, wrong_slots: list[int]) -> str:
     """Return in words which of the layers that were looked at are wrong."""
-    return range_of_layers([table.layers[slot] for slot in wrong], seen_layers(table))
+    return range_of_layers([table.layers[slot] for slot in wrong_slots], seen_layers(table))
 
 
 def seen_layers(table: ShiftTable) -> list[int]:
     return [layer for layer, count in zip(table.layers, table.counts[:, HERE, HERE], strict=True) if count]
 
 
-def range_of_layers(wrong: list[int], seen: list[int]) -> str:
+def range_of_layers(wrong_layers: list[int], examined: list[int]) -> str:
     """Return layers in words: "from layer 3 on", "up to layer 5", "in all layers", "in layers 2, 7"."""
-    if wrong == seen:
-        return "in all layers" if len(seen) > 1 else f"in layer {seen[0]}"
-    if wrong == seen[-len(wrong) :]:
-        return f"from layer {wrong[0]} on"
-    if len(wrong) > 1 and wrong == seen[: len(wrong)]:
-        return f"up to layer {wrong[-1]}"
-    return f"in layer{'s' if len(wrong) > 1 else ''} {listed(wrong)}"
+    if wrong_layers == examined:
+        return "in all layers" if len(examined) > 1 else f"in layer {examined[0]}"
+    if wrong_layers == examined[-len(wrong_layers) :]:
+        return f"from layer {wrong_layers[0]} on"
+    if len(wrong_layers) > 1 and wrong_layers == examined[: len(wrong_layers)]:
+        return f"up to layer {wrong_layers[-1]}"
+    return f"in layer{'s' if len(wrong_layers) > 1 else ''} {listed(wrong_layers)}"
 
 
 def listed(items: Sequence[object]) -> str:

@@ -158,13 +158,13 @@ def explain(evidence: Evidence) -> Verdict:
 
 
 def _verdict(evidence: Evidence, why: Explanation) -> Verdict:
-    wrong = tuple(np.unique(evidence.sample_of(evidence.rows)).tolist())
+    wrong_samples = tuple(np.unique(evidence.sample_of(evidence.rows)).tolist())
     return Verdict(
         status="misaligned",
         cause=why.cause,
         detail=why.detail,
         layers=tuple(evidence.native.layers[slot] for slot in evidence.slots),
-        samples=wrong if len(wrong) < len(evidence.lengths) else (),
+        samples=wrong_samples if len(wrong_samples) < len(evidence.lengths) else (),
         layer_shift=why.layer_shift,
         token_shift=why.token_shift,
     )
@@ -294,8 +294,8 @@ def _by_rows(evidence: Evidence) -> Iterator[Explanation]:
     for cause, detail, sources in (*transpositions(evidence, rows), *context_orders(evidence, rows)):
         yield Explanation(float(evidence.explained_by(rows, sources[None], slots)[0]), cause, detail)
     shifts, others, scores = {}, {}, []
-    for sample, wrong in _by_sample(evidence)[:SAMPLES_NAMED]:
-        probes = spread(wrong, PROBES)
+    for sample, rows_of_sample in _by_sample(evidence)[:SAMPLES_NAMED]:
+        probes = spread(rows_of_sample, PROBES)
         moves, sources = moves_of_sample(evidence, sample, probes)
         if not len(moves):
             continue
@@ -377,11 +377,11 @@ def context_orders(evidence: Evidence, rows: np.ndarray) -> Iterator[RowMap]:
     for size in CONTEXT_SIZES:
         chunk = -(-evidence.lengths[sample] // (2 * size))
         order = np.array([part for rank in range(size) for part in (rank, 2 * size - 1 - rank)])
-        for way, parts in (("contiguous", np.argsort(order)), ("zigzag", order)):
+        for style, parts in (("contiguous", np.argsort(order)), ("zigzag", order)):
             source = parts[np.minimum(position // np.maximum(chunk, 1), 2 * size - 1)] * chunk + position % chunk
             yield (
                 Cause.CONTEXT_PARALLEL,
-                f"routes are cut {way} over {size} context parallel ranks, and tokens are not",
+                f"routes are cut {style} over {size} context parallel ranks, and tokens are not",
                 _row(evidence, sample, source),
             )
 
@@ -395,8 +395,8 @@ def moves_of_sample(evidence: Evidence, sample: int, rows: np.ndarray) -> tuple[
     moved = [_row(evidence, np.full(len(rows), sample), position - shift) for shift in shifts]
     others = [other for other in range(len(evidence.lengths)) if other != sample]
     taken = [_row(evidence, np.full(len(rows), other), position) for other in others]
-    ways = [(sample, shift) for shift in shifts] + [(other, 0) for other in others]
-    return ways, np.array([*moved, *taken], np.int64).reshape(len(ways), len(rows))
+    moves = [(sample, shift) for shift in shifts] + [(other, 0) for other in others]
+    return moves, np.array([*moved, *taken], np.int64).reshape(len(moves), len(rows))
 
 
 def _row(evidence: Evidence, sample: np.ndarray, position: np.ndarray) -> np.ndarray:

@@ -59,8 +59,8 @@ class Mismatch:
             difference = difference[mask.bool()]
         terms = mismatch_terms(difference)
         _, _, _, distance, ratio, *_ = terms
-        seen = difference.numel() > 0
-        maxima = torch.stack([distance.max(), ratio.max()]) if seen else difference.new_zeros(2)
+        has_tokens = difference.numel() > 0
+        maxima = torch.stack([distance.max(), ratio.max()]) if has_tokens else difference.new_zeros(2)
         return cls(terms.sum(1), maxima)
 
     def __add__(self, other: Mismatch) -> Mismatch:
@@ -308,8 +308,8 @@ def _reduced(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
     rows[dist.get_rank()] = maxima
     everything = torch.cat([sums, rows.flatten()])
     dist.all_reduce(everything)
-    total, every = everything.split([len(sums), rows.numel()])
-    return total, every.view_as(rows).amax(0)
+    total, of_ranks = everything.split([len(sums), rows.numel()])
+    return total, of_ranks.view_as(rows).amax(0)
 
 
 def _routed_tokens(routes: RouteBatch, layout: TokenLayout) -> Tensor:

@@ -80,11 +80,13 @@ class RowSample:
         row_of[layout.rows[allowed]] = allowed
         before = np.concatenate([[0], np.cumsum(row_of[:-1] != PADDING)])[layout.starts]  # tokens before each
         chosen = chance.permutation(np.flatnonzero(np.diff(before)))[:sequences]
-        each = max(rows // max(len(chosen), 1), 2)
+        per_sequence = max(rows // max(len(chosen), 1), 2)
         units, segments = [], []
         for sequence in chosen:
             tokens = slice(layout.starts[sequence], layout.starts[sequence + 1])
-            for segment, part in _split(row_of[tokens], None if sampled is None else sampled[tokens], each, chance):
+            for segment, part in _split(
+                row_of[tokens], None if sampled is None else sampled[tokens], per_sequence, chance
+            ):
                 units.append(part)
                 segments.append(segment)
         widest = max(map(len, units), default=0)
@@ -128,26 +130,26 @@ class RowSample:
 
 
 def _split(
-    own: np.ndarray, sampled: np.ndarray | None, each: int, chance: np.random.Generator
+    rows: np.ndarray, sampled: np.ndarray | None, per_sequence: int, chance: np.random.Generator
 ) -> list[tuple[int, np.ndarray]]:
-    """Return two units of one sequence, `each` rows together: prompt and sampled tokens, or two halves.
+    """Return two units of one sequence, `per_sequence` rows together: prompt and sampled tokens, or two halves.
 
-    own       (T,) rows of its tokens, PADDING for those that are not drawn from
+    rows      (T,) rows of its tokens, PADDING for those that are not drawn from
     sampled   (T,) bool, or None where not known
     """
-    here = own != PADDING
+    here = rows != PADDING
     if sampled is None:
-        allowed = own[here]
+        allowed = rows[here]
         half = len(allowed) // 2
-        parts, wanted = (allowed[:half], allowed[half:]), each // 2
+        parts, num_sampled = (allowed[:half], allowed[half:]), per_sequence // 2
         segments = (UNKNOWN, UNKNOWN)
     else:
-        parts, wanted = (own[here & ~sampled], own[here & sampled]), round(SAMPLED_FRACTION * each)
+        parts, num_sampled = (rows[here & ~sampled], rows[here & sampled]), round(SAMPLED_FRACTION * per_sequence)
         segments = (PROMPT, SAMPLED)
-    last = min(len(parts[1]), max(wanted, each - len(parts[0])))
+    last = min(len(parts[1]), max(num_sampled, per_sequence - len(parts[0])))
     return [
         (segment, chance.choice(part, count, replace=False))
-        for segment, part, count in zip(segments, parts, (min(each - last, len(parts[0])), last), strict=True)
+        for segment, part, count in zip(segments, parts, (min(per_sequence - last, len(parts[0])), last), strict=True)
     ]
 
 
@@ -160,9 +162,9 @@ def _alternatives(
     moved = position - np.array(SHIFTS)[:, None, None]
     others = _others(sequence, len(lengths), chance)
     there = np.concatenate([moved, np.broadcast_to(position, (len(others), *position.shape))])
-    of = np.concatenate([np.broadcast_to(sequence, (len(SHIFTS), len(sequence))), others])[..., None]  # (P, U, 1)
-    inside = known & (of != PADDING) & (there >= 0) & (there < lengths[of])
-    return np.where(inside, row_of[np.where(inside, starts[of] + there, layout.num_tokens)], PADDING)
+    origin = np.concatenate([np.broadcast_to(sequence, (len(SHIFTS), len(sequence))), others])[..., None]  # (P, U, 1)
+    inside = known & (origin != PADDING) & (there >= 0) & (there < lengths[origin])
+    return np.where(inside, row_of[np.where(inside, starts[origin] + there, layout.num_tokens)], PADDING)
 
 
 def _others(sequence: np.ndarray, count: int, chance: np.random.Generator) -> np.ndarray:
@@ -267,11 +269,11 @@ class PlaceCounts(NamedTuple):
 
 def count_places(native: Tensor, given: Tensor, num_experts: int) -> PlaceCounts:
     """Return the counts of native routes (L, 1 + P + C, U, M, K) and given ones (L, 1, U, M, K), int64 both."""
-    own = torch.cat([native[:, :1], given], 1)
-    member = torch.zeros(*own.shape[:-1], num_experts, dtype=torch.int64, device=own.device).scatter_(-1, own, 1)
+    ids = torch.cat([native[:, :1], given], 1)
+    member = torch.zeros(*ids.shape[:-1], num_experts, dtype=torch.int64, device=ids.device).scatter_(-1, ids, 1)
     # What is known of each expert in one number: its name, whether the row itself has it, whether the given routes do.
     # Then one gather and one sum serve three counts.
-    facts = _names(num_experts, own.device).add(member[:, :1], alpha=1 << _BITS).add_(member[:, 1:])
+    facts = _names(num_experts, ids.device).add(member[:, :1], alpha=1 << _BITS).add_(member[:, 1:])
     sums = facts.expand(-1, native.shape[1], -1, -1, -1).gather(-1, native).sum(-1)
     return PlaceCounts((sums >> (2 * _BITS)).int(), (sums >> _BITS) & _MASK, sums & _MASK)
 
@@ -300,16 +302,16 @@ def evidence_of(counts: PlaceCounts, covered: Tensor, known: Tensor, top_k: int)
     ahead = torch.cat([at_alternative - AHEAD, mean + BEHIND], 1)  # (L, H, U, M)
     weight = torch.cat([weights[:, :NUM_ALTERNATIVES], used.clamp(max=1)], 1)
     # Of a row that is compared with random ones, it is itself the question.
-    own = counts.name[:, :1]
-    question = torch.cat([counts.name[:, 1 : 1 + NUM_ALTERNATIVES], own], 1).add_(own, alpha=31)
+    own_name = counts.name[:, :1]
+    question = torch.cat([counts.name[:, 1 : 1 + NUM_ALTERNATIVES], own_name], 1).add_(own_name, alpha=31)
     counted = weight > 0
     weight = weight / _times_asked(question, counted)
 
     gain = torch.log1p(constants.stakes * ahead) * weight  # (stakes, L, H, U, M)
     by_row, by_layer = gain.sum(1), gain.sum(-1)  # (stakes, H, U, M), (stakes, L, H, U)
-    some = _mixed(torch.cat([by_row, by_layer.movedim(1, -1)], -1), constants.some)  # (some, stakes, H, U, M + L)
+    mixed = _mixed(torch.cat([by_row, by_layer.movedim(1, -1)], -1), constants.some)  # (some, stakes, H, U, M + L)
     rows = by_row.shape[-1]
-    kinds = [by_row.sum(-1)[None], some[..., :rows].sum(-1), some[..., rows:].sum(-1)]
+    kinds = [by_row.sum(-1)[None], mixed[..., :rows].sum(-1), mixed[..., rows:].sum(-1)]
     return UnitEvidence(torch.cat(kinds).double(), counted.any(dim=(0, 1, 3)))
 
 
@@ -352,7 +354,7 @@ class EvidenceHistory:
         return log_evidence(self.log_wealth) >= -math.log(FALSE_ALARMS)
 
     def strongest(self) -> Finding:
-        """Return what the hypothesis with the most evidence says."""
+        """Return the finding of the hypothesis with the most evidence."""
         segment, _, kind, _, column = np.unravel_index((self.log_wealth + _BET_PRIOR).argmax(), WEALTH_SHAPE)
         units, *suspects = self.unit_counts[segment].astype(int).tolist()
         if column:

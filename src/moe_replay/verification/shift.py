@@ -118,8 +118,8 @@ class ShiftTable:
         """
         count = len(self.layers)
         there = np.arange(count)[:, None] + np.array(SHIFTS)
-        other = self._loads[there.clip(0, count - 1), 1]  # (L, S, E + 1)
-        common, pairs = foreign_pairs(self._loads[:, :1], other, self._sums[:, :, HERE], self.top_k)
+        shifted = self._loads[there.clip(0, count - 1), 1]  # (L, S, E + 1)
+        common, pairs = foreign_pairs(self._loads[:, :1], shifted, self._sums[:, :, HERE], self.top_k)
         return np.where((there >= 0) & (there < count), _ratio(common, pairs).clip(0, 1), np.nan)
 
     @cached_property
@@ -216,8 +216,8 @@ def shift_table(
     index = np.searchsorted(table.layers, native.layers)  # of each slot in the table
     count = len(native.layers)
     around = measured[:, None] + np.array(SHIFTS)  # (l, S)
-    seen = np.unique(around[(around >= 0) & (around < count)])
-    for part in chunks(seen, len(picked) * native.top_k):
+    examined = np.unique(around[(around >= 0) & (around < count)])
+    for part in chunks(examined, len(picked) * native.top_k):
         slots, rank = (to_device(array, device) for array in (part, index[part]))
         table.loads[rank, 1] = loads_of(given.routed_experts[slots][:, here], given.valid[slots][:, here], experts)
     for part in chunks(np.arange(len(measured)), len(picked) * (len(SHIFTS) * native.top_k) ** 2):
@@ -248,13 +248,13 @@ def pair_sums(shared: Tensor, both: Tensor) -> Tensor:
     return torch.stack([pairs, first[0], second[0], first[1], second[1]], -1)
 
 
-def foreign_pairs(own: Any, other: Any, same_token: Any, top_k: int) -> tuple[Any, Any]:
+def foreign_pairs(loads: Any, other_loads: Any, same_token: Any, top_k: int) -> tuple[Any, Any]:
     """Return what pairs of different tokens share, summed, and their number, (...) each; arrays, or tensors.
 
-    own, other   (..., E + 1) of `ShiftTable.loads`
-    same_token   (..., 5) of `ShiftTable.pairs`: the pairs to leave out
+    loads, other_loads   (..., E + 1) of `ShiftTable.loads`
+    same_token           (..., 5) of `ShiftTable.pairs`: the pairs to leave out
     """
-    product = own * other
+    product = loads * other_loads
     common = product[..., :-1].sum(-1) / top_k - same_token[..., _SHARED]
     return common, product[..., -1] - same_token[..., _PAIRS]
 
@@ -294,8 +294,8 @@ def neighbours(layout: TokenLayout, rows: np.ndarray) -> tuple[np.ndarray, np.nd
     sequence = np.searchsorted(layout.starts, token, side="right") - 1
     moved = token + np.array(SHIFTS)[:, None]
     inside = (moved >= layout.starts[sequence]) & (moved < layout.starts[sequence + 1])
-    found = np.where(inside, row_of[np.clip(moved, 0, max(layout.num_tokens - 1, 0))], PADDING)
-    return np.maximum(found, 0), found != PADDING
+    near = np.where(inside, row_of[np.clip(moved, 0, max(layout.num_tokens - 1, 0))], PADDING)
+    return np.maximum(near, 0), near != PADDING
 
 
 def loads_of(routed_experts: Tensor, counted: Tensor, num_experts: int) -> Tensor:

@@ -87,7 +87,7 @@ class Signature:
         native, replayed = (
             attribution.passes[name].mismatch if name in attribution.passes else {} for name in (NATIVE, R3)
         )
-        known = [rate for rate in attribution.routing.agreement if not math.isnan(rate)]
+        rates = [rate for rate in attribution.routing.agreement if not math.isnan(rate)]
         begin, end = _by_place(attribution)
         return cls(
             k3=replayed.get("k3_kl", math.nan),
@@ -97,8 +97,8 @@ class Signature:
             mean_ratio=replayed.get("ratio/mean", math.nan),
             ratio_errors=_ratio_errors(replayed, attribution.scored),
             agreement=attribution.routing.overall,
-            first_layer=known[0] if known else math.nan,
-            worst_layer=min(known, default=math.nan),
+            first_layer=rates[0] if rates else math.nan,
+            worst_layer=min(rates, default=math.nan),
             begin=begin,
             end=end,
             cause=attribution.alignment.cause,
@@ -133,7 +133,7 @@ def is_beyond(numbers: Mapping[str, Any], field: str, limits: GateLimits = GATE)
 
 
 def gate(attribution: Attribution, limits: GateLimits = GATE) -> list[str]:
-    """Return what `judge` says of an attribution; without log-probs, of its agreement alone."""
+    """Return the lines of `judge` for an attribution; without log-probs, of its agreement alone."""
     return judge(Signature.of(attribution), tuple(NUMBERS) if attribution.passes else LOWER, limits)
 
 

@@ -1,4 +1,4 @@
-"""What makes `moe-replay verify` fail: limits on mismatch and agreement, misaligned routes, bits that differ."""
+"""Failures of `moe-replay verify`: limits on mismatch and agreement, misaligned routes, bits that differ."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ def inexact(attribution: Attribution) -> list[str]:
 
 
 def _inexact(attribution: Attribution) -> Iterator[str]:
-    found = attribution.differences
-    if found is None:
+    differences = attribution.differences
+    if differences is None:
         yield "not compared bit for bit: written by a release that did not"
         return
     pairs = sum(attribution.routing.compared)
     if not pairs:
         yield "no routes to compare bit for bit"
-    if found.first_route:
-        layer, sample, token = found.first_route
+    if differences.first_route:
+        layer, sample, token = differences.first_route
         where = f"first in layer {layer}: sample {sample}, token {token}"
-        yield f"routes differ at {found.routes} of {pairs} tokens and layers, {where}"
-    if found.first_logprob:
-        sample, token = found.first_logprob
+        yield f"routes differ at {differences.routes} of {pairs} tokens and layers, {where}"
+    if differences.first_logprob:
+        sample, token = differences.first_logprob
         where = f"first in sample {sample}, token {token}"
-        yield f"log-probs differ at {found.logprobs} of {attribution.scored} sampled tokens, {where}"
+        yield f"log-probs differ at {differences.logprobs} of {attribution.scored} sampled tokens, {where}"

@@ -82,18 +82,18 @@ def compare(native: Sequence[RouteTrace], given: Sequence[RouteTrace], *, width:
     else:
         scores = row_scores(ours, theirs, torch.from_numpy(table.chance[:, HERE]))
         lost = np.flatnonzero(misrouted_rows(ours, theirs, scores, layout.starts))
-        wrong = verdict.layers or ours.layers
+        wrong_layers = verdict.layers or ours.layers
         evidence = Evidence(
             native=ours,
             given=theirs,
             starts=layout.starts,
             chance=table.chance[:, HERE],
             rows=np.flatnonzero(covered),
-            slots=np.array([ours.layers.index(layer) for layer in wrong]),
+            slots=np.array([ours.layers.index(layer) for layer in wrong_layers]),
             width=width,
         )
         if verdict.status == "misaligned" or len(lost):
-            some_rows = len(wrong) == len(ours.layers) and _only_these(lost, scores, evidence.rows)
+            some_rows = len(wrong_layers) == len(ours.layers) and _only_these(lost, scores, evidence.rows)
             verdict = _better(verdict, explain(replace(evidence, rows=lost) if some_rows else evidence))
         elif affected := affected_parts(evidence, layout):
             verdict = explain(replace(evidence, rows=affected.rows, slots=affected.slots))
@@ -139,19 +139,19 @@ def _checked_lengths(native: Sequence[RouteTrace], given: Sequence[RouteTrace]) 
     return [len(trace) for trace in native]
 
 
-def _gaps(given: Sequence[RouteTrace]) -> Iterator[str]:
+def _gaps(traces: Sequence[RouteTrace]) -> Iterator[str]:
     """Describe tokens at the end of samples, and layers, without routes; the last token never has one."""
     cut = []
-    for sample, trace in enumerate(given):
+    for sample, trace in enumerate(traces):
         covered = np.flatnonzero(trace.valid.any(1))
         end = int(covered[-1]) + 1 if len(covered) else 0
         if end < len(trace) - 1:
             cut.append(f"from token {end} of {len(trace)} on in sample {sample}")
     if cut:
         yield f"truncated traces, unless nothing was sampled there: no routes {listed(cut)}"
-    silent = ~np.any([trace.valid.any(0) for trace in given], axis=0)
+    silent = ~np.any([trace.valid.any(0) for trace in traces], axis=0)
     if silent.any():
-        yield f"no routes in layer {listed(np.array(given[0].layers)[silent].tolist())}"
+        yield f"no routes in layer {listed(np.array(traces[0].layers)[silent].tolist())}"
 
 
 class HasTrace(Protocol):
@@ -190,10 +190,10 @@ def verify(
         print(report)
         report.raise_if_misaligned()
     """
-    given = [sample if isinstance(sample, RouteTrace) else sample.trace for sample in samples]
+    traces = [sample if isinstance(sample, RouteTrace) else sample.trace for sample in samples]
     native: list[RouteTrace] = []
     with prepared(model, replay) as controller:
-        for index, trace in enumerate(given):
+        for index, trace in enumerate(traces):
             if trace.layers != controller.topology.layers:
                 raise AlignmentError(
                     "the routes were recorded for other decoder layers than this model has",
@@ -203,10 +203,10 @@ def verify(
                     remedy="Layers are named by decoder index, dense ones counted; a layer the engine cannot capture "
                     "is declared with trace.with_uncaptured_layers([...])",
                 )
-        for first in range(0, len(given), batch_size):
-            ids = [trace.token_ids for trace in given[first : first + batch_size]]
+        for first in range(0, len(traces), batch_size):
+            ids = [trace.token_ids for trace in traces[first : first + batch_size]]
             native += _native_routes(model, controller, ids)
-    return compare(native, given)
+    return compare(native, traces)
 
 
 def _native_routes(model: nn.Module, replay: RouterReplay, token_ids: list[np.ndarray]) -> list[RouteTrace]:

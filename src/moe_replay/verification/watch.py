@@ -166,11 +166,11 @@ class AlignmentCheck:
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(sums)
         verdict = judge(self._empty.with_vector(sums.cpu()), self._history)
-        seen, self._seen, self._table = self._seen, {}, self._empty
+        micro_batches, self._seen, self._table = self._seen, {}, self._empty
         if verdict.status != "misaligned":
             return verdict
-        explained = [self.watch.explain(*routes).verdict for routes in seen.values()]
-        causes = "".join(f"; {other.detail}" for other in explained if other.status == "misaligned")
+        explained = [self.watch.explain(*routes).verdict for routes in micro_batches.values()]
+        causes = "".join(f"; {finding.detail}" for finding in explained if finding.status == "misaligned")
         error = AlignmentError(
             f"the rollout's routes are not those of the tokens they are used for: {verdict.detail}{causes}",
             expected="routes that agree best with the trainer's own at the same token and layer",
@@ -244,7 +244,7 @@ class SampledRoutes(NamedTuple):
         )
         # An index of -1 means none. It reads the last row or layer, which then is not counted.
         exists, moved_exist = (rows >= 0).split([len(index), len(SHIFTS)])
-        everywhere, own, moved = rows[: len(index)].flatten(), rows[0].flatten(), rows[len(index) :].flatten()
+        everywhere, own_rows, moved = rows[: len(index)].flatten(), rows[0].flatten(), rows[len(index) :].flatten()
         known = exists[None]
         if not all(native.all_valid):
             known = native.valid[drawn, everywhere].view(-1, *index.shape) & known
@@ -255,8 +255,8 @@ class SampledRoutes(NamedTuple):
             known=known,
             given=given.routed_experts[there, moved].view(*around_shape, top_k),
             given_known=given.valid[there, moved].view(around_shape) & (moved_exist & (there >= 0)[..., None, None]),
-            nearby=given.routed_experts[near, own].view(-1, *shape, top_k),
-            nearby_known=given.valid[near, own].view(-1, *shape) & exists[0],
+            nearby=given.routed_experts[near, own_rows].view(-1, *shape, top_k),
+            nearby_known=given.valid[near, own_rows].view(-1, *shape) & exists[0],
             layers=indices,
             loads=loads,
             same_layer=same_layer,
@@ -274,14 +274,14 @@ class SampledRoutes(NamedTuple):
 
     def shift_sums(self, counts: PlaceCounts, num_experts: int) -> ShiftSums:
         """Return the sums of the shift test over the rows of the sample."""
-        own, top_k = self.native[:, 0], self.native.shape[-1]
-        shared = expert_overlap(own[:, None, None], self.given).double()
+        chosen, top_k = self.native[:, 0], self.native.shape[-1]
+        shared = expert_overlap(chosen[:, None, None], self.given).double()
         follows = self.covered & self.known[:, _NEXT]
         overlap = (counts.in_own[:, _NEXT] * follows).sum((1, 2), dtype=torch.float64) / top_k
         return ShiftSums(
             pairs=pair_sums(shared, self.given_known & self.covered[:, None, None]),
             loads=loads_of(
-                torch.cat([own, self.nearby]).flatten(1, 2),
+                torch.cat([chosen, self.nearby]).flatten(1, 2),
                 torch.cat([self.covered, self.nearby_known]).flatten(1),
                 num_experts,
             ),
@@ -290,8 +290,8 @@ class SampledRoutes(NamedTuple):
 
     def chance(self, sums: ShiftSums) -> Tensor:
         """Return (l,): what routes of different tokens share, NaN or 1 without any."""
-        own, top_k = sums.loads[: len(self.layers)], self.native.shape[-1]
-        common, pairs = foreign_pairs(own, sums.loads[self.same_layer], sums.pairs[:, HERE, HERE], top_k)
+        loads, top_k = sums.loads[: len(self.layers)], self.native.shape[-1]
+        common, pairs = foreign_pairs(loads, sums.loads[self.same_layer], sums.pairs[:, HERE, HERE], top_k)
         return (common / pairs).clamp(0, 1)
 
     def spread(self, sums: ShiftSums, layers: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -68,29 +68,29 @@ def above_chance(shared: Tensor, covered: Tensor, chance: Tensor, top_k: int) ->
 def misrouted_rows(native: RouteBatch, given: RouteBatch, scores: RowScores, starts: np.ndarray) -> np.ndarray:
     """Return which rows have the wrong routes, (R,) bool; `starts` are the bounds of the packed sequences."""
     agreement, max_agreement = scores.agreement.numpy(), scores.max_agreement.numpy()
-    wrong = constant_rows(native, given)
+    misrouted = constant_rows(native, given)
     halfway = float(np.clip(agreement.sum() / max(max_agreement.sum(), 1e-9) / 2, 0.1, 0.5))
     for begin, end in pairwise(starts):
         run = _worst_run(halfway * max_agreement[begin:end] - agreement[begin:end])
         if _at_chance(scores, np.arange(begin + run.start, begin + run.stop)):
-            wrong[begin + run.start : begin + run.stop] = True
+            misrouted[begin + run.start : begin + run.stop] = True
     covered = max_agreement > 0
     filled = [begin + np.flatnonzero(covered[begin:end]) for begin, end in pairwise(starts)]
     for position in (0, -1):  # conventions differ at the first and last token of a sequence
         ends = np.array([rows[position] for rows in filled if len(rows)], np.int64)
         if _at_chance(scores, ends):
-            wrong[ends] = True
-    return wrong & covered
+            misrouted[ends] = True
+    return misrouted & covered
 
 
 def constant_rows(native: RouteBatch, given: RouteBatch) -> np.ndarray:
     """Return which rows name the same experts in every layer, as rows filled with a constant do, (R,) bool."""
-    nothing = np.zeros(native.num_rows, bool)
+    no_rows = np.zeros(native.num_rows, bool)
     if len(native.layers) < 3:
-        return nothing
+        return no_rows
     filled = _same_in_all_layers(given) & given.valid.all(0).numpy()
     in_native = _same_in_all_layers(native)
-    return filled & ~in_native if filled.sum() > 2 + 4 * in_native.sum() else nothing
+    return filled & ~in_native if filled.sum() > 2 + 4 * in_native.sum() else no_rows
 
 
 def _same_in_all_layers(batch: RouteBatch) -> np.ndarray:
@@ -135,8 +135,8 @@ def affected_parts(evidence: Evidence, layout: TokenLayout) -> Affected | None:
     chance = np.random.default_rng(0)
     layers = sorted(chance.choice(native.layers, min(LAYERS, len(native.layers)), replace=False).tolist())
     count = len(evidence.lengths)
-    each = int(np.clip(ROWS // count, *ROWS_OF_SEQUENCE))
-    sample = RowSample.draw(layout, chance, sequences=count, rows=each * count, allowed=evidence.rows)
+    per_sequence = int(np.clip(ROWS // count, *ROWS_OF_SEQUENCE))
+    sample = RowSample.draw(layout, chance, sequences=count, rows=per_sequence * count, allowed=evidence.rows)
     ours, theirs = native.select_layers(layers), given.select_layers(layers)
     num_experts = max(
         native.num_experts or 0, int(native.routed_experts.max()) + 1, int(given.routed_experts.max()) + 1
@@ -149,9 +149,9 @@ def affected_parts(evidence: Evidence, layout: TokenLayout) -> Affected | None:
     step = max(1, CELLS // cells)
     for first in range(0, len(sample.rows), step):
         part = sample.part(first, first + step)
-        found = unit_evidence(ours, theirs, part, num_experts).summed(torch.from_numpy(part.segments))
-        log_wealth, unit_counts = log_wealth + found.log_wealth.numpy(), unit_counts + found.unit_counts.numpy()
-        suspects.append(found.suspects.numpy())
+        tested = unit_evidence(ours, theirs, part, num_experts).summed(torch.from_numpy(part.segments))
+        log_wealth, unit_counts = log_wealth + tested.log_wealth.numpy(), unit_counts + tested.unit_counts.numpy()
+        suspects.append(tested.suspects.numpy())
     history.add(log_wealth, unit_counts)
     if history.log10 < -math.log10(FALSE_ALARMS):
         return None
@@ -170,8 +170,8 @@ def _rows_of_units(evidence: Evidence, sample: RowSample, units: np.ndarray) -> 
     of_row = evidence.sample_of(evidence.rows)
     halves = []
     for unit in units:
-        own = evidence.rows[of_row == sample.sequence[unit]]
-        halves.append(own[len(own) // 2 :] if unit % 2 else own[: len(own) // 2])
+        of_sequence = evidence.rows[of_row == sample.sequence[unit]]
+        halves.append(of_sequence[len(of_sequence) // 2 :] if unit % 2 else of_sequence[: len(of_sequence) // 2])
     return np.sort(np.concatenate(halves))
 
 

@@ -178,14 +178,16 @@ def send_chunks(
     """
     with ThreadPoolExecutor(len(engines) or 1) as threads:
         queues = [_ChunkQueue() for _ in engines]
-        calls = [threads.submit(each.run, update, engine) for each, engine in zip(queues, engines, strict=True)]
+        calls = [
+            threads.submit(chunk_queue.run, update, engine) for chunk_queue, engine in zip(queues, engines, strict=True)
+        ]
         try:
             for chunk in chunks_of(tensors):
-                for each in queues:
-                    each.put(chunk)
+                for chunk_queue in queues:
+                    chunk_queue.put(chunk)
         finally:
-            for each in queues:
-                each.put(None)
+            for chunk_queue in queues:
+                chunk_queue.put(None)
     return calls
 
 
@@ -294,7 +296,11 @@ def _conversions(model: Any) -> list[Any]:
     if attached is not None:
         return attached
     prefixes = getattr(core_model_loading, "PrefixChange", ())  # only a loaded model knows whether it had the prefix
-    return [one for one in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(one, prefixes)]
+    return [
+        conversion
+        for conversion in get_model_conversion_mapping(model, add_legacy=False)
+        if not isinstance(conversion, prefixes)
+    ]
 
 
 def model_tensor(model: Any, target: str, parts: dict[str, Tensor]) -> Tensor:

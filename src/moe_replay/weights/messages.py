@@ -113,5 +113,5 @@ class SharedWeights(BaseModel):
 def read_message(text: str) -> ChunkMessage:
     try:
         return ChunkMessage.model_validate_json(text)
-    except ValidationError as wrong:
-        raise EngineError(f"a transfer with an unreadable message: {wrong}") from wrong
+    except ValidationError as error:
+        raise EngineError(f"a transfer with an unreadable message: {error}") from error

@@ -1,7 +1,7 @@
 """Model folders of Transformers: read completely, or refused with the names of what is missing.
 
 Transformers initializes weights that a folder lacks at random, and reports it in a table; here it is an error.
-Code that comes with a model is run where `trust_remote_code` says so, and nowhere else: nobody is asked at a prompt.
+Code that comes with a model is run where `trust_remote_code` says so, and nowhere else: there is no prompt for it.
 """
 
 from __future__ import annotations
@@ -102,11 +102,11 @@ def _hub_answers() -> bool:
 def _check_numbers(config: Any, folder: str | Path) -> None:
     """Raise if a size is text, which Transformers before 5 does not notice."""
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-        if isinstance(found := getattr(config, name, None), str):
+        if isinstance(value := getattr(config, name, None), str):
             raise ModelError(
                 f"{name} in {Path(folder) / 'config.json'} is not a number",
                 expected="a whole number",
-                found=repr(found),
+                found=repr(value),
                 remedy=_COMPLETE,
             )
 
@@ -195,11 +195,11 @@ def _check_stored_dtypes(model: Any, folder: Path) -> None:
 def _check_report(model: Any, report: Mapping[str, Any], folder: str | Path) -> None:
     misshapen = sorted(_misshapen(model, report["mismatched_keys"], folder))
     if misshapen:
-        name, found, wanted = misshapen[0]
+        name, stored_shape, shape = misshapen[0]
         raise ModelError(
             f"{len(misshapen)} tensors in {folder} have another shape than config.json says, first {name}",
-            expected=wanted,
-            found=found,
+            expected=shape,
+            found=stored_shape,
             remedy=_COMPLETE,
         )
     if missing := sorted(report["missing_keys"]):
@@ -216,7 +216,7 @@ def _check_report(model: Any, report: Mapping[str, Any], folder: str | Path) -> 
 def check_unexpected(model: Any, names: Iterable[str], folder: str | Path) -> None:
     """Raise if tensors of a folder that are not the model's are those of more layers; log the others."""
     ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    _check_layers(model, [name for name in names if not any(one.search(name) for one in ignored)], folder)
+    _check_layers(model, [name for name in names if not any(pattern.search(name) for pattern in ignored)], folder)
 
 
 def _check_layers(model: Any, unexpected: Iterable[str], folder: str | Path) -> None:
@@ -235,14 +235,14 @@ def _check_layers(model: Any, unexpected: Iterable[str], folder: str | Path) -> 
 def _misshapen(model: Any, reported: Iterable[Any], folder: str | Path) -> Iterator[tuple[str, Shape, Shape]]:
     """Yield name, stored shape and shape in the model; Transformers before 5 reports the names alone."""
     named = list(reported)
-    stored = _stored(Path(folder)) if any(isinstance(each, str) for each in named) else {}
-    for each in named:
-        if isinstance(each, str):
-            _, shape = stored.get(each, ("", ()))
-            yield each, shape, tuple(model.state_dict()[each].shape)
+    stored = _stored(Path(folder)) if any(isinstance(entry, str) for entry in named) else {}
+    for entry in named:
+        if isinstance(entry, str):
+            _, shape = stored.get(entry, ("", ()))
+            yield entry, shape, tuple(model.state_dict()[entry].shape)
         else:
-            name, found, wanted = each
-            yield name, tuple(found), tuple(wanted)
+            name, stored_shape, model_shape = entry
+            yield name, tuple(stored_shape), tuple(model_shape)
 
 
 def _more_layers(model: Any, unexpected: Iterable[str]) -> list[str]:
@@ -250,12 +250,12 @@ def _more_layers(model: Any, unexpected: Iterable[str]) -> list[str]:
     config = model.config.get_text_config()
     predicting = getattr(config, "num_nextn_predict_layers", None) or 0
     extra = {str(config.num_hidden_layers + number) for number in range(predicting)}
-    known = {re.sub(r"\d+", "#", name) for name in model.state_dict()}
+    weight_patterns = {re.sub(r"\d+", "#", name) for name in model.state_dict()}
     named = ((name, re.search(r"layers\.(\d+)\.", name)) for name in unexpected)
     return sorted(
         name
         for name, layer in named
-        if re.sub(r"\d+", "#", name) in known and not (layer is not None and layer[1] in extra)
+        if re.sub(r"\d+", "#", name) in weight_patterns and not (layer is not None and layer[1] in extra)
     )
 
 

@@ -153,15 +153,15 @@ class Flops(NamedTuple):
 
 
 def _matrices(model: Any) -> dict[str, tuple[int, int]]:
-    found: dict[str, tuple[int, int]] = {}
+    matrices: dict[str, tuple[int, int]] = {}
     for name, parameter in model.named_parameters():
         if _LAYER.search(name) and parameter.ndim > 1:
             *_, owner, leaf = name.split(".")
             leaf = owner if leaf == "weight" else leaf
             count = parameter.shape[:-2].numel()
-            rows, columns = found.get(leaf, (0, 0))
-            found[leaf] = rows + count * parameter.shape[-2], columns + count * parameter.shape[-1]
-    return found
+            rows, columns = matrices.get(leaf, (0, 0))
+            matrices[leaf] = rows + count * parameter.shape[-2], columns + count * parameter.shape[-1]
+    return matrices
 
 
 def _pairs(length: int, window: int | None) -> float:

@@ -347,22 +347,24 @@ class DividedSender(WeightSender):
 
 
 def planned(tensors: Group, rows: Mapping[str, tuple[int, int]], chunk_bytes: int) -> list[ChunkMessage]:
-    """Return the chunks that tensors are sent in, one behind the other; a larger tensor is alone in its chunk."""
+    """Return the chunks that tensors are sent in, one after another; a larger tensor is alone in its chunk."""
     chunks: list[list[TensorInfo]] = []
-    room = 0
+    free_bytes = 0
     for name, tensor in tensors:
         info = TensorInfo.of(name, tensor)
         size = aligned(info.nbytes)
-        if not chunks or size > room:
+        if not chunks or size > free_bytes:
             chunks.append([])
-            room = aligned(chunk_bytes)
+            free_bytes = aligned(chunk_bytes)
         chunks[-1].append(info)
-        room -= size
+        free_bytes -= size
     messages = []
     for infos in chunks:
         nbytes = max(ALIGNMENT, sum(aligned(info.nbytes) for info in infos))
-        own = {info.name: rows[info.name] for info in infos if info.name in rows}
-        messages.append(ChunkMessage(number=0, nbytes=nbytes, capacity=nbytes, tensors=describe(infos), rows=own))
+        chunk_rows = {info.name: rows[info.name] for info in infos if info.name in rows}
+        messages.append(
+            ChunkMessage(number=0, nbytes=nbytes, capacity=nbytes, tensors=describe(infos), rows=chunk_rows)
+        )
     return messages
 
 

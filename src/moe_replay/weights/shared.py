@@ -87,10 +87,12 @@ class ExportedWeights:
 
     def _move_to_file(self) -> tuple[int, BufferHandle]:
         parameters = list({id(weight.parameter): weight.parameter for weight in self._weights}.values())
-        sizes = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in parameters}
+        sizes = {
+            parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes() for parameter in parameters
+        }
         self._file = StagingBuffer(self._device, sum(map(aligned, sizes.values())), shared=True)
         starts = dict(zip(sizes, accumulate(map(aligned, sizes.values()), initial=0), strict=False))
-        places = [starts[one.untyped_storage().data_ptr()] for one in parameters]
+        places = [starts[parameter.untyped_storage().data_ptr()] for parameter in parameters]
         for start, parameter in zip(places, parameters, strict=True):
             storage = parameter.untyped_storage()
             part = self._file.bytes[start : start + storage.nbytes()]
@@ -125,8 +127,8 @@ class OpenedWeights:
     def __init__(self, text: str, device: torch.device) -> None:
         try:
             message = SharedWeights.model_validate_json(text)
-        except ValidationError as wrong:
-            raise EngineError(f"shared weights with an unreadable message: {wrong}") from wrong
+        except ValidationError as error:
+            raise EngineError(f"shared weights with an unreadable message: {error}") from error
         if message.device != device_id(device):
             raise EngineError(
                 "the engine's weights are on another device than the trainer's",
@@ -139,10 +141,10 @@ class OpenedWeights:
         except (RuntimeError, OSError) as refusal:
             raise EngineError(f"the memory of the engine cannot be opened: {refusal}", remedy=REMEDY) from refusal
         self.tensors: dict[str, Tensor] = {}
-        uses = Counter(place_of(one.name) for one in message.tensors)
-        for one in message.tensors:
-            if uses[place := place_of(one.name)] == 1:
-                self.tensors[place] = _view(memories, one)
+        uses = Counter(place_of(tensor.name) for tensor in message.tensors)
+        for tensor in message.tensors:
+            if uses[place := place_of(tensor.name)] == 1:
+                self.tensors[place] = _view(memories, tensor)
 
 
 def _view(memories: list[Tensor], described: SharedTensor) -> Tensor:
@@ -173,7 +175,7 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """
     factors: dict[torch.device, Tensor] = {}
     longest = min(_CHUNK, max((tensor.numel() for tensor in tensors.values()), default=0))
-    found = {}
+    digest_of = {}
     for name, tensor in tensors.items():
         if tensor.device not in factors:
             factors[tensor.device] = torch.arange(1, longest + 1, device=tensor.device) * _FACTOR
@@ -185,5 +187,5 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
             total += numbers.sum()
             ordered = ordered * _FACTOR + (numbers * factors[tensor.device][: len(numbers)]).sum()
         plain, weighted = torch.stack([total, ordered]).tolist()
-        found[name] = f"{plain & (2**64 - 1):016x}{weighted & (2**64 - 1):016x}"
-    return found
+        digest_of[name] = f"{plain & (2**64 - 1):016x}{weighted & (2**64 - 1):016x}"
+    return digest_of

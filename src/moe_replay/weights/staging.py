@@ -47,10 +47,10 @@ def openable_devices(device: torch.device) -> list[str]:
     """
     if device.type != "cuda":
         return [device_id(device)]
-    own = torch.cuda.current_device() if device.index is None else device.index
+    index = torch.cuda.current_device() if device.index is None else device.index
     others = range(torch.cuda.device_count())
-    found = [other for other in others if other == own or torch.cuda.can_device_access_peer(own, other)]
-    return [device_id(torch.device("cuda", other)) for other in found]
+    openable = [peer for peer in others if peer == index or torch.cuda.can_device_access_peer(index, peer)]
+    return [device_id(torch.device("cuda", peer)) for peer in openable]
 
 
 class StagingBuffer:
@@ -168,10 +168,10 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
-def fill(groups: Iterator[Group], room: Callable[[int], Tensor], chunk_bytes: int) -> Iterator[list[TensorInfo]]:
-    """Copy all groups into a buffer, one tensor behind the other; yield what is in it whenever it is full.
+def fill(groups: Iterator[Group], get_buffer: Callable[[int], Tensor], chunk_bytes: int) -> Iterator[list[TensorInfo]]:
+    """Copy all groups into a buffer, one tensor after another; yield what is in it whenever it is full.
 
-    room          returns a buffer of at least the given bytes; called when the last content has been sent
+    get_buffer    returns a buffer of at least the given bytes; called when the last content has been sent
     chunk_bytes   size of a buffer; a larger tensor gets its own buffer
     """
     infos: list[TensorInfo] = []
@@ -188,7 +188,7 @@ def fill(groups: Iterator[Group], room: Callable[[int], Tensor], chunk_bytes: in
                 if infos:
                     yield infos
                 infos, offset = [], 0
-                buffer = room(max(size, aligned(chunk_bytes)))
+                buffer = get_buffer(max(size, aligned(chunk_bytes)))
                 typed = _TypedViews(buffer)
             targets.append(typed.at(offset, info))
             sources.append(tensor.detach())

@@ -348,10 +348,10 @@ class _Attempt:
         sender.close()
 
     def _sender(self, groups: ByteCounter) -> WeightSender:
-        own = (self._rendezvous, rank(), self._transport.device)
+        common = (self._rendezvous, rank(), self._transport.device)
         if self._hand_over is None:
-            return WeightSender(*own, groups, self._store)
-        return DividedSender(*own, groups, self._store, hand_over=self._hand_over)
+            return WeightSender(*common, groups, self._store)
+        return DividedSender(*common, groups, self._store, hand_over=self._hand_over)
 
     def _break_off(
         self,

@@ -108,12 +108,12 @@ class _Service:
                 return await work(request)
             except _ResponseError as error:
                 return JSONResponse({"error": str(error)}, error.status)
-            except ValidationError as wrong:
-                return JSONResponse({"error": str(wrong)}, 422)
-            except EngineUnavailableError as dead:
-                return JSONResponse({"error": str(dead)}, 503)
-            except MoeReplayError as wrong:
-                return JSONResponse({"error": str(wrong)}, 409)
+            except ValidationError as error:
+                return JSONResponse({"error": str(error)}, 422)
+            except EngineUnavailableError as error:
+                return JSONResponse({"error": str(error)}, 503)
+            except MoeReplayError as error:
+                return JSONResponse({"error": str(error)}, 409)
             except asyncio.CancelledError:  # by the web server, which would answer that something is broken
                 return JSONResponse({"error": "the server is ending"}, 503)
 
@@ -166,8 +166,8 @@ class _Service:
         """Refuse what would harm the engine."""
         try:
             self.limits.check(token_ids, params, self.engine.vocab_size)
-        except EngineError as wrong:
-            raise _ResponseError(422, str(wrong)) from wrong
+        except EngineError as error:
+            raise _ResponseError(422, str(error)) from error
 
     async def _body(self, request: Request) -> bytes:
         """Return the body of a request that is not too large and does not take too long."""

@@ -80,13 +80,13 @@ class RolloutClient(HttpClient):
     def _info(self, method: str = "GET", path: str = "/info", body: Iterator[bytes] | None = None) -> _Info:
         try:
             info = _Info.model_validate(self._call(method, path, body=body))
-        except (ValidationError, EngineAnswerError) as wrong:
+        except (ValidationError, EngineAnswerError) as error:
             raise EngineAnswerError(
                 f"{self.url} does not answer {path} as a rollout server does",
                 expected="engine, topology and weight version as JSON",
-                found=" ".join(str(wrong).split())[:300],
+                found=" ".join(str(error).split())[:300],
                 remedy="The URL must be that of `moe-replay rollout`, and a proxy must pass its answers on",
-            ) from wrong
+            ) from error
 
         self._check_lora(None if info.lora is None else LoraSpec(*info.lora))
         return info

@@ -42,9 +42,9 @@ def device_shares(engines: int, options: Mapping[str, Any]) -> list[str | None]:
         return [None] * engines
     visible = os.environ.get(variable)
     devices = visible.split(",") if visible else [str(index) for index in range(torch.accelerator.device_count())]
-    each = len(devices) // engines
+    per_engine = len(devices) // engines
     used = devices_per_engine(options)
-    if each * engines != len(devices) or each != used:
+    if per_engine * engines != len(devices) or per_engine != used:
         raise EngineOptionError(
             "the engines do not share the devices of this machine evenly",
             expected=f"rollout.engines_per_node = {len(devices) // used or 1} engines of {used} GPUs each"
@@ -54,7 +54,7 @@ def device_shares(engines: int, options: Mapping[str, Any]) -> list[str | None]:
             remedy="An engine has tensor_parallel_size x data_parallel_size x pipeline_parallel_size GPUs "
             "(rollout.options)",
         )
-    return [",".join(devices[start : start + each]) for start in range(0, len(devices), each)]
+    return [",".join(devices[start : start + per_engine]) for start in range(0, len(devices), per_engine)]
 
 
 def _visible(devices: str | None) -> dict[str, str]:

@@ -57,7 +57,7 @@ def encode_samples(samples: Sequence[Sample]) -> bytes:
     for sample in samples:
         cut = len(sample.prompt_ids)
         prompt, completion = sample.trace[:cut], sample.trace[cut:]
-        number = next((i for i, seen in enumerate(prompts) if seen == prompt), len(prompts))
+        number = next((i for i, stored in enumerate(prompts) if stored == prompt), len(prompts))
         if number == len(prompts):
             prompts.append(prompt)
         trace, logprobs = completion.to_bytes(), sample.logprobs.astype("<f4").tobytes()
@@ -92,8 +92,8 @@ def decode_samples(data: Bytes) -> list[Sample]:
         )
     try:
         header = _Header.model_validate_json(bytes(body.take(length, "header")))
-    except ValidationError as wrong:
-        raise TraceFormatError(f"samples with an unreadable header: {wrong}") from wrong
+    except ValidationError as error:
+        raise TraceFormatError(f"samples with an unreadable header: {error}") from error
     prompts = [RouteTrace.from_bytes(body.take(size, f"prompt {i}")) for i, size in enumerate(header.prompt_bytes)]
     samples, crc = [], 0
     for number, described in enumerate(header.samples):
@@ -134,10 +134,10 @@ class _Cursor:
         self.view = memoryview(data)
         self.at = 0
 
-    def take(self, size: int, what: str) -> memoryview:
+    def take(self, size: int, part: str) -> memoryview:
         if size < 0 or self.at + size > len(self.view):
             raise TraceFormatError(
-                f"samples are truncated in the {what}",
+                f"samples are truncated in the {part}",
                 expected=f"{size} bytes from byte {self.at} on",
                 found=f"{len(self.view)} bytes in all",
             )

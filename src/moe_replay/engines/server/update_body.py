@@ -108,8 +108,8 @@ def write_update(
 def read_header(read: Read) -> UpdateHeader:
     try:
         return UpdateHeader.model_validate_json(_read_frame(read, limit=2**24))
-    except ValidationError as wrong:
-        raise EngineError(f"an update with an unreadable header: {wrong}") from wrong
+    except ValidationError as error:
+        raise EngineError(f"an update with an unreadable header: {error}") from error
 
 
 def read_transfer(read: Read, settings: TransferSettings) -> Transfer:
@@ -130,8 +130,8 @@ def read_tensors(read: Read) -> Iterator[tuple[str, Tensor]]:
     while frame := _read_frame(read, MAX_FRAME_BYTES):
         try:
             tensors = load(frame)
-        except SafetensorError as wrong:
-            raise EngineError(f"an update with a frame that is not safetensors: {wrong}") from wrong
+        except SafetensorError as error:
+            raise EngineError(f"an update with a frame that is not safetensors: {error}") from error
         yield from tensors.items()
 
 

@@ -185,7 +185,7 @@ class SglangClient(HttpClient):
                 | {"sampling_params": sampling | {"n": 1, "sampling_seed": request_seed(prompt, params.seed, number)}}
                 for number in range(params.draws)
             ]
-            responses = await asyncio.gather(*(self._generate(one) for one in separate))
+            responses = await asyncio.gather(*(self._generate(part) for part in separate))
         elif params.temperature > 0 and params.seed is not None:
             raise EngineError(
                 f"{self._state.engine} ignores seeds",
@@ -195,7 +195,7 @@ class SglangClient(HttpClient):
         else:
             responses = await self._generate(request)
             responses = responses if isinstance(responses, list) else [responses]
-            responses = list(await asyncio.gather(*(self._not_retracted(one, request) for one in responses)))
+            responses = list(await asyncio.gather(*(self._not_retracted(response, request) for response in responses)))
         if len(responses) != params.draws:
             raise EngineError(f"{self.name} lost samples", expected=params.draws, found=len(responses))
         return responses

@@ -159,7 +159,7 @@ class GenerateResponse:
                 found=f"{len(reported)} log-probs",
             )
         truncated = self.meta.get("output_token_sampling_logprobs")
-        logprobs = np.asarray([each for each, *_ in reported] if truncated is None else truncated, np.float32)
+        logprobs = np.asarray([logprob for logprob, *_ in reported] if truncated is None else truncated, np.float32)
         if not np.isfinite(logprobs).all():  # JSON has null for NaN
             raise self._error(
                 "computed log-probs that are not finite",
@@ -181,5 +181,5 @@ class GenerateResponse:
             )
         try:
             return int32_rows(encoded, tokens, topology, str(self.engine), self.index)
-        except RouteFormatError as wrong:
-            raise self._error(f"returned {wrong}") from wrong
+        except RouteFormatError as error:
+            raise self._error(f"returned {error}") from error

@@ -84,8 +84,8 @@ def engine_arguments(
         defaults["enable_chunked_prefill"] = False  # seeds need it: see VllmEngine._check_seed
     try:
         return AsyncEngineArgs(**defaults | options | quantization_options(model, options) | fixed)
-    except (ValueError, TypeError, LookupError, AttributeError) as wrong:
-        raise EngineOptionError(f"{engine} does not take these options: {one_line(wrong)}") from wrong
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise EngineOptionError(f"{engine} does not take these options: {one_line(error)}") from error
 
 
 def _parsed(name: str, value: Any) -> Any:
@@ -94,8 +94,8 @@ def _parsed(name: str, value: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError as wrong:
-        raise EngineOptionError(f"option {name} is not valid JSON: {one_line(wrong)}", found=value) from wrong
+    except ValueError as error:
+        raise EngineOptionError(f"option {name} is not valid JSON: {one_line(error)}", found=value) from error
 
 
 def _check_parallelism(engine: EngineName, capture: str, options: dict[str, Any]) -> None:

@@ -226,9 +226,9 @@ class VllmEngine(AsyncSampler, Engine):
             settings = router_settings(self.topology, config.model_config.hf_text_config)
             answers = await self._answered(self._replicas.call_workers("replay_watched", settings, str(tokens)))
             workers = len(answers) // self._replicas.count
-            seen = [json.loads(answer) for answer in answers[replica * workers : (replica + 1) * workers]]
-            chosen = {int(layer): np.array(ids) for answer in seen for layer, ids in answer["chosen"].items()}
-            unhooked = sorted({name for answer in seen for name in answer["unhooked"]})
+            reported = [json.loads(answer) for answer in answers[replica * workers : (replica + 1) * workers]]
+            chosen = {int(layer): np.array(ids) for answer in reported for layer, ids in answer["chosen"].items()}
+            unhooked = sorted({name for answer in reported for name in answer["unhooked"]})
             check_routes(self.name, routed_experts, chosen, self.topology, unhooked, INSTALL)
 
     # ---- sampling -----------------------------------------------------------------------------------------------
@@ -452,7 +452,7 @@ class VllmEngine(AsyncSampler, Engine):
         answers = self._loop.run(self._answered(self._replicas.call_workers("replay_device")))
         workers = [answer.split("\n") for answer in answers]
         opens = set.intersection(*({*others} for _, _, *others in workers))
-        return Receivers(workers[0][0], tuple(own for _, own, *_ in workers), tuple(sorted(opens)))
+        return Receivers(workers[0][0], tuple(receiver for _, receiver, *_ in workers), tuple(sorted(opens)))
 
     async def _call_workers(self, method: str, *arguments: str) -> None:
         with self._barrier.open_on_error(), translated_errors(self.name):

@@ -208,7 +208,7 @@ def option_names() -> set[str]:
     (folder, *_) = package.submodule_search_locations or [""]
     source = Path(folder, "engine", "arg_utils.py").read_text(encoding="utf-8")
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-    fields = [node for one in classes if one.name in ("EngineArgs", "AsyncEngineArgs") for node in one.body]
+    fields = [node for class_ in classes if class_.name in ("EngineArgs", "AsyncEngineArgs") for node in class_.body]
     return {node.target.id for node in fields if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
 
 

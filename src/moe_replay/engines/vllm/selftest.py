@@ -112,7 +112,7 @@ def unhooked_layers(model: nn.Module) -> list[str]:
         if isinstance(module, MoERunner):
             holders = (module, getattr(module, "router", None), getattr(module, "routed_experts", None))
             names = ("capture_fn", "routing_sink", "routing_replay_capture_fn")
-            if all(getattr(holder, one, None) is None for holder in holders for one in names):
+            if all(getattr(holder, attribute, None) is None for holder in holders for attribute in names):
                 unhooked.append(name)
     return unhooked
 
@@ -159,14 +159,14 @@ def check_routes(
             remedy=remedy,
         )
     recorded = {layer: routed_experts[:tokens, layer] for layer in layers if layer < routed_experts.shape[1]}
-    own = {layer: agreement(recorded[layer], reference[layer]) if layer in recorded else 0.0 for layer in layers}
-    wrong = {layer: found for layer, found in own.items() if found < AGREEMENT}
-    if wrong:
+    agreements = {layer: agreement(recorded[layer], reference[layer]) if layer in recorded else 0.0 for layer in layers}
+    disagreeing = {layer: share for layer, share in agreements.items() if share < AGREEMENT}
+    if disagreeing:
         raise EngineError(
             f"self-test of {engine}: recorded routes are not those of the model's routers: "
-            f"{_cause(recorded, reference, wrong, unhooked)}",
+            f"{_cause(recorded, reference, disagreeing, unhooked)}",
             expected=f"at least {AGREEMENT:.0%} of choices equal in every layer",
-            found=", ".join(f"layer {layer} {found:.0%}" for layer, found in list(wrong.items())[:4]),
+            found=", ".join(f"layer {layer} {share:.0%}" for layer, share in list(disagreeing.items())[:4]),
             remedy=remedy,
         )
 
@@ -179,19 +179,21 @@ def agreement(recorded: np.ndarray, reference: np.ndarray) -> float:
 def _cause(
     recorded: Mapping[int, np.ndarray],
     reference: Mapping[int, np.ndarray],
-    wrong: Mapping[int, float],
+    disagreeing: Mapping[int, float],
     unhooked: list[str],
 ) -> str:
     """Return what explains the routes of the wrong layers: no hook, other layers, or other tokens."""
-    zero = [layer for layer in wrong if layer not in recorded or not recorded[layer].any()]
-    filled = [layer for layer in wrong if layer not in zero]
+    zero = [layer for layer in disagreeing if layer not in recorded or not recorded[layer].any()]
+    filled = [layer for layer in disagreeing if layer not in zero]
     moved = {}
     for layer in filled:
-        best = max(reference, key=lambda other: agreement(recorded[layer], reference[other]))
+        best = max(reference, key=lambda candidate: agreement(recorded[layer], reference[candidate]))
         if agreement(recorded[layer], reference[best]) >= AGREEMENT:
             moved[layer] = best
     if moved:
-        pairs = ", ".join(f"layer {layer} holds those of layer {other}" for layer, other in list(moved.items())[:3])
+        pairs = ", ".join(
+            f"layer {layer} holds those of layer {candidate}" for layer, candidate in list(moved.items())[:3]
+        )
         return f"another layer order ({pairs})"
     if zero:
         hook = (

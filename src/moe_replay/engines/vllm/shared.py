@@ -37,8 +37,8 @@ def _parts(path: str, leaf: str, parameter: Any, module: nn.Module, fused: dict[
     if leaf in _EXPERTS:
         yield NamedRows(f"{path}.{_EXPERTS[leaf]}", parameter)
         return
-    outer, _, own = path.rpartition(".")
-    names, sizes = fused.get(own, ()), getattr(module, "output_partition_sizes", ())
+    outer, _, inner_name = path.rpartition(".")
+    names, sizes = fused.get(inner_name, ()), getattr(module, "output_partition_sizes", ())
     if len(names) < 2 or len(names) != len(sizes) or sum(sizes) != len(parameter):
         yield NamedRows(f"{path}.{leaf}", parameter)
         return

@@ -61,10 +61,10 @@ def _reload_folder(post: Post, parent: Path | None, weights: Tensors | Path) -> 
     """Have the workers read a folder by vLLM's own `reload_weights`, which does not notice missing weights."""
     if isinstance(weights, Path):
         safetensors_files(weights)
-        given = nullcontext(weights)
+        opened = nullcontext(weights)
     else:
-        given = _written_folder(parent, weights)
-    with given as folder:
+        opened = _written_folder(parent, weights)
+    with opened as folder:
         kwargs = {"weights_path": str(folder.absolute())}
         post("/collective_rpc", {"method": "reload_weights", "kwargs": kwargs})
 

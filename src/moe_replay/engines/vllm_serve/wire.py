@@ -1,4 +1,4 @@
-"""What vLLM's own server says of itself, and its token-in, token-out route `/inference/v1/generate`."""
+"""Messages of vLLM's own server: about itself, and of its token-in, token-out route `/inference/v1/generate`."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class ServerSettings:
 
 
 def generate_request(prompt: Sequence[int], params: SamplingParams, masks: MaskReturn) -> dict[str, Any]:
-    """Return a request for `params.draws` samples; everything that a server could have a default for is said."""
+    """Return a request for `params.draws` samples; everything that a server could have a default for is set."""
     return {
         "token_ids": [int(token) for token in prompt],
         "sampling_params": {
@@ -195,16 +195,16 @@ def read_choice(
     if choice.get("prompt_token_ids") not in (None, list(prompt)):
         raise EngineError(f"{engine} continued another prompt than it was sent", sample=index)
     reason = parse_finish_reason(choice["finish_reason"], engine, index)
-    encoded, wanted = choice.get("routed_experts"), params.routes  # which vLLM returns all the same
-    if encoded is None and wanted and reason is not FinishReason.ABORT:
+    encoded, with_routes = choice.get("routed_experts"), params.routes  # which vLLM returns all the same
+    if encoded is None and with_routes and reason is not FinishReason.ABORT:
         raise no_routes(engine, choice, "routed_experts")
     if choice.get("token_ids") is None:
         raise no_routes(engine, choice, "token_ids and routed_experts")
     # Without routes, an aborted request starts again from its prompt when it is resumed.
-    completion = np.asarray(choice["token_ids"] if encoded is not None or not wanted else [], np.int32)
+    completion = np.asarray(choice["token_ids"] if encoded is not None or not with_routes else [], np.int32)
     prompt_ids = np.asarray(prompt, np.int32)
     ids = np.concatenate([prompt_ids, completion])
-    if wanted:
+    if with_routes:
         routed_experts = None if encoded is None else npy_routes(encoded, len(ids), topology, index)
         trace = trace_from_capture(routed_experts, ids, topology, engine, weight_version=weights.version, sample=index)
     else:
@@ -256,5 +256,5 @@ def npy_routes(encoded: str, tokens: int, topology: MoeTopology, sample: int) ->
     """Return the array in base64 of a .npy file, which is at most as large as the routes of `tokens` tokens."""
     try:
         return from_npy(from_base64(encoded, max_bytes(tokens, topology), "vLLM", sample), "vLLM", sample)
-    except RouteFormatError as wrong:
-        raise EngineError(f"vLLM returned {wrong}", sample=sample) from wrong
+    except RouteFormatError as error:
+        raise EngineError(f"vLLM returned {error}", sample=sample) from error

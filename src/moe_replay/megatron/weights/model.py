@@ -91,10 +91,10 @@ def recipe(
     yarn = {name: chosen.pop(name) for name in [*chosen] if name.startswith("yarn_") and name not in field_names}
     try:
         config = kind(**chosen)
-    except (ValueError, TypeError, AssertionError, LookupError, AttributeError) as wrong:
+    except (ValueError, TypeError, AssertionError, LookupError, AttributeError) as error:
         raise WeightMapError(
-            f"Megatron-Core rejected these settings: {one_line(wrong)}", found=", ".join(map(str, settings))
-        ) from wrong
+            f"Megatron-Core rejected these settings: {one_line(error)}", found=", ".join(map(str, settings))
+        ) from error
     vars(config).update(yarn)
     if hf_config.vocab_size % config.tensor_model_parallel_size:
         raise WeightMapError(

@@ -221,15 +221,15 @@ def _is_a(module: nn.Module, name: str) -> bool:
 
 def language_model(model: nn.Module) -> Any:
     """Return the module whose forward is the forward of the chunk, inside DDP and Float16Module."""
-    found = list(_outermost(model))
-    if len(found) != 1:
+    models = list(_outermost(model))
+    if len(models) != 1:
         raise UnsupportedRouterError(
             "a Megatron-Core chunk must hold one language model",
             expected=f"one {LANGUAGE_MODEL}",
-            found=[type(module).__name__ for module in found] or type(model).__name__,
+            found=[type(module).__name__ for module in models] or type(model).__name__,
             remedy="Attach the language model itself rather than what is around it",
         )
-    return found[0]
+    return models[0]
 
 
 def _outermost(module: nn.Module) -> Iterator[nn.Module]:
@@ -253,7 +253,7 @@ def _row_order(config: Any) -> RowOrder:
 def _declared(model: Any) -> MoeTopology:
     """Return the routers that a model declares: in its config, or in the pattern of a hybrid model (M*E-)."""
     names = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the latter before 0.17
-    pattern = next((found for name in names if (found := getattr(model, name, None))), None)
+    pattern = next((value for name in names if (value := getattr(model, name, None))), None)
     if pattern is None:
         return MoeTopology.from_config(model.config)
     kinds = pattern.partition("/")[0].replace("|", "")  # what follows is of multi-token prediction
@@ -312,12 +312,12 @@ def _check_topology(declared: MoeTopology, chunk: Chunk, modules: Modules) -> No
         if _is_a(module, DECODER_LAYER) and _enclosing(modules, name, PREDICTION_LAYER) is None
     }
     expected = [moe for moe in declared.moe_layers if moe.layer in present]
-    found = MoeTopology.from_sites(chunk.sites, declared.num_layers).moe_layers if chunk.sites else ()
-    if tuple(expected) != found:
+    actual = MoeTopology.from_sites(chunk.sites, declared.num_layers).moe_layers if chunk.sites else ()
+    if tuple(expected) != actual:
         raise UnsupportedRouterError(
             "the routers of a chunk are not those that its config declares",
             expected=f"(layer, experts, top_k) {[(m.layer, m.num_experts, m.top_k) for m in expected]}",
-            found=[(m.layer, m.num_experts, m.top_k) for m in found],
+            found=[(m.layer, m.num_experts, m.top_k) for m in actual],
             remedy="moe_layer_freq and the layer spec must agree; or pass topology=MoeTopology(...)",
         )
 

@@ -105,8 +105,8 @@ def has_wrong_expert_gradients(tensor_parallel: int, expert_tensor_parallel: int
 
 
 def _shards_experts_alone(config: Any) -> bool:
-    own = getattr(config, "expert_tensor_parallel_size", None)
-    return has_wrong_expert_gradients(config.tensor_model_parallel_size, own, config.expert_model_parallel_size)
+    expert_size = getattr(config, "expert_tensor_parallel_size", None)
+    return has_wrong_expert_gradients(config.tensor_model_parallel_size, expert_size, config.expert_model_parallel_size)
 
 
 _CAPTURED = "a captured router repeats the routes of the micro-batch it was captured with"
@@ -114,7 +114,7 @@ REFUSALS = (
     Refusal("moe_router_fusion", "the fused kernel chooses the experts itself and never calls the replay object"),
     Refusal(
         "moe_router_load_balancing_type",
-        "sinkhorn and the like balance experts over the batch and never call the replay object",
+        "sinkhorn and similar types balance experts over the batch and never call the replay object",
         f"Use one of {sorted(TOP_K_BALANCING)}",
         lambda config: not balancing_kinds(config) <= TOP_K_BALANCING,
     ),

@@ -163,27 +163,27 @@ def _check_topology(
     declared: MoeTopology, sites: Sequence[RouterSite], modules: Mapping[str, nn.Module], decoder: str
 ) -> None:
     """Raise unless the live routers have the layers, experts and top-k that the config declares."""
-    found = {site.layer: MoeLayer(site.layer, site.num_experts, site.top_k) for site in sites}
+    actual = {site.layer: MoeLayer(site.layer, site.num_experts, site.top_k) for site in sites}
     expected = {moe.layer: moe for moe in declared.moe_layers}
-    missing = sorted(expected.keys() - found.keys())
+    missing = sorted(expected.keys() - actual.keys())
     if missing:
-        raise _router_not_found(missing[0], list(expected), list(found), modules, decoder)
-    surplus = sorted(found.keys() - expected.keys())
+        raise _router_not_found(missing[0], list(expected), list(actual), modules, decoder)
+    surplus = sorted(actual.keys() - expected.keys())
     if surplus:
         raise UnsupportedRouterError(
             "the model routes in a layer that its config calls dense",
             layer=surplus[0],
             expected=f"layers {list(expected)}",
-            found=f"layers {list(found)}",
+            found=f"layers {list(actual)}",
             remedy="The config was changed after the model was built, or its family in router_families.py is wrong",
         )
-    different = next((layer for layer in expected if expected[layer] != found[layer]), None)
+    different = next((layer for layer in expected if expected[layer] != actual[layer]), None)
     if different is not None:
         raise UnsupportedRouterError(
             "router and config disagree",
             layer=different,
             expected=_brief(expected[different]),
-            found=_brief(found[different]),
+            found=_brief(actual[different]),
             remedy="The config was changed after the model was built, or the RouterRule reads the wrong attributes",
         )
 
@@ -193,7 +193,7 @@ def _brief(moe: MoeLayer) -> str:
 
 
 def _router_not_found(
-    layer: int, expected: list[int], found: list[int], modules: Mapping[str, nn.Module], decoder: str
+    layer: int, expected: list[int], actual: list[int], modules: Mapping[str, nn.Module], decoder: str
 ) -> UnsupportedRouterError:
     inside = f"{decoder}.{layer % ATTENTION_ROUTER}"
     looked_at = ", ".join(
@@ -205,7 +205,7 @@ def _router_not_found(
         f"no router found in a layer that routes; its modules are {looked_at or 'of torch alone'}",
         layer=layer,
         expected=f"routers in layers {expected}",
-        found=f"routers in layers {found}",
+        found=f"routers in layers {actual}",
         remedy="Name the class whose forward makes the final top-k: RouterRule(class_name=..., num_experts=..., "
         "top_k=...), as docs/routers.md explains",
     )
@@ -247,29 +247,33 @@ class RouterNumbers(NamedTuple):
 def router_numbers(modules: Mapping[str, nn.Module], extra: Sequence[RouterRule]) -> dict[str, RouterNumbers]:
     """Return the numbers of every router, by name. Where one contains another, the inner one makes the choice."""
     recorded = _recorded_classes(modules)
-    known: dict[str, RouterNumbers] = {}
+    routers: dict[str, RouterNumbers] = {}
     for name, module in modules.items():
         rule = _rule_for(module, _BUILT_IN)
         numbers = _read(module, rule) if rule is not None else None
         if numbers is None and (isinstance(module, recorded) or _is_named_router(module)):
             numbers = _read(module, _RECORDED) or _read(module, _BY_WEIGHT)
         if numbers is not None:
-            known[name] = numbers
+            routers[name] = numbers
     blocks = _choosing_blocks(modules)
-    known = {name: numbers for name, numbers in known.items() if not any(is_inside(name, block) for block in blocks)}
-    known |= blocks
-    innermost = {name for name in known if not any(is_inside(other, name) for other in known)}
+    routers = {
+        name: numbers for name, numbers in routers.items() if not any(is_inside(name, block) for block in blocks)
+    }
+    routers |= blocks
+    innermost = {name for name in routers if not any(is_inside(other, name) for other in routers)}
     by_user = _from_user_rules(modules, extra)
     # A user's rule for a module also decides for the modules inside and around it.
     undecided = {
-        name for name in innermost if not any(is_inside(name, mine) or is_inside(mine, name) for mine in by_user)
+        name
+        for name in innermost
+        if not any(is_inside(name, user_module) or is_inside(user_module, name) for user_module in by_user)
     }
-    return {name: numbers for name, numbers in known.items() if name in undecided} | by_user
+    return {name: numbers for name, numbers in routers.items() if name in undecided} | by_user
 
 
 def _choosing_blocks(modules: Mapping[str, nn.Module]) -> dict[str, RouterNumbers]:
     """Sparse blocks that choose the experts themselves, regardless of router classes inside."""
-    found: dict[str, RouterNumbers] = {}
+    blocks: dict[str, RouterNumbers] = {}
     for name, module in modules.items():
         if callable(getattr(type(module), _BLOCK_METHOD, None)):
             rule = RouterRule(
@@ -280,8 +284,8 @@ def _choosing_blocks(modules: Mapping[str, nn.Module]) -> dict[str, RouterNumber
                 groups_kept="topk_group",
             )
             if numbers := _read(module, rule):
-                found[name] = numbers
-    return found
+                blocks[name] = numbers
+    return blocks
 
 
 def _first_number(module: nn.Module, names: Sequence[str]) -> str:

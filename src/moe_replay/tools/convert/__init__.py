@@ -169,10 +169,10 @@ def _flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 def _resolved(value: Any, options: Mapping[str, Any]) -> Any:
     """Return the value that a Hydra interpolation such as `${data.max_prompt_length}` refers to."""
-    seen = set()
+    visited = set()
     while isinstance(value, str) and (match := _INTERPOLATION.fullmatch(value)) and match[1] in options:
-        if value in seen:
+        if value in visited:
             return value
-        seen.add(value)
+        visited.add(value)
         value = options[match[1]]
     return value

@@ -34,7 +34,7 @@ SUBJECTS = {
     "optim.": "optimizer",
     "replay.mode": "replay",
 }
-"""What our keys decide, by prefix: a command whose option for it is lost becomes another run."""
+"""Prefix of our keys -> what they decide; a command that loses an option of one becomes another run."""
 NEEDED = {"model.path": "model", "data.path": "data", "reward.functions": "reward"}
 """Keys whose defaults here are of no use to a converted run."""
 _WHOLE = "write it as a function in environments.py: docs/environments.md"
@@ -129,8 +129,8 @@ class Draft:
 
     def drop_evaluation(self, shown: str) -> None:
         """Leave out an evaluation without data; `shown` is the option for how often."""
-        every = self.settings.get("eval.every")
-        if every is not None and every.value and "data.eval_path" not in self.settings:
+        interval = self.settings.get("eval.every")
+        if interval is not None and interval.value and "data.eval_path" not in self.settings:
             self.remark(shown, "without effect: set data.eval_path too")
             del self.settings["eval.every"]
 

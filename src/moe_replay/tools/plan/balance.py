@@ -1,4 +1,4 @@
-"""What `batch.balance = "experts"` would gain in a layout, from recorded traces."""
+"""Gain from `batch.balance = "experts"` in a layout, from recorded traces."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ExpertCounts(NamedTuple):
     top_k: int  # experts per token
 
     def units(self, ranks: int) -> Units:
-        """Return the samples with the rows of each of so many expert-parallel ranks."""
+        """Return the samples with the rows of each of a number of expert-parallel ranks."""
         by_rank = self.rows.reshape(*self.rows.shape[:2], ranks, -1).sum(3)
         return Units(self.tokens, spread_evenly(by_rank, self.tokens, self.top_k))
 
@@ -131,15 +131,15 @@ def trace_files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     folder = path / "traces" if (path / "traces").is_dir() else path
-    found = sorted(folder.glob("*.mrt"))
-    if not found:
+    paths = sorted(folder.glob("*.mrt"))
+    if not paths:
         raise TraceFormatError(
             "the folder has no traces",
             expected="files traces/*.mrt",
             found=path,
             remedy="A run writes them with log.traces = 64, the number of samples per step",
         )
-    return found
+    return paths
 
 
 def run_budget(path: Path) -> int:

@@ -326,9 +326,9 @@ def _sizes(parallel: Parallel, work: Work) -> Iterator[Problem]:
         yield Problem("a sequence without tokens", "at least 1 token", str(min(work.lengths)))
 
 
-def _divides(what: str, count: int | None, divisor: str, size: int, remedy: str = "") -> Iterator[Problem]:
+def _divides(subject: str, count: int | None, divisor: str, size: int, remedy: str = "") -> Iterator[Problem]:
     if count is not None and count % size:
-        yield Problem(f"{what} cannot be divided evenly", f"a multiple of {divisor} {size}", str(count), remedy)
+        yield Problem(f"{subject} cannot be divided evenly", f"a multiple of {divisor} {size}", str(count), remedy)
 
 
 def _model(topology: MoeTopology, parallel: Parallel, model: Dimensions) -> Iterator[Problem]:

@@ -24,7 +24,7 @@ from moe_replay.utils.misc import GIB
 from moe_replay.weights.model_sizes import ModelSizes
 
 MOST_GPUS = 64
-"""How many times the GPUs are tried if no layout fits on those that there are."""
+"""Largest multiple of the available GPUs that is tried if no layout fits on them."""
 SHOWN = 8
 
 
@@ -64,10 +64,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What was planned."""
+    """Layouts for a number of GPUs: the available ones, or more if none fits on those."""
 
     gpus: int  # for which `layouts` were planned
-    wanted: int  # GPUs that there are
+    available: int  # GPUs that there are
     layouts: tuple[Layout, ...]  # all that are possible, those that fit first, the best of them first
 
     @property
@@ -86,8 +86,8 @@ class Proposal:
             fits = "fits" if layout.memory.fits else "does not fit"
             rows.append((*sizes, offload, recomputed, f"{layout.peak / GIB:.1f}", size(layout.moved_per_token), fits))
         lines = [f"layouts of FSDP2 on {self.gpus} GPUs, {len(self.layouts)} in all:", *aligned(rows)]
-        if self.gpus > self.wanted:
-            lines.insert(0, f"no layout fits on {self.wanted} GPUs")
+        if self.gpus > self.available:
+            lines.insert(0, f"no layout fits on {self.available} GPUs")
         if self.best is not None:
             lines += ["", *recipe_lines(self.best.settings)]
         return "\n".join(lines)
@@ -115,13 +115,13 @@ def propose(
     proposal = None
     for count in (gpus * 2**power for power in range(MOST_GPUS.bit_length())):
         widths = [width for width in range(1, ranks_per_node + 1) if count % width == 0]
-        found = sorted(
+        layouts = sorted(
             _layouts(config, sizes, text_config(model), count, gpu_gib, widths),
             key=lambda layout: (not layout.memory.fits, layout.cost if layout.memory.fits else (layout.peak,)),
         )
-        proposal = proposal or Proposal(gpus, gpus, tuple(found))
-        if found and found[0].memory.fits:
-            return Proposal(count, gpus, tuple(found))
+        proposal = proposal or Proposal(gpus, gpus, tuple(layouts))
+        if layouts and layouts[0].memory.fits:
+            return Proposal(count, gpus, tuple(layouts))
     assert proposal is not None
     return proposal
 

@@ -57,7 +57,7 @@ class GatheredKeys(NamedTuple):
 
 
 class PackedSequences(NamedTuple):
-    """Where the sequences of a micro-batch begin in its flattened rows.
+    """Bounds of the sequences of a micro-batch in its flattened rows.
 
     starts    (S + 1,) int32: the first token of each sequence, and the number of all tokens
     longest   tokens of the longest sequence
@@ -181,8 +181,8 @@ def check_context_parallel(model: Any, size: int) -> None:
 def mixing_problem(model: Any) -> str | None:
     """Return why tokens of a sequence meet elsewhere than in the attention of this module; None: they do not."""
     types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-    if other := sorted(types - _BY_HEADS):
-        return f"{type(model).__name__} has layers of {', '.join(other)}"
+    if unsupported := sorted(types - _BY_HEADS):
+        return f"{type(model).__name__} has layers of {', '.join(unsupported)}"
     if any(isinstance(module, nn.Conv1d) for module in model.modules()):
         return f"{type(model).__name__} has convolutions over the tokens of a sequence"
     return _mask_problem(model)
@@ -263,14 +263,14 @@ def sharing_problem(model: Any, device: torch.device, dtype: torch.dtype) -> str
 
 @cache
 def _last_queries_problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return what `varlen` does wrong with sequences that have fewer queries than keys, against `blocks`."""
+    """Return how `varlen` fails on sequences that have fewer queries than keys, against `blocks`."""
     layout = TokenLayout.shared([40, 30, 35], [(0, 0), (0, 17), (1, 20)])
     sequences = PackedSequences.sharing(layout, device)
     random = torch.Generator().manual_seed(0)
     heads = [torch.randn(1, count, layout.num_rows, 64, generator=random) for count in (4, 2, 2)]
     weights = torch.randn(1, layout.num_rows, 4, 64, generator=random).to(device)
     for window in (None, 9):
-        found: list[list[Tensor]] = []
+        results: list[list[Tensor]] = []
         for function in (varlen, blocks):
             leaves = [part.to(device, dtype).requires_grad_() for part in heads]
             query, key, value = leaves
@@ -279,8 +279,11 @@ def _last_queries_problem(device: torch.device, dtype: torch.dtype) -> str | Non
                 gradients = torch.autograd.grad((output.float() * weights).sum(), leaves)
             except RuntimeError as error:
                 return f"varlen_attn does not take fewer queries than keys ({str(error).splitlines()[0]})"
-            found.append([output.detach().float(), *(gradient.float() for gradient in gradients)])
-        apart = max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(*found, strict=True))
+            results.append([output.detach().float(), *(gradient.float() for gradient in gradients)])
+        apart = max(
+            float((result - reference).abs().max() / reference.abs().max())
+            for result, reference in zip(*results, strict=True)
+        )
         if not apart < LARGEST_ROUNDING:
             return f"varlen_attn is {apart:.2g} from plain attention where sequences have fewer queries than keys"
     return None
@@ -314,19 +317,19 @@ _varlen = _Varlen()
 
 
 def _add_sequences(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    """Add the sequences to a forward that was not told: by positions that begin again, else each row is one."""
+    """Add the sequences to a forward without them: a sequence begins where positions restart, else each row is one."""
     if "packed_sequences" in kwargs:
         return None
     ids, positions = kwargs.get("input_ids", args[0] if args else None), kwargs.get("position_ids")
-    given: Tensor = kwargs["inputs_embeds"] if ids is None else ids
-    rows, width = given.shape[:2]
+    tokens: Tensor = kwargs["inputs_embeds"] if ids is None else ids
+    rows, width = tokens.shape[:2]
     begins = torch.zeros(rows, width, dtype=torch.bool)
     begins[:, 0] = True
     if positions is not None and positions.dim() == 2:
         begins[:, 1:] |= (positions.diff(dim=-1) != 1).cpu().expand(rows, -1)
     starts = [*begins.flatten().nonzero()[:, 0].tolist(), rows * width]
     lengths = [end - start for start, end in pairwise(starts)]
-    return args, kwargs | {"packed_sequences": PackedSequences.of(lengths, given.device)}
+    return args, kwargs | {"packed_sequences": PackedSequences.of(lengths, tokens.device)}
 
 
 # ---- attention functions ---------------------------------------------------------------------------------------------
@@ -350,7 +353,7 @@ def _of_layer(attend: Callable[..., Tensor]) -> Attention:
         value: Tensor,
         attention_mask: None,
         packed_sequences: PackedSequences | None = None,
-        **other: Any,
+        **options: Any,
     ) -> tuple[Tensor, None]:
         if packed_sequences is None:
             raise ModelError(
@@ -361,11 +364,11 @@ def _of_layer(attend: Callable[..., Tensor]) -> Attention:
             )
         context = packed_sequences.context
         if context is None:
-            return attend(query, key, value, packed_sequences, **other), None
-        if other.get("s_aux") is not None:
-            other = other | {"s_aux": context.heads_of(other["s_aux"])}
-        found = attend(*context.gather_columns(query, key, value), packed_sequences, **other)
-        return context.scatter_columns(found, query.shape[1]), None
+            return attend(query, key, value, packed_sequences, **options), None
+        if options.get("s_aux") is not None:
+            options = options | {"s_aux": context.heads_of(options["s_aux"])}
+        output = attend(*context.gather_columns(query, key, value), packed_sequences, **options)
+        return context.scatter_columns(output, query.shape[1]), None
 
     return attention
 
@@ -377,13 +380,13 @@ def varlen(
     sequences: PackedSequences,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **other: Any,
+    **options: Any,
 ) -> Tensor:
     """Heads (B, heads, W, size) -> (B, W, heads, size), by flash attention over all sequences."""
     kernel = _varlen.kernel
     assert kernel is not None, "varlen was chosen without its kernel"
-    assert other.get("s_aux") is None, "varlen has no sinks"
-    assert other.get("softcap") is None, "varlen has no soft caps"
+    assert options.get("s_aux") is None, "varlen has no sinks"
+    assert options.get("softcap") is None, "varlen has no soft caps"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     (batch, _, width, size), value_size = query.shape, value.shape[-1]
     full = -(-max(size, value_size) // 8) * 8
@@ -395,7 +398,7 @@ def varlen(
     if keys is not None:  # of fewer queries than keys, the kernel takes the last ones: `sharing_problem` tests it
         flat = [flat[0], _gathered(flat[1], keys), _gathered(flat[2], keys)]
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
-    found = kernel(
+    output = kernel(
         *(heads.contiguous() for heads in flat),
         starts,
         starts if keys is None else keys.starts,
@@ -405,7 +408,7 @@ def varlen(
         window_size=window,
         **shared,
     )
-    return found[..., :value_size].unflatten(0, (batch, width))
+    return output[..., :value_size].unflatten(0, (batch, width))
 
 
 @torch.compiler.disable
@@ -429,15 +432,15 @@ def blocks(
     rows = [rows[0], *(_repeated(part, query.shape[1]) for part in rows[1:])]
     if len(set(lengths)) == 1 and keys is None:
         same = [part.unflatten(0, (-1, lengths[0])).transpose(1, 2) for part in rows]
-        found = [_attend(same, scale, sliding_window, softcap, s_aux)]
+        outputs = [_attend(same, scale, sliding_window, softcap, s_aux)]
     else:
         key_lengths = lengths if keys is None else keys.starts.diff().tolist()
         cut = zip(
             *(part.split(n) for part, n in zip(rows, (lengths, key_lengths, key_lengths), strict=True)), strict=True
         )
         separate = [[part.transpose(0, 1)[None] for part in sequence] for sequence in cut]
-        found = [_attend(sequence, scale, sliding_window, softcap, s_aux) for sequence in separate]
-    together = torch.cat([part.transpose(1, 2).flatten(0, 1) for part in found])
+        outputs = [_attend(sequence, scale, sliding_window, softcap, s_aux) for sequence in separate]
+    together = torch.cat([part.transpose(1, 2).flatten(0, 1) for part in outputs])
     return together.unflatten(0, (query.shape[0], query.shape[2]))
 
 
@@ -464,8 +467,8 @@ def _attend(
 
 def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
     """(L, L): whether a token (row) attends to another (column)."""
-    every = torch.ones(length, length, dtype=torch.bool, device=device)
-    return every.tril() if window is None else every.tril().triu(1 - window)
+    all_pairs = torch.ones(length, length, dtype=torch.bool, device=device)
+    return all_pairs.tril() if window is None else all_pairs.tril().triu(1 - window)
 
 
 @torch.compiler.disable
@@ -477,12 +480,12 @@ def flex(
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
-    **other: Any,
+    **options: Any,
 ) -> Tensor:
     """Heads (B, heads, W, size) -> (B, W, heads, size), by blocks of pairs that a sequence has."""
-    assert other.get("softcap") is None, "flex has no soft caps"
+    assert options.get("softcap") is None, "flex has no soft caps"
     batch, _heads, width, _size = query.shape
-    # (1, heads, B * W, size): sequences of all rows behind each other
+    # (1, heads, B * W, size): sequences of all rows concatenated
     query, key, value = (heads.transpose(0, 1).flatten(1, 2)[None] for heads in (query, key, value))
     masks = sequences.masks
     if sequences.keys is not None:
@@ -493,21 +496,21 @@ def flex(
         masks[sliding_window] = _block_mask(sequences, batch * width, sliding_window)
 
     run = _compiled_flex() if query.is_cuda else _flex_attention
-    found, normalizer = run(query, key, value, masks[sliding_window], scaling)
+    output, normalizer = run(query, key, value, masks[sliding_window], scaling)
     if s_aux is not None:  # a sink takes its part of the probability, and has no value
-        found = found * torch.sigmoid(normalizer - s_aux.float()[None, :, None])[..., None].to(found.dtype)
-    return found[0].unflatten(1, (batch, width)).permute(1, 2, 0, 3)
+        output = output * torch.sigmoid(normalizer - s_aux.float()[None, :, None])[..., None].to(output.dtype)
+    return output[0].unflatten(1, (batch, width)).permute(1, 2, 0, 3)
 
 
 def _flex_attention(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | None) -> tuple[Tensor, Tensor]:
     from torch.nn.attention import flex_attention as torch_flex
 
     has_aux = hasattr(torch_flex, "AuxRequest")  # since torch 2.9
-    wanted: dict[str, Any] = {"return_aux": torch_flex.AuxRequest(lse=True)} if has_aux else {"return_lse": True}
-    found, normalizer = torch_flex.flex_attention(
-        query, key, value, None, mask, scale, enable_gqa=query.shape[1] != key.shape[1], **wanted
+    options: dict[str, Any] = {"return_aux": torch_flex.AuxRequest(lse=True)} if has_aux else {"return_lse": True}
+    output, normalizer = torch_flex.flex_attention(
+        query, key, value, None, mask, scale, enable_gqa=query.shape[1] != key.shape[1], **options
     )
-    return found, normalizer.lse if has_aux else normalizer
+    return output, normalizer.lse if has_aux else normalizer
 
 
 @cache
@@ -521,15 +524,15 @@ def _block_mask(sequences: PackedSequences, tokens: int, window: int | None) -> 
     starts, keys = sequences.starts, sequences.keys
     rows = torch.arange(tokens, device=starts.device)
     sequence = sequence_of_key = torch.bucketize(rows, starts[1:], right=True)
-    own, num_keys = rows, tokens  # the key of each token
+    own_key, num_keys = rows, tokens  # the key of each token
     if keys is not None:
         num_keys = len(keys.rows)
         sequence_of_key = torch.bucketize(torch.arange(num_keys, device=starts.device), keys.starts[1:], right=True)
-        own = rows + (keys.starts - starts)[1:][sequence]  # a sequence ends with its own keys
+        own_key = rows + (keys.starts - starts)[1:][sequence]  # a sequence ends with its own keys
 
     def is_visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        visible = (sequence[query] == sequence_of_key[key]) & (own[query] >= key)
-        return visible if window is None else visible & (own[query] - key < window)
+        visible = (sequence[query] == sequence_of_key[key]) & (own_key[query] >= key)
+        return visible if window is None else visible & (own_key[query] - key < window)
 
     return create_block_mask(is_visible, None, None, tokens, num_keys, starts.device, _compile=starts.is_cuda)
 

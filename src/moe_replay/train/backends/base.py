@@ -104,7 +104,7 @@ class UpdateResult(NamedTuple):
 
 
 class ExpertExchange(NamedTuple):
-    """How tokens travel to experts on other ranks.
+    """Ranks among which tokens travel to their experts.
 
     ranks        that the experts of a layer are divided among, in order of their ids
     data_ranks   consecutive ones whose micro-batches of the same number travel together

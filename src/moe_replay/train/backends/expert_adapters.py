@@ -49,14 +49,14 @@ class _Through:
 
 
 def with_adapter(
-    projected: Tensor, experts: Any, name: str, rows: Tensor, offsets: Tensor, own: slice = slice(None)
+    projected: Tensor, experts: Any, name: str, rows: Tensor, offsets: Tensor, shard: slice = slice(None)
 ) -> Tensor:
     """Add to rows, projected by a parameter of experts, what its adapter makes of them; unchanged if it has none.
 
     projected   (R, out)
     rows        (R, in), ordered by expert
     offsets     (E,) int32: the end of each expert's rows
-    own         experts that `offsets` are of
+    shard       experts that `offsets` are of
     """
     from transformers.integrations.moe import _grouped_linear
 
@@ -65,8 +65,8 @@ def with_adapter(
         return projected
     (adapter,) = wrapper.active_adapters
     down, up = wrapper.lora_A[adapter].weight.to(rows.dtype), wrapper.lora_B[adapter].weight.to(rows.dtype)
-    down = down.view(wrapper.num_experts, -1, down.shape[-1])[own]  # (E, r, in)
-    up = up.view(up.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)[own]  # (E, out, r)
+    down = down.view(wrapper.num_experts, -1, down.shape[-1])[shard]  # (E, r, in)
+    up = up.view(up.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)[shard]  # (E, out, r)
     padding = -down.shape[1] % (ALIGNMENT // rows.element_size())
     down, up = pad(down, (0, 0, 0, padding)), pad(up, (0, padding)).contiguous()
     inner = _grouped_linear(rows, down, offsets)

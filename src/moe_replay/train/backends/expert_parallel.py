@@ -51,7 +51,7 @@ NAME = "moe_replay_expert_parallel"
 
 
 class ExpertShard(NamedTuple):
-    """What a layer's experts know of the ranks.
+    """Ranks that share the experts of a layer, and this rank's part.
 
     group   ranks that have all experts of the layer together
     first   the first expert of this rank
@@ -79,12 +79,12 @@ def check_experts_can_be_divided(model: Any, size: int, router_family: str | Non
             remedy='Set backend.expert_parallel = 1, or backend.kind = "megatron"',
         )
     for name, module in layers:
-        other = [key for key, tensor in module.named_parameters() if "." in key or len(tensor) != module.num_experts]
-        if other or getattr(module, "has_post_expert_norm", False):
+        shared = [key for key, tensor in module.named_parameters() if "." in key or len(tensor) != module.num_experts]
+        if shared or getattr(module, "has_post_expert_norm", False):
             raise ModelError(
                 f"backend.expert_parallel: experts of {family} share parameters, which no rank would have whole",
                 expected="parameters with one row per expert",
-                found=f"{name}.{other[0]}" if other else f"{name}.post_expert_norm",
+                found=f"{name}.{shared[0]}" if shared else f"{name}.post_expert_norm",
             )
         if module.num_experts % size:
             raise LayoutError(
@@ -111,7 +111,7 @@ def divide_experts(model: Any, ranks: DeviceMesh) -> list[nn.Module]:
     model.set_experts_implementation(NAME)
     mesh = ranks[WITHIN]
     move_adapters(model)
-    found = []
+    experts = []
     for _, module in named_experts(model):
         local = module.num_experts // mesh.size()
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -119,8 +119,8 @@ def divide_experts(model: Any, ranks: DeviceMesh) -> list[nn.Module]:
             whole = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
             module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
         module.expert_shard = ExpertShard(mesh.get_group(), mesh.get_local_rank() * local)
-        found.append(module)
-    return found
+        experts.append(module)
+    return experts
 
 
 # ---- rows of a parameter ---------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def _chunk(rows: range, parts: int, index: int) -> range:
 
 
 class _Exchange(Function):
-    """Rows to the ranks of a group, so many to each: (S, H) -> (R, H)."""
+    """Exchange of rows among the ranks of a group: (S, H) -> (R, H)."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
@@ -157,9 +157,9 @@ class _Exchange(Function):
 
 
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-    found = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
-    return found
+    output = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
+    return output
 
 
 class _Reorder(Function):
@@ -195,7 +195,7 @@ def _local(module: Any, name: str) -> Tensor:
 
 
 class Travel(NamedTuple):
-    """How the rows of one layer travel: to the ranks of their experts, and there into the order of the experts.
+    """Exchange of the rows of one layer: to the ranks of their experts, and there into the order of the experts.
 
     sent, received   rows to and from each rank of the group
     by_expert        (R,) which of the R rows that arrive, by rank and then by expert, is the next by expert
@@ -211,7 +211,7 @@ class Travel(NamedTuple):
 
 
 class PlannedTravel(NamedTuple):
-    """What is known of `Travel` before the forward: a few numbers for each expert of each rank.
+    """The part of `Travel` that is known before the forward: a few numbers for each expert of each rank.
 
     blocks   (4, ranks * experts) rows that arrive of each rank for each expert, how far they go, and both by expert
     """
@@ -253,16 +253,16 @@ def plan_travel(
         return None
     cuts = np.cumsum(local)[:-1]
     layers = [
-        (one.sum(1).tolist(), other.sum(1).tolist(), *_blocks(other))
-        for one, other in zip(np.split(sent, cuts, 1), np.split(received, cuts, 1), strict=True)
+        (sent_counts.sum(1).tolist(), received_counts.sum(1).tolist(), *_blocks(received_counts))
+        for sent_counts, received_counts in zip(np.split(sent, cuts, 1), np.split(received, cuts, 1), strict=True)
     ]
     # One copy to the device for all layers.
     flat = [part.ravel() for *_, blocks, counts in layers for part in (blocks, counts)]
     numbers = torch.from_numpy(np.concatenate(flat))
-    pieces = iter(numbers.to(device).split([n for each in local for n in (4 * size * each, each)]))
+    pieces = iter(numbers.to(device).split([n for count in local for n in (4 * size * count, count)]))
     exchanges = {
-        layer: PlannedTravel(one, other, next(pieces).view(4, -1), next(pieces))
-        for layer, (one, other, *_) in zip(num_experts, layers, strict=True)
+        layer: PlannedTravel(sent_counts, received_counts, next(pieces).view(4, -1), next(pieces))
+        for layer, (sent_counts, received_counts, *_) in zip(num_experts, layers, strict=True)
     }
     return replace(plan, exchanges=exchanges)
 
@@ -326,19 +326,19 @@ def parallel_experts(self: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k
 
 
 def _computed(module: Any, rows: Tensor, counts: Tensor) -> Tensor:
-    """Return the rows of this rank's experts, so many of each, after their projections."""
+    """Return the rows of this rank's experts, `counts` of each, after their projections."""
     from transformers.integrations.moe import _grouped_linear
 
     offsets = counts.cumsum(0, dtype=torch.int32)
     expert_of_row = None
     if module.has_bias:
         expert_of_row = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
-    own = slice(module.expert_shard.first, module.expert_shard.first + len(counts))
+    experts = slice(module.expert_shard.first, module.expert_shard.first + len(counts))
 
     def project(rows: Tensor, name: str) -> Tensor:
         bias = None if expert_of_row is None else _local(module, f"{name}_bias")[expert_of_row]
         weight = _local(module, name)
         projected = _grouped_linear(rows, weight, offsets, bias=bias, is_transposed=module.is_transposed)
-        return with_adapter(projected, module, name, rows, offsets, own)
+        return with_adapter(projected, module, name, rows, offsets, experts)
 
     return through_experts(module, rows, project)

@@ -63,7 +63,7 @@ def has_interface() -> bool:
 def _dispatch(routed_experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the fields of `Dispatch` for the experts (T, K) of each token."""
     top_k = routed_experts.shape[1]
-    pair, row, offsets = (one[0] for one in order_rows(routed_experts.reshape(1, -1), num_experts))
+    pair, row, offsets = (field[0] for field in order_rows(routed_experts.reshape(1, -1), num_experts))
     return pair, pair // top_k, row.view(-1, top_k), offsets
 
 
@@ -213,7 +213,7 @@ def named_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _experts_of_routers(model: nn.Module, replay: RouterReplay) -> Iterator[tuple[int, Any]]:
     """Yield (layer, experts) where a router and experts with its numbers are alone in the nearest common module."""
-    found: dict[int, list[Any]] = {}
+    experts: dict[int, list[Any]] = {}
     for name, module in named_experts(model):
         outer = name
         while outer:
@@ -222,5 +222,5 @@ def _experts_of_routers(model: nn.Module, replay: RouterReplay) -> Iterator[tupl
             if near or not outer:
                 break
         if len(near) == 1 and near[0].num_experts == module.num_experts:
-            found.setdefault(near[0].layer, []).append(module)
-    yield from ((layer, modules[0]) for layer, modules in sorted(found.items()) if len(modules) == 1)
+            experts.setdefault(near[0].layer, []).append(module)
+    yield from ((layer, modules[0]) for layer, modules in sorted(experts.items()) if len(modules) == 1)

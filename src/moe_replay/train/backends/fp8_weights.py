@@ -28,7 +28,7 @@ def block_shape(rows: int, columns: int) -> tuple[int, int]:
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the codes (..., rows, columns) of weights and their scales in float32, one for each block."""
     if weight.ndim > 2:  # one matrix after the other: less float32 in between
-        parts = [quantise(one) for one in weight]
+        parts = [quantise(matrix) for matrix in weight]
         return torch.stack([codes for codes, _ in parts]), torch.stack([scales for _, scales in parts])
     rows, columns = block_shape(*weight.shape)
     blocks = weight.float().view(weight.shape[0] // rows, rows, weight.shape[1] // columns, columns)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Owner(NamedTuple):
-    """Where a frozen parameter belongs: a module, its name there, and its full name."""
+    """Place of a frozen parameter: a module, its name there, and its full name."""
 
     module: nn.Module
     leaf: str
@@ -16,19 +16,19 @@ class Owner(NamedTuple):
 
 
 Frozen = list[tuple[list[Owner], nn.Parameter]]
-"""Parameters of a model on the meta device, and where each belongs: a tied one to several modules."""
+"""Parameters of a model on the meta device, each with its owners: a tied one has several."""
 
 
 def take_out(model: nn.Module) -> Frozen:
     """Remove the frozen parameters from a model on the meta device, before it is sharded."""
-    found: dict[int, tuple[list[Owner], nn.Parameter]] = {}
+    owners: dict[int, tuple[list[Owner], nn.Parameter]] = {}
     for path, module in model.named_modules():
         for leaf, parameter in list(module._parameters.items()):
             if parameter is not None and not parameter.requires_grad:
                 owner = Owner(module, leaf, f"{path}.{leaf}".lstrip("."))
-                found.setdefault(id(parameter), ([], parameter))[0].append(owner)
+                owners.setdefault(id(parameter), ([], parameter))[0].append(owner)
                 module._parameters[leaf] = None
-    return list(found.values())
+    return list(owners.values())
 
 
 def put_back(owners: list[Owner], values: Tensor) -> nn.Parameter:

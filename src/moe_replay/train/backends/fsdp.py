@@ -143,9 +143,9 @@ class FsdpSource:
         for names, divided in self._layers(state, form, parts):
             yield None, [_Part(name) for name in names]
             for owner in range(dist.get_world_size()) if divided else ():
-                own = [_Part(name, rows_of_rank(state[name], owner)) for name in divided]  # type: ignore[arg-type]
-                if any(part.experts for part in own):
-                    yield owner, own
+                owned = [_Part(name, rows_of_rank(state[name], owner)) for name in divided]  # type: ignore[arg-type]
+                if any(part.experts for part in owned):
+                    yield owner, owned
 
     def _layers(
         self, state: Mapping[str, Tensor], form: CheckpointForm, parts: bool
@@ -169,7 +169,8 @@ class FsdpSource:
             (all_rows,), (one_row,) = of_all.values(), of_one.values()
             return all_rows.shape == tensor.shape and one_row.shape == (1, *tensor.shape[1:])
         return len(of_all) == len(of_one) * tensor.shape[0] and all(
-            key in of_all and of_all[key].shape == one.shape and EXPERT_ID.search(key) for key, one in of_one.items()
+            key in of_all and of_all[key].shape == part_tensor.shape and EXPERT_ID.search(key)
+            for key, part_tensor in of_one.items()
         )
 
     def _named(self, form: CheckpointForm, part: _Part, values: Tensor) -> dict[str, Tensor]:
@@ -178,12 +179,14 @@ class FsdpSource:
         if part.experts is None:
             return tensors
         first = part.experts.start
-        return {EXPERT_ID.sub(lambda found: str(int(found[0]) + first), name): one for name, one in tensors.items()}
+        return {
+            EXPERT_ID.sub(lambda match: str(int(match[0]) + first), name): tensor for name, tensor in tensors.items()
+        }
 
     def _state(self) -> dict[str, Tensor]:
         """Return the parameters and buffers of the model by name, tied parameters once."""
-        every = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
-        tied = every - {name for name, _ in self._model.named_parameters()}
+        names = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        tied = names - {name for name, _ in self._model.named_parameters()}
         return {name: tensor for name, tensor in self._model.state_dict().items() if name not in tied}
 
     def _plain_name(self, name: str) -> str:
@@ -249,7 +252,7 @@ def _gathered(
 
 
 def _gather(
-    tensor: Tensor, wanted: range | None, dtype: torch.dtype, receivers: Collection[int], exchange: Exchange
+    tensor: Tensor, requested: range | None, dtype: torch.dtype, receivers: Collection[int], exchange: Exchange
 ) -> Tensor | None:
     """Return what is there once the exchange has run; None on ranks that do not receive it."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -257,28 +260,28 @@ def _gather(
         return tensor if rank in receivers else None
     if set(receivers) >= set(range(size)) and not is_divided(tensor):
         return _whole(tensor.to(dtype))
-    wanted = range(tensor.shape[0]) if wanted is None else wanted
-    held = [_common(rows_of_rank(tensor, other), wanted) for other in range(size)]
-    own = rows_of_rank(tensor, rank).start
-    local = tensor.to_local()[held[rank].start - own : held[rank].stop - own].to(dtype)
+    requested = range(tensor.shape[0]) if requested is None else requested
+    held = [_common(rows_of_rank(tensor, peer), requested) for peer in range(size)]
+    first = rows_of_rank(tensor, rank).start
+    local = tensor.to_local()[held[rank].start - first : held[rank].stop - first].to(dtype)
     for receiver in sorted(set(receivers) - {rank}):
         exchange.send(local, receiver)
     if rank not in receivers:
         return None
-    whole = torch.empty((len(wanted), *tensor.shape[1:]), dtype=dtype, device=local.device)
-    for other, rows in enumerate(held):
-        part = whole[rows.start - wanted.start : rows.stop - wanted.start]
-        if other == rank:
+    whole = torch.empty((len(requested), *tensor.shape[1:]), dtype=dtype, device=local.device)
+    for peer, rows in enumerate(held):
+        part = whole[rows.start - requested.start : rows.stop - requested.start]
+        if peer == rank:
             part.copy_(local)
         else:
-            exchange.receive(part, other)
+            exchange.receive(part, peer)
     return whole
 
 
-def _common(one: range, other: range) -> range:
-    """Return the rows that are in both, none of them before the first of `one` or `other`."""
-    first = max(one.start, other.start)
-    return range(first, max(first, min(one.stop, other.stop)))
+def _common(a: range, b: range) -> range:
+    """Return the rows that are in both; an empty range starts at the later of the two starts."""
+    first = max(a.start, b.start)
+    return range(first, max(first, min(a.stop, b.stop)))
 
 
 class FsdpState(RankState):
@@ -561,7 +564,10 @@ class FsdpBackend(Backend):
 
 def _by_sharding(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Return tensors with the same mesh together, which one operation can take: experts that are divided, the rest."""
-    parts = [[one for one in tensors if not is_divided(one)], [one for one in tensors if is_divided(one)]]
+    parts = [
+        [tensor for tensor in tensors if not is_divided(tensor)],
+        [tensor for tensor in tensors if is_divided(tensor)],
+    ]
     return [part for part in parts if part]
 
 

@@ -83,14 +83,15 @@ class FolderShards:
         tied, form = _tied(model), CheckpointForm(model)
         tensors = {name: form.tensors(name, tensor) for name, tensor in model.state_dict().items() if name not in tied}
         expected = {part: tensor for of_tensor in tensors.values() for part, tensor in of_tensor.items()}
-        if any(part not in present or checkpoint.shape(part) != one.shape for part, one in expected.items()):
+        if any(part not in present or checkpoint.shape(part) != tensor.shape for part, tensor in expected.items()):
             return None
         check_unexpected(model, present - expected.keys() - tied, folder)
         stored = {part: checkpoint.stored_dtype(part) for part in expected}
         floating = {part: tensor.is_floating_point() for part, tensor in expected.items()}
         check_dtypes(stored, floating, folder, quantized=checkpoint.is_quantized)
         parts = {
-            name: {part: tuple(one.shape) for part, one in of_tensor.items()} for name, of_tensor in tensors.items()
+            name: {part: tuple(tensor.shape) for part, tensor in of_tensor.items()}
+            for name, of_tensor in tensors.items()
         }
         return cls(checkpoint, model, parts)
 
@@ -102,7 +103,7 @@ class FolderShards:
         parts = self._parts[name]
         if list(parts) == [name]:
             return self._checkpoint.read(name, (slice(first, first + count), *(slice(0, size) for size in shape[1:])))
-        experts = {int(found[0]) for part in parts if (found := EXPERT_ID.search(part))}
+        experts = {int(match[0]) for part in parts if (match := EXPERT_ID.search(part))}
         if experts == set(range(shape[0])) and all(map(EXPERT_ID.search, parts)) and count:
             rows = self._converted(name, range(first, first + count))
             if tuple(rows.shape) == (count, *shape[1:]):
@@ -144,8 +145,8 @@ def without_scales(settings: Any) -> bool:
 
 
 def _tied(model: nn.Module) -> set[str]:
-    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return every - {name for name, _ in model.named_parameters()}
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return names - {name for name, _ in model.named_parameters()}
 
 
 # ---- what no checkpoint has ------------------------------------------------------------------------------------------
@@ -187,11 +188,11 @@ def _checkpoint_on_host(layer: Callable[..., Any], *inputs: Any) -> Any:
 
     Masks and position embeddings are keywords, which all layers share: they stay where they are.
     """
-    if not any(isinstance(one, Tensor) and one.is_floating_point() for one in inputs):
+    if not any(isinstance(value, Tensor) and value.is_floating_point() for value in inputs):
         raise ModelError(
             "model.gradient_checkpointing: the inputs of a layer cannot be offloaded",
             expected="hidden states that the model hands to its layers as a positional argument",
-            found=", ".join(type(one).__name__ for one in inputs) or "keywords only",
+            found=", ".join(type(value).__name__ for value in inputs) or "keywords only",
             remedy="Set model.gradient_checkpointing = true",
         )
     with save_on_cpu(pin_memory=True):  # inside the layer the hooks of the checkpoint apply, which keep nothing
@@ -399,9 +400,9 @@ def _shard(model: Any, dtype: torch.dtype, device: torch.device, ranks: DeviceMe
         )
     if ranks is not None:
         # Gate weights stay as the router computes them: the experts' inputs are not cast.
-        own = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
+        expert_policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
         for module in expert_parallel.divide_experts(model, ranks):
-            fully_shard(module, mesh=ranks[ACROSS], mp_policy=own, reshard_after_forward=resharded)
+            fully_shard(module, mesh=ranks[ACROSS], mp_policy=expert_policy, reshard_after_forward=resharded)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=resharded)
     fully_shard(model, mesh=mesh, mp_policy=policy)

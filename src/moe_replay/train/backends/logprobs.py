@@ -89,7 +89,7 @@ def _scaled(logits: Tensor, temperature: float, dropped: Tensor | None) -> Tenso
 
 
 class HeadMath(NamedTuple):
-    """What is computed from a slice of logits; on a GPU each is compiled to kernels that hold no float32 copy of it."""
+    """Functions of a slice of logits; on a GPU each is compiled to kernels that hold no float32 copy of it."""
 
     highest: Callable[..., Tensor] = highest_logit
     sums: Callable[..., Tensor] = row_sums
@@ -243,7 +243,7 @@ class HeadScores:
 
         def score(hidden: Tensor, head: Head) -> Tensor:
             rows = hidden.flatten(0, 1)[batch.target_positions]
-            found = head_logprobs(
+            scores = head_logprobs(
                 rows,
                 head,
                 batch.target_ids,
@@ -253,7 +253,7 @@ class HeadScores:
                 mask=batch.logit_mask,
                 math=self._math,
             )
-            return torch.stack(found, dim=-1)
+            return torch.stack(scores, dim=-1)
 
         with _in_place_of_logits(self._head, score):
             logprobs, entropies = _forward(self._model, batch, context=self._context).unbind(-1)
@@ -348,5 +348,5 @@ def sampled_logprobs(logprobs: Tensor, batch: MicroBatch, context: ContextParall
 
 def in_token_order(values: Tensor, batch: MicroBatch, context: ContextParallel | None = None) -> Tensor:
     """Reorder values from target positions of this rank to sampled tokens, also those of other ranks: (n,) -> (N,)."""
-    every = values.new_zeros(len(batch.sequence)).index_copy(0, batch.target_index, values)
-    return every if context is None else sum_over_ranks(every, context.group)
+    of_batch = values.new_zeros(len(batch.sequence)).index_copy(0, batch.target_index, values)
+    return of_batch if context is None else sum_over_ranks(of_batch, context.group)

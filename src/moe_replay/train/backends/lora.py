@@ -41,9 +41,9 @@ class Targets(NamedTuple):
     @property
     def has_whole_experts(self) -> bool:
         """Whether all projections of the experts are adapted, or none."""
-        found = {_leaf(name) for name in self.modules if _INSIDE_EXPERTS.search(name)}
-        found |= {_leaf(name) for name in self.parameters if _leaf(name.rpartition(".")[0]) == "experts"}
-        return not found or any(whole <= found for whole in _WHOLE)
+        leaves = {_leaf(name) for name in self.modules if _INSIDE_EXPERTS.search(name)}
+        leaves |= {_leaf(name) for name in self.parameters if _leaf(name.rpartition(".")[0]) == "experts"}
+        return not leaves or any(whole <= leaves for whole in _WHOLE)
 
     @property
     def engine_modules(self) -> tuple[str, ...]:
@@ -59,33 +59,33 @@ def find_targets(model: Any, names: Sequence[str], router_family: str | None = N
     routers = set(_router_weights(model, router_family))
     linear, fused = set(_linear_layers(model)), set(_fused_experts(model))
     known = {_leaf(name) for name in linear | fused} | {_router_leaf(name) for name in routers}
-    known |= {name for name, whole in FUSED.items() if whole in known and any(_leaf(one) == whole for one in fused)}
-    found: set[str] = set()
+    known |= {name for name, whole in FUSED.items() if whole in known and any(_leaf(path) == whole for path in fused)}
+    targets: set[str] = set()
     for name in names:
         if name == ROUTER and routers:
             matching = routers
         elif name == ALL_LINEAR:
             matching = (linear | fused) - routers
         else:
-            matching = {one for one in linear if _leaf(one) == name}
-            matching |= {one for one in fused if _leaf(one) == FUSED.get(name, name)}
-            matching |= {one for one in routers if _router_leaf(one) == name}
+            matching = {path for path in linear if _leaf(path) == name}
+            matching |= {path for path in fused if _leaf(path) == FUSED.get(name, name)}
+            matching |= {path for path in routers if _router_leaf(path) == name}
         if not matching:
             raise LoraError(
                 "model.lora_target_modules: no layer of this model has this name",
                 expected=f"some of {', '.join(sorted({*known, ROUTER} if routers else known))}, or {ALL_LINEAR}",
                 found=repr(name),
             )
-        found |= matching
+        targets |= matching
     for both in _HALVES:
-        given = [name for name in both if name in names]
-        if len(given) == 1 and not {ALL_LINEAR, "gate_up_proj"} & {*names} and "gate_up_proj" in map(_leaf, fused):
+        present = [name for name in both if name in names]
+        if len(present) == 1 and not {ALL_LINEAR, "gate_up_proj"} & {*names} and "gate_up_proj" in map(_leaf, fused):
             raise LoraError(
                 f"model.lora_target_modules: {both[0]} and {both[1]} of an expert are one tensor in this model",
                 expected="both or none of them",
-                found=repr(given[0]),
+                found=repr(present[0]),
             )
-    return Targets(tuple(sorted(found & linear)), tuple(sorted(found - linear)))
+    return Targets(tuple(sorted(targets & linear)), tuple(sorted(targets - linear)))
 
 
 def targets_of(settings: Any, config: ModelConfig) -> Targets:
@@ -101,8 +101,8 @@ def _linear_layers(model: Any) -> Iterator[str]:
 
 def _fused_experts(model: Any) -> Iterator[str]:
     for name, module in _inside_layers(model):
-        own = module.named_parameters(recurse=False)
-        yield from (f"{name}.{parameter}" for parameter, tensor in own if tensor.ndim == 3)
+        parameters = module.named_parameters(recurse=False)
+        yield from (f"{name}.{parameter}" for parameter, tensor in parameters if tensor.ndim == 3)
 
 
 def _router_weights(model: Any, router_family: str | None) -> Iterator[str]:
@@ -234,7 +234,7 @@ def adapted_weights(model: nn.Module) -> tuple[AdaptedWeight, ...]:
     """Return all weights with adapters, in the order of the model's modules."""
     from peft.tuners.lora import LoraLayer, ParamWrapper
 
-    found = []
+    adapted = []
     for name, module in model.named_modules():
         if not isinstance(module, LoraLayer):
             continue
@@ -246,7 +246,7 @@ def adapted_weights(model: nn.Module) -> tuple[AdaptedWeight, ...]:
             inner = module.base_layer
             while isinstance(inner, ParamWrapper):
                 inner, inside = inner.base_layer, f"{inside}.base_layer"
-        found.append(
+        adapted.append(
             AdaptedWeight(
                 plain=f"{plain_name(name)}.{parameter}",
                 weight=f"{name}.{inside}.{parameter}",
@@ -256,7 +256,7 @@ def adapted_weights(model: nn.Module) -> tuple[AdaptedWeight, ...]:
                 transposed=transposed,
             )
         )
-    return tuple(found)
+    return tuple(adapted)
 
 
 def plain_name(name: str) -> str:
@@ -269,19 +269,19 @@ def adapter_state(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the whole adapter in float32 under PEFT's names: of each expert, if the checkpoint has a tensor of each."""
     fused, form = fused_parameters(model, adapted), CheckpointForm(model)
-    for one in adapted:
-        down, up = gather(state[one.down].detach()), gather(state[one.up].detach())
-        a, b = one.factors(down.float(), up.float())
-        if one.plain in fused:
-            yield PREFIX + one.down.replace(f".{_ADAPTER}.", "."), down.float()
-            yield PREFIX + one.up.replace(f".{_ADAPTER}.", "."), up.float()
+    for weight in adapted:
+        down, up = gather(state[weight.down].detach()), gather(state[weight.up].detach())
+        a, b = weight.factors(down.float(), up.float())
+        if weight.plain in fused:
+            yield PREFIX + weight.down.replace(f".{_ADAPTER}.", "."), down.float()
+            yield PREFIX + weight.up.replace(f".{_ADAPTER}.", "."), up.float()
             continue
-        if one.num_experts == 1:
+        if weight.num_experts == 1:
             a, b = a[0], b[0]
-        ups = form.tensors(one.plain, b)
+        ups = form.tensors(weight.plain, b)
         # A tensor that the checkpoint splits along its output has one `lora_A` for all parts.
-        repeats = len(ups) // one.num_experts
-        downs = form.tensors(one.plain, torch.cat([a] * repeats, dim=-2))
+        repeats = len(ups) // weight.num_experts
+        downs = form.tensors(weight.plain, torch.cat([a] * repeats, dim=-2))
         for name in ups:
             name_a, name_b = module_names(name)
             yield name_a, downs[name]
@@ -291,8 +291,8 @@ def adapter_state(
 def fused_parameters(model: nn.Module, adapted: tuple[AdaptedWeight, ...]) -> tuple[str, ...]:
     """Return the names of fused experts that the checkpoint keeps fused."""
     fused, form = [], CheckpointForm(model)
-    for one in adapted:
-        shape = (one.num_experts, 2, 2)  # the least that can be split
-        if one.num_experts > 1 and len(form.tensors(one.plain, torch.empty(shape))) == 1:
-            fused.append(one.plain)
+    for weight in adapted:
+        shape = (weight.num_experts, 2, 2)  # the least that can be split
+        if weight.num_experts > 1 and len(form.tensors(weight.plain, torch.empty(shape))) == 1:
+            fused.append(weight.plain)
     return tuple(fused)

@@ -84,8 +84,8 @@ def token_scores(
     local = head_logprobs(
         targets, head, batch.target_ids, temperature=temperature, chunk=rows, entropy=entropy, mask=batch.logit_mask
     )
-    every = torch.zeros_like(batch.loss_weights)
-    scores = [every.index_copy(0, batch.target_index, values) for values in local]
+    zeros = torch.zeros_like(batch.loss_weights)
+    scores = [zeros.index_copy(0, batch.target_index, values) for values in local]
     context_group: Any = parallel_state.get_context_parallel_group()
     if context_group.size() > 1:
         scores = [sum_over_ranks(values, context_group) for values in scores]
@@ -155,8 +155,8 @@ class MegatronBackend(Backend):
         self._lora = MegatronLora.of(config, chunks, folder, self._family) if config.model.lora_rank else None
         self.models = build.distributed(chunks, config)
         self._optimizer = build.make_optimizer(self.models, config.optim, sharded=config.backend.distributed_optimizer)
-        own = self._lora is not None and config.model.reference is None  # the policy without its adapters
-        with_reference = config.algorithm.beta > 0 and not own
+        base_is_reference = self._lora is not None and config.model.reference is None  # the policy without its adapters
+        with_reference = config.algorithm.beta > 0 and not base_is_reference
         self._reference = self._reference_chunks(config, folder) if with_reference else None
         self.replay = attach(self.models)
         self.topology = self.replay.topology
@@ -208,7 +208,7 @@ class MegatronBackend(Backend):
                 scores = self._scored(self.models, batches, self._native_forward, self._temperature)
         else:
             raise ValueError("there is a reference model only where algorithm.beta > 0")
-        return [None if one is None else one.logprobs for one in scores]
+        return [None if score is None else score.logprobs for score in scores]
 
     def update(
         self,

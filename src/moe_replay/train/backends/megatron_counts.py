@@ -38,20 +38,23 @@ class PlannedPreprocess:
 
     def __call__(self, routing_map: Tensor) -> Tensor:
         """Set the sizes of all exchanges for a map (rows, experts); return the rows of each expert of this rank."""
-        one, config = self._dispatcher, self._dispatcher.config
+        dispatcher, config = self._dispatcher, self._dispatcher.config
         plan = self._slot.take(torch.Size((len(routing_map), config.moe_router_topk)))
         if plan is None:
             return self._native(routing_map)
         counts: KnownCounts = plan.exchange
-        one.cuda_sync_point = "no_sync"  # its own method sets it again
-        one.num_out_tokens = len(routing_map) * config.moe_router_topk
-        if one.ep_size > 1 or one.tp_size > 1:
+        dispatcher.cuda_sync_point = "no_sync"  # its own method sets it again
+        dispatcher.num_out_tokens = len(routing_map) * config.moe_router_topk
+        if dispatcher.ep_size > 1 or dispatcher.tp_size > 1:
             of_ranks = counts.on_host.sum(2)
-            one.input_splits = counts.sent.numpy()
-            one.output_splits, one.output_splits_tp = of_ranks[one.tp_rank].numpy(), of_ranks.sum(1).numpy()
-        if one.num_local_experts > 1:
-            known = counts.on_device if config.moe_permute_fusion else counts.on_host
-            one.num_global_tokens_per_local_expert = known.reshape(-1, one.num_local_experts)
+            dispatcher.input_splits = counts.sent.numpy()
+            dispatcher.output_splits, dispatcher.output_splits_tp = (
+                of_ranks[dispatcher.tp_rank].numpy(),
+                of_ranks.sum(1).numpy(),
+            )
+        if dispatcher.num_local_experts > 1:
+            of_experts = counts.on_device if config.moe_permute_fusion else counts.on_host
+            dispatcher.num_global_tokens_per_local_expert = of_experts.reshape(-1, dispatcher.num_local_experts)
         return counts.on_host.sum((0, 1))
 
 
@@ -59,26 +62,30 @@ class CountsPlanner:
     """Gathers the counts of all layers of a micro-batch in one collective. All ranks of the group call it."""
 
     def __init__(self, dispatcher: Any, layers: Sequence[int], device: torch.device) -> None:
-        self._one, self._layers, self._device = dispatcher, layers, device
+        self._dispatcher, self._layers, self._device = dispatcher, layers, device
 
     def __call__(self, plan: DispatchPlan | None) -> DispatchPlan | None:
         """Return the plan with counts in place of the order of rows; None, on all ranks, if one of them has no plan."""
-        one = self._one
-        own = torch.full((len(self._layers), one.num_experts), -1, dtype=torch.int64, device=self._device)
+        dispatcher = self._dispatcher
+        held = torch.full((len(self._layers), dispatcher.num_experts), -1, dtype=torch.int64, device=self._device)
         if plan is not None:
-            own = plan.offsets.long().diff(dim=1, prepend=plan.offsets.new_zeros(len(self._layers), 1).long())
-        every = own.new_empty(one.ep_size * one.tp_size * own.shape[0], own.shape[1])
-        torch.distributed.all_gather_into_tensor(every, own.contiguous(), group=one.tp_ep_group)
-        local = slice(one.local_expert_indices[0], one.local_expert_indices[-1] + 1)
-        here = every.view(one.ep_size, one.tp_size, *own.shape).permute(2, 1, 0, 3)[..., local].contiguous()
-        sent = own.view(len(self._layers), one.ep_size, -1).sum(2)
+            held = plan.offsets.long().diff(dim=1, prepend=plan.offsets.new_zeros(len(self._layers), 1).long())
+        gathered = held.new_empty(dispatcher.ep_size * dispatcher.tp_size * held.shape[0], held.shape[1])
+        torch.distributed.all_gather_into_tensor(gathered, held.contiguous(), group=dispatcher.tp_ep_group)
+        local = slice(dispatcher.local_expert_indices[0], dispatcher.local_expert_indices[-1] + 1)
+        here = (
+            gathered.view(dispatcher.ep_size, dispatcher.tp_size, *held.shape)
+            .permute(2, 1, 0, 3)[..., local]
+            .contiguous()
+        )
+        sent = held.view(len(self._layers), dispatcher.ep_size, -1).sum(2)
         on_host, sent = torch.cat([here.flatten(), sent.flatten()]).cpu().split([here.numel(), sent.numel()])
         on_host, sent = on_host.view(here.shape), sent.view(len(self._layers), -1)
         if plan is None or bool((on_host < 0).any()):
             return None
         no_order = {"pair": plan.pair[:, :0].clone(), "row": plan.row.new_zeros(1, 1).expand_as(plan.row)}
-        known = {layer: KnownCounts(here[i], on_host[i], sent[i]) for i, layer in enumerate(self._layers)}
-        return replace(plan, exchanges=known, **no_order)
+        exchanges = {layer: KnownCounts(here[i], on_host[i], sent[i]) for i, layer in enumerate(self._layers)}
+        return replace(plan, exchanges=exchanges, **no_order)
 
 
 def give_plans(models: Sequence[nn.Module], replay: RouterReplay, device: torch.device) -> list[PlanSlot]:
@@ -91,7 +98,9 @@ def give_plans(models: Sequence[nn.Module], replay: RouterReplay, device: torch.
     slots: list[PlanSlot] = []
     dispatchers = []
     for site in replay.sites.values():
-        block: Any = next((one for one in models[0].modules() if getattr(one, "router", None) is site.module), None)
+        block: Any = next(
+            (module for module in models[0].modules() if getattr(module, "router", None) is site.module), None
+        )
         dispatcher: Any = getattr(block, "token_dispatcher", None)
         config: Any = getattr(dispatcher, "config", None)
         if (

@@ -61,7 +61,7 @@ class MemoryMap(NamedTuple):
             begin, end = self.first - run.start, self.first - run.start + len(flat)
             for start, box in boxes(run.shape, max(begin, 0), min(end, math.prod(run.shape))):
                 at = start - begin
-                block = flat[at : at + math.prod(map(len, box))].view([len(one) for one in box])
+                block = flat[at : at + math.prod(map(len, box))].view([len(side) for side in box])
                 for part in run.parts:
                     if (common := overlap(part.target, box)) is not None:
                         yield self._tensor_region(part, common, block[inside(common, box)])
@@ -72,7 +72,7 @@ class MemoryMap(NamedTuple):
             values = values.transpose(-2, -1)
             offsets[-2:] = offsets[:-3:-1]
         lead = len(part.region) - len(offsets)  # the expert, which the parameter of one expert has no dimension for
-        cut = (one[offset] for one, offset in zip(part.region[lead:], offsets, strict=True))
+        cut = (source[offset] for source, offset in zip(part.region[lead:], offsets, strict=True))
         values = values[(None,) * lead]
         return TensorRegion(f"{self.prefix}{part.name}", part.shape, (*part.region[:lead], *cut), values)
 
@@ -87,20 +87,22 @@ def runs_of_parameters(
     by_storage: dict[int, list[Tensor]] = {}
     for owner in owners:
         by_storage.setdefault(owner.untyped_storage().data_ptr(), []).append(owner)
-    found: dict[int, tuple[Run, ...]] = {}
+    runs: dict[int, tuple[Run, ...]] = {}
     for spec, tensor in local.parameters:
-        (owner,) = [one for one in by_storage[tensor.untyped_storage().data_ptr()] if _contains(one, tensor)]
+        (owner,) = [
+            candidate for candidate in by_storage[tensor.untyped_storage().data_ptr()] if _contains(candidate, tensor)
+        ]
         swapped = not tensor.is_contiguous()
         shape = tuple(tensor.shape[::-1]) if swapped else tuple(tensor.shape)
-        parts = tuple(_part(one, swapped) for one in weight_map.slices(local.local_shard(spec)))
+        parts = tuple(_part(slice_, swapped) for slice_ in weight_map.slices(local.local_shard(spec)))
         run = Run(int(tensor.storage_offset() - owner.storage_offset()), shape, parts)
-        found[id(owner)] = (*found.get(id(owner), ()), run)
+        runs[id(owner)] = (*runs.get(id(owner), ()), run)
     for spec, adapter in adapters.items():
         shard = local.local_shard(spec)
         columns = shard.rank * shard.shape[1] if spec.partition_dim == 1 else 0
         for owner, run in _adapter_runs(adapter, columns, shard.full_shape[1]):
-            found[id(owner)] = (*found.get(id(owner), ()), run)
-    return found
+            runs[id(owner)] = (*runs.get(id(owner), ()), run)
+    return runs
 
 
 def _contains(owner: Tensor, view: Tensor) -> bool:
@@ -108,15 +110,19 @@ def _contains(owner: Tensor, view: Tensor) -> bool:
     return start >= 0 and start + view.numel() <= owner.numel()
 
 
-def _part(one: TensorSlice, swapped: bool) -> Part:
-    target = _region(one.target)
+def _part(slice_: TensorSlice, swapped: bool) -> Part:
+    target = _region(slice_.target)
     return Part(
-        one.name, one.tensor_shape, _region(one.source), target[::-1] if swapped else target, one.transposed != swapped
+        slice_.name,
+        slice_.tensor_shape,
+        _region(slice_.source),
+        target[::-1] if swapped else target,
+        slice_.transposed != swapped,
     )
 
 
 def _region(slices: Slices) -> Region:
-    return tuple(range(one.start, one.stop, one.step or 1) for one in slices)
+    return tuple(range(slice_.start, slice_.stop, slice_.step or 1) for slice_ in slices)
 
 
 def _adapter_runs(adapter: WeightAdapter, first_column: int, width: int) -> Iterator[tuple[Tensor, Run]]:
@@ -125,12 +131,12 @@ def _adapter_runs(adapter: WeightAdapter, first_column: int, width: int) -> Iter
     ups = [
         Part(
             f"{part.name}.lora.up",
-            (each.tensor_shape[0], rank),
-            (*_region(each.source[:1]), range(rank)),
-            (*_region(each.target[:1]), range(rank)),
+            (slice_.tensor_shape[0], rank),
+            (*_region(slice_.source[:1]), range(rank)),
+            (*_region(slice_.target[:1]), range(rank)),
         )
         for part in adapter.parts
-        for each in part.slices
+        for slice_ in part.slices
     ]
     names = {part.group: part.name for part in reversed(adapter.parts)}  # the first of a group names it
     columns = range(first_column, first_column + down.shape[1])
@@ -157,24 +163,26 @@ class Stepped(NamedTuple):
 
 def stepped_parameters(optimizer: Any) -> dict[int, Stepped]:
     """Return the model parameter of each tensor that an optimizer steps, by the `id` of the tensor."""
-    found: dict[int, Stepped] = {}
-    for one in optimizer.chained_optimizers:
-        if one.optimizer is None:
+    stepped: dict[int, Stepped] = {}
+    for inner in optimizer.chained_optimizers:
+        if inner.optimizer is None:
             continue
-        if hasattr(one, "shard_fp32_groups"):  # the distributed optimizer: flat ranges
+        if hasattr(inner, "shard_fp32_groups"):  # the distributed optimizer: flat ranges
             for models, shards in (
-                (one.model_fp32_groups, one.shard_fp32_groups),
-                (one.model_float16_groups, one.shard_fp32_from_float16_groups),
+                (inner.model_fp32_groups, inner.shard_fp32_groups),
+                (inner.model_float16_groups, inner.shard_fp32_from_float16_groups),
             ):
                 for model, shard in _pairs(models, shards):
-                    found[id(shard)] = Stepped(model, one._get_model_param_range_map(model)["param"].start)
+                    stepped[id(shard)] = Stepped(model, inner._get_model_param_range_map(model)["param"].start)
             continue
-        for model, copied in _pairs(getattr(one, "float16_groups", ()), getattr(one, "fp32_from_float16_groups", ())):
-            found[id(copied)] = Stepped(model, 0)
-        for group in one.optimizer.param_groups:
+        for model, copied in _pairs(
+            getattr(inner, "float16_groups", ()), getattr(inner, "fp32_from_float16_groups", ())
+        ):
+            stepped[id(copied)] = Stepped(model, 0)
+        for group in inner.optimizer.param_groups:
             for parameter in group["params"]:
-                found.setdefault(id(parameter), Stepped(parameter, 0))
-    return found
+                stepped.setdefault(id(parameter), Stepped(parameter, 0))
+    return stepped
 
 
 def _pairs(models: Sequence[Sequence[Tensor]], stepped: Sequence[Sequence[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -205,11 +213,13 @@ class MegatronState(RankState):
         moments: bool = True,
     ) -> None:
         super().__init__({"kind": "megatron", **layout}, moments=moments)
-        self._scalers = [one.grad_scaler for one in optimizer.chained_optimizers if getattr(one, "grad_scaler", None)]
-        self._inner = [one.optimizer for one in optimizer.chained_optimizers if one.optimizer is not None]
+        self._scalers = [
+            inner.grad_scaler for inner in optimizer.chained_optimizers if getattr(inner, "grad_scaler", None)
+        ]
+        self._inner = [inner.optimizer for inner in optimizer.chained_optimizers if inner.optimizer is not None]
         self._models = models
         local = LocalModel.of(models)
-        named = [one for model in models for one in (*model.named_parameters(), *model.named_buffers())]
+        named = [entry for model in models for entry in (*model.named_parameters(), *model.named_buffers())]
         owners = {id(tensor): tensor for _, tensor in named}.values()
         self._runs = runs_of_parameters(local, WeightMap.of(family, like, local), list(owners), adapters or {})
         self._stepped = stepped_parameters(optimizer)
@@ -292,8 +302,8 @@ class MegatronState(RankState):
                     group["step"] = int(step)
         for number, scaler in enumerate(self._scalers):
             now = scaler.state_dict()
-            found = {name: _number(numbers, "scaler.", f"{number}.{name}", f".{name}") for name in now}
-            saved = {name: value for name, value in found.items() if value is not None}
+            values = {name: _number(numbers, "scaler.", f"{number}.{name}", f".{name}") for name in now}
+            saved = {name: value for name, value in values.items() if value is not None}
             if missing := sorted(now.keys() - saved.keys()):
                 raise SavedStateError("the saved state is of another optimizer", expected=missing[0])
             scaler.load_state_dict(

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 logger = logging.getLogger(__name__)
 
 Tensors = Callable[[], Iterable[Tensor]]
-"""Tensors of a backend as of now; those of the optimizer come with its first step."""
+"""Current tensors of a backend; those of the optimizer come with its first step."""
 _ALIGNMENT = 256
 
 
@@ -190,8 +190,8 @@ class TrainerOffload:
     def content_of(self, tensor: Tensor) -> Tensor:
         """Return the values of this rank's part of a tensor, wherever they are."""
         local = local_part(tensor)
-        found = (memory.content_of(local) for memory in self._memory.values())
-        return next((values for values in found if values is not None), local)
+        contents = (memory.content_of(local) for memory in self._memory.values())
+        return next((values for values in contents if values is not None), local)
 
 
 def local_part(tensor: Tensor) -> Tensor:

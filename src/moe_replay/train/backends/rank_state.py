@@ -15,6 +15,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -44,7 +45,7 @@ def writers(signatures: Sequence[int]) -> dict[int, int]:
     if dist.get_world_size() == 1:
         return dict.fromkeys(signatures, 0)
     gathered = all_gather(np.unique(np.array(signatures, np.uint64)).view(np.uint8), control_group())
-    return chosen(signatures, [np.frombuffer(one.tobytes(), np.uint64) for one in gathered])
+    return chosen(signatures, [np.frombuffer(of_rank.tobytes(), np.uint64) for of_rank in gathered])
 
 
 def chosen(signatures: Sequence[int], by_rank: Sequence[np.ndarray]) -> dict[int, int]:
@@ -74,13 +75,13 @@ class SavedFiles:
     """
 
     def __init__(self, folder: Path, first: int, then: Sequence[int] = ()) -> None:
-        found = sorted(folder.glob("rank-*.safetensors"))
-        if not found:
+        paths = sorted(folder.glob("rank-*.safetensors"))
+        if not paths:
             raise SavedStateError("no saved state", expected="rank-*.safetensors", found=folder)
-        self._paths = found
-        self._first = first if first < len(found) else 0
-        after = [(self._first + number) % len(found) for number in range(len(found))]
-        self._order = list(dict.fromkeys([self._first, *(number for number in then if number < len(found)), *after]))
+        self._paths = paths
+        self._first = first if first < len(paths) else 0
+        after = [(self._first + number) % len(paths) for number in range(len(paths))]
+        self._order = list(dict.fromkeys([self._first, *(number for number in then if number < len(paths)), *after]))
         self._open: dict[int, Any] = {}
         self._resources = ExitStack()
 
@@ -118,7 +119,7 @@ class SavedFiles:
                 tensor.copy_(saved)
 
 
-class _Wanted:
+class _Request:
     """A region that this rank needs, and what of it has been found so far."""
 
     def __init__(self, part: TensorRegion) -> None:
@@ -141,25 +142,25 @@ class _State:
     def __init__(self, mapping: RegionMap, like: Tensor) -> None:
         self.mapping, self.like = mapping, like
         self.tensors: dict[str, Tensor] = {}
-        self.wanted: list[_Wanted] = []
+        self.requests: list[_Request] = []
 
     @property
     def is_complete(self) -> bool:
-        return bool(self.tensors) and not any(one.missing for one in self.wanted)
+        return bool(self.tensors) and not any(request.missing for request in self.requests)
 
 
 class Reading:
     """Reads that a rank needs from the files: first all of it is found, then it is read."""
 
     def __init__(self) -> None:
-        self._wanted: dict[str, list[_Wanted]] = {}
+        self._requests: dict[str, list[_Request]] = {}
         self._states: dict[int, _State] = {}
         self._owners: dict[str, list[_State]] = {}
         self._copies: list[_Copy] = []
 
     def want(self, part: TensorRegion) -> None:
         """Fill the values of a region."""
-        self._wanted.setdefault(part.name, []).append(_Wanted(part))
+        self._requests.setdefault(part.name, []).append(_Request(part))
 
     def want_state(self, mapping: RegionMap, like: Tensor) -> None:
         """Find the optimizer's state for a tensor of this rank."""
@@ -178,12 +179,12 @@ class Reading:
                 self._use(file, stored)
             if self._is_complete():
                 break
-        incomplete = [one for state in self._states.values() if state.tensors for one in state.wanted]
-        for one in [*(one for several in self._wanted.values() for one in several), *incomplete]:
-            if one.missing:
+        of_states = [request for state in self._states.values() if state.tensors for request in state.requests]
+        for request in [*chain.from_iterable(self._requests.values()), *of_states]:
+            if request.missing:
                 raise SavedStateError(
                     "the saved state is of another model",
-                    expected=regions.key(one.part.name, one.part.shape, one.missing[0]),
+                    expected=regions.key(request.part.name, request.part.shape, request.missing[0]),
                     found="no file that has it",
                 )
 
@@ -193,13 +194,15 @@ class Reading:
             target.copy_(values)
 
     def _is_complete(self) -> bool:
-        weights = (one for several in self._wanted.values() for one in several)
-        return not any(one.missing for one in weights) and all(one.is_complete for one in self._states.values())
+        weights = chain.from_iterable(self._requests.values())
+        return not any(request.missing for request in weights) and all(
+            state.is_complete for state in self._states.values()
+        )
 
     def _use(self, file: Any, stored: str) -> None:
         name, shape, region = regions.parse(stored)
-        for one in self._wanted.get(name, ()):
-            self._take(file, stored, one, shape, region)
+        for request in self._requests.get(name, ()):
+            self._take(file, stored, request, shape, region)
         owner, _, kind = name.rpartition(".")
         for state in self._owners.get(owner, ()):
             if not shape and state.like.dim():
@@ -208,18 +211,18 @@ class Reading:
             if kind not in state.tensors:
                 dtype = file.get_slice(stored)[tuple(slice(0, 0) for _ in shape)].dtype if shape else torch.float32
                 state.tensors[kind] = torch.zeros_like(state.like, dtype=dtype, requires_grad=False)
-                state.wanted += [
-                    _Wanted(part._replace(name=f"{part.name}.{kind}"))
+                state.requests += [
+                    _Request(part._replace(name=f"{part.name}.{kind}"))
                     for part in state.mapping.regions(state.tensors[kind])
                 ]
-            for one in state.wanted:
-                if one.part.name == name:
-                    self._take(file, stored, one, shape, region)
+            for request in state.requests:
+                if request.part.name == name:
+                    self._take(file, stored, request, shape, region)
 
-    def _take(self, file: Any, stored: str, one: _Wanted, shape: Shape, region: Region) -> None:
-        """Note what of a wanted region a stored one has that was not found before."""
-        part, left = one.part, list[Region]()
-        for missing in one.missing:
+    def _take(self, file: Any, stored: str, request: _Request, shape: Shape, region: Region) -> None:
+        """Take from a stored region what a request still misses."""
+        part, left = request.part, list[Region]()
+        for missing in request.missing:
             if shape != part.shape:
                 raise SavedStateError(f"the saved {part.name} does not fit", expected=part.shape, found=shape)
             common = regions.overlap(missing, region)
@@ -234,14 +237,14 @@ class Reading:
                 )
             self._copies.append(_Copy(file, stored, source, part.values[regions.inside(common, part.region)]))
             left += regions.without(missing, common)
-        one.missing = left
+        request.missing = left
 
 
 LAYOUT = "layout.json"
 STEP = "step."
 """Beginning of the names of numbers that count steps of the optimizer."""
 PICKLED = ".metadata"
-"""What torch.distributed.checkpoint leaves in a folder; reading it would run any code it names."""
+"""File that torch.distributed.checkpoint leaves in a folder; reading it would run any code it names."""
 _LOCAL = "local."
 """Beginning of the names of buffers that belong to no tensor of the whole model."""
 _REQUIRED = ("kind", "dtype")
@@ -294,7 +297,7 @@ class RankState(ABC):
 
     def divide(self) -> None:
         """Have each part that several ranks hold written by one of them. All ranks call it; without it, all write."""
-        parts = [*self.weights(), *((one.parameter, one.mapping) for one in self.optimized())]
+        parts = [*self.weights(), *((entry.parameter, entry.mapping) for entry in self.optimized())]
         self._writers = writers([_signature(local_part(tensor), mapping) for tensor, mapping in parts])
 
     def writes(self, values: Tensor, mapping: RegionMap) -> bool:

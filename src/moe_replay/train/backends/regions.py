@@ -56,41 +56,47 @@ class Rows(NamedTuple):
 
 
 def key(name: str, shape: Shape, region: Region) -> str:
-    sizes = ((_plain(one), size) for one, size in zip(region, shape, strict=True))
-    return f"{name}[{','.join(f'{one}/{size}' for one, size in sizes)}]" if shape else name
+    sizes = ((_plain(rows), size) for rows, size in zip(region, shape, strict=True))
+    return f"{name}[{','.join(f'{rows}/{size}' for rows, size in sizes)}]" if shape else name
 
 
 def parse(stored: str) -> tuple[str, Shape, Region]:
     """Return name, shape of the whole tensor and region of what is stored under a name; without a region: a scalar."""
-    found = _KEY.fullmatch(stored)
-    ranges = [] if found is None else [_RANGE.fullmatch(one) for one in found[2].split(",")]
-    if found is None or None in ranges:
+    match = _KEY.fullmatch(stored)
+    ranges = [] if match is None else [_RANGE.fullmatch(match_of_range) for match_of_range in match[2].split(",")]
+    if match is None or None in ranges:
         return stored, (), ()
-    numbers = [[int(number or 1) for number in one.groups()] for one in ranges if one is not None]
+    numbers = [
+        [int(number or 1) for number in match_of_range.groups()]
+        for match_of_range in ranges
+        if match_of_range is not None
+    ]
     region = tuple(range(start, stop, step) for start, stop, step, _ in numbers)
-    return found[1], tuple(size for *_, size in numbers), region
+    return match[1], tuple(size for *_, size in numbers), region
 
 
-def _plain(one: range) -> str:
-    return f"{one.start}:{one.stop}" if one.step == 1 else f"{one.start}:{one.stop}:{one.step}"
+def _plain(rows: range) -> str:
+    return f"{rows.start}:{rows.stop}" if rows.step == 1 else f"{rows.start}:{rows.stop}:{rows.step}"
 
 
 def numel(region: Region) -> int:
     return math.prod(map(len, region))
 
 
-def overlap(one: Region, other: Region) -> Region | None:
+def overlap(first: Region, second: Region) -> Region | None:
     """Return what two regions have in common; None if that is nothing. Ranges of one dimension have the same step."""
-    common = tuple(_common(a, b) for a, b in zip(one, other, strict=True))
+    common = tuple(_common(a, b) for a, b in zip(first, second, strict=True))
     return common if all(map(len, common)) else None
 
 
-def _common(one: range, other: range) -> range:
-    if one.step != other.step:
-        raise ValueError(f"regions with different steps: {one} and {other}")
-    if (one.start - other.start) % one.step:
+def _common(first: range, second: range) -> range:
+    if first.step != second.step:
+        raise ValueError(f"regions with different steps: {first} and {second}")
+    if (first.start - second.start) % first.step:
         return range(0)
-    return range(max(one.start, other.start), min(one[len(one) :].start, other[len(other) :].start), one.step)
+    return range(
+        max(first.start, second.start), min(first[len(first) :].start, second[len(second) :].start), first.step
+    )
 
 
 def without(region: Region, taken: Region) -> list[Region]:
@@ -107,8 +113,8 @@ def without(region: Region, taken: Region) -> list[Region]:
 
 def inside(part: Region, whole: Region) -> tuple[slice, ...]:
     """Return where a part of a region lies in a tensor that holds the region."""
-    firsts = [one.index(own[0]) for own, one in zip(part, whole, strict=True)]
-    return tuple(slice(first, first + len(own)) for first, own in zip(firsts, part, strict=True))
+    firsts = [whole_rows.index(part_rows[0]) for part_rows, whole_rows in zip(part, whole, strict=True)]
+    return tuple(slice(first, first + len(part_rows)) for first, part_rows in zip(firsts, part, strict=True))
 
 
 def boxes(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[int, Region]]:

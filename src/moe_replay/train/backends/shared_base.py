@@ -72,17 +72,17 @@ class SharedBase:
     # ---- the probe ----------------------------------------------------------------------------------------------
 
     def check(self, of_engine: Mapping[str, str]) -> None:
-        """Raise unless both sides see the memory as it was when it was first compared, by their digests of now."""
-        own = digests(self._views)
-        self._digests = self._digests or own
-        for side, found in {"trainer": own, "engine": self._of_rows(of_engine)}.items():
-            changed = [place for place, known in self._digests.items() if found.get(place, known) != known]
+        """Raise unless the current digests of both sides are those of the first comparison."""
+        of_trainer = digests(self._views)
+        self._digests = self._digests or of_trainer
+        for side, current in {"trainer": of_trainer, "engine": self._of_rows(of_engine)}.items():
+            changed = [place for place, original in self._digests.items() if current.get(place, original) != original]
             if changed:
                 layer, _, weight = changed[0].partition(":")
                 first = f"{weight} of layer {layer}" if layer else weight
                 raise SharedWeightsError(
                     f"frozen weights that trainer and engine share have changed, as the {side} sees them",
-                    found=f"{len(changed)} of {len(own)} tensors, the first: {first}",
+                    found=f"{len(changed)} of {len(of_trainer)} tensors, the first: {first}",
                     remedy=f"Adapters of this step may come of other weights: resume from a checkpoint. {REMEDY}",
                 )
 
@@ -114,8 +114,8 @@ class SharedBase:
         )
         for reason, of_reason in self._copied.items():
             kinds = sorted({name.rpartition("layers.")[2].partition(".")[2] or name for name in of_reason})
-            some = ", ".join(kinds[:4]) + (", ..." if len(kinds) > 4 else "")
-            yield f"copied: {gib_or_kib(sum(of_reason.values()))} in {len(of_reason)} tensors ({some}), {reason}"
+            first_kinds = ", ".join(kinds[:4]) + (", ..." if len(kinds) > 4 else "")
+            yield f"copied: {gib_or_kib(sum(of_reason.values()))} in {len(of_reason)} tensors ({first_kinds}), {reason}"
 
     def release(self) -> None:
         """Let go of the engine's memory, before the engine ends; the model cannot be used any more."""

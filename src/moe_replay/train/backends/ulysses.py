@@ -58,9 +58,9 @@ class ContextParallel:
         return _Exchange.apply(self, 1, 2, *(pad(heads, (0, 0, 0, 0, 0, missing)) for heads in (query, key, value)))
 
     @torch.compiler.disable
-    def scatter_columns(self, found: Tensor, heads: int) -> Tensor:
+    def scatter_columns(self, output: Tensor, heads: int) -> Tensor:
         """Undo it after attention: (B, W * ranks, heads / ranks, size of a head) -> (B, W, heads, size of a head)."""
-        (columns,) = _Exchange.apply(self, 1, 2, found)
+        (columns,) = _Exchange.apply(self, 1, 2, output)
         return columns[:, :, :heads]
 
     def exchange(self, cut: int, joined: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -313,19 +313,19 @@ class Checkpoints:
 
     def check_room(self, policy: Backend, export_like: Path | None = None) -> None:
         """Raise unless all checkpoints that will exist together fit on the disk; call it before training."""
-        each = policy.state_bytes()
+        checkpoint_bytes = policy.state_bytes()
         if export_like is not None and self._merge:
-            each += sum(file.stat().st_size for file in export_like.glob("*.safetensors"))
-        from_rank_0(lambda: self._check_room(each), "checking the disk space for checkpoints")
+            checkpoint_bytes += sum(file.stat().st_size for file in export_like.glob("*.safetensors"))
+        from_rank_0(lambda: self._check_room(checkpoint_bytes), "checking the disk space for checkpoints")
 
-    def _check_room(self, each: int) -> str:
+    def _check_room(self, checkpoint_bytes: int) -> str:
         try:
             write_whole(self.folder / ".writable", "")
             (self.folder / ".writable").unlink()
         except OSError as error:
             raise CheckpointError(f"checkpoints cannot be written to {self.folder}: {error}") from error
         replaced = sum(size for name, size in sizes(self.folder).items() if DAMAGED not in name)
-        needed = (self._keep + 1) * each - replaced
+        needed = (self._keep + 1) * checkpoint_bytes - replaced
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise CheckpointError(
@@ -450,8 +450,8 @@ class Checkpoints:
         steps = json.loads(from_rank_0(lambda: json.dumps(self._named_steps()), "looking for checkpoints"))
         damage: dict[int, str] = {}
         for step in reversed(steps):
-            if found := damage_of(self.path(step)):
-                damage[step] = found
+            if cause := damage_of(self.path(step)):
+                damage[step] = cause
             else:
                 state = self._load(self.path(step), policy)
                 self._put_aside(damage, step, status)
@@ -459,7 +459,7 @@ class Checkpoints:
         if damage:
             raise CheckpointError(
                 f"every checkpoint in {self.folder} is damaged",
-                found="; ".join(f"step {step}: {what}" for step, what in damage.items()),
+                found="; ".join(f"step {step}: {cause}" for step, cause in damage.items()),
                 remedy="Put the files back from a copy, or start a new run in another output",
             )
         return None
@@ -477,8 +477,12 @@ class Checkpoints:
     def _read_state(self, folder: Path, policy: Backend) -> TrainerState:
         record = json.loads((folder / RECORD).read_text())
         if record.get("format") != FORMAT:
-            found, remedy = record.get("format"), f"Start a new run whose model.path is the {EXPORT} folder in it"
-            raise CheckpointError(f"{folder} has another format", expected=FORMAT, found=found, remedy=remedy)
+            raise CheckpointError(
+                f"{folder} has another format",
+                expected=FORMAT,
+                found=record.get("format"),
+                remedy=f"Start a new run whose model.path is the {EXPORT} folder in it",
+            )
         now, then = self._invariants(policy), record["same"]
         if different := sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name)):
             raise CheckpointError(
@@ -508,8 +512,8 @@ class Checkpoints:
             return " ".join(names)
 
         names = from_rank_0(rename, "renaming damaged checkpoints").split()
-        for (step, what), name in zip(damage.items(), names, strict=True):
-            line = f"the checkpoint of step {step} is damaged ({what}), now named {name}: resuming from step {used}"
+        for (step, cause), name in zip(damage.items(), names, strict=True):
+            line = f"the checkpoint of step {step} is damaged ({cause}), now named {name}: resuming from step {used}"
             logger.warning("%s", line)
             if status is not None:
                 status(f"WARNING: {line}")
@@ -576,7 +580,7 @@ def _hidden(path: Path, why: str) -> Path:
 def _unused(path: Path) -> Path:
     """Return a path that does not exist: this one, or one with a number."""
     numbered = (path.with_name(f"{path.name}-{number}") for number in count(2))
-    return path if not path.exists() else next(other for other in numbered if not other.exists())
+    return path if not path.exists() else next(candidate for candidate in numbered if not candidate.exists())
 
 
 def _begin(staged: Path, target: Path) -> str:

@@ -51,13 +51,13 @@ def damage_on_all_ranks(folder: Path, ignore: tuple[str, ...]) -> str:
     entries = json.loads(from_rank_0(listed, f"reading {FILE}"))
     if isinstance(entries, str):
         return entries
-    found = ""
+    damage = ""
     with raise_on_all_ranks("comparing a checkpoint with its digests"):
         try:
             check(folder, {name: entries[name] for name in _share(sorted(entries))})
         except DamageError as error:
-            found = str(error)
-    return next(filter(None, all_gather_text(found)), "")
+            damage = str(error)
+    return next(filter(None, all_gather_text(damage)), "")
 
 
 def _share(names: list[str]) -> list[str]:
@@ -98,12 +98,12 @@ def check(folder: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
     for name, entry in entries.items():
         path = folder / name
         try:
-            found = path.stat()
+            file_stat = path.stat()
         except OSError as error:
             raise _damage(path, error, name) from error
-        if not stat.S_ISREG(found.st_mode):  # reading a pipe or a device may never end
+        if not stat.S_ISREG(file_stat.st_mode):  # reading a pipe or a device may never end
             raise DamageError(f"{name} is not a file")
-        size = found.st_size
+        size = file_stat.st_size
         if size != entry["bytes"]:
             raise DamageError(f"{name} has another size", expected=f"{entry['bytes']} bytes", found=f"{size} bytes")
         if file_digest(path) != entry["digest"]:

@@ -310,8 +310,8 @@ def _engine_options(rollout: RolloutConfig, spec: EngineSpec) -> Iterator[str]:
             import_path(spec.check_options, kind="check", key="rollout.engine")(rollout.capture, rollout.options)
         except EngineOptionError as error:
             key = "rollout.options" if rollout.capture == "auto" else "rollout.capture"
-            found = "" if error.found is None else f", found {error.found}"
-            yield f"{key}: {error.problem}{found}; {error.remedy}"
+            suffix = "" if error.found is None else f", found {error.found}"
+            yield f"{key}: {error.problem}{suffix}; {error.remedy}"
 
 
 def _weight_sync(config: Sections) -> Iterator[str]:

@@ -160,12 +160,12 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {error}", remedy="Save it as text in UTF-8") from error
     except ValueError as error:  # invalid TOML, or an integer of thousands of digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    for other, ours in ALIASES.items():
-        table, key = enclosing_table(tables, other)
+    for alias, setting in ALIASES.items():
+        table, key = enclosing_table(tables, alias)
         if key in table:
-            target, name = enclosing_table(tables, ours)
+            target, name = enclosing_table(tables, setting)
             if name in target:
-                raise ConfigError(f"{path}: {other} and {ours} are the same setting", remedy="Use only one of them")
+                raise ConfigError(f"{path}: {alias} and {setting} are the same setting", remedy="Use only one of them")
             target[name] = table.pop(key)
     return tables
 
@@ -182,8 +182,8 @@ def _problems(error: ValidationError) -> list[str]:
             name = next((name for name in fields if f"{key}.".startswith(f"{name}.")), key)
             text = f" ({fields[name].description})" if name in fields else ""
             message = problem["msg"].removeprefix("Input ")
-            found = "" if is_secret_name(name) else f", found {_shortened(mask_passwords(repr(problem['input'])))}"
-            lines[f"{key}: {message}{found}{text}"] = None
+            suffix = "" if is_secret_name(name) else f", found {_shortened(mask_passwords(repr(problem['input'])))}"
+            lines[f"{key}: {message}{suffix}{text}"] = None
     return [_shortened(line, 1000) for line in lines]
 
 

@@ -95,7 +95,7 @@ def suggestion(key: str, dashes: str = "") -> str:
     if key in tables:  # on a command line; in a file it is a valid key
         return f"; it is a section: --{key}.{_keys_of(key)}"
     near = difflib.get_close_matches(key, names if dashes else [*names, *tables], n=1)
-    near = near or [ends[other] for other in difflib.get_close_matches(end, list(ends), n=1)]
+    near = near or [ends[match] for match in difflib.get_close_matches(end, list(ends), n=1)]
     return f"; did you mean {dashes}{near[0]}?" if near else ""
 
 

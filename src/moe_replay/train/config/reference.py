@@ -71,7 +71,7 @@ def reference() -> str:
         if (plugin := PluginName.of(field)) is not None
         for name, summary in plugin.summaries()
     ]
-    spellings = [f"| `{other}` | `{ours}` |" for other, ours in ALIASES.items()]
+    spellings = [f"| `{alias}` | `{setting}` |" for alias, setting in ALIASES.items()]
     spellings += ['| `"R2"`, `"R3"`, `"disabled"` | `"r2"`, `"r3"`, `"off"` |']
     return "\n".join([*parts, BUILT_IN + "\n".join(names) + "\n", OTHER_SPELLINGS + "\n".join(spellings) + "\n"])
 
@@ -150,12 +150,12 @@ def recipe_schema() -> dict[str, Any]:
                 entry["x-choices"] = listed[0]
             if (plugin := PluginName.of(field)) is not None:
                 entry["x-names"] = plugin.names()
-    for other, ours in ALIASES.items():
-        target, key = enclosing_table({name: table["properties"] for name, table in tables.items() if name}, ours)
-        home = schema["properties"] if "." not in other else tables[other.partition(".")[0]]["properties"]
-        home[other.rpartition(".")[2]] = {
-            "description": f"The same as {ours}.",
-            "x-alias": ours,
+    for alias, setting in ALIASES.items():
+        target, key = enclosing_table({name: table["properties"] for name, table in tables.items() if name}, setting)
+        home = schema["properties"] if "." not in alias else tables[alias.partition(".")[0]]["properties"]
+        home[alias.rpartition(".")[2]] = {
+            "description": f"The same as {setting}.",
+            "x-alias": setting,
             **{name: value for name, value in target[key].items() if name in ("type", "anyOf")},
         }
     # the spellings of ms-swift

@@ -117,11 +117,11 @@ def best_possible(units: Units) -> Loads:
 def _exchange_rows(division: Division, units: Units, width: int) -> np.ndarray:
     """(exchanges x micro-batches, L, P) float64."""
     count = max(map(len, division), default=0)
-    found = np.zeros((-(-len(division) // width) * count, *units.rows.shape[1:]))
+    rows = np.zeros((-(-len(division) // width) * count, *units.rows.shape[1:]))
     for rank, share in enumerate(division):
         for number, bin_ in enumerate(share):
-            found[rank // width * count + number] += units.rows[bin_].sum(0, dtype=np.float64)
-    return found
+            rows[rank // width * count + number] += units.rows[bin_].sum(0, dtype=np.float64)
+    return rows
 
 
 def widest_tokens(division: Division, units: Units, width: int, *, packed: bool) -> int:
@@ -157,11 +157,11 @@ def balanced_division(division: Division, units: Units, width: int, budget: int,
         return division
     search = _Search(division, units, width, budget, packed=packed)
     search.run(CLOSE * best_possible(units).busiest)
-    found = search.division()
+    candidate = search.division()
     token = rows_of_a_token(units, width)
-    saved = loads_of(division, units, width).busiest - loads_of(found, units, width).busiest
-    lost = widest_tokens(found, units, width, packed=packed) - widest_tokens(division, units, width, packed=packed)
-    return found if saved > max(lost * token, 0) else division
+    saved = loads_of(division, units, width).busiest - loads_of(candidate, units, width).busiest
+    lost = widest_tokens(candidate, units, width, packed=packed) - widest_tokens(division, units, width, packed=packed)
+    return candidate if saved > max(lost * token, 0) else division
 
 
 class _Search:
@@ -202,15 +202,15 @@ class _Search:
 
     def division(self) -> Division:
         ranks = len(self._held) // self._count * self._held.shape[1]
-        found: Division = [[[] for _ in range(self._count)] for _ in range(ranks)]
+        division: Division = [[[] for _ in range(self._count)] for _ in range(ranks)]
         for slot, bins in enumerate(self._held.tolist()):
             group, number = divmod(slot, self._count)
             for rank, bin_ in enumerate(bins, group * len(bins)):
-                found[rank][number] = sorted(unit for unit in bin_ if unit != self._none)
-        for share in found:
+                division[rank][number] = sorted(unit for unit in bin_ if unit != self._none)
+        for share in division:
             while share and not share[-1]:
                 share.pop()
-        return found
+        return division
 
     def _fed(self, bins: np.ndarray) -> np.ndarray:
         """(..., places) -> (...): tokens of bins, padding included."""
@@ -280,8 +280,8 @@ class ExpertBalance:
         bodies   of the trees of this rank
         layers   that routes were recorded for
         """
-        own = self._counted(updates, bodies, layers)
-        parts = all_gather(own, control_group()) if world_size() > 1 else [own]
+        part = self._counted(updates, bodies, layers)
+        parts = all_gather(part, control_group()) if world_size() > 1 else [part]
         answer = json.loads(
             from_rank_0(lambda: self._decided(parts, len(updates), len(layers), budget, packed=packed), "balancing")
         )
@@ -303,15 +303,15 @@ class ExpertBalance:
         ]
         has_routes = [layer for chunk in self._backend.chunk_layers for layer in chunk if layer in layers]
         positions = sorted(layers.index(layer) for layer in has_routes)
-        own = [layers[position] for position in positions]
-        rows = np.zeros((len(units), len(own), self._exchange.ranks), np.uint32)
+        own_layers = [layers[position] for position in positions]
+        rows = np.zeros((len(units), len(own_layers), self._exchange.ranks), np.uint32)
         for unit, (_, _, tree) in enumerate(units):
             shared = [prefix.length for prefix in tree.prefixes]
             for index, start in zip(tree.indices, shared, strict=True):
                 trace = bodies[index].trace
-                if own and set(own) <= set(trace.layers):  # else it has no routes
+                if own_layers and set(own_layers) <= set(trace.layers):  # else it has no routes
                     counts = expert_rows(trace, self._exchange.ranks, self._backend.topology.num_experts, start)
-                    rows[unit] += counts[trace.layer_indices(own)].astype(np.uint32)
+                    rows[unit] += counts[trace.layer_indices(own_layers)].astype(np.uint32)
         head = [self._backend.data_rank, len(positions), len(units), *positions]
         for number, bin_, tree in units:
             head += [number, bin_, tree.cost, len(tree.indices), *tree.indices]
@@ -342,10 +342,10 @@ class ExpertBalance:
                 fed = np.array(tokens, np.int64)
                 units = Units(fed, spread_evenly(np.stack(rows), fed, self._backend.topology.top_k))
                 width = self._exchange.data_ranks
-                found = balanced_division(division, units, width, budget, packed=packed)
-                answer[-1] = [[[trees[unit] for unit in bin_] for bin_ in share] for share in found]
+                balanced = balanced_division(division, units, width, budget, packed=packed)
+                answer[-1] = [[[trees[unit] for unit in bin_] for bin_ in share] for share in balanced]
                 before += loads_of(division, units, width)
-                after += loads_of(found, units, width)
+                after += loads_of(balanced, units, width)
                 limit += best_possible(units)
         metrics = {LOAD: after.ratio, LOAD_BY_TOKENS: before.ratio, LOAD_LIMIT: limit.ratio}
         return json.dumps({"updates": answer, "metrics": metrics})
@@ -363,15 +363,15 @@ class _Unit(NamedTuple):
 
 def _read_parts(parts: Sequence[np.ndarray], num_layers: int, ranks: int) -> list[list[_Unit]]:
     """Return the units of each data rank, with the layers of all pipeline stages."""
-    found: dict[int, list[_Unit]] = {}
+    units_of_rank: dict[int, list[_Unit]] = {}
     for part in filter(len, parts):
         size = int(part[:8].view(np.int64)[0])
         head = part[8 : 8 * (size + 1)].view(np.int64).tolist()
         data_rank, num_own, num_units = head[:3]
         positions, at = head[3 : 3 + num_own], 3 + num_own
         rows = part[8 * (size + 1) :].copy().view(np.uint32).reshape(num_units, num_own, ranks)
-        is_first = data_rank not in found
-        units = found.setdefault(data_rank, [])
+        is_first = data_rank not in units_of_rank
+        units = units_of_rank.setdefault(data_rank, [])
         for unit in range(num_units):
             update, bin_, tokens, count = head[at : at + 4]
             if is_first:
@@ -379,4 +379,4 @@ def _read_parts(parts: Sequence[np.ndarray], num_layers: int, ranks: int) -> lis
                 units.append(_Unit(update, bin_, tokens, indices, np.zeros((num_layers, ranks))))
             units[unit].rows[positions] = rows[unit]
             at += 4 + count
-    return [found.get(rank, []) for rank in range(max(found, default=-1) + 1)]
+    return [units_of_rank.get(rank, []) for rank in range(max(units_of_rank, default=-1) + 1)]

@@ -50,9 +50,9 @@ class _Update:
     @property
     def indices(self) -> set[int]:
         """Trajectories that this rank needs."""
-        own = {i for bin_ in self.bins for tree in bin_ for i in tree.indices}
+        needed = {i for bin_ in self.bins for tree in bin_ for i in tree.indices}
         lacks = self.weights and (self.count != len(self.bins) or not all(self.bins))
-        return own | {self.shortest} if lacks else own
+        return needed | {self.shortest} if lacks else needed
 
 
 def mini_batches(
@@ -80,9 +80,11 @@ def mini_batches(
     planned = []
     episodes = episodes_of(batch.headers)
     for numbers in np.array_split(np.arange(len(episodes)), updates):
-        own = [episodes[number] for number in numbers.tolist()]
-        part = [i for episode in own for i in episode]
-        by_episode = [_scored_tokens(batch.headers, episode, overlong_filter=overlong_filter) for episode in own]
+        part_episodes = [episodes[number] for number in numbers.tolist()]
+        part = [i for episode in part_episodes for i in episode]
+        by_episode = [
+            _scored_tokens(batch.headers, episode, overlong_filter=overlong_filter) for episode in part_episodes
+        ]
         scored = [tokens for parts in by_episode for tokens in parts]
         weights = np.repeat(
             token_weights(np.array(list(map(sum, by_episode))), aggregation, max_tokens), list(map(len, by_episode))
@@ -165,8 +167,9 @@ def _rounded(count: int, backend: Backend) -> int:
 def episodes_of(trajectories: Sequence[Trajectory] | Sequence[TrajectoryHeader]) -> list[list[int]]:
     """Return the indices of the trajectories of each episode, in order."""
     episodes: dict[tuple[int, ...], list[int]] = {}
-    for index, one in enumerate(trajectories):
-        episodes.setdefault((one.group, one.episode) if one.episode >= 0 else (index,), []).append(index)
+    for index, trajectory in enumerate(trajectories):
+        key = (trajectory.group, trajectory.episode) if trajectory.episode >= 0 else (index,)
+        episodes.setdefault(key, []).append(index)
     return list(episodes.values())
 
 

@@ -77,7 +77,7 @@ class _Unscored:
 
 
 class Learner:
-    """Scores and updates the policy of a backend as the config says."""
+    """Scores and updates the policy of a backend, as configured."""
 
     def __init__(self, config: TrainConfig, backend: Backend) -> None:
         self.backend = backend
@@ -96,7 +96,7 @@ class Learner:
 
     @cached_property
     def _sharing(self) -> Sharing | None:
-        """How sequences share prompts; None, and one line in the log, if they cannot."""
+        """Rule for sharing prompts; None, and one line in the log, if prompts cannot be shared."""
         problem = self.backend.sharing_problem
         if self._config.batch.share_prompts is False:
             return None

@@ -90,13 +90,15 @@ class ProbeSequence:
         if not config.check_weights:
             return None
         scores = _scores(backend, self._alone)
-        own = (
+        values = (
             np.zeros(0, np.float32)
             if scores is None or not backend.reports_metrics
             else scores.logprobs.float().cpu().numpy()
         )
         logprobs = (
-            next(part for part in all_gather(own.view(np.uint8), control_group()) if part.size).view(np.float32).copy()
+            next(part for part in all_gather(values.view(np.uint8), control_group()) if part.size)
+            .view(np.float32)
+            .copy()
         )
         return Probe(token_ids=self.token_ids.tolist(), logprobs=logprobs, tolerance=config.weights_tolerance)
 

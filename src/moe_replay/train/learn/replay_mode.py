@@ -1,4 +1,4 @@
-"""Which routes each pass of the trainer takes: off, R2 or R3, and how `auto` chooses between them."""
+"""Routes that each pass of the trainer uses: off, R2 or R3, and the choice that `auto` makes."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ def plan_replay(config: TrainConfig) -> ReplayPlan:
     `auto` decides by the number of updates from sample to use, as arXiv 2512.01374 found; what we measured ourselves is
     in docs/lab/does-it-help.md.
     """
-    asked, correction, observe = config.replay.mode, config.algorithm.rollout_correction, config.replay.observe
-    if asked != "auto":
+    mode, correction, observe = config.replay.mode, config.algorithm.rollout_correction, config.replay.observe
+    if mode != "auto":
         name, floor = config.replay.policy, config.replay.shift_floor
         return ReplayPlan(
-            *(asked, "as configured", correction, observe, _policy(config)),
+            *(mode, "as configured", correction, observe, _policy(config)),
             drops=name == "drop",
             shift_floor=floor if name == "shift" else None,
         )

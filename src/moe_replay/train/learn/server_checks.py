@@ -30,7 +30,7 @@ ALL_SERVERS = "all servers together"
 
 
 class ServerCheckError(EngineError):
-    """What the rollout reports of its samples is not what the trainer computes, or routes are missing."""
+    """Log-probs or routes that the rollout reports differ from those of the trainer, or routes are missing."""
 
     exit_status = ExitStatus.CHECK_FAILED
 
@@ -129,7 +129,7 @@ class ServerChecks:
                 metrics |= {server_metric(url, name): value for name, value in statistics.items()}
         if not any(problems.values()):
             problems[ALL_SERVERS] = dict(self._problems(_statistics(sums.sum(0))))
-        self._act({url: found for url, found in problems.items() if found})
+        self._act({url: causes for url, causes in problems.items() if causes})
         metrics |= {server_metric(url, "excluded"): 1.0 for url in self._servers if url in self.excluded}
         left_out = sum(float(row[0]) for url, row in zip(self._servers, sums, strict=True) if url in self.excluded)
         return {"servers/excluded_fraction": left_out / max(float(sums[:, 0].sum()), 1.0), **metrics}
@@ -159,7 +159,7 @@ class ServerChecks:
 
     def _act(self, problems: Mapping[str, Mapping[str, str]]) -> None:
         """Warn, exclude servers or raise, as the settings say."""
-        causes = {url: "; ".join(found.values()) for url, found in problems.items() if url not in self.excluded}
+        causes = {url: "; ".join(sentences.values()) for url, sentences in problems.items() if url not in self.excluded}
         if not causes:
             return
         if self._config.action == "warn":
@@ -171,9 +171,9 @@ class ServerChecks:
         cannot_exclude = {"", ALL_SERVERS} & causes.keys()
         others = {*self._servers} - causes.keys() - self.excluded.keys()
         if self._config.action == "stop" or cannot_exclude or not others:
-            found = "; ".join(f"{url or 'the engine'}: {cause}" for url, cause in causes.items())
+            listed = "; ".join(f"{url or 'the engine'}: {cause}" for url, cause in causes.items())
             raise ServerCheckError(
-                f"the rollout is not believed: {found}",
+                f"the rollout is not believed: {listed}",
                 expected="log-probs and routes as the trainer computes them from the same tokens and weights",
                 remedy="Nothing was trained on the samples of this step; server_checks has the limits",
             )

@@ -23,9 +23,9 @@ TOKENS_PER_COPIED = 8
 
 
 class Sharing(NamedTuple):
-    """What sequences must have in common to share a prefix, besides its tokens.
+    """Conditions for sharing a prefix, besides equal tokens.
 
-    same_routes   its routes: those of the rollout are replayed
+    same_routes   its routes must be equal: those of the rollout are replayed
     """
 
     same_routes: bool
@@ -81,7 +81,7 @@ def shared_bins(
     whole = _first_fit(trees, budget)
     if sum(tree.cost for tree in trees) > budget * (len(whole) - 1):
         return whole  # there cannot be fewer
-    filled = _first_fit(trees, budget, lambda tree, room: _split(tree, room, bodies, budget, sharing))
+    filled = _first_fit(trees, budget, lambda tree, tokens: _split(tree, tokens, bodies, budget, sharing))
     return filled if len(filled) < len(whole) else whole
 
 
@@ -234,11 +234,11 @@ def _parts(headers: Sequence[TrajectoryHeader], limit: int) -> list[tuple[int, l
         prompt = min(headers[i].length - headers[i].num_scored for i in members)
         cost, part = 0, list[int]()
         for index in sorted(members, key=lambda i: (-headers[i].length, i)):
-            own = headers[index].length - prompt
-            if part and cost + own > limit:
+            suffix = headers[index].length - prompt
+            if part and cost + suffix > limit:
                 parts.append((cost, part))
                 cost, part = 0, []
-            cost += own if part else own + prompt
+            cost += suffix if part else suffix + prompt
             part.append(index)
         parts.append((cost, part))
     return parts

@@ -36,8 +36,8 @@ class Alignment:
         sampled = np.concatenate([trajectory.sampled for trajectory in batch.trajectories])
         for chunk, recorded in batch.rollout_routes.items():
             layout = batch.layout.unshared
-            given = recorded.unshared(batch.layout) if recorded.num_rows < layout.num_rows else recorded
-            self._check.add(batch.native_routes[chunk], given, layout, step, sampled)
+            rollout = recorded.unshared(batch.layout) if recorded.num_rows < layout.num_rows else recorded
+            self._check.add(batch.native_routes[chunk], rollout, layout, step, sampled)
 
     def check(self) -> dict[str, float]:
         """Return the metrics of the step; raise on every rank if routes are not aligned. All ranks call it."""
@@ -79,7 +79,7 @@ class FirstUpdateCheck:
 
     @property
     def limit(self) -> float:
-        """The largest difference that is accepted as of now."""
+        """Largest difference that is accepted at present."""
         return NOISE_MARGIN * self.noise if self._tolerance == "auto" else self._tolerance
 
     def check(self, largest: float, backend: Backend, batches: Sequence[MicroBatch], routing: Routing) -> None:

@@ -85,23 +85,23 @@ class SpeedMeter:
 
     def metrics(self, passes: Mapping[str, Sequence[Pass]], timed: Mapping[str, float]) -> dict[str, float]:
         """Return the speed of each phase that has passes; `timed` has time/<phase>."""
-        found = {"time/tokens_per_second_per_gpu": timed["time/tokens_per_second"] / self.gpus}
-        for phase, made in passes.items():
+        metrics = {"time/tokens_per_second_per_gpu": timed["time/tokens_per_second"] / self.gpus}
+        for phase, passes_of_phase in passes.items():
             seconds = timed.get(f"time/{phase}", 0.0) * self.gpus / self.copies
-            if not made or not seconds:
+            if not passes_of_phase or not seconds:
                 continue
-            tokens = sum(length for one in made for length in one.lengths)
-            found[f"time/{phase}_tokens_per_second_per_gpu"] = tokens / seconds
+            tokens = sum(length for pass_ in passes_of_phase for length in pass_.lengths)
+            metrics[f"time/{phase}_tokens_per_second_per_gpu"] = tokens / seconds
             if self.sizes is not None:
-                tflops = sum(self._flops(phase, one) for one in made) / seconds / 1e12
-                found[f"time/{phase}_tflops"] = tflops
+                tflops = sum(self._flops(phase, pass_) for pass_ in passes_of_phase) / seconds / 1e12
+                metrics[f"time/{phase}_tflops"] = tflops
                 if self.peak is not None:
-                    found[f"time/{phase}_mfu"] = tflops / self.peak
-        return found
+                    metrics[f"time/{phase}_mfu"] = tflops / self.peak
+        return metrics
 
-    def _flops(self, phase: str, one: Pass) -> float:
+    def _flops(self, phase: str, pass_: Pass) -> float:
         assert self.sizes is not None
-        made, saved = self.sizes.forward_flops(one.lengths, one.scored), self.sizes.forward_flops(one.shared, 0)
+        flops, saved = self.sizes.forward_flops(pass_.lengths, pass_.scored), self.sizes.forward_flops(pass_.shared, 0)
         if phase == "train":
-            return made.update(frozen=self.frozen) - saved.update(frozen=self.frozen)
-        return made.forward - saved.forward
+            return flops.update(frozen=self.frozen) - saved.update(frozen=self.frozen)
+        return flops.forward - saved.forward

@@ -49,15 +49,21 @@ def write_completions(folder: Path, step: int, completions: Sequence[Completion]
 
 
 def _columns(step: int, completions: Sequence[Completion]) -> dict[str, list[Any]]:
-    scores = dict.fromkeys(name for one in completions for name in one.scores)
+    scores = dict.fromkeys(name for completion in completions for name in completion.scores)
     return {
         "step": [step] * len(completions),
-        **{name: [getattr(one, name) for one in completions] for name in ("row", "group", "sample")},
-        **{name: [getattr(one, name) for one in completions] for name in ("prompt", "completion")},
-        "reward": [_or_none(one.reward) for one in completions],
-        **{f"{REWARD}{name}": [_or_none(one.scores.get(name, math.nan)) for one in completions] for name in scores},
-        "advantage": [one.advantage for one in completions],
-        **{name: [getattr(one, name) for one in completions] for name in ("tokens", "finish_reason", "weight_version")},
+        **{name: [getattr(completion, name) for completion in completions] for name in ("row", "group", "sample")},
+        **{name: [getattr(completion, name) for completion in completions] for name in ("prompt", "completion")},
+        "reward": [_or_none(completion.reward) for completion in completions],
+        **{
+            f"{REWARD}{name}": [_or_none(completion.scores.get(name, math.nan)) for completion in completions]
+            for name in scores
+        },
+        "advantage": [completion.advantage for completion in completions],
+        **{
+            name: [getattr(completion, name) for completion in completions]
+            for name in ("tokens", "finish_reason", "weight_version")
+        },
     }
 
 
@@ -67,8 +73,8 @@ def _or_none(value: float) -> float | None:
 
 def completion_steps(folder: Path) -> dict[int, Path]:
     """Return step -> file of the completions in the folder of a run, in the order of steps."""
-    found = ((_NAME.fullmatch(path.name), path) for path in (folder / FOLDER).glob("step-*.parquet"))
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
+    matches = ((_NAME.fullmatch(path.name), path) for path in (folder / FOLDER).glob("step-*.parquet"))
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def read_completions(path: Path) -> list[Completion]:
@@ -103,16 +109,19 @@ def remove_completions(folder: Path, after: int) -> None:
 
 def best_and_worst(completions: Sequence[Completion], count: int) -> list[Completion]:
     """Return `count` completions: half with the highest rewards, half with the lowest, unscored ones last."""
-    ranked = sorted(completions, key=lambda one: (math.isnan(one.reward), -one.reward, one.group, one.sample))
+    ranked = sorted(
+        completions,
+        key=lambda completion: (math.isnan(completion.reward), -completion.reward, completion.group, completion.sample),
+    )
     if len(ranked) <= count:
         return ranked
     best = (count + 1) // 2
-    scored = sum(not math.isnan(one.reward) for one in ranked)
+    scored = sum(not math.isnan(completion.reward) for completion in ranked)
     last = max(scored, count)
     return ranked[:best] + ranked[last - (count - best) : last]
 
 
 def printable(text: str) -> str:
     """Return text without control characters, which a terminal would interpret: they are shown as escapes."""
-    shown = (one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text)
+    shown = (char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text)
     return "".join(shown)

@@ -128,14 +128,14 @@ def completion_table(completions: Sequence[Completion]) -> Any:
         table.add_column(name, ratio=ratio, overflow="fold")
     for name in ("reward", "advantage", "tokens"):
         table.add_column(name, justify="right", no_wrap=True)
-    for one in completions:
-        prompt, completion = printable(one.prompt), printable(one.completion)
+    for completion in completions:
+        prompt, text = printable(completion.prompt), printable(completion.completion)
         table.add_row(
             Text(prompt if len(prompt) <= SHOWN_PROMPT else f"…{prompt[-SHOWN_PROMPT:]}"),
-            Text(completion if len(completion) <= SHOWN_TEXT else f"{completion[:SHOWN_TEXT]}…"),
-            f"{one.reward:.3f}",
-            f"{one.advantage:+.3f}",
-            f"{one.tokens} ({one.finish_reason})",
+            Text(text if len(text) <= SHOWN_TEXT else f"{text[:SHOWN_TEXT]}…"),
+            f"{completion.reward:.3f}",
+            f"{completion.advantage:+.3f}",
+            f"{completion.tokens} ({completion.finish_reason})",
         )
     return table
 

@@ -1,4 +1,4 @@
-"""Where a run is written; known to what starts ranks too, which imports no torch."""
+"""Folder of a run; used by processes that only start ranks too, so it imports no torch."""
 
 from __future__ import annotations
 

@@ -111,8 +111,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         yield step
 
 
-def _damaged(path: Path, number: int, what: str) -> MetricsError:
-    return MetricsError(f"{path}, line {number} {what}", remedy="Delete the line, or move the file away to resume")
+def _damaged(path: Path, number: int, problem: str) -> MetricsError:
+    return MetricsError(f"{path}, line {number} {problem}", remedy="Delete the line, or move the file away to resume")
 
 
 def cut_lines(path: Path, after: int) -> None:

@@ -314,8 +314,8 @@ def tool_messages(episode: Episode, calls: Sequence[ToolCall], results: Sequence
         text = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
     except (ValueError, TypeError, LookupError, AttributeError, *template_errors()) as error:
         raise _unusable(one_line(error)) from error
-    _, found, after = str(text).partition(_COMPLETION)
-    if not found:
+    _, separator, after = str(text).partition(_COMPLETION)
+    if not separator:
         raise _unusable("the answer of the assistant is not in what it writes")
     # The model has sampled the token that ends its turn, which the template writes too.
     return after.removeprefix(tokenizer.decode(episode.session.token_ids[-1:], skip_special_tokens=False))

@@ -242,7 +242,7 @@ class LocalGroups:
 
     async def _sample_serially(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[list[Sample]]:
         """Return the samples of each prompt, from one call for all; their parameters differ in seeds alone."""
-        of_call = replace(params[0], seeds=tuple(own.seed for own in params if own.seed is not None))
+        of_call = replace(params[0], seeds=tuple(of_sample.seed for of_sample in params if of_sample.seed is not None))
         token_ids = [prompt.token_ids for prompt in prompts]
         return await asyncio.to_thread(self._engine.generate, token_ids, of_call)
 
@@ -285,14 +285,14 @@ class LocalGroups:
             wait([future])
             return True
         limit_s = math.inf if self._environment is None else self._config.environment_timeout_s
-        asked = time.monotonic()
+        last_asked = time.monotonic()
         with WATCH.waiting(limit_s):  # without a gap between the waits inside, each of which restarts its timer
             while not _is_done(future, limit_s):
                 self.check_environments()
-                if should_stop is not None and time.monotonic() - asked >= STOP_CHECK_S:
+                if should_stop is not None and time.monotonic() - last_asked >= STOP_CHECK_S:
                     if should_stop():
                         return False
-                    asked = time.monotonic()
+                    last_asked = time.monotonic()
         return True
 
     def check_environments(self) -> None:
@@ -313,15 +313,15 @@ def check_versions(trajectory: Trajectory) -> None:
     """
     routed = trajectory.trace.token_versions
     leading = trajectory.sampled[1:] & trajectory.trace.valid[:-1].any(axis=1)
-    wrong = np.flatnonzero(leading & (routed[:-1] != trajectory.versions[1:]))
-    if wrong.size:
-        token = int(wrong[0])
+    mismatched = np.flatnonzero(leading & (routed[:-1] != trajectory.versions[1:]))
+    if mismatched.size:
+        token = int(mismatched[0])
         raise AlignmentError(
             "a token was routed by other weights than those its log-prob was computed with",
             sample=f"row {trajectory.row}",
             token=token,
             expected=f"routes of weight version {trajectory.versions[token + 1]}",
-            found=f"version {routed[token]} ({wrong.size} tokens)",
+            found=f"version {routed[token]} ({mismatched.size} tokens)",
             remedy="Keep routes as_sampled when a sequence is resumed after a weight update",
         )
 

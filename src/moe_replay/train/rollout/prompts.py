@@ -58,7 +58,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """How prompts become conversations.
+    """Conversion of prompts to conversations.
 
     template   of prompts that are text. auto: a user turn where the tokenizer has a chat template; none: as they are
     system     system prompt of conversations without one; empty: none

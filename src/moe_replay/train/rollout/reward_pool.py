@@ -167,11 +167,11 @@ class RewardPool:
         values = np.full(len(samples), np.nan)
         left = np.arange(len(samples))
         while left.size:
-            found, lost = await self._call(reward, samples.part(left.tolist()), each=each)
-            values[left[: len(found)]] = [np.nan if value is None else value for value in found]
+            scores, lost = await self._call(reward, samples.part(left.tolist()), each=each)
+            values[left[: len(scores)]] = [np.nan if value is None else value for value in scores]
             if lost is None:
                 break
-            left = left[len(found) :]
+            left = left[len(scores) :]
             causes = left[:1] if each or left.size == 1 else await self._causes(reward, samples, left)
             self._give_up(reward, samples.part((causes if causes.size else left).tolist()), lost)
             left = np.setdiff1d(left, causes) if causes.size else causes

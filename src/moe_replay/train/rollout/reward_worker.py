@@ -87,26 +87,26 @@ def _tagged(value: Any) -> Any:
     raise _refused(type(value).__qualname__)
 
 
-def _refused(found: str) -> RewardWireError:
+def _refused(cause: str) -> RewardWireError:
     return RewardWireError(
         "a value cannot be sent to a reward process",
         expected="what JSON has, bytes, dates, decimals, sets or numpy arrays",
-        found=found,
+        found=cause,
         remedy="Store the column in another form, or set reward.workers = 0",
     )
 
 
-def _untagged(found: dict[str, Any]) -> Any:
-    kind, value = found.get(_TAG), found.get("value", "")
+def _untagged(content: dict[str, Any]) -> Any:
+    kind, value = content.get(_TAG), content.get("value", "")
     match kind:
         case None:
-            return found
+            return content
         case "tokens":
             return np.frombuffer(base64.b64decode(str(value)), "<i8").tolist()
         case "bytes":
             return base64.b64decode(str(value))
         case "array":
-            return np.frombuffer(base64.b64decode(str(value)), found["dtype"]).reshape(found["shape"]).copy()
+            return np.frombuffer(base64.b64decode(str(value)), content["dtype"]).reshape(content["shape"]).copy()
         case "objects":
             return np.array(value, object)
         case "timedelta":

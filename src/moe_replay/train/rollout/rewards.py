@@ -280,7 +280,7 @@ async def _awaited(result: Any) -> Any:
 
 
 def call_details(completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> dict[str, str]:
-    """Return what an error says of the arguments of a call."""
+    """Return the part of an error message that is about the arguments of a call."""
     return {
         "found": f"{len(completions)} completions and columns {sorted(columns)}",
         "remedy": "Return None for samples that cannot be scored",

@@ -276,7 +276,7 @@ class Rollouts:
         return {"servers/refused": float(new.total()), **by_server}
 
     def _duplicates(self, trajectories: Sequence[Trajectory]) -> int:
-        """Return how many trajectories are copies of another one that nobody draws twice; the first is logged."""
+        """Return the number of copies among trajectories that are too unlikely to be sampled twice; log the first."""
         if not self._params.temperature:
             return 0
         first: dict[bytes, Trajectory] = {}
@@ -284,12 +284,12 @@ class Rollouts:
         copies = [(first[key], t) for t in unlikely if first.setdefault(key := t.token_ids.tobytes(), t) is not t]
         if copies and not self._has_duplicates:
             self._has_duplicates = True
-            one, other = copies[0]
+            first_copy, second_copy = copies[0]
             urls = ", ".join(dict.fromkeys(url for trajectory in copies[0] for _, url in trajectory.servers))
             logger.warning(
                 "%d samples are bit for bit those of another request (rows %d and %d%s): a server or a proxy repeats "
                 "answers, or requests have the same seed. Further ones are counted in servers/duplicates",
-                *(len(copies), one.row, other.row, f", {urls}" if urls else ""),
+                *(len(copies), first_copy.row, second_copy.row, f", {urls}" if urls else ""),
             )
         return len(copies)
 
@@ -424,7 +424,9 @@ def rewriting_metrics(episodes: Sequence[Sequence[Trajectory]]) -> dict[str, flo
     counts = np.array([len(episode) for episode in episodes])
     tokens = sum(len(trajectory) for episode in episodes for trajectory in episode)
     repeated = sum(
-        _common_beginning(one.token_ids, other.token_ids) for episode in episodes for one, other in pairwise(episode)
+        _common_beginning(sample.token_ids, next_sample.token_ids)
+        for episode in episodes
+        for sample, next_sample in pairwise(episode)
     )
     return {
         "completion/samples_mean": float(counts.mean()),
@@ -434,9 +436,9 @@ def rewriting_metrics(episodes: Sequence[Sequence[Trajectory]]) -> dict[str, flo
     }
 
 
-def _common_beginning(one: np.ndarray, other: np.ndarray) -> int:
-    length = min(len(one), len(other))
-    return int(np.flatnonzero(one[:length] != other[:length]).min(initial=length))
+def _common_beginning(a: np.ndarray, b: np.ndarray) -> int:
+    length = min(len(a), len(b))
+    return int(np.flatnonzero(a[:length] != b[:length]).min(initial=length))
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------

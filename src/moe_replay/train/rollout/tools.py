@@ -218,23 +218,23 @@ def parse_json(text: str) -> list[ToolCall]:
     if start is None:
         return []
     try:
-        found, _ = json.JSONDecoder().raw_decode(content[start.start() :])
+        parsed, _ = json.JSONDecoder().raw_decode(content[start.start() :])
     except (ValueError, RecursionError):
         return []  # an answer with a bracket in it
-    items = found if isinstance(found, list) else [found]
+    items = parsed if isinstance(parsed, list) else [parsed]
     is_call = bool(items) and all(isinstance(item, dict) and "name" in item for item in items)
     return [_call(item) for item in items] if is_call else []
 
 
-def _call(found: Any) -> ToolCall:
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+def _call(item: Any) -> ToolCall:
+    if not isinstance(item, dict) or not isinstance(item.get("name"), str):
         return ToolCall(problem='the call is not an object {"name": ..., "arguments": {...}}')
-    arguments = found.get("arguments", found.get("parameters", {}))
+    arguments = item.get("arguments", item.get("parameters", {}))
     if isinstance(arguments, str):  # some models quote them
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):
-        return ToolCall(found["name"], problem="the arguments are not an object of names and values")
-    return ToolCall(found["name"], arguments)
+        return ToolCall(item["name"], problem="the arguments are not an object of names and values")
+    return ToolCall(item["name"], arguments)

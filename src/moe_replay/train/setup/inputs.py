@@ -177,7 +177,9 @@ def needed_columns(function: Callable[..., object]) -> set[str]:
     except (TypeError, ValueError):  # of a builtin, or of an object that has none
         return set()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {one.name for one in parameters if one.kind in named and one.default is one.empty} - GIVEN
+    return {
+        parameter.name for parameter in parameters if parameter.kind in named and parameter.default is parameter.empty
+    } - GIVEN
 
 
 def read_inputs(config: TrainConfig, sources: Sources, status: StatusCallback, read: ReadData | None = None) -> Inputs:

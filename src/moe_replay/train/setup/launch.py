@@ -85,9 +85,9 @@ def _end() -> None:
 
 
 @contextmanager
-def deterministic_kernels(wanted: bool) -> Iterator[None]:
+def deterministic_kernels(enabled: bool) -> Iterator[None]:
     """Use deterministic kernels where there are some, if wanted; Megatron-Core follows torch's setting."""
-    if not wanted:
+    if not enabled:
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is first used

@@ -331,12 +331,12 @@ def _layers_of_stages(config: TrainConfig, layers: int) -> list[list[int]]:
         counts[0] = None if first is None else first // chunks
         counts[-1] = None if last is None else last // chunks
     open_chunks = counts.count(None)
-    each, more = divmod(layers - sum(filter(None, counts)), max(open_chunks, 1))
+    layers_per_stage, more = divmod(layers - sum(filter(None, counts)), max(open_chunks, 1))
     stages: list[list[int]] = [[] for _ in range(pp)]
     begin = 0
     for number, count in enumerate(counts):
         if count is None:
-            count, more = each + (more > 0), more - 1
+            count, more = layers_per_stage + (more > 0), more - 1
         stages[number % pp] += range(begin, min(begin + count, layers))
         begin += count
     return stages

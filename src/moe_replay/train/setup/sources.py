@@ -69,8 +69,8 @@ def check_weight_files(folder: str, setting: str) -> None:
     """Raise if there is no such folder, or it has no weights; `setting` names it in the error."""
     patterns = ("*.safetensors", "pytorch_model*.bin")
     if not any(any(Path(folder).glob(pattern)) for pattern in patterns):
-        found = "other files" if Path(folder).is_dir() else "no folder"
-        raise SourceError(f"{setting}: no weights in {folder}", expected=" or ".join(patterns), found=found)
+        contents = "other files" if Path(folder).is_dir() else "no folder"
+        raise SourceError(f"{setting}: no weights in {folder}", expected=" or ".join(patterns), found=contents)
 
 
 def model_folder(path: str) -> str:
@@ -92,9 +92,9 @@ def model_folder(path: str) -> str:
 
 def sources_on_all_ranks(config: TrainConfig, status: StatusCallback) -> Sources:
     """Find model and data on every rank; rank 0 goes first and downloads or builds missing files. Collective."""
-    found: Sources | None = None
+    sources: Sources | None = None
     with raise_on_all_ranks("looking for model and data"):
         if rank() == 0:
-            found = find_sources(config, status)
-            check_export(found.model)
-    return found if found is not None else find_sources(config, status)
+            sources = find_sources(config, status)
+            check_export(sources.model)
+    return sources if sources is not None else find_sources(config, status)

@@ -122,7 +122,9 @@ class RankStore:
     def __init__(self, data_rank: int, layers: Layers, timeout_s: float, machine: str | None = None) -> None:
         self._own = _RankLocation(os.getpid(), machine_id() if machine is None else machine, data_rank, layers)
         gathered = map(json.loads, all_gather_text(json.dumps(self._own)))
-        self._locations = [_RankLocation(pid, where, share, tuple(some)) for pid, where, share, some in gathered]
+        self._locations = [
+            _RankLocation(pid, where, share, tuple(layers_of_rank)) for pid, where, share, layers_of_rank in gathered
+        ]
         self._sets = sorted({location.layers for location in self._locations})
         self._timeout_s = timeout_s
         self._file = -1
@@ -198,8 +200,8 @@ class RankStore:
             return self._fetch_alone(batch, chosen, indices) if mapped is None else mapped
         trajectories = self._fetch_alone(batch, chosen, indices)
         location[0], location[1] = self._file, os.fstat(self._file).st_size
-        for other in sharing[1:]:
-            dist.send(location, other, group=control_group())
+        for peer in sharing[1:]:
+            dist.send(location, peer, group=control_group())
         return trajectories
 
     def _fetch_alone(self, batch: RolloutBatch, chosen: int, indices: Sequence[int]) -> list[Trajectory]:

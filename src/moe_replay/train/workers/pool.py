@@ -256,7 +256,7 @@ class WorkerPool:
             for group in left:
                 _fail(group.running, error)
             return
-        if any(other.lost is None for other in self._workers):
+        if any(remaining.lost is None for remaining in self._workers):
             logger.warning("%s: reassigning its %d groups", error.problem, len(left))
         self._hand_out(left)
 

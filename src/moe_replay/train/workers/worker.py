@@ -63,7 +63,7 @@ class _Worker:
         self._groups = LocalGroups(config, self._engine, tokenizer, rewards, setup["max_length"], tools)
         resources.callback(self._groups.close)
         layer_sets = [None if layers is None else tuple(layers) for layers in setup["layer_sets"]]
-        texts = (lambda one: texts_of(one, tokenizer)) if config.log.completions else None
+        texts = (lambda trajectory: texts_of(trajectory, tokenizer)) if config.log.completions else None
         self._writer = GroupWriter(layer_sets, lambda file: channel.send({"segment": True}, file), texts)
         self._sending = ThreadPoolExecutor(1, "results")  # one at a time: groups are in the segment announced last
         resources.callback(self._sending.shutdown, wait=False, cancel_futures=True)
