@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 END = '{"end":'
 TOKEN_BYTES = 32
 _ASK_S = 0.005
+_FAILURE = "failure"
+"""Key of the failure that has ended a transfer."""
 PORT_CHECK_S = 1.0
 """Seconds between two checks whether a server that is being updated still listens."""
 T = TypeVar("T")
@@ -276,9 +278,14 @@ class _RemoteStore(dist.Store):
         return self._call("num_keys")
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return when all keys are set; ask for them in between, so that no call waits at the server."""
+        """Return when all keys are set; ask for them in between, so that no call waits at the server.
+
+        A transfer that has failed ends the wait: a thread that waits for the end of the process could crash it.
+        """
         deadline = time.monotonic() + (self._timeout_s if timeout is None else timeout.total_seconds())
         while not self.check(keys):
+            if self.check([_FAILURE]):
+                raise dist.DistStoreError("the transfer has failed")
             if time.monotonic() > deadline:
                 raise dist.DistStoreError(f"not set in time: {', '.join(keys)}")
             time.sleep(_ASK_S)
@@ -354,10 +361,10 @@ class TransferStore:
     def fail(self, text: str, worker: int | None = None) -> None:
         """Note a failure that ends the transfer for all; the first one counts."""
         if self.add("failures") == 1:
-            self.put("failure", json.dumps({"text": text, "worker": worker}))
+            self.put(_FAILURE, json.dumps({"text": text, "worker": worker}))
 
     def failure(self) -> dict[str, Any] | None:
-        failure = self.get("failure")
+        failure = self.get(_FAILURE)
         return None if failure is None else json.loads(failure)
 
     def wait(self, done: Callable[[], bool], doing: str, check: Callable[[], None] | None = None) -> None:
