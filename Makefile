@@ -108,7 +108,7 @@ test-sglang: .venv-sglang/.ready ## Sampling and training with the real SGLang o
 	@echo "==> tests on SGLang"
 	OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest $(PARALLEL) tests/real_sglang
 
-test-plugins: .venv-plugins/.pinned .plugins/megatron-$(MEGATRON_FOR_SWIFT)/.ready ## The integrations in every known release of other trainers; not part of `make test-all`
+test-plugins: .venv/.ready .venv-plugins/.pinned .plugins/megatron-$(MEGATRON_FOR_SWIFT)/.ready .plugins/main-ppo/.ready ## The integrations in every known release of other trainers; not part of `make test-all`
 	@for version in $(VERL_VERSIONS); do \
 	  $(call TEST_PLUGIN,verl,$$version,) tests/plugins/test_verl_*.py tests/plugins/test_known_bugs.py; \
 	done
@@ -116,6 +116,9 @@ test-plugins: .venv-plugins/.pinned .plugins/megatron-$(MEGATRON_FOR_SWIFT)/.rea
 	  megatron=; case $$version in 4.5.[012]) megatron=$(CURDIR)/.plugins/megatron-$(MEGATRON_FOR_SWIFT):;; esac; \
 	  $(call TEST_PLUGIN,ms-swift,$$version,$$megatron) tests/plugins/test_ms_swift*.py tests/plugins/test_known_bugs.py; \
 	done
+	@echo "==> verl $(lastword $(VERL_VERSIONS)), its own trainer with Ray and vLLM"
+	@PYTHONPATH=$(CURDIR)/src:$(CURDIR)/.plugins/verl-$(lastword $(VERL_VERSIONS)):$(CURDIR)/.plugins/main-ppo \
+	  .venv/bin/python -m pytest -q tests/plugins/test_verl_main_ppo.py
 
 # In one process each: a healthy run, each planted fault, swapped samples.
 PLUGINS_IN_CI := -m "not distributed" -k "reported or reports or stops_the_run_by_name or swapped"
@@ -141,6 +144,11 @@ TEST_PLUGIN = echo "==> $(1) $(2)"; \
 .plugins/megatron-%/.ready: .venv-plugins/.pinned
 	@$(call PUT_BESIDE,--ignore-requires-python megatron-core==$*)  # which uv cannot
 	@touch $@
+
+.plugins/main-ppo/.ready: requirements/verl-main-ppo.txt .venv-plugins/.pinned
+	@rm -rf $(@D)
+	@$(call UV_BESIDE,-r $<) || { $(call PUT_BESIDE,-r $<); }
+	@rm -rf $(@D)/tests && touch $@
 
 PUT_BESIDE = rm -rf $(@D) && .venv-plugins/bin/python -m pip --disable-pip-version-check -qq install --no-deps --target $(@D) $(1)
 UV_BESIDE = .venv-plugins/bin/python requirements/uv.py .uv/bin/uv -qq --no-python-downloads pip install --python .venv-plugins/bin/python \

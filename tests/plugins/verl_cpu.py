@@ -34,42 +34,10 @@ def on_cpu() -> None:
     torch.cpu.mem_get_info = lambda *_: (0, 0)  # type: ignore[attr-defined]
     try:
         from verl.plugin.platform import platform_manager
-        from verl.plugin.platform.platform_cuda import PlatformCUDA
+
+        from tests.plugins.verl_main_ppo_cpu import PlatformCPU
     except ImportError:  # verl 0.8 falls back to a CPU by itself
         return
-
-    class PlatformCPU(PlatformCUDA):
-        device_name = property(lambda self: "cpu")
-        vendor_name = property(lambda self: "cpu")
-        device_module = property(lambda self: torch.cpu)
-
-        def is_available(self) -> bool:
-            return True
-
-        def is_platform_available(self, use_smi_check: bool = False) -> bool:
-            return True
-
-        def current_device(self) -> str:
-            return "cpu"
-
-        def device_count(self) -> int:
-            return 1
-
-        def set_device(self, device_index: Any) -> None: ...
-
-        def synchronize(self, device_index: Any = None) -> None: ...
-
-        def manual_seed(self, seed: int) -> None:
-            torch.manual_seed(seed)
-
-        manual_seed_all = manual_seed
-
-        def empty_cache(self) -> None: ...
-
-        def communication_backend_name(self) -> str:
-            return "gloo"
-
-    platform_manager.PlatformRegistry.register(platform="cpu")(PlatformCPU)
     platform_manager._current_platform = PlatformCPU()  # verl reads it while it is imported
 
 

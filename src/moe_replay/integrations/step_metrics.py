@@ -22,6 +22,7 @@ _NAMES = {
     "routing/replayed_fraction": "replayed",
     "mismatch/replayed/k3_kl": "k3",
     "mismatch/native/k3_kl": "k3_native",
+    "mismatch/paired/k3_kl": "k3_paired",
     "samples_without_routes": "samples_without_routes",
 }
 
@@ -31,10 +32,11 @@ class StepMetrics:
 
     def __init__(self, topology: MoeTopology, device: torch.device, settings: ReplaySettings) -> None:
         self._sums = MetricAccumulator(
-            topology, device, totals=("samples_without_routes",), pairs=("replayed", "native")
+            topology, device, totals=("samples_without_routes",), pairs=("replayed", "native", "paired")
         )
         self._alignment = AlignmentCheck(topology, device, on_misalignment=settings.on_misalignment)
         self._settings = settings
+        self._compared: Tensor | None = None  # log-probs of the rollout in the micro-batch that ran without replay too
         self._passes = 0
         self._updates = 0
 
@@ -62,8 +64,16 @@ class StepMetrics:
         self._sums.add_total("samples_without_routes", torch.tensor(float(sum(without_routes))))
 
     def add_logprobs(self, sampled: Tensor, scored: Tensor, mask: Tensor, *, replayed: bool) -> None:
-        """Add log-probs (B, R) of the rollout and of this trainer, with replay or without."""
+        """Add log-probs (B, R) of the rollout and of this trainer, with replay or without.
+
+        A micro-batch that runs both ways runs without replay first. The k3 of a few thousand tokens depends on a few of
+        them, so the one without replay is comparable with that of the same tokens only.
+        """
         self._sums.add_logprobs("replayed" if replayed else "native", sampled, scored, mask)
+        if not replayed:
+            self._compared = sampled
+        elif self._compared is not None and torch.equal(self._compared, sampled):
+            self._sums.add_logprobs("paired", sampled, scored, mask)
 
     def finish(self, *, is_update: bool, report_tokens: bool = True) -> dict[str, float]:
         """Return the metrics of the pass. Collective: call on every rank; misaligned routes raise on all of them.
@@ -81,6 +91,7 @@ class StepMetrics:
             metrics |= self._reduced(report_tokens)
             self._updates += 1
         self._sums.clear()
+        self._compared = None
         return {PREFIX + name: value for name, value in metrics.items()}
 
     def _reduced(self, report_tokens: bool) -> dict[str, float]:

@@ -1,0 +1,41 @@
+"""Metrics that plug-ins put among those of another trainer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import moe_replay as mr
+from moe_replay.integrations.hosts import ReplaySettings
+from moe_replay.integrations.step_metrics import StepMetrics
+from moe_replay.verification.metrics import k3
+from tests.models import tiny_qwen3_moe
+
+
+@pytest.fixture
+def metrics() -> StepMetrics:
+    topology = mr.MoeTopology.from_config(tiny_qwen3_moe().config)
+    return StepMetrics(topology, torch.device("cpu"), ReplaySettings(mode="R3", check_every=0))
+
+
+def test_k3_without_replay_stands_beside_that_of_the_same_tokens(metrics) -> None:
+    first, second = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0)) - 4
+    mask = torch.ones(3, 5, dtype=torch.bool)
+    metrics.add_logprobs(first, first + 0.2, mask, replayed=False)
+    metrics.add_logprobs(first, first + 0.1, mask, replayed=True)
+    metrics.add_logprobs(second, second + 3, mask, replayed=True)  # outliers in a micro-batch that was not compared
+    found = metrics.finish(is_update=True)
+    expected = {offset: k3(torch.tensor(offset)).item() for offset in (0.1, 0.2, 3.0)}
+    assert found["moe_replay/k3_native"] == pytest.approx(expected[0.2], rel=1e-4)
+    assert found["moe_replay/k3_paired"] == pytest.approx(expected[0.1], rel=1e-4)
+    assert found["moe_replay/k3"] == pytest.approx((expected[0.1] + expected[3.0]) / 2, rel=1e-4)
+
+
+def test_nothing_is_paired_in_an_update_without_a_comparison(metrics) -> None:
+    sampled, mask = torch.full((1, 4), -3.0), torch.ones(1, 4, dtype=torch.bool)
+    metrics.add_logprobs(sampled, sampled, mask, replayed=False)
+    assert "moe_replay/k3_native" in metrics.finish(is_update=True)
+    metrics.add_logprobs(sampled, sampled, mask, replayed=True)
+    found = metrics.finish(is_update=True)
+    assert "moe_replay/k3" in found
+    assert not {"moe_replay/k3_native", "moe_replay/k3_paired"} & set(found)
