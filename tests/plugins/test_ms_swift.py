@@ -70,7 +70,8 @@ def test_healthy_routes_pass_and_are_reported(guard, model, rollout) -> None:
     assert 0.1 < metrics["moe_replay/agreement"] < 0.9
     assert metrics["moe_replay/covered"] > 0.9
     assert metrics["moe_replay/k3"] > 0
-    assert metrics["moe_replay/k3_native"] not in (0, metrics["moe_replay/k3"])
+    assert metrics["moe_replay/k3_native"] not in (0, metrics["moe_replay/k3_paired"])
+    assert metrics["moe_replay/k3_paired"] > 0
     assert trainer.updates == [1]
 
 
