@@ -116,7 +116,7 @@ def _content(point: Point) -> dict[str, Any]:
 
 
 def long_samples(engine: Any, seed: int) -> list[Sample]:
-    """Return sequences as long as the last bin ends; the models continue with problems of their own."""
+    """Return sequences that fill all bins; after the answer the model keeps generating problems."""
     prompts = prompts_of(seed)[:SEQUENCES]
     room = EDGES[-1] - max(map(len, prompts))
     return sampled(engine, prompts, seed, max_tokens=room, stop_token_ids=(), ignore_eos=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import nn
 
@@ -39,6 +41,19 @@ def perturb_routers(replay: mr.RouterReplay, scale: float = 1.0, seed: int = 1) 
         for parameter in site.module.parameters():
             noise = torch.randn(parameter.shape, generator=generator).to(parameter)
             parameter.data.add_(scale * parameter.data.std(correction=0) * noise + 1e-3 * noise)
+
+
+def recorded(
+    replay: mr.RouterReplay, run: Callable[[torch.Tensor], object], inputs: Sequence[torch.Tensor]
+) -> list[mr.RouteBatch]:
+    """Return the routes of a forward of each input; the routers are moved afterwards, so that replay matters."""
+    batches = []
+    for ids in inputs:
+        with torch.no_grad(), replay.record() as recording:
+            run(ids)
+        batches.append(recording.batch())
+    perturb_routers(replay)
+    return batches
 
 
 def random_ids(batch: int, width: int, seed: int = 0, vocabulary: int = 97) -> torch.Tensor:

@@ -91,7 +91,7 @@ def test_verl(jagged: bool, dtype: torch.dtype) -> None:
 
 
 def test_rows_that_are_turns_of_one_episode() -> None:
-    """verl and ms-swift with turns as samples: prompts that begin alike, each row with the routes of its own pass."""
+    """verl and ms-swift with turns as samples: prompts with a common prefix, each row with its routes."""
     first, second = truth(7, 1, seed=1), truth(9, 1, seed=2)
     ids = np.concatenate([first.token_ids[:4], second.token_ids[4:]])  # the same question
     second = RouteTrace(ids, second.routed_experts, second.layers, second.valid, 3, num_experts=16)

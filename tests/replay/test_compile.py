@@ -11,7 +11,16 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_replay as mr
 from tests.combinations import with_thorough, with_whole_runs
-from tests.models import assert_same_gradients, gradients, loss, perturb_routers, random_ids, tiny_qwen3_moe, uncover
+from tests.models import (
+    assert_same_gradients,
+    gradients,
+    loss,
+    perturb_routers,
+    random_ids,
+    recorded,
+    tiny_qwen3_moe,
+    uncover,
+)
 from tests.replay.checkpointing import CHECKPOINTS, abort_backward, unwrapped
 
 pytestmark = pytest.mark.slow
@@ -89,12 +98,7 @@ def test_compiled_layers_are_recomputed_with_their_own_routes():
     model = two_sparse_layers().train()
     replay = mr.attach(model)
     inputs = [random_ids(2, 7, seed=i) for i in range(3)]
-    batches = []
-    for ids in inputs:
-        with torch.no_grad(), replay.record() as recording:
-            model(ids)
-        batches.append(recording.batch())
-    perturb_routers(replay)
+    batches = recorded(replay, model, inputs)
     expected = []
     for ids, batch in zip(inputs, batches, strict=True):
         with replay.replay(batch):

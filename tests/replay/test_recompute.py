@@ -11,7 +11,16 @@ import pytest
 import torch
 
 import moe_replay as mr
-from tests.models import assert_same_gradients, gradients, loss, perturb_routers, random_ids, tiny_qwen3_moe, uncover
+from tests.models import (
+    assert_same_gradients,
+    gradients,
+    loss,
+    perturb_routers,
+    random_ids,
+    recorded,
+    tiny_qwen3_moe,
+    uncover,
+)
 from tests.replay.checkpointing import CHECKPOINTS, abort_backward, unwrapped
 
 MICRO_BATCHES = 3
@@ -22,13 +31,7 @@ def routed_model(**config):
     model = tiny_qwen3_moe(**config).train()
     replay = mr.attach(model)
     inputs = [random_ids(2, 7, seed=i) for i in range(MICRO_BATCHES)]
-    routes = []
-    for ids in inputs:
-        with torch.no_grad(), replay.record() as recording:
-            model(ids)
-        routes.append(recording.batch())
-    perturb_routers(replay)
-    return model, replay, inputs, routes
+    return model, replay, inputs, recorded(replay, model, inputs)
 
 
 def expected_gradients(model, replay, inputs, routes):

@@ -21,7 +21,7 @@ from moe_replay.train.backends.fsdp_loading import recompute_layers
 from moe_replay.train.loop import train
 from moe_replay.weights.model_folder import ModelError
 from tests.combinations import with_thorough
-from tests.models import gradients, perturb_routers, random_ids, tiny_qwen3_moe
+from tests.models import gradients, random_ids, recorded, tiny_qwen3_moe
 from tests.replay.adapters.families import available_families, tiny_model
 
 FAMILIES = tuple(family for family in available_families() if family != "jetmoe")  # Transformers cannot recompute it
@@ -65,12 +65,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
 
 def outcome(model: Any, replay: mr.RouterReplay, run: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """Record, move the routers, then replay three micro-batches, whose backwards run in another order."""
-    batches = []
-    for ids in FED:
-        with torch.no_grad(), replay.record() as recording:
-            run(ids)
-        batches.append(recording.batch())
-    perturb_routers(replay)
+    batches = recorded(replay, run, FED)
     losses = []
     for ids, batch in zip(FED, batches, strict=True):
         with replay.replay(batch):
@@ -175,12 +170,7 @@ def test_a_head_behind_the_context(copies: Copies) -> None:
         def body(ids: Tensor, model: Any = model) -> Tensor:
             return model.model(input_ids=ids, use_cache=False).last_hidden_state
 
-        batches = []
-        for ids in FED:
-            with torch.no_grad(), replay.record() as recording:
-                body(ids)
-            batches.append(recording.batch())
-        perturb_routers(replay)
+        batches = recorded(replay, body, FED)
         for ids, batch in zip(FED, batches, strict=True):
             with replay.replay(batch):
                 hidden.append(body(ids))

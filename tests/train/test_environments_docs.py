@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,7 @@ import pytest
 
 pytest.importorskip("pydantic")
 
-from moe_replay.train.rollout.environments import load_environment
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "environments.md"
+from tests.support.documented import documented_environment
 
 
 class Said:
@@ -40,13 +37,9 @@ class Said:
 
 
 @pytest.fixture
-def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The function of the page, loaded as a run loads it."""
-    (code,) = re.findall(r"```python\n(# tools\.py.*?)```", PAGE.read_text(), re.DOTALL)
-    (tmp_path / "tools.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield load_environment("tools:calculator")
-    monkeypatch.delitem(sys.modules, "tools")
+def environment(tmp_path: Path) -> Iterator[Any]:
+    with documented_environment("environments.md", "tools:calculator", tmp_path) as function:
+        yield function
 
 
 def results(episode: Said) -> list[str]:

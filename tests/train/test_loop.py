@@ -127,7 +127,7 @@ def test_packed_and_padded_batches_give_the_same_loss(config: Config, metrics_of
 
 def test_a_ratio_other_than_one_in_the_first_update_stops_the_run(config: Config) -> None:
     class Anything:
-        """Not asked for anything else by the check."""
+        """A backend of which the check needs nothing else."""
 
         device = torch.device("cpu")
 

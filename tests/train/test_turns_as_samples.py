@@ -1,10 +1,8 @@
-"""The environment in docs/coming-from.md does what ms-swift's scheduler does: each round is a sample of its own."""
+"""The environment in docs/coming-from.md does what ms-swift's scheduler does: each round is a separate sample."""
 
 from __future__ import annotations
 
 import asyncio
-import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,24 +16,20 @@ pytest.importorskip("transformers")
 from moe_replay.engines.session import Session
 from moe_replay.engines.transformers import TransformersEngine
 from moe_replay.records import SamplingParams
-from moe_replay.train.rollout.environments import Episode, load_environment
+from moe_replay.train.rollout.environments import Episode
 from moe_replay.train.rollout.prompts import Prompt
 from moe_replay.train.setup.sources import load_tokenizer
 from tests.models import tiny_qwen3_moe
+from tests.support.documented import documented_environment
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from.md"
 TEMPLATE = "{% for message in messages %}{{ message.role }}={{ message.content }};{% endfor %}"
 QUESTION = [{"role": "user", "content": "1+1"}]
 
 
 @pytest.fixture
-def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The function of the page, loaded as a run loads it."""
-    (code,) = re.findall(r"```python\n(# environments\.py.*?)```", PAGE.read_text(), re.DOTALL)
-    (tmp_path / "environments.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield load_environment("environments:thinking_tips_scheduler")
-    monkeypatch.delitem(sys.modules, "environments")
+def environment(tmp_path: Path) -> Iterator[Any]:
+    with documented_environment("coming-from.md", "environments:thinking_tips_scheduler", tmp_path) as function:
+        yield function
 
 
 @pytest.fixture

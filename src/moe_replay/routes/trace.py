@@ -364,7 +364,7 @@ class RouteTrace:
         return trace
 
     def _derived(self, **parts: Any) -> RouteTrace:
-        """Return a trace with these parts in place of its own, made of them, so that its rows need no second check."""
+        """Return a copy with some parts replaced by views of them, whose rows were checked already."""
         trace = RouteTrace.from_parts(self.parts._replace(**parts))
         trace._rows_distinct = self._rows_distinct
         return trace

@@ -39,7 +39,7 @@ NEEDED = {"model.path": "model", "data.path": "data", "reward.functions": "rewar
 """Keys whose defaults here are of no use to a converted run."""
 _WHOLE = "write it as a function in environments.py: docs/environments.md"
 _SPLIT = (
-    "write it as a function in environments.py, with episode.rewrite where turns are samples of their own: "
+    "write it as a function in environments.py, with episode.rewrite where each turn is a separate sample: "
     "docs/coming-from.md#turns-as-samples"
 )
 
@@ -97,7 +97,7 @@ class Draft:
         """Name the function that a class of the user becomes.
 
         name        of the class there, and of the function
-        may_split   turns can be samples of their own there, with the advantage of their episode
+        may_split   there, each turn can be a separate sample with the advantage of its episode
         """
         if name.isidentifier():
             self.put("rollout.environment", f"environments:{name}", source)
