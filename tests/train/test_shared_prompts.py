@@ -266,14 +266,17 @@ def groups(draw: st.DrawFn) -> Group:
     observed=st.integers(0, 2),
     mode=st.sampled_from(["off", "r2", "r3"]),
     budgets=st.tuples(st.integers(5, 90), st.integers(5, 90)),
+    copies=st.sampled_from([0, 8]),
 )
 @settings(max_examples=15)
 def test_any_trees_in_any_micro_batches_have_the_gradient_of_the_whole_batch(
-    chosen: list[Group], coverage: float, observed: int, mode: str, budgets: tuple[int, int]
+    chosen: list[Group], coverage: float, observed: int, mode: str, budgets: tuple[int, int], copies: int
 ) -> None:
     made, trajectories = policy(), samples_of(chosen, coverage, observed)
     apart = batches_of(made, trajectories, budgets[0], None)
-    together = batches_of(made, trajectories, budgets[1], Sharing(same_routes=mode == "r3"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharing, "TOKENS_PER_COPIED", copies)
+        together = batches_of(made, trajectories, budgets[1], Sharing(same_routes=mode == "r3"))
     for batch in together:
         fed = batch.layout.num_rows
         assert fed <= budgets[1] or len(batch.trajectories) == 1
@@ -375,10 +378,12 @@ def same(prompt: int, completion: int, samples: int) -> Group:
 
 
 def test_a_group_is_split_to_fill_micro_batches_where_that_makes_fewer() -> None:
-    bins, _ = bins_of([same(2, 50, 8)] * 8, budget=800)  # a group has 402 tokens: two are a little too many
+    bins, trajectories = bins_of([same(2, 50, 8)] * 8, budget=800)  # a group has 402 tokens: two are a little too many
     costs = [sum(tree.cost for tree in bin_) for bin_ in bins]
     assert len(bins) == 5, costs  # 3,216 tokens; one for each group before
     assert sorted(costs)[1] > 700
+    for tree in (tree for bin_ in bins for tree in bin_):
+        assert sharing.tree_again(tree, dict(enumerate(trajectories)), 800, Sharing(True)) == tree
     bins, _ = bins_of([same(2, 50, 8)] * 2, budget=800)
     assert [[tree.cost for tree in bin_] for bin_ in bins] == [[402], [402]]  # two in any case
 
@@ -388,9 +393,11 @@ def test_a_group_is_not_split_where_that_costs_long_copies_of_its_prompt() -> No
     assert [[len(tree.indices) for tree in bin_] for bin_ in bins] == [[8]] * 8
 
 
-@given(chosen=st.lists(groups(), min_size=1, max_size=6), budget=st.integers(5, 60))
-def test_micro_batches_have_every_sample_once_within_the_budget(chosen: list[Group], budget: int) -> None:
-    bins, trajectories = bins_of(chosen, budget)
+@given(chosen=st.lists(groups(), min_size=1, max_size=6), budget=st.integers(5, 60), copies=st.sampled_from([0, 8]))
+def test_micro_batches_have_every_sample_once_within_the_budget(chosen: list[Group], budget: int, copies: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharing, "TOKENS_PER_COPIED", copies)  # 0: groups are split whatever that costs
+        bins, trajectories = bins_of(chosen, budget)
     assert sorted(i for bin_ in bins for tree in bin_ for i in tree.indices) == list(range(len(trajectories)))
     for bin_ in bins:
         assert sum(tree.cost for tree in bin_) <= budget or [len(tree.indices) for tree in bin_] == [1]
