@@ -266,17 +266,14 @@ def groups(draw: st.DrawFn) -> Group:
     observed=st.integers(0, 2),
     mode=st.sampled_from(["off", "r2", "r3"]),
     budgets=st.tuples(st.integers(5, 90), st.integers(5, 90)),
-    copies=st.sampled_from([0, 8]),
 )
 @settings(max_examples=15)
 def test_any_trees_in_any_micro_batches_have_the_gradient_of_the_whole_batch(
-    chosen: list[Group], coverage: float, observed: int, mode: str, budgets: tuple[int, int], copies: int
+    chosen: list[Group], coverage: float, observed: int, mode: str, budgets: tuple[int, int]
 ) -> None:
     made, trajectories = policy(), samples_of(chosen, coverage, observed)
     apart = batches_of(made, trajectories, budgets[0], None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharing, "TOKENS_PER_COPIED", copies)
-        together = batches_of(made, trajectories, budgets[1], Sharing(same_routes=mode == "r3"))
+    together = batches_of(made, trajectories, budgets[1], Sharing(same_routes=mode == "r3"))
     for batch in together:
         fed = batch.layout.num_rows
         assert fed <= budgets[1] or len(batch.trajectories) == 1
@@ -388,16 +385,35 @@ def test_a_group_is_split_to_fill_micro_batches_where_that_makes_fewer() -> None
     assert [[tree.cost for tree in bin_] for bin_ in bins] == [[402], [402]]  # two in any case
 
 
+@pytest.mark.parametrize("mode", ["off", "r2", "r3"])
+def test_groups_that_are_split_have_the_gradient_of_the_whole_batch(mode: str) -> None:
+    made, trajectories = policy(), samples_of([same(2, 12, 4)] * 4)
+    batches = batches_of(made, trajectories, 90, Sharing(same_routes=False))
+    assert len(batches) == 3  # of 50 tokens a group: one for each before
+    assert_same(trained(made, batches, mode), trained(made, batches_of(made, trajectories, 60, None), mode))
+
+
+@given(group=groups(), limit=st.integers(1, 60))
+def test_a_group_is_split_without_loss(group: Group, limit: int) -> None:
+    ((tree,),), trajectories = bins_of([group], 1000)
+    bodies = dict(enumerate(trajectories))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharing, "TOKENS_PER_COPIED", 0)  # whatever is copied
+        parts = sharing._split(tree, limit, bodies, 1000, Sharing(same_routes=True)) if limit < tree.cost else []
+    assert [i for part in parts for i in part.indices] in ([], tree.indices)
+    for part in parts:
+        assert sharing.tree_again(part, bodies, 1000, Sharing(same_routes=True)) == part
+    assert not parts or parts[0].cost <= limit
+
+
 def test_a_group_is_not_split_where_that_costs_long_copies_of_its_prompt() -> None:
     bins, _ = bins_of([same(200, 25, 8)] * 8, budget=700)
     assert [[len(tree.indices) for tree in bin_] for bin_ in bins] == [[8]] * 8
 
 
-@given(chosen=st.lists(groups(), min_size=1, max_size=6), budget=st.integers(5, 60), copies=st.sampled_from([0, 8]))
-def test_micro_batches_have_every_sample_once_within_the_budget(chosen: list[Group], budget: int, copies: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharing, "TOKENS_PER_COPIED", copies)  # 0: groups are split whatever that costs
-        bins, trajectories = bins_of(chosen, budget)
+@given(chosen=st.lists(groups(), min_size=1, max_size=6), budget=st.integers(5, 60))
+def test_micro_batches_have_every_sample_once_within_the_budget(chosen: list[Group], budget: int) -> None:
+    bins, trajectories = bins_of(chosen, budget)
     assert sorted(i for bin_ in bins for tree in bin_ for i in tree.indices) == list(range(len(trajectories)))
     for bin_ in bins:
         assert sum(tree.cost for tree in bin_) <= budget or [len(tree.indices) for tree in bin_] == [1]
