@@ -83,7 +83,7 @@ class Bench:
         if mode == "replay":
             return self._logits()
         layers = tuple(layer for layer, _ in routers_of(self._model))
-        expected = mr.RouteBatch.from_traces(self._traces, self._layout, layers).to(self._device)
+        expected = mr.RouteBatch.from_traces(self._traces, self._layout, layers, device=self._device)
         observes = mode == "check, observed"
         logits, native = self._guard.check(self._logits, self._model, expected, observes=observes)
         self._guard.metrics.add_routes(expected, native, self._layout)

@@ -3,10 +3,10 @@
     python benchmarks/shared_prompts.py                     # a tiny model on the CPU
     python benchmarks/shared_prompts.py --device cuda       # 8 layers of Qwen3-30B-A3B, bfloat16, recomputed layers
 
-The trainer's FSDP2 backend and learner, both ways in one run, in turn. A micro-batch is one group of 8 samples both
-ways, so memory is that of the same samples; it is counted above what is allocated between passes. Tokens are those of
-all samples, prompts included. The last columns compare what was computed: log-probs of the first update, and the norm
-of its gradient.
+The trainer's FSDP2 backend and learner, both ways in one run, in turn: with the same samples in a micro-batch, one
+group of 8, and with the same budget of tokens, as runs have it. Tokens are those of all samples, prompts included.
+Memory is what grows with them: the peak above that of a step of a few tokens. The last columns compare what was
+computed: log-probs of the first update, and the norm of its gradient.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from moe_replay.train.setup import launch
 from moe_replay.train.trajectories.store import InProcessStore
 
 SAMPLES = 8  # of a prompt
+SAME = ("samples", "budget")
+FEW = (8, 8)  # tokens of prompt and completion
 SHAPES = {"tiny": ((64, 16), (16, 64)), "full": ((2048, 512), (512, 2048))}  # tokens of prompt and completion
 MODEL_KEYS = (
     *("vocab_size", "hidden_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -40,7 +42,7 @@ MODEL_KEYS = (
 
 
 class Measured(NamedTuple):
-    """One step: rows fed, seconds, bytes above those between passes, log-probs of all sampled tokens, gradient norm."""
+    """One step: rows fed, seconds, peak of memory in bytes, log-probs of all sampled tokens, gradient norm."""
 
     rows: int
     score_s: float
@@ -54,8 +56,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--tiny", action="store_true", help="a tiny model; on a CPU there is no other")
-    parser.add_argument("--groups", type=int, default=4)
+    parser.add_argument("--groups", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--same", nargs="+", choices=SAME, default=SAME, help="of a micro-batch, both ways")
     arguments = parser.parse_args()
     size = "tiny" if arguments.tiny or arguments.device == "cpu" else "full"
     device = torch.device(arguments.device)
@@ -66,23 +69,40 @@ def main() -> None:
         backend = FsdpBackend(_settings(folder, device, 1, True), str(folder), device)
         attention = backend.model.config._attn_implementation
         print(f"{SAMPLES} samples a prompt, attention {attention}, torch {torch.__version__}")
+        few = [one for group in range(arguments.groups) for one in _group(backend, group, *FEW)]
+        learner = Learner(_settings(folder, device, SAMPLES * sum(FEW), True), backend)
+        floor = [_step(learner, few).peak for _ in range(2)][-1]
         print(
-            "| prompt + completion | tokens computed | score tokens/s | update tokens/s | memory | log-probs | norm |"
+            "| prompt + completion | same in a micro-batch | tokens computed | score tokens/s | update tokens/s | "
+            "memory | log-probs | norm |\n|---|---|---|---|---|---|---|---|"
         )
-        print("|---|---|---|---|---|---|---|")
         for shape in SHAPES[size]:
-            print(_row(backend, folder, shape, arguments.groups, arguments.repeats), flush=True)
+            trajectories = [one for group in range(arguments.groups) for one in _group(backend, group, *shape)]
+            for same in arguments.same:
+                learners = _learners(backend, folder, shape, same)
+                print(_row(learners, trajectories, shape, same, arguments.repeats, floor), flush=True)
 
 
-def _row(backend: FsdpBackend, folder: Path, shape: tuple[int, int], groups: int, repeats: int) -> str:
-    """Return the results of one shape: ratios of the shared way to the other."""
+def _learners(backend: FsdpBackend, folder: Path, shape: tuple[int, int], same: str) -> dict[bool, Learner]:
+    """Return a learner that shares prompts, and one that does not, with the same samples or tokens at a time."""
     prompt, completion = shape
-    trajectories = [one for group in range(groups) for one in _group(backend, group, *shape)]
-    budgets = {False: SAMPLES * (prompt + completion), True: prompt + SAMPLES * completion}
-    learners = {
+    apart = SAMPLES * (prompt + completion)
+    budgets = {False: apart, True: apart if same == "budget" else prompt + SAMPLES * completion}
+    return {
         shared: Learner(_settings(folder, backend.device, budget, shared), backend)
         for shared, budget in budgets.items()
     }
+
+
+def _row(
+    learners: dict[bool, Learner],
+    trajectories: list[Trajectory],
+    shape: tuple[int, int],
+    same: str,
+    repeats: int,
+    floor: int,
+) -> str:
+    """Return the results of one shape: ratios of the shared way to the other."""
     measured: dict[bool, list[Measured]] = {shared: [] for shared in learners}
     for _ in range(repeats + 1):
         for shared, learner in learners.items():
@@ -90,22 +110,21 @@ def _row(backend: FsdpBackend, folder: Path, shape: tuple[int, int], groups: int
     apart, together = measured[False], measured[True]
     difference = np.abs(apart[0].logprobs - together[0].logprobs)
     norms = together[0].grad_norm / apart[0].grad_norm
-    rates = [
-        statistics.median(getattr(a, part) / getattr(b, part) for a, b in zip(apart[1:], together[1:], strict=True))
-        for part in ("score_s", "update_s")
-    ]
-    speeds = [
-        f"{rate:.2f}x ({groups * budgets[False] / statistics.median(getattr(one, part) for one in together[1:]):,.0f})"
-        for rate, part in zip(rates, ("score_s", "update_s"), strict=True)
-    ]
-    memory = (
-        f"{together[-1].peak / apart[-1].peak:.2f}x ({together[-1].peak / 2**30:.1f} GiB)"
-        if apart[-1].peak
-        else "not measured"
-    )
+    tokens = len(trajectories) * sum(shape)
+    speeds = []
+    for part in ("score_s", "update_s"):
+        ratio = statistics.median(
+            getattr(a, part) / getattr(b, part) for a, b in zip(apart[1:], together[1:], strict=True)
+        )
+        taken = statistics.median(getattr(step, part) for step in together[1:])
+        speeds.append(f"{ratio:.2f}x ({tokens / taken:,.0f})")
+    memory = "not measured"
+    if floor:
+        sizes = [max(step.peak for step in steps) - floor for steps in (apart, together)]
+        memory = f"{sizes[1] / sizes[0]:.2f}x ({sizes[1] / 2**30:.1f} GiB)"
     return (
-        f"| {prompt} + {completion} | {together[0].rows / apart[0].rows:.2f}x | {speeds[0]} | {speeds[1]} | {memory} | "
-        f"{difference.max():.2g} apart, mean {difference.mean():.2g} | {norms:.9f}x |"
+        f"| {shape[0]} + {shape[1]} | {same} | {together[0].rows / apart[0].rows:.2f}x | {speeds[0]} | {speeds[1]} | "
+        f"{memory} | {difference.max():.2g} apart, mean {difference.mean():.2g} | {norms:.9f}x |"
     )
 
 
@@ -150,17 +169,15 @@ def _step(learner: Learner, trajectories: list[Trajectory]) -> Measured:
     device = learner.backend.device
     metrics, store = learner.new_metrics(), InProcessStore()
     updates = learner.prepare(store.put(trajectories), store)
-    before = 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
     times = [now(device)]
     learner.score(updates, metrics, step=1)
     times.append(now(device))
     learned = learner.update(updates, metrics, step=1)
     times.append(now(device))
     learner.summarize(metrics, updates)
-    peak = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     by_row: dict[int, np.ndarray] = {}
     for batch in updates[0]:
         assert batch.old_logprobs is not None

@@ -5,6 +5,7 @@
     python benchmarks/whole_step.py --device cuda --write benchmarks/baselines/h200.json
     python benchmarks/whole_step.py --device cuda --compare benchmarks/baselines/h200.json
     python benchmarks/whole_step.py --found new.json --compare benchmarks/baselines/h200.json     # without a run
+    python benchmarks/whole_step.py --device cuda --memory auto     # ours with the memory that a run here would use
     python benchmarks/whole_step.py --device cuda --turns 8                       # what dispatch plans bring, see below
 
 ours r3, ours native   FSDP2 backend and Learner. `score` and `update` with a separate old-log-prob pass, `step` as by
@@ -44,6 +45,7 @@ from parts.training import config_of, now, routed, routed_by_folder, unrouted, w
 from moe_replay.train.backends import fsdp
 from moe_replay.train.backends.fsdp import FsdpBackend
 from moe_replay.train.backends.megatron import MegatronBackend
+from moe_replay.train.config.train_config import TrainConfig
 from moe_replay.train.learn.learner import Learner
 from moe_replay.train.setup import launch
 from moe_replay.train.trajectories.store import InProcessStore
@@ -71,6 +73,12 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model; on a CPU there is no other")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument(
+        "--memory",
+        choices=("lean", "auto"),
+        default="lean",
+        help="of ours: layers recomputed and gathered weights freed, or both decided as `moe-replay train` does",
+    )
     parser.add_argument("--write", type=Path, help="write the results to this file")
     parser.add_argument("--turns", type=int, help="compare dispatch plans, in so many turns, in place of the variants")
     parser.add_argument("--found", type=Path, help="results of an earlier run, in place of a run")
@@ -109,7 +117,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 print(f"{variant}: not installed, left out")
                 continue
             command = [sys.executable, __file__, "--variant", variant, "--folder", folder, "--device", arguments.device]
-            command += ["--repeats", str(arguments.repeats), *(["--tiny"] if arguments.tiny else [])]
+            command += ["--repeats", str(arguments.repeats), "--memory", arguments.memory]
+            command += ["--tiny"] if arguments.tiny else []
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
             if done.returncode:
                 raise SystemExit(f"{variant} failed with status {done.returncode}")
@@ -130,7 +139,7 @@ def measure(variant: str, arguments: argparse.Namespace) -> Result:
     sequences, tokens, budget = WORK[arguments.size]
     model = read_config(folder)
     if variant.startswith(OWN):
-        seconds = _ours(variant, folder, device, WORK[arguments.size], arguments.repeats)
+        seconds = _ours(variant, folder, device, WORK[arguments.size], arguments.repeats, arguments.memory)
     else:
         loop = {"plain": _plain, "trl": _trl}[variant]
         seconds = loop(unrouted(model, sequences, tokens), folder, device, budget, arguments.repeats)
@@ -167,7 +176,7 @@ def _median(work: Callable[[], Any], device: torch.device, repeats: int) -> floa
 
 def _settings(
     folder: Path, device: torch.device, budget: int, mode: str, old_logprobs: str = "auto", kind: str = "fsdp"
-) -> Any:
+) -> TrainConfig:
     return config_of(
         folder,
         device,
@@ -180,7 +189,9 @@ def _settings(
     )
 
 
-def _ours(variant: str, folder: Path, device: torch.device, work: tuple[int, int, int], repeats: int) -> Result:
+def _ours(
+    variant: str, folder: Path, device: torch.device, work: tuple[int, int, int], repeats: int, memory: str
+) -> Result:
     """Return the seconds of a separate scoring pass, of the update behind it, and of both in one."""
     name, _, routing = variant.partition(" ")
     kind, mode = ("megatron" if name == "megatron" else "fsdp"), ("r3" if routing == "r3" else "off")
@@ -188,11 +199,19 @@ def _ours(variant: str, folder: Path, device: torch.device, work: tuple[int, int
     trajectories = routed_by_folder(folder, device, sequences, tokens)
     with launch.process_group(device):
         settings = [_settings(folder, device, budget, mode, source, kind) for source in ("always", "auto")]
+        if memory == "auto":
+            settings = [_with_memory_of_a_run(one, folder, device) for one in settings]
         backend = (MegatronBackend if kind == "megatron" else FsdpBackend)(settings[0], str(folder), device)
         separate, together = (Learner(one, backend) for one in settings)
         parts = [_one_step(separate, trajectories, device) for _ in range(repeats + 1)]
         step = _median(lambda: _one_step(together, trajectories, device), device, repeats)
     return {name: statistics.median(one[name] for one in parts[1:]) for name in parts[0]} | {"step": step}
+
+
+def _with_memory_of_a_run(settings: TrainConfig, folder: Path, device: torch.device) -> TrainConfig:
+    model = settings.model.model_copy(update={"gradient_checkpointing": "auto"})
+    settings = settings.model_copy(update={"model": model})
+    return launch.with_memory_decided(settings, str(folder), device, lambda line: print(line, file=sys.stderr))
 
 
 def _one_step(learner: Learner, trajectories: list[Any], device: torch.device) -> Result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -110,3 +111,26 @@ def test_compiled_with_inductor(model):
     with torch.no_grad(), replay.replay(batch):
         found = compiled(ids).logits
     assert (found.float() - expected.float()).abs().max() < 0.05 * expected.float().abs().max()
+
+
+def test_routes_are_laid_out_on_the_device_without_a_wait():
+    layers, lengths = (0, 2, 5), [40, 7, 25]
+    random = np.random.default_rng(0)
+    traces = [
+        mr.RouteTrace(
+            random.integers(0, 100, length),
+            random.permuted(np.tile(np.arange(16), (length, 3, 1)), axis=2)[..., :4],
+            layers,
+        )
+        for length in lengths
+    ]
+    layout = mr.TokenLayout.padded(lengths, side="left").sequence_major()
+    host = mr.RouteBatch.from_traces(traces, layout, (2, 5), stand_ins=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        device = mr.RouteBatch.from_traces(traces, layout, (2, 5), stand_ins=True, device="cuda")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(device.routed_experts.cpu(), host.routed_experts)
+    assert torch.equal(device.valid.cpu(), host.valid)
+    assert torch.equal(device.fed_token_ids.cpu(), host.fed_token_ids)

@@ -131,6 +131,7 @@ def test_shared_prompts_are_compared_on_a_cpu() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if " + " in line and "x" in line]
-    computed = {row[0]: row[1] for row in rows if row[0][0].isdigit()}
-    assert computed == {"64 + 16": "0.30x", "16 + 64": "0.82x"}
+    computed = {(row[0], row[1]): row[2] for row in rows if row[0][0].isdigit()}
+    shares = {"64 + 16": "0.30x", "16 + 64": "0.82x"}
+    assert computed == {(shape, same): share for shape, share in shares.items() for same in ("samples", "budget")}
     assert all(abs(float(row[-1].removesuffix("x")) - 1) < 1e-5 for row in rows if row[0][0].isdigit())

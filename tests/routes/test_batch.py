@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from moe_replay.errors import AlignmentError, TraceError
 from moe_replay.routes import batch as batch_module
-from moe_replay.routes.batch import Coverage, RouteBatch
+from moe_replay.routes.batch import Coverage, RouteBatch, layer_major_on
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.topology import MoeLayer, MoeTopology
 from moe_replay.routes.trace import RouteTrace
@@ -128,7 +128,10 @@ def test_every_row_holds_the_routes_of_its_token(case: Case) -> None:
             assert batch.layers == layers
             assert batch.source_layers == LAYERS
             assert batch.all_valid == tuple(bool(rows.all()) for rows in valid)
-            assert batch.max_expert == expected.max(initial=0)
+            assert batch.max_expert == max(trace.routed_experts.max(initial=0) for trace in case.traces)
+            parts = [trace.routed_experts[:, [trace.layers.index(layer) for layer in layers]] for trace in case.traces]
+            on_device = layer_major_on(torch.device("cpu"), parts, layout, slice(None))  # as on a GPU
+            assert np.array_equal(on_device.numpy().astype(np.int64), expected)
             token_rows = sum(token != -1 for token in layout.rows.tolist())
             replayed = tuple(rows.tolist().count(True) for rows in valid)
             assert batch.coverage == Coverage(layout.num_rows, token_rows, replayed)

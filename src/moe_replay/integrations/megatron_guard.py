@@ -64,15 +64,18 @@ class RouterGuard:
     def check(
         self, run: Callable[[], Any], chunk: Any, expected: RouteBatch, *, observes: bool
     ) -> tuple[Any, RouteBatch | None]:
-        """Run the trainer's forward of a micro-batch; raise before the first layer if it replays anything else.
+        """Run the trainer's forward of a micro-batch; raise if it replays anything else.
 
-        Returns what `run` does, and the routers' own choices if they are observed.
+        Compared before the first layer and read after the last, so that the device never waits for the host. Returns
+        what `run` does, and the routers' own choices if they are observed.
         """
+        verdicts: list[Callable[[], None]] = []
 
         def before(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
             fed = kwargs.get("input_ids", args[0] if args else None)
             with printed_before_raised():
-                self._compare(expected, chunk, fed if chunk.pre_process and self._compares_ids else None)
+                compared = self._compare(expected, chunk, fed if chunk.pre_process and self._compares_ids else None)
+            verdicts.append(compared)
 
         handle = chunk.register_forward_pre_hook(before, with_kwargs=True)
         try:
@@ -80,6 +83,9 @@ class RouterGuard:
                 result = run()
         finally:
             handle.remove()
+            with printed_before_raised():  # also of a forward that such routes have broken
+                for raise_if_wrong in verdicts:
+                    raise_if_wrong()
         return result, RouteBatch.recorded(native, self.topology) if observes else None
 
     def record(self, run: Callable[[], Any]) -> tuple[Any, RouteBatch]:
@@ -97,11 +103,10 @@ class RouterGuard:
         finally:
             self._native = None
 
-    def _compare(self, expected: RouteBatch, chunk: Any, fed: Tensor | None) -> None:
-        """Compare what the trainer has put on each router. One device sync."""
-        if fed is not None:
-            expected.check_fed(fed)
-        wrong_rows = []
+    def _compare(self, expected: RouteBatch, chunk: Any, fed: Tensor | None) -> Callable[[], None]:
+        """Compare what the trainer has put on each router, without a device sync; return what raises if it is wrong."""
+        counts = [] if fed is None else [expected.count_wrong(fed)]
+        wrong_rows, targets = [], []
         for layer, router in self._routers(chunk):
             expected_ids, valid, _ = expected.layer(layer)
             target, mask = router.target_topk_idx, getattr(router, "target_replay_mask", None)
@@ -114,25 +119,37 @@ class RouterGuard:
                 )
             replayed = valid if mask is None else valid & mask.to(valid.device).bool().flatten()
             wrong_rows.append((target.to(valid.device) != expected_ids).any(1) & replayed)
-        if wrong_rows:
-            self._raise_if_wrong(expected, chunk, torch.stack(wrong_rows))
+            targets.append(target)
+        wrong = torch.stack(wrong_rows) if wrong_rows else expected.valid[:0]
+        found = torch.cat([*counts, wrong.sum(1)]).to("cpu", non_blocking=True)
+        copied = torch.cuda.Event() if wrong.is_cuda else None
+        if copied is not None:
+            copied.record()
 
-    def _raise_if_wrong(self, expected: RouteBatch, chunk: Any, wrong_rows: Tensor) -> None:
-        if not bool(wrong_rows.any()):
-            return
-        slot, row = wrong_rows.nonzero()[0].tolist()
+        def raise_if_wrong() -> None:
+            if copied is not None:
+                copied.synchronize()
+            if not found.any():
+                return
+            if fed is not None:
+                expected.check_fed(fed)
+            self._raise_wrong(expected, wrong, targets)
+
+        return raise_if_wrong
+
+    def _raise_wrong(self, expected: RouteBatch, wrong: Tensor, targets: Sequence[Tensor]) -> None:
+        slot, row = wrong.nonzero()[0].tolist()
         layer, layout = expected.layers[slot], expected.layout
         assert layout is not None
         sample, token = layout.locate(int(layout.rows[row]))
-        target = dict(self._routers(chunk))[layer].target_topk_idx[row].tolist()
-        counts = wrong_rows.sum(1).tolist()
+        counts = dict(zip(expected.layers, wrong.sum(1).tolist(), strict=True))
         raise AlignmentError(
             f"{self._trainer} replays routes of other tokens or layers",
             sample=sample,
             layer=layer,
             token=token,
             expected=sorted(expected.layer(layer)[0][row].tolist()),
-            found=f"{sorted(target)}; wrong rows by layer: {dict(zip(expected.layers, counts, strict=True))}",
+            found=f"{sorted(targets[slot][row].tolist())}; wrong rows by layer: {counts}",
             remedy=f"MOE_REPLAY_GUARD=fix replays without {self._trainer}'s packing of routes",
         )
 

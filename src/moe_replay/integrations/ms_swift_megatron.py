@@ -208,7 +208,7 @@ class MicroBatch:
         Traces of R2 have the layers of this pipeline stage only.
         """
         all_layers = guard.topology.layers
-        return RouteBatch.from_traces(traces, self.layout, layers, source_layers=all_layers).to(guard.device)
+        return RouteBatch.from_traces(traces, self.layout, layers, source_layers=all_layers, device=guard.device)
 
     def fed_ids(self, chunk: Any, device: torch.device) -> Tensor | None:
         """Return the ids for a chunk that is not fed any; None for the first."""

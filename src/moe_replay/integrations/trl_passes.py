@@ -156,7 +156,7 @@ class ComparingPass(RoutedPass):
 
 
 def routes_of(samples: Sequence[RoutedSample], layout: TokenLayout, device: torch.device) -> RouteBatch:
-    return RouteBatch.from_traces([s.trace for s in samples if s.trace is not None], layout).to(device)
+    return RouteBatch.from_traces([s.trace for s in samples if s.trace is not None], layout, device=device)
 
 
 def rollout_logprobs(samples: Sequence[RoutedSample], like: Tensor) -> Tensor | None:

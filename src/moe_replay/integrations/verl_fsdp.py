@@ -119,7 +119,7 @@ class FsdpReplayMixin(_Engine):
                 _, native_output = super().forward_step(micro_batch, None, True)
             verl_batch.add_logprobs(self._step_metrics, micro_batch, native_output["model_output"], replayed=False)
         traces = verl_batch.of_micro_batch(micro_batch, self._traces)
-        batch = RouteBatch.from_traces(traces, layout).to(verl_batch.compute_device())
+        batch = RouteBatch.from_traces(traces, layout, device=verl_batch.compute_device())
         observes = self._step_metrics.checks
         with self._controller.replay(batch, observe=observes) as replaying:
             loss, output = super().forward_step(micro_batch, loss_function, forward_only)

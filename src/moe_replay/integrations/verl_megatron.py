@@ -139,10 +139,10 @@ class MegatronGuard(RouterGuard):
         super().__init__("verl", chunks, settings, _routers, device, compares_ids=compares_ids)
 
     def check_verl(self, run: Callable[[], Any], batch: Any, chunk: Any, traces: list[RouteTrace]) -> Any:
-        """Run verl's forward of a micro-batch; raise before the first layer if verl replays anything else."""
+        """Run verl's forward of a micro-batch; raise if verl replays anything else."""
         layout = self._layout(batch, chunk)
         layers = tuple(layer for layer, _ in _routers(chunk))
-        expected = RouteBatch.from_traces(traces, layout, layers).to(self.device)
+        expected = RouteBatch.from_traces(traces, layout, layers, device=self.device)
         result, native = self.check(run, chunk, expected, observes=self.metrics.checks)
         verl_batch.measure(self.metrics, batch, layout, traces, expected, native)
         self.add_logprobs(batch, result[0], replayed=True)
@@ -170,7 +170,7 @@ class MegatronGuard(RouterGuard):
             recorded.append(torch.nested.as_nested_tensor(rows, layout=torch.jagged))
             return result
         layers = self.controller.layers_of(chunk)
-        expected = RouteBatch.from_traces(traces, layout, layers).to(self.device)
+        expected = RouteBatch.from_traces(traces, layout, layers, device=self.device)
         observes = self.metrics.checks
         with self.controller.replay(expected, fed_ids=fed, observe=observes) as replaying:
             result = run()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -58,7 +59,7 @@ class RouteBatch:
     all_valid       for each layer, whether every row is valid: known on the host, so that no device sync is needed
     source_layers   all layers of the model that the routes come from, also those of other pipeline stages
     num_experts     experts that the routes were chosen from, where known
-    max_expert      the largest id, where known on the host; None for what this model's own routers chose
+    max_expert      the largest id of the traces, known on the host; None for what this model's own routers chose
     fed_token_ids   (B, W) int32: the token ids that belong to these routes, -1 for padding; None where unknown
     coverage        counts, where known on the host
     layout          where each row comes from, where known: to name a token in an error
@@ -113,9 +114,11 @@ class RouteBatch:
         *,
         source_layers: tuple[int, ...] | None = None,
         stand_ins: bool = False,
+        device: torch.device | str | int = "cpu",
     ) -> RouteBatch:
-        """Return the routes of a micro-batch for this rank's `layers` (None: all of the traces'), in host memory.
+        """Return the routes of a micro-batch for this rank's `layers` (None: all of the traces').
 
+        A GPU gets the tokens as they lie in the traces and transposes them itself, and nothing waits for it.
         `source_layers` are those of the whole traces, if other layers have been left out of these already. A prefix
         that sequences share has one route: traces that differ in it are refused. With `stand_ins`, rows that are
         `layout.unused` and have no route hold the experts of other rows, if all the others have routes.
@@ -130,10 +133,12 @@ class RouteBatch:
         runs = runs_of(layout)
 
         dtype = np.result_type(*(trace.routed_experts.dtype for trace in traces))
-        words = to_layer_major(
-            [as_words(t.routed_experts.astype(dtype, copy=False)) for t in traces], layout, runs, indices
-        )
-        routed_experts = as_ids(words, dtype)
+        parts = [trace.routed_experts.astype(dtype, copy=False) for trace in traces]
+        if (device := torch.device(device)).type == "cpu":
+            words = to_layer_major([as_words(part) for part in parts], layout, runs, indices)
+            routed_experts = torch.from_numpy(_signed(as_ids(words, dtype)))
+        else:
+            routed_experts = layer_major_on(device, parts, layout, indices)
 
         # Most traces cover all layers of a token or none: then one row of flags serves all layers.
         masks = [trace.valid for trace in traces]
@@ -141,16 +146,17 @@ class RouteBatch:
         valid = to_layer_major(masks, layout, runs, slice(0, 1) if shared else indices)
         replayed = np.broadcast_to(np.count_nonzero(valid, axis=1), len(layer_ids)).tolist()
         has_stand_ins = stand_ins and _put_stand_ins(routed_experts, valid, layout)
+        put = partial(_put, device)
 
         return cls(
             layers=layer_ids,
-            routed_experts=torch.from_numpy(routed_experts.view(np.int16) if dtype == np.uint16 else routed_experts),
-            valid=torch.from_numpy(valid).expand(len(layer_ids), -1),
+            routed_experts=routed_experts,
+            valid=put(valid).expand(len(layer_ids), -1),
             all_valid=tuple(count == layout.num_rows for count in replayed),
             source_layers=traces[0].layers if source_layers is None else source_layers,
             num_experts=num_experts,
-            max_expert=int(routed_experts.max(initial=0)),
-            fed_token_ids=torch.from_numpy(fed_token_ids),
+            max_expert=max(int(part.max(initial=0)) for part in parts),
+            fed_token_ids=put(fed_token_ids),
             coverage=Coverage(layout.num_rows, layout.num_rows - layout.num_padding, tuple(replayed)),
             layout=layout,
             stand_ins=has_stand_ins,
@@ -327,19 +333,11 @@ class RouteBatch:
         same id. Other ids are tokens without a trace: an error, or with `allow_unknown` counted and returned. Without a
         mask, tokens of one id that fill all the padding cannot be distinguished from it.
         """
-        expected = self.fed_token_ids
-        if expected is None:
-            raise _ids_unknown()
-        if expected.shape != fed_ids.shape:
-            compare_fed(expected.cpu().numpy(), fed_ids.cpu().numpy(), self.layout)
-        expected = expected.to(fed_ids.device)
-        padding = expected == PADDING
-        tokens = padding & (_differs_from_padding(fed_ids, padding) if mask is None else mask.to(fed_ids.device) != 0)
-        differing, unknown = torch.stack([((expected != fed_ids) & ~padding).sum(), tokens.sum()]).tolist()
+        differing, unknown = self.count_wrong(fed_ids, mask).tolist()
         if differing:
-            compare_fed(expected.cpu().numpy(), fed_ids.cpu().numpy(), self.layout)
+            compare_fed(self._expected_ids("cpu").numpy(), fed_ids.cpu().numpy(), self.layout)
         if unknown and not allow_unknown:
-            row, column = tokens.nonzero()[0].tolist()
+            row, column = self._unknown(fed_ids, mask).nonzero()[0].tolist()
             raise AlignmentError(
                 "the model is fed tokens that no trace has: they would be routed natively",
                 expected="padding where the layout has padding",
@@ -347,6 +345,27 @@ class RouteBatch:
                 remedy="Truncate what is fed where traces were truncated, or replay(batch, allow_unknown_tokens=True)",
             )
         return unknown
+
+    def count_wrong(self, fed_ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return how many ids (B, W) are fed in place of those of these routes, and how many have no trace: (2,).
+
+        Without a device sync, for callers that look at it later; `check_fed` says what is wrong.
+        """
+        expected = self._expected_ids(fed_ids.device)
+        if expected.shape != fed_ids.shape:
+            compare_fed(expected.cpu().numpy(), fed_ids.cpu().numpy(), self.layout)
+        differing = (expected != fed_ids) & (expected != PADDING)
+        return torch.stack([differing.sum(), self._unknown(fed_ids, mask).sum()])
+
+    def _unknown(self, fed_ids: Tensor, mask: Tensor | None) -> Tensor:
+        """Return where tokens (B, W) are fed that no trace has."""
+        padding = self._expected_ids(fed_ids.device) == PADDING
+        return padding & (_differs_from_padding(fed_ids, padding) if mask is None else mask.to(fed_ids.device) != 0)
+
+    def _expected_ids(self, device: torch.device | str) -> Tensor:
+        if self.fed_token_ids is None:
+            raise _ids_unknown()
+        return self.fed_token_ids.to(device)
 
     # ---- back to traces -----------------------------------------------------------------------------------------
 
@@ -458,7 +477,7 @@ def _check_one_route(traces: Sequence[RouteTrace], layout: TokenLayout) -> None:
             )
 
 
-def _put_stand_ins(routed_experts: np.ndarray, valid: np.ndarray, layout: TokenLayout) -> bool:
+def _put_stand_ins(routed_experts: Tensor, valid: np.ndarray, layout: TokenLayout) -> bool:
     """Give rows without a route the experts of others, in place, if nothing depends on them; return whether it has.
 
     Those of all rows with a route in turn, so that much padding loads experts as the tokens do.
@@ -467,9 +486,21 @@ def _put_stand_ins(routed_experts: np.ndarray, valid: np.ndarray, layout: TokenL
     lacking, whole = np.flatnonzero(~has_route), np.flatnonzero(has_route)
     if not lacking.size or not whole.size or not layout.unused[lacking].all():
         return False
-    others = routed_experts[:, np.resize(whole, lacking.size)]
-    routed_experts[:, lacking] = np.where(valid[:, lacking, None], routed_experts[:, lacking], others)
+    put = partial(_put, routed_experts.device)
+    rows, others = put(lacking), routed_experts[:, put(np.resize(whole, lacking.size))]
+    routed_experts[:, rows] = torch.where(put(valid[:, lacking, None]), routed_experts[:, rows], others)
     return True
+
+
+def _signed(ids: np.ndarray) -> np.ndarray:
+    """View ids in the type that tensors of them have: torch computes little with uint16."""
+    return ids.view(np.int16) if ids.dtype == np.uint16 else ids
+
+
+def _put(device: torch.device, array: np.ndarray) -> Tensor:
+    """Return an array as a tensor on a device, without a device sync."""
+    tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 # ---- between token-major traces and layer-major batches --------------------------------------------------------------
@@ -516,6 +547,19 @@ def to_layer_major(
     for sequence, tokens, rows in runs:
         out[:, rows] = sequences[sequence][tokens, indices].T
     return out
+
+
+def layer_major_on(
+    device: torch.device, sequences: Sequence[np.ndarray], layout: TokenLayout, indices: LayerIndex
+) -> Tensor:
+    """Transpose (T, L, K) of each sequence to (L, R, K) on a device; zero in rows that hold no token."""
+    parts = [_signed(sequence)[:, indices] for sequence in sequences]
+    dtype = torch.int16 if parts[0].dtype == np.int16 else torch.uint8
+    tokens = torch.empty((layout.num_tokens, *parts[0].shape[1:]), dtype=dtype, pin_memory=device.type == "cuda")
+    np.concatenate(parts, out=tokens.numpy())
+    index = _put(device, layout.rows)
+    rows = tokens.to(device, non_blocking=True)[index.clamp(min=0)]
+    return rows.masked_fill_((index == PADDING)[:, None, None], 0).transpose(0, 1).contiguous()
 
 
 def to_token_major(batch: np.ndarray, layout: TokenLayout, runs: Sequence[Run]) -> list[np.ndarray]:

@@ -367,6 +367,12 @@ class TransferStore:
         failure = self.get(_FAILURE)
         return None if failure is None else json.loads(failure)
 
+    def check(self) -> None:
+        """Raise if the transfer has failed."""
+        failure = self.failure()
+        if failure is not None:
+            raise TransferError(f"the transfer of weights broke off: {failure['text']}")
+
     def wait(self, done: Callable[[], bool], doing: str, check: Callable[[], None] | None = None) -> None:
         """Return when `done`; raise if the transfer fails, or nothing happens for too long.
 
@@ -377,9 +383,7 @@ class TransferStore:
             now = time.monotonic()
             if now - checked_at > 0.05:
                 checked_at = now
-                failure = self.failure()
-                if failure is not None:
-                    raise TransferError(f"the transfer of weights broke off: {failure['text']}")
+                self.check()
                 if check is not None:
                     check()
             if now > deadline:
@@ -442,6 +446,8 @@ class BroadcastGroup:
         # Gloo waits until every member has connected. If one has died, that takes the whole limit: not in this thread.
         threading.Thread(target=connect, name="broadcast group", daemon=True).start()
         store.wait(group.done, "sender and workers connected to each other", check)
+        if group.exception() is not None:
+            store.check()  # a failure of the transfer ends the thread too, and says more
         with _sender_alive():
             self._group: Any = group.result()
 

@@ -279,8 +279,9 @@ def captured_routes(batch: MicroBatch, chunk: int, layout: TokenLayout) -> Route
     traces = [trajectory.trace for trajectory in batch.trajectories]
     layers = batch.chunk_layers[chunk]
     # Sequences are laid out whole: no loss and no token depends on the last token, which engines return no route for.
-    routes = RouteBatch.from_traces(traces, layout, layers, source_layers=batch.source_layers, stand_ins=True)
-    return routes.to(batch.input_ids.device)
+    return RouteBatch.from_traces(
+        traces, layout, layers, source_layers=batch.source_layers, stand_ins=True, device=batch.input_ids.device
+    )
 
 
 def keep_rollout_routes(batch: MicroBatch, chunk_layers: Sequence[Sequence[int]]) -> None:
