@@ -197,15 +197,15 @@ class LogitMask:
 
     @classmethod
     def of(cls, mask: SamplingMask, device: torch.device) -> LogitMask:
-        import torch
+        from moe_replay.utils.device import to_device
 
         rows = np.repeat(np.arange(len(mask), dtype=np.int32), mask.counts)
         return cls(
             mask.vocab_size,
             mask.offsets,
-            torch.from_numpy(rows).to(device),
-            torch.from_numpy(mask.token_ids.copy()).to(device),
-            torch.from_numpy(mask.counts == 0).to(device),
+            to_device(rows, device),
+            to_device(mask.token_ids, device),
+            to_device(mask.counts == 0, device),
         )
 
     def check_vocabulary(self, width: int) -> None:

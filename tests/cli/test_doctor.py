@@ -96,11 +96,11 @@ def test_a_good_machine() -> None:
         (changed(megatron_core="0.20.0"), "megatron-core", "note", "test-megatron-versions"),
         (changed(transformer_engine=None), "megatron-core", "note", "transformer-engine"),
         (changed(vllm="0.21.0"), "vllm", "broken", "0.30"),
-        (changed(vllm="0.25.0"), "vllm", "broken", "vllm>=0.30,<0.33"),
-        (changed(vllm="0.29.1"), "vllm", "broken", "vllm>=0.30,<0.33"),
+        (changed(vllm="0.25.0"), "vllm", "broken", "vllm>=0.30,<0.34"),
+        (changed(vllm="0.29.1"), "vllm", "broken", "vllm>=0.30,<0.34"),
         (changed(vllm="0.31.0"), "vllm", "note", "prefix_caching"),
         (changed(vllm="0.32.0"), "vllm", "note", "prefix_caching"),
-        (changed(vllm="0.33.0"), "vllm", "note", "vllm>=0.30,<0.33"),
+        (changed(vllm="0.34.0"), "vllm", "note", "vllm>=0.30,<0.34"),
         (replace(changed(vllm="0.32.0"), gpus=()), "vllm", "broken", "GPU"),
         (replace(changed(vllm="0.32.0"), triton=False), "vllm", "broken", "Triton"),
         (replace(changed(vllm="0.28.0"), gpus=()), "vllm", "broken", "0.30"),
@@ -137,7 +137,7 @@ def test_doctor_says_what_was_run_on_which_hardware() -> None:
 
 def test_doctor_says_that_newer_packages_are_tried_and_vllm_self_tested() -> None:
     text = finding(changed(vllm="0.34.0"), "vllm").text
-    assert "newer than the tested releases (0.30 to 0.32); tried: at the start" in text
+    assert "newer than the tested releases (0.30 to 0.33); tried: at the start" in text
     assert "self-test" in text
     assert (
         "newer than the tested releases (4.57 to 5.23); tried"
@@ -263,4 +263,4 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 def test_the_remedy_stands_below() -> None:
     lines = findings_text(diagnose(changed(vllm="0.21.0"))).splitlines()
     assert len(lines) == len(CHECKS) + 1
-    assert [line.strip() for line in lines if "->" in line] == ["-> pip install 'vllm>=0.30,<0.33'"]
+    assert [line.strip() for line in lines if "->" in line] == ["-> pip install 'vllm>=0.30,<0.34'"]

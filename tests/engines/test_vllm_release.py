@@ -33,12 +33,12 @@ def test_older_releases_are_refused_with_the_version_to_install(version: str) ->
     with pytest.raises(EngineError) as refused:
         VllmRelease(version).check()
     assert f"vLLM {version} cannot be used" in str(refused.value)
-    assert "pip install 'vllm>=0.30,<0.33'" in str(refused.value)
+    assert "pip install 'vllm>=0.30,<0.34'" in str(refused.value)
     with pytest.raises(EngineError, match=r"at http://a:1 cannot be used.*there"):
         check_version(version, " at http://a:1")
 
 
-@pytest.mark.parametrize("version", ["0.30.0", "0.30.1+cpu", "0.31.0", "0.32.0", "0.33.0.dev7+g1234", "dev"])
+@pytest.mark.parametrize("version", ["0.30.0", "0.30.1+cpu", "0.31.0", "0.32.0", "0.33.0", "0.34.0.dev7+g1234", "dev"])
 def test_supported_and_newer_releases_are_used(version: str) -> None:
     release = VllmRelease(version)
     release.check()
@@ -76,7 +76,7 @@ def test_the_setting_of_routes_before_and_after_it_moved(on: bool) -> None:
 
 
 def test_the_extras_require_the_oldest_that_was_run_and_bound_none_from_above() -> None:
-    assert sorted(RUN_ON) == [OLDEST, (0, 31), NEWEST]
+    assert sorted(RUN_ON) == [(0, minor) for minor in range(OLDEST[1], NEWEST[1] + 1)]
     assert f"vllm>=0.{OLDEST[1]},<0.{NEWEST[1] + 1}" in INSTALL
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     required = [text for extra in project["project"]["optional-dependencies"].values() for text in extra]
@@ -87,7 +87,7 @@ def test_the_extras_require_the_oldest_that_was_run_and_bound_none_from_above() 
 
 
 def test_a_newer_package_is_tried_and_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert is_newer("vllm", "0.33.0")
+    assert is_newer("vllm", "0.34.0")
     assert not is_newer("vllm", "0.32.7")
     assert not is_newer("vllm", "dev")
     for _ in range(2):

@@ -128,6 +128,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
     arguments = parser.parse_args()
     mutants = [mutant for mutant in read_mutants() if arguments.only in mutant.name]
+    if not mutants:
+        parser.error(f"no mutant has {arguments.only!r} in its name")
     os.chdir(ROOT)
     for name in PRELOADED:
         importlib.import_module(name)
@@ -146,7 +148,7 @@ def main() -> int:
         while run.running:
             run.finish_one()
     print(f"{len(mutants) - run.survivors} of {len(mutants)} killed")
-    return 1 if run.survivors or not mutants else 0
+    return 1 if run.survivors else 0
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from moe_replay.errors import AlignmentError
 from moe_replay.routes.layout import PADDING, RowOrder, TokenLayout, compare_fed
 from moe_replay.routes.trace import RouteTrace
+from moe_replay.utils.device import indices_to_device, to_device
 
 if TYPE_CHECKING:
     from moe_replay.routes.topology import MoeTopology
@@ -146,17 +146,16 @@ class RouteBatch:
         valid = to_layer_major(masks, layout, runs, slice(0, 1) if shared else indices)
         replayed = np.broadcast_to(np.count_nonzero(valid, axis=1), len(layer_ids)).tolist()
         has_stand_ins = stand_ins and _put_stand_ins(routed_experts, valid, layout)
-        put = partial(_put, device)
 
         return cls(
             layers=layer_ids,
             routed_experts=routed_experts,
-            valid=put(valid).expand(len(layer_ids), -1),
+            valid=to_device(valid, device).expand(len(layer_ids), -1),
             all_valid=tuple(count == layout.num_rows for count in replayed),
             source_layers=traces[0].layers if source_layers is None else source_layers,
             num_experts=num_experts,
             max_expert=max(int(part.max(initial=0)) for part in parts),
-            fed_token_ids=put(fed_token_ids),
+            fed_token_ids=to_device(fed_token_ids, device),
             coverage=Coverage(layout.num_rows, layout.num_rows - layout.num_padding, tuple(replayed)),
             layout=layout,
             stand_ins=has_stand_ins,
@@ -249,7 +248,7 @@ class RouteBatch:
         """
         if not layout.prefixes:
             return self
-        rows = torch.from_numpy(layout.place).to(self.routed_experts.device)
+        rows = to_device(layout.place, self.routed_experts.device)
         return replace(self, fed_token_ids=None, coverage=None, layout=None)._mapped(lambda tensor: tensor[:, rows])
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> RouteBatch:
@@ -486,21 +485,15 @@ def _put_stand_ins(routed_experts: Tensor, valid: np.ndarray, layout: TokenLayou
     lacking, whole = np.flatnonzero(~has_route), np.flatnonzero(has_route)
     if not lacking.size or not whole.size or not layout.unused[lacking].all():
         return False
-    put = partial(_put, routed_experts.device)
-    rows, others = put(lacking), routed_experts[:, put(np.resize(whole, lacking.size))]
-    routed_experts[:, rows] = torch.where(put(valid[:, lacking, None]), routed_experts[:, rows], others)
+    rows, sources = indices_to_device(routed_experts.device, lacking, np.resize(whole, lacking.size))
+    has_own = to_device(valid[:, lacking, None], routed_experts.device)
+    routed_experts[:, rows] = torch.where(has_own, routed_experts[:, rows], routed_experts[:, sources])
     return True
 
 
 def _signed(ids: np.ndarray) -> np.ndarray:
     """View ids in the type that tensors of them have: torch computes little with uint16."""
     return ids.view(np.int16) if ids.dtype == np.uint16 else ids
-
-
-def _put(device: torch.device, array: np.ndarray) -> Tensor:
-    """Return an array as a tensor on a device, without a device sync."""
-    tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 # ---- between token-major traces and layer-major batches --------------------------------------------------------------
@@ -557,7 +550,7 @@ def layer_major_on(
     dtype = torch.int16 if parts[0].dtype == np.int16 else torch.uint8
     tokens = torch.empty((layout.num_tokens, *parts[0].shape[1:]), dtype=dtype, pin_memory=device.type == "cuda")
     np.concatenate(parts, out=tokens.numpy())
-    index = _put(device, layout.rows)
+    index = to_device(layout.rows, device)
     rows = tokens.to(device, non_blocking=True)[index.clamp(min=0)]
     return rows.masked_fill_((index == PADDING)[:, None, None], 0).transpose(0, 1).contiguous()
 

@@ -17,7 +17,7 @@ Release = tuple[int, ...]
 TESTED: dict[str, tuple[Release, Release]] = {
     "torch": ((2, 6), (2, 15)),
     "transformers": ((4, 57), (5, 23)),
-    "vllm": ((0, 30), (0, 32)),
+    "vllm": ((0, 30), (0, 33)),
     "sglang": ((0, 5, 23), (0, 5, 23)),
     "megatron-core": ((0, 12), (0, 19)),
     "trl": ((1, 16), (1, 16)),

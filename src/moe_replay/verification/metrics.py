@@ -20,6 +20,7 @@ from torch import Tensor
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import PADDING, TokenLayout
 from moe_replay.routes.topology import MoeTopology
+from moe_replay.utils.device import to_device
 from moe_replay.verification.agreement import same_experts
 
 _SUMS = ("tokens", "k1", "k3", "abs", "ratio", "ratio_squared", "frac_ratio_gt2")
@@ -205,7 +206,7 @@ class MetricAccumulator:
         """Count the choices that a margin has decided, by layer as `Replaying.choices` has them; padding excluded."""
         if not choices:  # a pipeline chunk without routers
             return
-        is_token = torch.from_numpy(layout.rows != PADDING).to(self._sum_vector.device)
+        is_token = to_device(layout.rows != PADDING, self._sum_vector.device)
         differing, replaced = (torch.stack(list(choices.values())) * is_token).sum((0, 2), dtype=torch.float64)
         pairs = (layout.num_rows - layout.num_padding) * self._topology.top_k * len(choices)
         self._sums.choices.add_(torch.stack([torch.full_like(differing, pairs), differing, replaced]))
@@ -314,7 +315,7 @@ def _reduced(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
 
 def _routed_tokens(routes: RouteBatch, layout: TokenLayout) -> Tensor:
     """Return (L, R) bool: rows that hold a token and have a route."""
-    return torch.from_numpy(layout.rows != PADDING).to(routes.valid.device) & routes.valid
+    return to_device(layout.rows != PADDING, routes.valid.device) & routes.valid
 
 
 def _named(names: Sequence[str], vector: Tensor, width: int) -> dict[str, Tensor]:

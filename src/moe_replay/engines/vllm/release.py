@@ -24,10 +24,11 @@ RUN_ON: dict[tuple[int, int], str] = {
     (0, 30): "run on CPU (float32) and on one NVIDIA H200 (bfloat16 and float32)",
     (0, 31): "run on CPU (float32)",
     (0, 32): "run on one NVIDIA H200 (bfloat16 and float32) and on CPU (float32)",
+    (0, 33): "run on one NVIDIA H200 (bfloat16 and float32)",
 }
 """Supported releases, and the hardware on which each has been run."""
-WORKING_VERSIONS = "0.30 to 0.32, or newer with a self-test; docs/engines.md says what was run on which hardware"
-INSTALL = "pip install 'vllm>=0.30,<0.33'"
+WORKING_VERSIONS = "0.30 to 0.33, or newer with a self-test; docs/engines.md says what was run on which hardware"
+INSTALL = "pip install 'vllm>=0.30,<0.34'"
 """Installs a tested release; the extra has no upper bound."""
 
 _ARGUMENTS = ("enable_return_routed_experts", "logprobs_mode", "worker_extension_cls", "skip_tokenizer_init")
@@ -178,7 +179,7 @@ def chosen_capture(
     if capture != "vllm" and obstacles:
         raise EngineOptionError(
             f"capture {capture!r} cannot be used with {', '.join(obstacles)}",
-            remedy='Use capture "auto" or "vllm", or leave that option out; vLLM 0.30 to 0.32 have all it needs',
+            remedy='Use capture "auto" or "vllm", or leave that option out; vLLM 0.30 to 0.33 have all it needs',
         )
     return capture  # type: ignore[return-value]
 

@@ -31,6 +31,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.train.backends.ulysses import ContextParallel
+from moe_replay.utils.device import to_device
 from moe_replay.weights.model_folder import ModelError
 
 logger = logging.getLogger(__name__)
@@ -76,8 +77,7 @@ class PackedSequences(NamedTuple):
     def of(
         cls, lengths: Sequence[int], device: torch.device, context: ContextParallel | None = None
     ) -> PackedSequences:
-        starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        return cls(starts.to(device, non_blocking=True), max(lengths), {}, context)
+        return cls(_starts(lengths, device), max(lengths), {}, context)
 
     @classmethod
     def sharing(cls, layout: TokenLayout, device: torch.device) -> PackedSequences:
@@ -88,9 +88,12 @@ class PackedSequences(NamedTuple):
             for sequence, (first, last) in enumerate(pairwise(starts.tolist()))
         ]
         counts = [len(part) for part in parts]
-        rows = torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True)
-        key_starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(device, non_blocking=True)
-        return cls.of(layout.segments, device)._replace(keys=GatheredKeys(rows, key_starts, max(counts)))
+        keys = GatheredKeys(to_device(np.concatenate(parts), device), _starts(counts, device), max(counts))
+        return cls.of(layout.segments, device)._replace(keys=keys)
+
+
+def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return to_device(np.cumsum([0, *lengths], dtype=np.int32), device)
 
 
 def forward_arguments(

@@ -30,6 +30,7 @@ from moe_replay.train.learn.balance import Division, ExpertBalance
 from moe_replay.train.learn.losses import Aggregation, token_weights
 from moe_replay.train.learn.sharing import Sharing, Tree, balanced, divide_groups, joined, shared_bins, tree_again
 from moe_replay.train.trajectories.store import TrajectoryStore
+from moe_replay.utils.device import to_device
 
 
 @dataclass(slots=True)
@@ -241,7 +242,7 @@ def make_micro_batch(
     target_positions = layout.place[tokens]
 
     def on_device(values: np.ndarray, dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(device, dtype)
+        return to_device(values, device).to(dtype)
 
     def per_token(values: Sequence[float]) -> Tensor:
         return on_device(np.asarray(values, np.float32)[sequence[is_scored]], torch.float32)

@@ -43,6 +43,7 @@ from moe_replay.train.learn.sharing import Sharing, num_differing
 from moe_replay.train.learn.step_checks import Alignment, FirstUpdateCheck
 from moe_replay.train.output.clock import Pass
 from moe_replay.train.trajectories.store import TrajectoryStore
+from moe_replay.utils.device import to_device
 from moe_replay.utils.misc import ProgressCallback
 from moe_replay.verification.metrics import MetricAccumulator
 
@@ -259,7 +260,7 @@ class Learner:
 
     def _drop_unrouted(self, batch: MicroBatch, metrics: MetricAccumulator) -> None:
         """Take tokens out of the loss that were predicted without a route; those that stay keep their weights."""
-        is_out = torch.from_numpy(~has_route(batch.trajectories)).to(batch.loss_weights.device)
+        is_out = to_device(~has_route(batch.trajectories), batch.loss_weights.device)
         batch.loss_weights = batch.loss_weights.masked_fill(is_out, 0.0)
         if not batch.is_dummy:
             metrics.add_mean(DROPPED, is_out.double())

@@ -19,6 +19,7 @@ from moe_replay.errors import EngineError, ExitStatus
 from moe_replay.records import MicroBatch, Trajectory
 from moe_replay.train.backends.base import Backend
 from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.utils.device import to_device
 from moe_replay.verification.metrics import NUM_SUMS, Mismatch, mismatch_terms
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class ServerChecks:
             routed = trajectory.trace.valid[:-1][trajectory.sampled[1:]]
             counts[:, 0] += np.bincount(server, minlength=len(counts)) * routed.shape[1]
             counts[:, 1] += np.bincount(server, routed.sum(1), len(counts))
-        self._sums[:, NUM_SUMS:] += torch.from_numpy(counts).to(self._sums.device)
+        self._sums[:, NUM_SUMS:] += to_device(counts, self._sums.device)
 
     def _servers_of_tokens(self, trajectory: Trajectory) -> np.ndarray:
         """(n,) int64: index of the server that has sampled each scored token of a trajectory."""
@@ -106,7 +107,7 @@ class ServerChecks:
 
     def _per_token(self, batch: MicroBatch, of_trajectory: Callable[[Trajectory], np.ndarray]) -> Tensor:
         values = np.concatenate([of_trajectory(trajectory) for trajectory in batch.trajectories])
-        return torch.from_numpy(values).to(self._sums.device)
+        return to_device(values, self._sums.device)
 
     # ---- the verdict --------------------------------------------------------------------------------------------
 
