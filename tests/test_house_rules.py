@@ -225,6 +225,16 @@ def other_name_for_ids(file: File) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"an array called {name}; expert ids are routed_experts"
 
 
+def waiting_copy(file: File) -> Iterator[tuple[int, str]]:
+    """Arrays go to a GPU by `to_device`: other copies wait until it has done all that it was given before."""
+    if file.path.endswith("utils/device.py"):
+        return
+    for node in ast.walk(file.tree):
+        is_copy = isinstance(node, ast.Attribute) and node.attr in ("to", "cuda")
+        if is_copy and any(file.dotted(part) == "torch.from_numpy" for part in ast.walk(node.value)):
+            yield node.lineno, "an array copied by .to(); use utils.device.to_device"
+
+
 def too_long_file(file: File) -> Iterator[tuple[int, str]]:
     """A file has one subject; one this long has several."""
     if (lines := len(file.text.splitlines())) > LONGEST_LINES:
@@ -343,6 +353,7 @@ SCOPE: dict[Rule, list[File]] = {
     eager_import: SOURCE,
     core_import: SOURCE,
     other_name_for_ids: SOURCE,
+    waiting_copy: SOURCE,
     too_long_file: SOURCE,
     empty_test: TESTS,
     machine_path: EVERYTHING,
@@ -421,6 +432,8 @@ CAUGHT: list[tuple[Rule, str]] = [
     (other_name_for_ids, "def trace_of(captured: np.ndarray, topology: MoeTopology): ..."),
     (other_name_for_ids, "async def route(*, chosen: Mapping[int, Tensor] | None = None): ..."),
     (other_name_for_ids, "class Batch:\n    experts: torch.Tensor"),
+    (waiting_copy, "import torch\nrows = torch.from_numpy(layout.rows).to(device)"),
+    (waiting_copy, "import torch\nmask = torch.from_numpy(layout.rows != -1).long().to(device, non_blocking=True)"),
     (too_long_file, "x = 1\n" * 601),
     (empty_test, "def test_nothing():\n    run()"),
     (empty_test, "def test_constant():\n    assert True"),
@@ -450,6 +463,7 @@ FREE: list[tuple[Rule, str]] = [
     (eager_import, "from moe_replay.routers import transformers\nfrom . import vllm"),
     (core_import, "import os.path\nimport numpy as np\nfrom torch import nn\nfrom moe_replay.errors import TraceError"),
     (other_name_for_ids, "def trace_of(routed_experts: np.ndarray, chosen: int, experts: range): ..."),
+    (waiting_copy, "import torch\nrows = to_device(layout.rows, device).to(torch.int32)\nids = torch.from_numpy(ids)"),
     (too_long_file, "x = 1\n" * 600),
     (empty_test, "def test_plain():\n    assert f() == 1"),
     (empty_test, "def test_raises():\n    with pytest.raises(ValueError):\n        f()"),

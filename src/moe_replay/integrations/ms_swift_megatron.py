@@ -28,6 +28,7 @@ from moe_replay.interop import from_ms_swift
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.trace import RouteTrace
+from moe_replay.utils.device import to_device
 
 PARAMETERS = {
     "MegatronGRPOTrainer._maybe_compute_logps": ("self", "batch", "teacher_inputs"),
@@ -212,7 +213,7 @@ class MicroBatch:
 
     def fed_ids(self, chunk: Any, device: torch.device) -> Tensor | None:
         """Return the ids for a chunk that is not fed any; None for the first."""
-        return None if chunk.pre_process else torch.from_numpy(self.layout.fed_token_ids(self.ids)).to(device)
+        return None if chunk.pre_process else to_device(self.layout.fed_token_ids(self.ids), device)
 
     def sampled(self, completion_mask: Tensor) -> np.ndarray:
         """Return (num_tokens,) bool: which tokens were sampled. ms-swift's mask (B, T) has the next token's."""

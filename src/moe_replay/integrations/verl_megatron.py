@@ -26,6 +26,7 @@ from moe_replay.integrations.megatron_guard import RouterGuard, without_own_repl
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import TokenLayout
 from moe_replay.routes.trace import RouteTrace
+from moe_replay.utils.device import to_device
 
 if TYPE_CHECKING:
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead as _Engine
@@ -160,7 +161,7 @@ class MegatronGuard(RouterGuard):
             return run()
         layout = self._layout(batch, chunk)
         ids = [sample.tolist() for sample in batch["input_ids"].unbind()]
-        fed = None if chunk.pre_process else torch.from_numpy(layout.fed_token_ids(ids)).to(self.device)
+        fed = None if chunk.pre_process else to_device(layout.fed_token_ids(ids), self.device)
         if traces is None:
             tensordict_utils.assign_non_tensor(batch, record_r2_routes=False)
             with self.controller.record(fed_ids=fed) as recording:

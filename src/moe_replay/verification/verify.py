@@ -16,6 +16,7 @@ from moe_replay.replay.controller import RouterReplay, attach
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.layout import PADDING, TokenLayout
 from moe_replay.routes.trace import RouteTrace
+from moe_replay.utils.device import to_device
 from moe_replay.utils.misc import evaluating
 from moe_replay.verification.alignment_verdict import FLOOR, Cause, Verdict, judge, listed
 from moe_replay.verification.causes import Evidence, explain, spread
@@ -212,8 +213,8 @@ def verify(
 def _native_routes(model: nn.Module, replay: RouterReplay, token_ids: list[np.ndarray]) -> list[RouteTrace]:
     layout = TokenLayout.padded([len(ids) for ids in token_ids])
     device = next(model.parameters()).device
-    fed = torch.from_numpy(layout.fed_token_ids(token_ids, pad=0)).long().to(device)
-    mask = torch.from_numpy(layout.fed != PADDING).long().to(device)
+    fed = to_device(layout.fed_token_ids(token_ids, pad=0), device).long()
+    mask = to_device(layout.fed != PADDING, device).long()
     with replay.record() as recording:
         model(input_ids=fed, attention_mask=mask)
     return recording.traces(layout, [ids.tolist() for ids in token_ids])

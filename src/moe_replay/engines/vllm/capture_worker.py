@@ -23,6 +23,7 @@ from moe_replay.engines.vllm.console import StartupProgress, mute_known_warnings
 from moe_replay.engines.vllm.cpu import CpuLoraWithoutExperts, ParallelExperts
 from moe_replay.engines.vllm.lora import AdaptedRouters
 from moe_replay.engines.vllm.shared import LastingWeights
+from moe_replay.utils.device import to_device
 
 
 class RouteCapture:
@@ -128,7 +129,7 @@ class RunnerV2:
         counts = np.where(rows >= 0, tables.num_blocks.np[self._group, rows], 0).astype(np.int64)
         columns = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         table = tables.block_tables[self._group].gpu
-        where = torch.from_numpy(np.stack([np.repeat(rows, counts), columns])).to(table.device, non_blocking=True)
+        where = to_device(np.stack([np.repeat(rows, counts), columns]), table.device)
         return counts.tolist(), table[where[0], where[1]].long()
 
     def progress(self, request_id: str) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -44,6 +45,7 @@ from moe_replay.train.backends.regions import RegionMap, Rows
 from moe_replay.train.backends.shared_base import SharedBase
 from moe_replay.train.backends.ulysses import ContextParallel
 from moe_replay.train.config.train_config import TrainConfig
+from moe_replay.utils.device import to_device
 from moe_replay.weights.checkpoint import CheckpointForm
 from moe_replay.weights.lora_adapter import Adapter
 from moe_replay.weights.model_folder import ModelError
@@ -410,7 +412,7 @@ class FsdpBackend(Backend):
     def _some_tokens(self, layout: TokenLayout) -> dict[str, Any]:
         """Return what the model is fed for the tokens of a layout: any, and the logits of one."""
         counted = [position for length in layout.lengths for position in range(length)]
-        positions = torch.tensor([*counted, 0])[torch.from_numpy(layout.fed.copy())].to(self.device)
+        positions = to_device(np.array([*counted, 0])[layout.fed], self.device)
         arguments = forward_arguments(self.model, layout, self.device, self._context)
         ids = positions % 7  # of any vocabulary
         return {"input_ids": ids, "position_ids": positions, "use_cache": False, "logits_to_keep": 1, **arguments}
