@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import threading
 
@@ -29,9 +30,13 @@ def model():
     return tiny_qwen3_moe()
 
 
-@pytest.fixture
-def replay(model):
-    return mr.attach(model)
+@pytest.fixture(params=[False, True], ids=["", "deferred"])
+def replay(model, request, monkeypatch):
+    """A controller, and one whose errors about tokens come when the context closes."""
+    controller = mr.attach(model)
+    if request.param:
+        monkeypatch.setattr(controller, "replay", functools.partial(controller.replay, deferred=True))
+    return controller
 
 
 @pytest.fixture
@@ -152,12 +157,32 @@ def test_the_decoder_called_as_a_module(model, replay, batch):
         model.model(OTHER)
 
 
-def test_tokens_that_were_refused_are_refused_again(model, replay, batch):
+def test_tokens_that_were_refused_are_refused_again(model):
     """Also further in, where a tensor that was compared before needs no second comparison."""
+    replay = mr.attach(model)
+    batch = recorded(model, replay)
     with torch.no_grad(), pytest.raises(mr.AlignmentError, match="another token"), replay.replay(batch):
         with pytest.raises(mr.AlignmentError, match="another token"):
             model(OTHER)
         model.model(OTHER)
+
+
+def test_tokens_that_were_compared_without_a_wait_are_refused_in_the_end(model):
+    """Also those of a forward behind which the right ones are fed."""
+    replay = mr.attach(model)
+    batch, ran = recorded(model, replay), []
+    model.model.layers[-1].register_forward_hook(lambda *_: ran.append(True))
+    refused = pytest.raises(mr.AlignmentError, match="another token")
+    with torch.no_grad(), refused, replay.replay(batch, deferred=True):
+        model(OTHER)
+        assert ran == [True]
+
+    def right_ones(module, args, kwargs):
+        return args, kwargs | {"input_ids": IDS}
+
+    model.model.register_forward_pre_hook(right_ones, with_kwargs=True)
+    with torch.no_grad(), refused, replay.replay(batch, deferred=True):
+        model(OTHER)
 
 
 class FromEmbeddings(torch.nn.Module):

@@ -21,6 +21,7 @@ from moe_replay.integrations.step_metrics import StepMetrics
 from moe_replay.replay.controller import RouterReplay, attach
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.topology import MoeTopology
+from moe_replay.utils.device import read_later
 
 Routers = Callable[[Any], list[tuple[int, Any]]]  # chunk -> (decoder layer, the replay object of its router)
 
@@ -121,15 +122,10 @@ class RouterGuard:
             wrong_rows.append((target.to(valid.device) != expected_ids).any(1) & replayed)
             targets.append(target)
         wrong = torch.stack(wrong_rows) if wrong_rows else expected.valid[:0]
-        found = torch.cat([*counts, wrong.sum(1)]).to("cpu", non_blocking=True)
-        copied = torch.cuda.Event() if wrong.is_cuda else None
-        if copied is not None:
-            copied.record()
+        found = read_later(torch.cat([*counts, wrong.sum(1)]))
 
         def raise_if_wrong() -> None:
-            if copied is not None:
-                copied.synchronize()
-            if not found.any():
+            if not found().any():
                 return
             if fed is not None:
                 expected.check_fed(fed)

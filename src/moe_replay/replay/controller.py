@@ -259,6 +259,7 @@ class RouterReplay:
         observe: bool = False,
         unverified: bool = False,
         allow_unknown_tokens: bool = False,
+        deferred: bool = False,
         plan: DispatchPlan | None = None,
         policy: ReplayPolicy = IDS,
         weights: bool = False,
@@ -274,6 +275,8 @@ class RouterReplay:
         unverified            do without the comparison of token ids, e.g. for routes that were recorded without any
         allow_unknown_tokens  accept tokens that no trace has, where the layout of the batch has padding: they are
                               routed natively, and `Replaying.unknown_tokens` counts them
+        deferred              raise about token ids when the context closes, not before the first layer: then the host
+                              does not wait for the device, and the backward must come after the context
         plan                  of the rows of this batch, made before by `plan_rows`; None: it is made here
         policy                how much of the batch is taken; the default takes the experts
         weights, since        as for `record`
@@ -293,7 +296,9 @@ class RouterReplay:
         if batch.layers != needed:
             batch = batch.select_layers(needed)
         if batch.routed_experts.device.type == "cpu":  # a batch that is on a device already stays there
-            batch = batch.to(self._device())
+            device = self._device()
+            batch = batch.pin_memory() if device.type == "cuda" else batch
+            batch = batch.to(device, non_blocking=True)
         plan = self._plan(batch, plan, policy)
         self.replayed_passes += 1
         self.planned_passes += plan is not None
@@ -321,6 +326,7 @@ class RouterReplay:
             batch=None if unverified else batch,
             given_ids=fed_ids,
             allow_unknown=allow_unknown_tokens,
+            deferred=deferred,
         )
         with self._opened(forward_pass):
             yield Replaying(self.topology, self._rows, forward_pass, None if replayed is batch else batch)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from moe_replay.errors import AlignmentError, ReplayStateError
 from moe_replay.routes.batch import RouteBatch
 from moe_replay.routes.plan import DispatchPlan
+from moe_replay.utils.device import read_later
 
 
 class FedTokens:
@@ -33,6 +34,7 @@ class FedTokens:
         self.mask = mask if mask is not None and mask.shape == ids.shape else None
         self.checked = False
         self.unknown = 0
+        self._found: Callable[[], torch.Tensor] | None = None  # counts of wrong ids, on their way to the host
 
     @classmethod
     def copied(cls, ids: torch.Tensor, mask: torch.Tensor | None = None) -> FedTokens:
@@ -42,11 +44,19 @@ class FedTokens:
     def copy(self) -> None:
         self.ids = self.ids.detach().clone()
 
+    def compare(self, batch: RouteBatch | None) -> None:
+        """Compare these tokens with those of the batch, for a later `check`; no device sync."""
+        if batch is not None:
+            self._found = read_later(batch.count_wrong(self.ids, self.mask))
+
     def check(self, batch: RouteBatch | None, allow_unknown: bool) -> None:
-        """Raise unless these are the tokens of the batch, where there is one. One device sync."""
-        if batch is not None and not self.checked:
-            self.unknown = batch.check_fed(self.ids, self.mask, allow_unknown=allow_unknown)
-            self.checked = True
+        """Raise unless these are the tokens of the batch, where there is one. One device sync, if not compared yet."""
+        if batch is None or self.checked:
+            return
+        differing, unknown = (1, 0) if self._found is None else self._found().tolist()
+        if differing or (unknown and not allow_unknown):
+            unknown = batch.check_fed(self.ids, self.mask, allow_unknown=allow_unknown)
+        self.unknown, self.checked = unknown, True
 
     def check_equal(self, other: FedTokens) -> None:
         """Raise unless the model is fed the ids that the caller passed. One device sync."""
@@ -109,6 +119,7 @@ class ForwardPass:
     repeats       whether a recording may span many forwards (token-by-token generation)
     given_ids     (B, W) the token ids that the caller of a model without any has passed
     allow_unknown whether the model may be fed tokens that the batch has no routes for
+    deferred      whether the tokens are compared without a device sync, and an error is raised by `check_fed`
     tokens        what the model was fed in the latest forward
     """
 
@@ -122,6 +133,7 @@ class ForwardPass:
         repeats: bool = False,
         given_ids: torch.Tensor | None = None,
         allow_unknown: bool = False,
+        deferred: bool = False,
     ) -> None:
         self.purpose = purpose
         self.layer_routes = dict(layer_routes)
@@ -129,13 +141,15 @@ class ForwardPass:
         self.batch = batch
         self.repeats = repeats
         self.allow_unknown = allow_unknown
+        self.deferred = deferred
         self.thread: int | None = threading.get_ident()
         self.given: FedTokens | None = None
         self.tokens: FedTokens | None = None
         self._forwards: dict[tuple[int, ...], _ChunkForward] = {}
+        self._compared: list[FedTokens] = []  # and not checked yet
         if given_ids is not None:
             self.given = FedTokens.copied(given_ids)
-            self.given.check(batch, allow_unknown)
+            self._compare(self.given)
 
     # ---- what the model is fed ----------------------------------------------------------------------------------
 
@@ -162,7 +176,7 @@ class ForwardPass:
         if running.is_known(depth, ids):
             return
         fed = FedTokens.copied(ids, mask)
-        fed.check(self.batch, self.allow_unknown)
+        self._compare(fed)
         if self.given is not None and self.batch is None:
             self.given.check_equal(fed)
         for routes in self.layer_routes.values():  # a module further in, or a later hook, has changed them
@@ -170,6 +184,13 @@ class ForwardPass:
                 routes.tokens = fed
         running.set(depth, ids, fed)
         self.tokens = fed
+
+    def _compare(self, fed: FedTokens) -> None:
+        fed.compare(self.batch)
+        if self.deferred:
+            self._compared.append(fed)
+        else:
+            fed.check(self.batch, self.allow_unknown)
 
     def feed_compiled(self, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Copy the token ids (B, W) of a compiled forward in its graph; they are compared when the context closes."""
@@ -186,8 +207,9 @@ class ForwardPass:
         """Raise unless the tokens of the forward have been compared with those of the routes."""
         if self.batch is None:
             return
-        if self.tokens is not None and not self.tokens.checked:
-            self.tokens.check(self.batch, self.allow_unknown)
+        for tokens in (*self._compared, self.tokens):
+            if tokens is not None:
+                tokens.check(self.batch, self.allow_unknown)
         fed = [self.given, self.tokens, *(forward.tokens for forward in self._forwards.values())]
         if not any(tokens is not None for tokens in fed):
             raise AlignmentError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,20 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """
     tensor = torch.from_numpy(np.require(array, requirements=["C", "W"]))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def read_later(tensor: Tensor) -> Callable[[], Tensor]:
+    """Copy a tensor to the host without waiting for its device; return what waits for the copy alone and returns it."""
+    if tensor.device.type != "cuda":
+        return tensor.cpu
+    copy, copied = tensor.to("cpu", non_blocking=True), torch.cuda.Event()
+    copied.record()
+
+    def read() -> Tensor:
+        copied.synchronize()
+        return copy
+
+    return read
 
 
 def indices_to_device(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:

@@ -233,7 +233,7 @@ def apply_routing(replay: RouterReplay, batch: MicroBatch, chunk: int, routing: 
     if routing.action == "replay":
         routes = rollout_routes(batch, chunk) if routing.source == "rollout" else batch.recorded_routes[chunk]
         with replay.replay(
-            routes, observe=routing.observe, policy=routing.policy, weights=keeps, since=since
+            routes, observe=routing.observe, deferred=True, policy=routing.policy, weights=keeps, since=since
         ) as replaying:
             yield
         _keep_weights(batch, chunk, routing, replaying)
