@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
@@ -199,6 +199,21 @@ def test_nobody_waits_for_a_worker_that_died_before_it_connected() -> None:
                 one.result()
     while any(thread.name == "broadcast group" for thread in threading.enumerate()):  # they would crash the end
         time.sleep(0.01)
+
+
+def test_a_connection_that_a_failure_has_ended_names_the_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the thread that connects has ended before this one looks for a failure."""
+    store = TransferStore.listen("127.0.0.1", 3600)
+    own = TransferStore.connect("127.0.0.1", store.port, store.token, 3600)
+    store.fail("worker 1 has died")
+
+    def wait(done: Callable[[], bool], doing: str, check: object) -> None:
+        while not done():
+            time.sleep(0.01)
+
+    monkeypatch.setattr(own, "wait", wait)
+    with pytest.raises(TransferError, match="worker 1 has died"):
+        BroadcastGroup(own, 0, 2, "cpu")
 
 
 class DividedScene(Scene):
