@@ -107,6 +107,12 @@ def ids_of(batch: RouteBatch) -> np.ndarray:
 # ---- from traces -----------------------------------------------------------------------------------------------------
 
 
+def test_a_gpu_lays_out_padding_alone() -> None:
+    layout = TokenLayout(np.full((1, 4), -1), (0,), (4,))
+    nothing = np.zeros((0, len(LAYERS), 2), np.uint8)
+    assert layer_major_on(torch.device("cpu"), [nothing], layout, slice(None)).tolist() == [[[0, 0]] * 4] * len(LAYERS)
+
+
 @given(cases())
 def test_every_row_holds_the_routes_of_its_token(case: Case) -> None:
     for layout in case.layouts:

@@ -548,11 +548,11 @@ def layer_major_on(
     """Transpose (T, L, K) of each sequence to (L, R, K) on a device; zero in rows that hold no token."""
     parts = [_signed(sequence)[:, indices] for sequence in sequences]
     dtype = torch.int16 if parts[0].dtype == np.int16 else torch.uint8
-    tokens = torch.empty((layout.num_tokens, *parts[0].shape[1:]), dtype=dtype, pin_memory=device.type == "cuda")
-    np.concatenate(parts, out=tokens.numpy())
-    index = to_device(layout.rows, device)
-    rows = tokens.to(device, non_blocking=True)[index.clamp(min=0)]
-    return rows.masked_fill_((index == PADDING)[:, None, None], 0).transpose(0, 1).contiguous()
+    tokens = torch.empty((layout.num_tokens + 1, *parts[0].shape[1:]), dtype=dtype, pin_memory=device.type == "cuda")
+    np.concatenate(parts, out=tokens[:-1].numpy())
+    tokens[PADDING] = 0  # the last one, which rows of padding take
+    rows = tokens.to(device, non_blocking=True)[to_device(layout.rows, device)]
+    return rows.transpose(0, 1).contiguous()
 
 
 def to_token_major(batch: np.ndarray, layout: TokenLayout, runs: Sequence[Run]) -> list[np.ndarray]:
