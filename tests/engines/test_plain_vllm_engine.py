@@ -257,7 +257,7 @@ def test_a_mask_of_the_server(server: Server) -> None:
         ({"enable_return_routed_experts": False}, r"vLLM 0\.30\.0 at .* does not return routes.*--enable-return"),
         ({"logprobs_mode": "raw_logprobs"}, "found raw_logprobs.*--logprobs-mode processed_logprobs"),
         ({"max_model_len": 8}, "expected 16 tokens, found --max-model-len 8"),
-        ({"release": "0.29.0"}, r"vLLM 0\.29\.0 at .* cannot be used.*vllm>=0\.30,<0\.33"),
+        ({"release": "0.29.0"}, r"vLLM 0\.29\.0 at .* cannot be used.*vllm>=0\.30,<0\.34"),
         ({"config": {"nothing": 1}}, "cannot be read"),
     ],
 )

@@ -35,7 +35,7 @@ def test_a_newer_vllm_is_tried_and_tested_at_the_start_and_after_an_update(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with VllmEngine(folder, **SHARED) as engine:
-        said = "vLLM 0.34.0 is newer than the newest tested (0.32); its self-test passed (moe-replay's capture)"
+        said = "vLLM 0.34.0 is newer than the newest tested (0.33); its self-test passed (moe-replay's capture)"
         assert said in capfd.readouterr().err
         engine.update_weights(checkpoint_tensors(tiny_model("qwen3_moe", 1)), version=1)
         assert engine.weight_version == 1
