@@ -122,10 +122,10 @@ class RouterGuard:
             wrong_rows.append((target.to(valid.device) != expected_ids).any(1) & replayed)
             targets.append(target)
         wrong = torch.stack(wrong_rows) if wrong_rows else expected.valid[:0]
-        found = read_later(torch.cat([*counts, wrong.sum(1)]))
+        wrong_counts = read_later(torch.cat([*counts, wrong.sum(1)]))
 
         def raise_if_wrong() -> None:
-            if not found().any():
+            if not wrong_counts().any():
                 return
             if fed is not None:
                 expected.check_fed(fed)

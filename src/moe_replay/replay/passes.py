@@ -34,7 +34,7 @@ class FedTokens:
         self.mask = mask if mask is not None and mask.shape == ids.shape else None
         self.checked = False
         self.unknown = 0
-        self._found: Callable[[], torch.Tensor] | None = None  # counts of wrong ids, on their way to the host
+        self._wrong_counts: Callable[[], torch.Tensor] | None = None  # on their way to the host
 
     @classmethod
     def copied(cls, ids: torch.Tensor, mask: torch.Tensor | None = None) -> FedTokens:
@@ -47,13 +47,13 @@ class FedTokens:
     def compare(self, batch: RouteBatch | None) -> None:
         """Compare these tokens with those of the batch, for a later `check`; no device sync."""
         if batch is not None:
-            self._found = read_later(batch.count_wrong(self.ids, self.mask))
+            self._wrong_counts = read_later(batch.count_wrong(self.ids, self.mask))
 
     def check(self, batch: RouteBatch | None, allow_unknown: bool) -> None:
         """Raise unless these are the tokens of the batch, where there is one. One device sync, if not compared yet."""
         if batch is None or self.checked:
             return
-        differing, unknown = (1, 0) if self._found is None else self._found().tolist()
+        differing, unknown = (1, 0) if self._wrong_counts is None else self._wrong_counts().tolist()
         if differing or (unknown and not allow_unknown):
             unknown = batch.check_fed(self.ids, self.mask, allow_unknown=allow_unknown)
         self.unknown, self.checked = unknown, True
