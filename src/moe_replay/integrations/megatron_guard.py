@@ -106,6 +106,7 @@ class RouterGuard:
 
     def _compare(self, expected: RouteBatch, chunk: Any, fed: Tensor | None) -> Callable[[], None]:
         """Compare what the trainer has put on each router, without a device sync; return what raises if it is wrong."""
+        fed = None if fed is None else fed.clone()  # the trainer may use its buffer again before it is looked at
         counts = [] if fed is None else [expected.count_wrong(fed)]
         wrong_rows, targets = [], []
         for layer, router in self._routers(chunk):

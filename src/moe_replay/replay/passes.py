@@ -44,16 +44,17 @@ class FedTokens:
     def copy(self) -> None:
         self.ids = self.ids.detach().clone()
 
-    def compare(self, batch: RouteBatch | None) -> None:
+    def compare(self, batch: RouteBatch) -> Callable[[], torch.Tensor]:
         """Compare these tokens with those of the batch, for a later `check`; no device sync."""
-        if batch is not None:
-            self._wrong_counts = read_later(batch.count_wrong(self.ids, self.mask))
+        self._wrong_counts = read_later(batch.count_wrong(self.ids, self.mask))
+        return self._wrong_counts
 
     def check(self, batch: RouteBatch | None, allow_unknown: bool) -> None:
         """Raise unless these are the tokens of the batch, where there is one. One device sync, if not compared yet."""
         if batch is None or self.checked:
             return
-        differing, unknown = (1, 0) if self._wrong_counts is None else self._wrong_counts().tolist()
+        wrong_counts = self._wrong_counts or self.compare(batch)
+        differing, unknown = wrong_counts().tolist()
         if differing or (unknown and not allow_unknown):
             unknown = batch.check_fed(self.ids, self.mask, allow_unknown=allow_unknown)
         self.unknown, self.checked = unknown, True
@@ -186,11 +187,11 @@ class ForwardPass:
         self.tokens = fed
 
     def _compare(self, fed: FedTokens) -> None:
-        fed.compare(self.batch)
-        if self.deferred:
-            self._compared.append(fed)
-        else:
+        if not self.deferred:
             fed.check(self.batch, self.allow_unknown)
+        elif self.batch is not None:
+            fed.compare(self.batch)
+            self._compared.append(fed)
 
     def feed_compiled(self, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Copy the token ids (B, W) of a compiled forward in its graph; they are compared when the context closes."""
