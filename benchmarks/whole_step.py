@@ -123,6 +123,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             if done.returncode:
                 raise SystemExit(f"{variant} failed with status {done.returncode}")
             results[variant] = json.loads(done.stdout.splitlines()[-1])
+            print(f"{variant}: {results[variant]}", flush=True)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     sequences, tokens, _ = WORK[arguments.size]
     return {

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import moe_replay as mr
+from moe_replay.integrations.hosts import ReplaySettings
+from moe_replay.integrations.step_metrics import StepMetrics
 from tests.models import gradients, perturb_routers, random_ids, tiny_qwen3_moe
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -134,3 +136,12 @@ def test_routes_are_laid_out_on_the_device_without_a_wait():
     assert torch.equal(device.routed_experts.cpu(), host.routed_experts)
     assert torch.equal(device.valid.cpu(), host.valid)
     assert torch.equal(device.fed_token_ids.cpu(), host.fed_token_ids)
+
+
+def test_metrics_of_plug_ins_are_summed_on_the_gpu(model):
+    metrics = StepMetrics(mr.attach(model).topology, torch.device("cuda"), ReplaySettings(mode="R3", check_every=0))
+    sampled, mask = torch.full((2, 4), -3.0, device="cuda"), torch.ones(2, 4, dtype=torch.bool, device="cuda")
+    metrics.add_samples([True, False])
+    metrics.add_logprobs(sampled, sampled, mask, replayed=True)
+    values = metrics.finish(is_update=True)
+    assert (values["moe_replay/samples_without_routes"], values["moe_replay/k3"]) == (1, 0)

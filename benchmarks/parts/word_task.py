@@ -37,11 +37,11 @@ def write_task(folder: Path, model: dict[str, Any], device: str, *, prompts: int
         made = Qwen3MoeForCausalLM(config)
     torch.set_default_dtype(before)
     made.save_pretrained(folder / "model", max_shard_size="4GB")
-    vocabulary = Tokenizer(models.WordLevel({f"w{i}": i for i in range(config.vocab_size)}, unk_token="w2"))
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}  # no words: they are split off first
+    names = [*special.values(), *(f"w{i}" for i in range(len(special), config.vocab_size))]
+    vocabulary = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
     vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=vocabulary, eos_token="w1", pad_token="w0", unk_token="w2", clean_up_tokenization_spaces=False
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, clean_up_tokenization_spaces=False, **special)
     tokenizer.save_pretrained(folder / "model")
     draw = random.Random(0)
     rows = [

@@ -8,7 +8,7 @@ import torch
 import moe_replay as mr
 from moe_replay.integrations.hosts import ReplaySettings
 from moe_replay.integrations.step_metrics import StepMetrics
-from moe_replay.verification.metrics import k3
+from moe_replay.verification.metrics import MetricAccumulator, k3
 from tests.models import tiny_qwen3_moe
 
 
@@ -39,3 +39,18 @@ def test_nothing_is_paired_in_an_update_without_a_comparison(metrics) -> None:
     found = metrics.finish(is_update=True)
     assert "moe_replay/k3" in found
     assert not {"moe_replay/k3_native", "moe_replay/k3_paired"} & set(found)
+
+
+def test_samples_without_routes_are_counted(metrics) -> None:
+    metrics.add_samples([True, False, False])
+    metrics.add_samples([True, True])
+    assert metrics.finish(is_update=True)["moe_replay/samples_without_routes"] == 3
+
+
+def test_samples_are_counted_where_the_sums_are(monkeypatch) -> None:
+    """On a GPU a sum takes no values of the host."""
+    added = []
+    monkeypatch.setattr(MetricAccumulator, "add_total", lambda self, name, value: added.append(value.device.type))
+    topology = mr.MoeTopology.from_config(tiny_qwen3_moe().config)
+    StepMetrics(topology, torch.device("meta"), ReplaySettings(mode="R3")).add_samples([True, False])
+    assert added == ["meta"]

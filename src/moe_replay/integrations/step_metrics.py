@@ -31,6 +31,7 @@ class StepMetrics:
     """Sums of one rank over the micro-batches of a pass; `finish` adds those of all ranks."""
 
     def __init__(self, topology: MoeTopology, device: torch.device, settings: ReplaySettings) -> None:
+        self._device = device
         self._sums = MetricAccumulator(
             topology, device, totals=("samples_without_routes",), pairs=("replayed", "native", "paired")
         )
@@ -61,7 +62,8 @@ class StepMetrics:
 
     def add_samples(self, without_routes: Sequence[bool]) -> None:
         """Count the samples of a micro-batch that have no routes at all."""
-        self._sums.add_total("samples_without_routes", torch.tensor(float(sum(without_routes))))
+        count = torch.full((), float(sum(without_routes)), device=self._device)
+        self._sums.add_total("samples_without_routes", count)
 
     def add_logprobs(self, sampled: Tensor, scored: Tensor, mask: Tensor, *, replayed: bool) -> None:
         """Add log-probs (B, R) of the rollout and of this trainer, with replay or without.
