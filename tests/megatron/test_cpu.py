@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import moe_replay as mr
 from moe_replay.megatron import cpu as megatron_cpu
+from moe_replay.megatron import without_transformer_engine
 from moe_replay.megatron.cpu import PATCHES
 from tests.distributed import harness
 from tests.distributed.megatron_models import (
@@ -184,6 +185,15 @@ def test_an_attached_model_routes_without_transformer_engine() -> None:
     """As on a GPU, where nobody calls `megatron_cpu.enable`: `attach` sets the name that routers read."""
     path, _ = reference()
     assert harness.run_ranks(1, fails_without, GATING, TINY[GATING], path, True) == [""]
+
+
+def test_local_layers_are_patched_beside_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    applied = []
+    patches = [patch._replace(apply=lambda _, name=patch.name: applied.append(name)) for patch in PATCHES]
+    monkeypatch.setattr(without_transformer_engine, "TRANSFORMER_ENGINE_PATCHES", patches)
+    monkeypatch.setattr(without_transformer_engine, "find_spec", lambda name: name)
+    without_transformer_engine.enable.__wrapped__()
+    assert applied == ["norm of a sequence shard"]
 
 
 def test_each_patch_is_shown_to_be_needed() -> None:

@@ -1,4 +1,4 @@
-"""Patches for Megatron-Core where Transformer Engine is not installed, on GPUs as well as on CPUs.
+"""Patches for Megatron-Core's local layers and for machines without Transformer Engine, on GPUs as well as on CPUs.
 
 Each patch says which upstream line needs it and when it can be removed. Line numbers are those of megatron-core 0.16.1;
 0.12.1 to 0.15.3 run with the same patches. Nothing is patched on import.
@@ -19,9 +19,10 @@ import torch
 
 @functools.cache
 def enable() -> None:
-    """Apply the patches; does nothing if Transformer Engine is installed."""
-    if find_spec("transformer_engine") is None:
-        for patch in TRANSFORMER_ENGINE_PATCHES:
+    """Apply the patches; if Transformer Engine is installed, only those that local layers need beside it."""
+    installed = find_spec("transformer_engine") is not None
+    for patch in TRANSFORMER_ENGINE_PATCHES:
+        if patch.for_local_layers or not installed:
             patch.apply(ExitStack())
 
 
@@ -32,6 +33,7 @@ class Patch(NamedTuple):
     upstream: str  # file and line that need it
     until: str  # when it can be removed
     apply: Callable[[ExitStack], None]  # applies the patch and registers its undo
+    for_local_layers: bool = False  # needed by layers that do without Transformer Engine, installed or not
 
 
 def replace_attribute(undo: ExitStack, owner: ModuleType | type, name: str, value: object) -> None:
@@ -110,5 +112,6 @@ TRANSFORMER_ENGINE_PATCHES = (
         "torch_norm.py:32 refuses sequence parallelism; the norm is token-wise and needs a mark on its weight only",
         "when WrappedTorchNorm sets parameter.sequence_parallel itself",
         _norm_of_a_sequence_shard,
+        for_local_layers=True,
     ),
 )

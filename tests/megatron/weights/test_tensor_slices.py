@@ -9,7 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_replay.megatron.weights.local_shards import ParameterSpec, global_name, specs_from_json, specs_to_json
+from moe_replay.megatron.weights.local_shards import (
+    ParameterSpec,
+    _partition_dim,
+    global_name,
+    specs_from_json,
+    specs_to_json,
+)
 from moe_replay.megatron.weights.tensor_slices import (
     AlternatingGateUp,
     GatedQkv,
@@ -199,3 +205,24 @@ def test_slots_travel_between_ranks_unchanged() -> None:
     )
     assert specs_from_json(specs_to_json(specs)) == specs
     assert specs_from_json(specs_to_json(())) == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel_mode", "weight", "bias"),
+    [
+        ("TEColumnParallelGroupedLinear", None, 0, 0),  # experts on several ranks
+        ("TERowParallelGroupedLinear", None, 1, None),
+        ("TERowParallelLinear", None, 1, None),
+        ("TELinear", None, None, None),  # a replicated projection of multi-latent attention
+        ("TERowParallelLinear", "row", 1, None),
+        ("TEColumnParallelLinear", "column", 0, None),
+    ],
+)
+def test_shards_that_transformer_engine_does_not_know_of(
+    kind: str, parallel_mode: str | None, weight: int | None, bias: int | None
+) -> None:
+    """Transformer Engine marks every weight as sharded along 0 unless its mode is "row", and no bias without a mode."""
+    layer = type(kind, (torch.nn.Linear,), {"parallel_mode": parallel_mode})(4, 4)
+    layer.weight.tensor_model_parallel = True
+    layer.weight.partition_dim = 1 if parallel_mode == "row" else 0
+    assert (_partition_dim(layer.weight, layer), _partition_dim(layer.bias, layer)) == (weight, bias)

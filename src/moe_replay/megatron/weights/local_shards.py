@@ -169,7 +169,8 @@ def _named_tensors(model: Any) -> Iterator[_Named]:
             for expert_name, tensor, partition_dim in expert_views(name, parameter, model.config):
                 yield global_name(expert_name, numbers), tensor, partition_dim
         else:
-            yield global_name(name, numbers), parameter, _partition_dim(parameter)
+            owner = model.get_submodule(name.rpartition(".")[0])
+            yield global_name(name, numbers), parameter, _partition_dim(parameter, owner)
     for name, buffer in model.named_buffers():
         if name.endswith(_EXPERT_BIAS) and buffer is not None:
             yield global_name(name, numbers), buffer, None
@@ -192,7 +193,14 @@ def expert_views(name: str, parameter: Tensor, config: Any) -> Iterator[tuple[st
         yield expert_name, view, None if partition_dim is None else partition_dim - 1
 
 
-def _partition_dim(tensor: Tensor) -> int | None:
+def _partition_dim(tensor: Tensor, owner: nn.Module | None = None) -> int | None:
+    classes = [kind.__name__ for kind in type(owner).__mro__ if kind.__name__.startswith("TE")]
+    if classes and getattr(owner, "parallel_mode", "") is None:
+        # Megatron-Core communicates itself around this layer (experts, replicated projections). Transformer Engine does
+        # not know how it is sharded, and marks every weight as sharded along dimension 0.
+        if any("RowParallel" in name for name in classes):
+            return 1 if tensor.dim() == 2 else None
+        return 0 if any("ColumnParallel" in name for name in classes) else None
     is_sharded = getattr(tensor, "tensor_model_parallel", False)  # an attribute that Megatron-Core sets
     return tensor.partition_dim if is_sharded else None  # type: ignore[attr-defined]
 
